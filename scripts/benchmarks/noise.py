@@ -4,6 +4,7 @@
     python -m scripts.benchmarks.noise --pp 4 -m 16 --noise 0.1,ranks=0.05 --schedules v-auto@3
 
 Passes vary as with `megatron-ext simulate --noise`, and their order is fixed, as in training.
+Schedules that Megatron has itself wait for messages as Megatron does.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.noise import Quantiles, spread
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
+from megatron_ext.planner.stock import run_by_stock
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 from megatron_ext.viz.noise_text import parse_noise
 
 # With the memory limits within which v-auto searches.
@@ -65,7 +68,7 @@ def rows(
         placement = choice.place(ranks)
         within = None if limit is None else parse_limit(limit, ranks, microbatches)
         problem = Problem(placement, microbatches, parse_costs(costs, placement), within)
-        program = build_program(choice, problem)
+        program = build_program(choice, run_by_stock(problem, spec, STOCK_EXECUTOR))
         name = spec if limit is None else f"{spec}, limit {limit}"
         planned = simulate(program, program.problem.costs).makespan
         for text in noises:
