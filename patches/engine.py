@@ -37,8 +37,8 @@ from megatron_ext.patches.sources import (
 
 Alias = tuple[types.ModuleType, str]
 Signature = str | Iterable[str] | None
-Digests = Mapping[str, str]
-_ANY_SOURCE: Digests = types.MappingProxyType({})
+SourceDigests = Mapping[str, str]
+_ANY_SOURCE: SourceDigests = types.MappingProxyType({})
 
 
 class PatchError(RuntimeError):
@@ -88,7 +88,7 @@ def replace(
     *,
     reason: str,
     signature: Signature = None,
-    digests: Digests = _ANY_SOURCE,
+    digests: SourceDigests = _ANY_SOURCE,
 ) -> Patch:
     """Declare that ``substitute`` replaces ``target``.
 
@@ -116,8 +116,8 @@ def wrap(
     *,
     reason: str,
     signature: Signature = None,
-    digests: Digests = _ANY_SOURCE,
-    needless: Digests = _ANY_SOURCE,
+    digests: SourceDigests = _ANY_SOURCE,
+    needless: SourceDigests = _ANY_SOURCE,
 ) -> Patch:
     """Declare that calls of ``target`` become ``wrapper(original, *args, **kwargs)``.
 
@@ -129,7 +129,7 @@ def wrap(
 
 
 def expect(
-    target: str, *, reason: str, signature: Signature = None, digests: Digests = _ANY_SOURCE
+    target: str, *, reason: str, signature: Signature = None, digests: SourceDigests = _ANY_SOURCE
 ) -> Patch:
     """Declare that other patches rely on ``target`` as they know it; it is not changed.
 

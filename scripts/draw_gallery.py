@@ -19,7 +19,7 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.registry import Mark, choose, entries
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.viz.page.run import Run, simulated
+from megatron_ext.viz.page.run import Run, simulated_run
 from megatron_ext.viz.page.write import Page, write_page
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -76,7 +76,7 @@ def runs_of(names: Sequence[str], ranks: int, microbatches: int, costs: str) -> 
         choice = choose(name)
         placement = choice.place(ranks)
         problem = Problem(placement, microbatches, parse_costs(costs, placement))
-        yield simulated(name, build_program(choice, problem), remarks=[command])
+        yield simulated_run(name, build_program(choice, problem), remarks=[command])
 
 
 if __name__ == "__main__":

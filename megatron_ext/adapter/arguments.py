@@ -14,7 +14,7 @@ from megatron_ext.adapter.job import job_costs, of_arguments
 from megatron_ext.adapter.layers import SEGMENT_END, predicts_apart, segments_of_stages
 from megatron_ext.adapter.layout_arguments import ENDS, PATTERN, VIRTUAL_STAGES
 from megatron_ext.adapter.pairs.overlap_setting import refuse_measuring, requests_pairs
-from megatron_ext.adapter.race.order import check_order
+from megatron_ext.adapter.race.order import check_microbatch_order
 from megatron_ext.adapter.slices.lengths import spans_of
 from megatron_ext.adapter.step_sizes import evaluated_microbatches, step_sizes
 from megatron_ext.adapter.transformer_engine.captured import captures
@@ -76,7 +76,7 @@ def _divided(pattern: str, args: Any, choice: Choice) -> str:
 Prove = Callable[[Choice, Sequence[Problem]], list[Program]]
 
 
-def check(args: Any, config: PipelineConfig, prove: Prove) -> list[Program]:
+def check_parsed_arguments(args: Any, config: PipelineConfig, prove: Prove) -> list[Program]:
     """Refuse settings of ``config`` that do not work with Megatron's parsed ``args``.
 
     Args:
@@ -154,7 +154,7 @@ def search_for_first(choice: Choice, problems: Sequence[Problem]) -> list[Progra
 
 
 def check_race(args: Any, config: PipelineConfig, prove: Prove) -> dict[str, list[Program]]:
-    """Refuse, after `check`, race candidates that cannot run.
+    """Refuse, after `check_parsed_arguments`, race candidates that cannot run.
 
     Args:
         prove: makes the programs.
@@ -172,7 +172,7 @@ def check_race(args: Any, config: PipelineConfig, prove: Prove) -> dict[str, lis
             made[choice.spec] = _programs_of(choice, args, config, prove)
             for program in made[choice.spec]:
                 refuse_order(args, program.schedule)
-                check_order(program)
+                check_microbatch_order(program)
         except ValueError as error:
             raise ValueError(f"{flag('race')}: {choice.spec} cannot race: {error}") from error
     return made

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
-from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_pairs
+from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_requested_pairs
 from megatron_ext.adapter.refusals import GRAPHS, REFUSALS, RefusalGroup
 from megatron_ext.adapter.transformer_engine.capture_order import capture_order, check_capture
 from megatron_ext.adapter.transformer_engine.captured import captures
@@ -48,7 +48,7 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
 
 
 def _refuse_pairs(settings: Any, choice: Choice, extras: Extras) -> None:
-    if choice.has_pairs and not with_pairs(extras, settings).pairs:
+    if choice.has_pairs and not with_requested_pairs(extras, settings).pairs:
         raise ValueError(
             f"--pipeline-schedule {choice.spec} overlaps forward and backward passes: add {FLAG}, "
             "or write a schedule in which these passes run one after the other"

@@ -34,7 +34,7 @@ from megatron_ext.schedule.rank_speeds import RankSpeeds, at_speeds
 _REMEDY = "--pipeline-costs profile measures them (of install: costs='profile')"
 _FEW = 0.005  # share of a stage's parameters below which they are not mentioned
 
-Tell = Callable[[str], object]
+Listener = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def job_costs(
     source: CostsSource,
     job: Job,
     slices: int,
-    tell: Tell | None = None,
+    tell: Listener | None = None,
     speeds: RankSpeeds | None = None,
 ) -> Costs:
     """Return the costs of a microbatch of ``job``: measured, given or estimated, according to
@@ -228,7 +228,7 @@ def basis_of(job: Job) -> Basis | None:
     return Basis(layers.model, layers.stages, run, rates(run.precision), has_tower)
 
 
-def _estimated(job: Job, measured: Rates | None = None, tell: Tell | None = None) -> Costs:
+def _estimated(job: Job, measured: Rates | None = None, tell: Listener | None = None) -> Costs:
     """Return estimated costs; equal ones for F, I and W of every stage if layers are not known."""
     layers = job.layers
     if layers is None:

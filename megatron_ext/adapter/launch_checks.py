@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from megatron_ext.adapter.arguments import (
     Prove,
     add_virtual_stages,
-    check,
+    check_parsed_arguments,
     check_race,
     check_trace,
 )
@@ -121,7 +121,7 @@ def check_schedule(
     if config.schedule is None:
         attempt("trace", lambda: check_trace(args, config))
         return [], {}
-    programs = attempt("schedule", lambda: check(args, config, prove))
+    programs = attempt("schedule", lambda: check_parsed_arguments(args, config, prove))
     if programs is None:
         return None
     if config.race is None:

@@ -55,7 +55,7 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
         raise ValueError(
             f"{settings.num_layers} layers cannot be split evenly over {stages} stages{uneven}; "
             f"say which stage has which: --pipeline-model-parallel-layout "
-            f"'{even_layout(settings.num_layers, stages, prediction_depths(settings))}'"
+            f"'{even_layout_text(settings.num_layers, stages, prediction_depths(settings))}'"
         )
     layers = [given.get(stage, per_stage) for stage in range(stages)]
     layers[0] -= embedding
@@ -84,7 +84,7 @@ def segments_of_stages(pattern: str, placement: Placement, schedule: str) -> lis
     segments = pattern_segments(pattern)
     stages = placement.stages
     layers = "".join(segments)
-    ends = [0, *accumulate(evenly(len(layers), stages))]
+    ends = [0, *accumulate(even_layer_counts(len(layers), stages))]
     even = [layers[start:end] for start, end in pairwise(ends)]
     if len(segments) == 1 and len(layers) % stages == 0:
         return even
@@ -151,12 +151,12 @@ def predicts_apart(layout: str) -> bool:
     return any(LayerType.mtp in segment for segment in segments)
 
 
-def even_layout(layers: int, stages: int, depths: int) -> str:
+def even_layout_text(layers: int, stages: int, depths: int) -> str:
     """Return the text of the most even layout."""
-    return layout_of(evenly(layers, stages), depths)
+    return layout_of(even_layer_counts(layers, stages), depths)
 
 
-def evenly(layers: int, stages: int) -> list[int]:
+def even_layer_counts(layers: int, stages: int) -> list[int]:
     """Return the number of layers of each stage: the first stages have one more."""
     per_stage, more = divmod(layers, stages)
     return [per_stage + (stage < more) for stage in range(stages)]

@@ -64,7 +64,7 @@ def language_model(chunk: torch.nn.Module) -> Any | None:
     return model if hasattr(getattr(model, "decoder", None), "layers") else None
 
 
-def output_layer(chunk: torch.nn.Module) -> Any | None:
+def find_output_layer(chunk: torch.nn.Module) -> Any | None:
     """Return the module in ``chunk`` that makes the logits, found by its name in Megatron's
     models."""
     for name, module in (language_model(chunk) or chunk).named_modules():
@@ -93,7 +93,7 @@ def head_is_looked_up(chunk: torch.nn.Module) -> bool:
 def unused_heads(chunks: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
     """Return the unused weights of output layers of ``chunks`` that use the embedding's table
     instead."""
-    heads = [output_layer(chunk) for chunk in chunks if head_is_looked_up(chunk)]
+    heads = [find_output_layer(chunk) for chunk in chunks if head_is_looked_up(chunk)]
     return frozenset(head.weight for head in heads if head is not None)
 
 
@@ -112,10 +112,10 @@ def may_lose_gradients(chunk: torch.nn.Module) -> bool:
     return getattr(config, "recompute_granularity", "unknown") is not None
 
 
-def size_of(chunk: torch.nn.Module) -> ChunkSize:
+def chunk_size(chunk: torch.nn.Module) -> ChunkSize:
     """Return the size of one rank's ``chunk``."""
     model = language_model(chunk)
-    head = output_layer(chunk)
+    head = find_output_layer(chunk)
     rows = getattr(head, "output_size_per_partition", 0)
     if rows == 0 and (part := embedding_part(chunk)) is not None:  # with the output layer's rows
         rows = part.num_embeddings_per_partition

@@ -29,7 +29,7 @@ from megatron.core.utils import log_single_rank
 from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.job import Job, basis_of, job_costs, of_arguments, of_built
-from megatron_ext.adapter.model_parts import is_trained, size_of
+from megatron_ext.adapter.model_parts import chunk_size, is_trained
 from megatron_ext.adapter.pairs.overlap_setting import has_pairs
 from megatron_ext.adapter.rank_settings.launch_facts import refuse_other_models
 from megatron_ext.adapter.stock.executor import stock_executor
@@ -57,8 +57,8 @@ from megatron_ext.words import counted
 
 KEPT = 64  # programs
 
-Shape = tuple[int, int] | None  # micro batch, sequence; None if microbatches vary
-_Key = tuple[str, Shape, int, bool, int, bool]
+BatchShape = tuple[int, int] | None  # micro batch, sequence; None if microbatches vary
+_Key = tuple[str, BatchShape, int, bool, int, bool]
 
 
 @dataclass(frozen=True)
@@ -121,19 +121,19 @@ class Programs:
         self._has_told_of_others = False
         self._run = ""  # a key that no other run with the same store has
         self._has_compared = False  # programs with all ranks
-        self._measured: set[Shape] = set()  # whose costs were measured
-        self._swapped: set[Shape] = set()  # whose new program has not run yet
-        self._times_set: Counter[Shape] = Counter()  # how often a shape has been given costs
-        self.costs: dict[Shape, Costs] = {}
-        self.bases: dict[Shape, Basis | None] = {}
-        self.described: dict[Shape, Callable[[], Job]] = {}
+        self._measured: set[BatchShape] = set()  # whose costs were measured
+        self._swapped: set[BatchShape] = set()  # whose new program has not run yet
+        self._times_set: Counter[BatchShape] = Counter()  # how often a shape has been given costs
+        self.costs: dict[BatchShape, Costs] = {}
+        self.bases: dict[BatchShape, Basis | None] = {}
+        self.described: dict[BatchShape, Callable[[], Job]] = {}
 
     def agree_on_costs(
         self,
         pipeline: dist.ProcessGroup,
         config: Any,
         models: list[torch.nn.Module],
-        shape: Shape,
+        shape: BatchShape,
         sequence: int,
         micro_batch: int,
         microbatches: int,
@@ -189,7 +189,7 @@ class Programs:
         placement = self.choice.place(pipeline.size())
         if is_alone():
             return partial(of_arguments, training_global("_GLOBAL_ARGS"), placement)
-        sizes = gather(pipeline, [size_of(chunk) for chunk in models])
+        sizes = gather(pipeline, [chunk_size(chunk) for chunk in models])
         per_stage = [
             sizes[rank][placement.stages_of[rank].index(stage)]
             for stage, rank in enumerate(placement.rank_of)
@@ -202,7 +202,7 @@ class Programs:
             *(dist.get_world_size(), stride),
         )
 
-    def _told_by_the_first(self, shape: Shape, work: Callable[[], Costs]) -> Costs:
+    def _told_by_the_first(self, shape: BatchShape, work: Callable[[], Costs]) -> Costs:
         """Return the costs that ``work`` gives on one rank, the first that needs ``shape``."""
         store = store_of_all()
         if store is None:
@@ -210,7 +210,7 @@ class Programs:
         apart = dist.PrefixStore(f"megatron_ext/costs/{self._run}/{shape}", store)
         return run_on_leader(apart, dist.get_rank(), f"the costs of shape {shape}", work)
 
-    def _set_costs(self, shape: Shape, costs: Costs) -> None:
+    def _set_costs(self, shape: BatchShape, costs: Costs) -> None:
         """Set the costs of ``shape``, and drop its programs, which have other costs."""
         self.costs[shape] = costs
         self._times_set[shape] += 1
@@ -253,7 +253,7 @@ class Programs:
     def known(
         self,
         config: Any,
-        shape: Shape,
+        shape: BatchShape,
         microbatches: int,
         forward_only: bool,
         first_trained: int = 0,
@@ -270,7 +270,7 @@ class Programs:
     def _key(
         self,
         config: Any,
-        shape: Shape,
+        shape: BatchShape,
         microbatches: int,
         forward_only: bool,
         first_trained: int,
@@ -278,7 +278,7 @@ class Programs:
         varies = config.variable_seq_lengths
         return self.choice.spec, shape, microbatches, forward_only, first_trained, varies
 
-    def are_measured(self, shape: Shape) -> bool:
+    def are_measured(self, shape: BatchShape) -> bool:
         """Whether the costs of ``shape`` are measured."""
         return shape in self._measured
 
@@ -286,7 +286,7 @@ class Programs:
         self,
         pipeline: dist.ProcessGroup,
         config: Any,
-        shape: Shape,
+        shape: BatchShape,
         microbatches: int,
         forward_only: bool,
         first_trained: int = 0,
@@ -393,7 +393,7 @@ class Programs:
         return own[0] if own else prove_built(result.schedule, result.problem)
 
     def check_swap(
-        self, pipeline: dist.ProcessGroup, config: Any, shape: Shape, program: Program
+        self, pipeline: dist.ProcessGroup, config: Any, shape: BatchShape, program: Program
     ) -> None:
         """Compare ``program``, which a training step of ``shape`` is about to run, with those of
         the other ranks, in the first such step after programs were swapped.
@@ -448,7 +448,7 @@ class Programs:
         self,
         pipeline: dist.ProcessGroup,
         config: Any,
-        shape: Shape,
+        shape: BatchShape,
         costs: Costs,
         before: Program,
     ) -> Program:
@@ -468,7 +468,7 @@ class Programs:
         self,
         pipeline: dist.ProcessGroup,
         config: Any,
-        shape: Shape,
+        shape: BatchShape,
         measured: MeasuredPlaces,
         now: Program,
     ) -> ForPlaces | None:

@@ -14,7 +14,7 @@ from typing import Any
 import megatron.core
 
 from megatron_ext.adapter import document_masks
-from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_pairs
+from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_requested_pairs
 from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.adapter.transformer_engine.captured import IMPLEMENTATION, captures
 from megatron_ext.compile.registry import Choice
@@ -663,7 +663,7 @@ def _no_offload(settings: Any, choice: Choice, extras: Extras) -> str | None:
 
 
 def _pairs(settings: Any, choice: Choice, extras: Extras) -> str | None:
-    return FLAG if with_pairs(extras, settings).pairs else None
+    return FLAG if with_requested_pairs(extras, settings).pairs else None
 
 
 def _graphs(settings: Any, choice: Choice, extras: Extras) -> str | None:

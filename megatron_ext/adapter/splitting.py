@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.adapter.model_parts import (
+    find_output_layer,
     head_is_looked_up,
     language_model,
-    output_layer,
 )
 from megatron_ext.adapter.step.callers_hooks import CallersHooks
 from megatron_ext.runtime.weight_gradients import Lent, is_owned, queue
@@ -44,7 +44,7 @@ def head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
     if model is not None and head_is_looked_up(models[-1]):
         weight = model.shared_embedding_or_output_weight()
     else:
-        weight = getattr(output_layer(models[-1]), "weight", None)
+        weight = getattr(find_output_layer(models[-1]), "weight", None)
     return frozenset() if weight is None else frozenset([weight])
 
 

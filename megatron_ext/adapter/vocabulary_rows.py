@@ -43,7 +43,9 @@ class VocabularyPart:
         return self.parts
 
 
-def part_of(pipeline: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup) -> VocabularyPart:
+def vocabulary_part(
+    pipeline: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup
+) -> VocabularyPart:
     """Return the part of this rank."""
     ranks = pipeline.size()
     return VocabularyPart(
@@ -208,7 +210,7 @@ def shard_of(
     return VocabularyShard(
         embedding,
         output,
-        first_row=part_of(pipeline, tensor_parallel).index * len(output.weight),
+        first_row=vocabulary_part(pipeline, tensor_parallel).index * len(output.weight),
         tensor_parallel=tensor_parallel if tensor_parallel.size() > 1 else None,
         sequence_parallel=config.sequence_parallel,
     )

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON: one object or list.")]
-Schedule = Annotated[
+SpecArgument = Annotated[
     str,
     typer.Argument(
         metavar="SPEC",
@@ -81,7 +81,7 @@ SliceCount = Annotated[
         help="Number of slices into which each microbatch is cut along its sequence.",
     ),
 ]
-SliceLengths = Annotated[
+SliceLengthsOption = Annotated[
     str,
     typer.Option(
         metavar="{even,balanced,TOKENS,...}",
@@ -98,7 +98,7 @@ InPairs = Annotated[
         "Default: it saves none.",
     ),
 ]
-PostValidation = Annotated[
+PostValidationOption = Annotated[
     bool,
     typer.Option(
         "--post-validation",

@@ -27,7 +27,7 @@ from megatron_ext.parity.run_command import (
 )
 from megatron_ext.parity.runs import check_comparable, run_both
 from megatron_ext.recordings import report
-from megatron_ext.recordings.compare import ParityVerdict, RunComparison, compare
+from megatron_ext.recordings.compare import ParityVerdict, RunComparison, compare_runs
 from megatron_ext.recordings.recording import read_recording
 from megatron_ext.recordings.writing import already_there, lines_file
 from megatron_ext.written_settings import given_beside
@@ -181,7 +181,7 @@ def _tell(text: str) -> None:
 
 
 def _compare(a: Path, b: Path, again: Path | None) -> RunComparison:
-    return compare(
+    return compare_runs(
         read_recording(a), read_recording(b), None if again is None else read_recording(again)
     )
 
@@ -203,5 +203,5 @@ def _print(found: RunComparison) -> None:
         typer.echo()
         print_table(report.tensor_rows(found))
     typer.echo()
-    for line in report.verdict(found):
+    for line in report.verdict_text(found):
         typer.echo(line)

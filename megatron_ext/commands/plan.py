@@ -19,9 +19,9 @@ from megatron_ext.commands.options import (
     Json,
     Limit,
     MegatronArgs,
-    PostValidation,
+    PostValidationOption,
     SliceCount,
-    SliceLengths,
+    SliceLengthsOption,
     Speeds,
     Vision,
     VisionTokens,
@@ -61,7 +61,7 @@ from megatron_ext.planner.mixed_gpus import (
 from megatron_ext.planner.planning_time import planning
 from megatron_ext.planner.sizes.plan import SizesPlan
 from megatron_ext.planner.training import TrainedModel, Training
-from megatron_ext.planner.training_job import TrainingJob, job_of
+from megatron_ext.planner.training_job import TrainingJob, training_job_of
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import line
@@ -156,9 +156,9 @@ def plan(
             help="Partition the optimizer states over the data-parallel ranks.",
         ),
     ] = False,
-    post_validation: PostValidation = False,
+    post_validation: PostValidationOption = False,
     slices: SliceCount = 1,
-    slice_lengths: SliceLengths = Lengths.EVEN.value,
+    slice_lengths: SliceLengthsOption = Lengths.EVEN.value,
     pairs: InPairs = False,
     any_sizes: Annotated[
         bool,
@@ -500,7 +500,7 @@ def _of_sizes(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan:
     _refuse(tower, f"{_NO_MODEL}, or write the tower into --costs as tower=F/I/W")
     training = replace(training, costs=training.costs or partial(parse_costs, UNIT))
     in_seconds = CostsSource(costs or UNIT).file is not None
-    return partial(plan_job, replace(job_of(training), in_seconds=in_seconds))
+    return partial(plan_job, replace(training_job_of(training), in_seconds=in_seconds))
 
 
 def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings) -> TrainingJob:
@@ -548,7 +548,7 @@ def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings)
     assumed = (ASSUMED_GPU,) if not gpus and training.costs is None else ()
     training = replace(training, trained=trained)
     in_seconds = settings.costs is None or CostsSource(settings.costs).file is not None
-    return replace(job_of(training, free, assumed), in_seconds=in_seconds)
+    return replace(training_job_of(training, free, assumed), in_seconds=in_seconds)
 
 
 def _machine(

@@ -9,7 +9,7 @@ from megatron_ext.commands.output import command_line
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.planner.curves import Curves
 from megatron_ext.viz.draw import check_picture
-from megatron_ext.viz.page.run import Run, simulated, title_of
+from megatron_ext.viz.page.run import Run, simulated_run, title_of
 from megatron_ext.viz.page.write import SECONDS, Page, check_page, write_page
 from megatron_ext.viz.plan_picture import draw_plan
 
@@ -54,7 +54,7 @@ def _runs_of_plan(plan: Plan) -> tuple[Run, ...]:
     stock = [candidate for candidate in plain if candidate.schedule == _REFERENCE]
     shown = dict.fromkeys([*stock, *plan.front])
     return tuple(
-        simulated(_title(candidate), candidate.program())
+        simulated_run(_title(candidate), candidate.program())
         for candidate in list(shown)[:_MOST_SCHEDULES]
     )
 

@@ -18,11 +18,11 @@ from megatron_ext.commands.options import (
     Json,
     Limit,
     Microbatches,
-    PostValidation,
+    PostValidationOption,
     Ranks,
-    Schedule,
     SliceCount,
-    SliceLengths,
+    SliceLengthsOption,
+    SpecArgument,
     Speeds,
 )
 from megatron_ext.commands.output import fail, print_table
@@ -74,7 +74,7 @@ _ROUNDED = "stock Megatron's but for rounding: sums are made in another order"
 
 
 def simulate(
-    spec: Schedule,
+    spec: SpecArgument,
     pp: Ranks,
     microbatches: Microbatches,
     costs: CostsText = UNIT,
@@ -118,9 +118,9 @@ def simulate(
         ),
     ] = "none",
     slices: SliceCount = 1,
-    slice_lengths: SliceLengths = Lengths.EVEN.value,
+    slice_lengths: SliceLengthsOption = Lengths.EVEN.value,
     pairs: InPairs = False,
-    post_validation: PostValidation = False,
+    post_validation: PostValidationOption = False,
     steps: Annotated[
         int,
         typer.Option(

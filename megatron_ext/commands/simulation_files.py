@@ -17,7 +17,7 @@ from megatron_ext.schedule.schedule_csv import to_csv, to_torch_csv
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.text_file import write_text_file
 from megatron_ext.viz.draw import check_picture, draw_steps
-from megatron_ext.viz.page.run import Run, simulated, title_of
+from megatron_ext.viz.page.run import Run, simulated_run, title_of
 from megatron_ext.viz.page.write import Page, check_page, write_page
 from megatron_ext.viz.program_summary import program_of_1f1b
 from megatron_ext.viz.torchtitan import for_torchtitan
@@ -90,11 +90,11 @@ class SimulationFiles:
 
 def _runs(choice: Choice, reference: Program, program: Program, steps: int) -> tuple[Run, ...]:
     """Return the runs of a page: ``program`` below ``reference``, if the two differ."""
-    run = simulated(title_of(choice.spec, program.problem.extras), program, steps)
+    run = simulated_run(title_of(choice.spec, program.problem.extras), program, steps)
     if reference.digest == program.digest:
         return (run,)
     title = title_of(reference.schedule.name, reference.problem.extras)
-    return simulated(title, reference, steps), run
+    return simulated_run(title, reference, steps), run
 
 
 def _reference_program(choice: Choice, problem: Problem) -> Program:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ext.planner.sizes.plan import SizedAlternative, SizesPlan
-from megatron_ext.planner.verdict import ALIKE, WORTH, name_of
+from megatron_ext.planner.verdict import ALIKE, WORTH, candidate_name
 from megatron_ext.schedule.problem import Offload
 from megatron_ext.words import bytes_text, counted
 
@@ -50,7 +50,8 @@ def _are_same(one: SizedAlternative, other: SizedAlternative | None) -> bool:
     if other is None:
         return False
     before, after = (
-        (each.sizes, name_of(each.candidate), each.recompute, each.layout) for each in (one, other)
+        (each.sizes, candidate_name(each.candidate), each.recompute, each.layout)
+        for each in (one, other)
     )
     return before == after
 
@@ -79,7 +80,7 @@ def _found(made: SizesPlan, one: SizedAlternative | None) -> str:
     if one is made.own:
         return "unchanged"
     words = [one.title] if made.own is None or one.sizes != made.own.sizes else []
-    schedule = name_of(one.candidate)
+    schedule = candidate_name(one.candidate)
     words.append(f"under {schedule}" if words else schedule)
     if one.candidate.report.offload is not Offload.NONE:
         words.append("with offload")

@@ -20,9 +20,9 @@ from megatron_ext.viz.trace import TracedStep, read_trace
 from megatron_ext.viz.trace_report import TraceReport, median_step, trace_report
 from megatron_ext.viz.trace_text import (
     milliseconds,
-    name_of,
     prospect_rows,
     remarks,
+    schedule_name,
     sections,
 )
 from megatron_ext.words import counted
@@ -61,14 +61,14 @@ def trace(
 
 
 def _write_page(step: TracedStep, report: TraceReport, path: Path) -> None:
-    title = f"{name_of(report)}: a measured step compared with its prediction"
+    title = f"{schedule_name(report)}: a measured step compared with its prediction"
     write_page(Page(title, traced(step), command_line(), SECONDS), path)
 
 
 def _print_trace(report: TraceReport, folder: Path) -> None:
     of_several = f", the median of {len(report.iterations)} by its makespan"
     typer.echo(
-        f"{name_of(report)} on {counted(report.pp, 'rank')}, "
+        f"{schedule_name(report)} on {counted(report.pp, 'rank')}, "
         f"{counted(report.microbatches, 'microbatch')}; iteration {report.iteration}"
         f"{of_several * (len(report.iterations) > 1)}"
     )

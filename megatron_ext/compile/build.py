@@ -24,7 +24,7 @@ from megatron_ext.compile.program.verify import (
 )
 from megatron_ext.compile.program.waits import await_sends
 from megatron_ext.compile.registry import Choice, entries
-from megatron_ext.compile.size import check_size, size_of
+from megatron_ext.compile.size import check_size, problem_size
 from megatron_ext.compile.transforms.offload import offload
 from megatron_ext.compile.transforms.omitted_backward import (
     drop_frozen_prefix,
@@ -62,7 +62,7 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     _check_slices(choice, problem)
     check_pairs(choice, problem)
     problem = _with_own_costs(problem)
-    with task(f"building {choice.spec} for {size_of(problem)}"), uncollected():
+    with task(f"building {choice.spec} for {problem_size(problem)}"), uncollected():
         if _adds_recompute(choice, problem) and not problem.forward_only:
             return _shortest_with_recompute(choice, problem)
         with caching_proofs():

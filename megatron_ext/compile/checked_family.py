@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.compile.others_code import code_of
-from megatron_ext.schedule.action import Action, Kind, Pair
+from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
 from megatron_ext.schedule.columns import KINDS
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement
@@ -93,7 +93,7 @@ class CheckedFamily:
             )
         rows = tuple(map(tuple, schedule.rows))
         self._check_rows([action for row in rows for action in row])
-        strangers = [pair for pair in schedule.pairs if not isinstance(pair, Pair)]
+        strangers = [pair for pair in schedule.pairs if not isinstance(pair, OverlappedPasses)]
         if strangers:
             raise self._error(f"{self.name} has {shown(repr(strangers[0]))} in its pairs")
         if any(type(action.kind) is not Kind for row in rows for action in row):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_ext.compile.program.memory import amount_of, peaks
+from megatron_ext.compile.program.memory import limited_amount, peaks
 from megatron_ext.compile.program.simulate import simulate_unproved
 from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.problem import Problem
@@ -50,5 +50,5 @@ def eager_or_not(
 def _fits(schedule: Schedule, problem: Problem) -> bool:
     if problem.memory_limit is None:
         return True
-    amount, allowed = amount_of(problem.memory_limit, schedule, problem.costs)
+    amount, allowed = limited_amount(problem.memory_limit, schedule, problem.costs)
     return fits(max(peaks(schedule, amount)), allowed)

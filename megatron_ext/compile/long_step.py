@@ -93,7 +93,7 @@ def simulate_step(
             if most is not None:
                 _check_growth(before, held, most, number)
             before = held
-    return simulated(choice, problem, build)
+    return simulated_in_full(choice, problem, build)
 
 
 def _check_growth(
@@ -203,7 +203,7 @@ def _holds_as_much(schedule: Schedule, part: RepeatingPart, amount: Amount) -> b
     return True
 
 
-def simulated(
+def simulated_in_full(
     choice: Choice, problem: Problem, build: Callable[[Choice, Problem], Program] = build_program
 ) -> Simulated:
     """Return the figures of ``choice`` for ``problem``, built whole. Raises as `report`."""

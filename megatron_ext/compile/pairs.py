@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_ext.compile.program.memory import amount_of, in_microbatches, peaks
+from megatron_ext.compile.program.memory import in_microbatches, limited_amount, peaks
 from megatron_ext.compile.program.simulate import simulate_unproved
 from megatron_ext.compile.registry import Choice, entries, on_placement
 from megatron_ext.compile.transforms.pairs import pair_up
@@ -56,6 +56,6 @@ def _others(alone: Problem, problem: Problem) -> Iterator[Schedule]:
         amount, allowed = in_microbatches(schedule), problem.held_by_1f1b
         allowed += 1 / problem.placement.chunks
         if problem.memory_limit is not None:
-            amount, allowed = amount_of(problem.memory_limit, schedule, problem.costs)
+            amount, allowed = limited_amount(problem.memory_limit, schedule, problem.costs)
         if all(fits(held, allowed) for held in peaks(schedule, amount)):
             yield schedule

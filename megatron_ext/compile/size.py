@@ -17,7 +17,7 @@ _SECONDS, _SECONDS_PER_RANK = 60e-6, 0.1e-6
 _BYTES = 3500
 
 
-def size_of(problem: Problem) -> str:
+def problem_size(problem: Problem) -> str:
     """Return the size of ``problem`` in words: ``8 ranks and 32 microbatches``. For a very large
     problem the text includes the time and memory to build its program."""
     text = _counts(problem)

@@ -30,7 +30,7 @@ class Other(StrEnum):
 
 
 Term = Engine | Group | Other
-Seconds = Mapping[Term, float]
+SecondsByTerm = Mapping[Term, float]
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class PassSeconds:
         squared: the seconds of F and of I that grow with the square of the sequence.
     """
 
-    forward: Seconds = field(default_factory=dict)
-    input_gradient: Seconds = field(default_factory=dict)
-    weight_gradient: Seconds = field(default_factory=dict)
+    forward: SecondsByTerm = field(default_factory=dict)
+    input_gradient: SecondsByTerm = field(default_factory=dict)
+    weight_gradient: SecondsByTerm = field(default_factory=dict)
     rows: float = 0.0
     squared: tuple[float, float] = (0.0, 0.0)
 
@@ -73,7 +73,7 @@ class PassSeconds:
         )
 
 
-def _times(seconds: Seconds, scale: float) -> Seconds:
+def _times(seconds: SecondsByTerm, scale: float) -> SecondsByTerm:
     return {term: figure * scale for term, figure in seconds.items()}
 
 
@@ -89,7 +89,7 @@ def summed(parts: Iterable[PassSeconds]) -> PassSeconds:
     )
 
 
-def _summed(terms: Iterable[Seconds]) -> Seconds:
+def _summed(terms: Iterable[SecondsByTerm]) -> SecondsByTerm:
     total: dict[Term, float] = defaultdict(float)
     for seconds in terms:
         for term, figure in seconds.items():
@@ -116,7 +116,7 @@ def seconds_by_component(
         yield layer, _measured(seconds, layer, rates)
     for _ in range(stage.depths):
         yield DEPTH, _measured(_of_depth(model, execution, rates), DEPTH, rates)
-    launch: Seconds = {Other.LAUNCH: rates.launch} if rates.launch else {}
+    launch: SecondsByTerm = {Other.LAUNCH: rates.launch} if rates.launch else {}
     yield PASS, _measured(PassSeconds(launch, launch), PASS, rates)
 
 

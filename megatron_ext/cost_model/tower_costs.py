@@ -27,7 +27,7 @@ def tower_costs(tower: Tower, execution: Execution, rates: Rates) -> TowerCosts:
     """
     run = tower_execution(tower, execution)
     rates = replace(rates, measured=None)  # of the language model's layers
-    model, trained = layers_of(tower), tower.trained
+    model, trained = tower_layers(tower), tower.trained
     totals = [0.0, 0.0, 0.0]
     for name, seconds in seconds_by_component(model, Stage(model.layers), run, rates):
         if name != PASS:  # the tower is a part of the first stage's pass
@@ -51,7 +51,7 @@ def tower_costs(tower: Tower, execution: Execution, rates: Rates) -> TowerCosts:
     return TowerCosts((totals[0], totals[1], totals[2]), held)
 
 
-def layers_of(tower: Tower) -> Model:
+def tower_layers(tower: Tower) -> Model:
     """Return the transformer layers of ``tower`` as a model."""
     return Model(
         layers=("*-",) * tower.layers,

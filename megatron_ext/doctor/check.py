@@ -244,7 +244,7 @@ def _check_restarts(args: Any, max_restarts: int) -> list[Finding]:
 
 def _arguments(launch: Launch, words: Sequence[str], megatron_arguments: Any) -> Any:
     """Return the parsed ``words``, with the settings of a recipe that no words tell."""
-    parsed = megatron_arguments.parse(words)
+    parsed = megatron_arguments.parse_arguments(words)
     if launch.recipe is not None:
         vars(parsed.args).update(launch.recipe.settings)
     return parsed

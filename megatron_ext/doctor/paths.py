@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.adapter.checkpoints.folder import (
     TRACKER,
+    folder_name,
     is_iteration,
     iteration_in,
     loading_flag,
-    name_of,
 )
 from megatron_ext.doctor.report import Finding, Severity
 from megatron_ext.words import bytes_text
@@ -136,7 +136,7 @@ def _check_load(flag: str, folder: str, step: int | None) -> Finding:
     if not is_iteration(iteration):
         text = f"{tracker} says {iteration!r}, which is no iteration"
         return Finding(Severity.WRONG, "checkpoints", text, "write the last whole iteration there")
-    name = name_of(iteration)
+    name = folder_name(iteration)
     if not (tracker.parent / name).is_dir():
         text = f"{flag} {folder} has no {name}, which is to be loaded"
         iterations = ", ".join(sorted(path.name for path in tracker.parent.glob("iter_*"))[-3:])

@@ -74,7 +74,7 @@ def launch_from_recipe(recipe: str, words: Sequence[str]) -> Launch:
     with silently(), as_on(Path.cwd(), {}):
         try:
             with quickly():
-                from megatron_ext.launch_command.log.unparse import flags_of
+                from megatron_ext.launch_command.log.unparse import unparsed_flags
         except ImportError as error:
             raise PatchError(f"no Megatron is here to read {OPTION} with: {error}") from error
         config = _called(recipe)
@@ -91,7 +91,7 @@ def launch_from_recipe(recipe: str, words: Sequence[str]) -> Launch:
         if given_in(words).get("schedule", PLAN) != PLAN:  # `use` replaces virtual stages
             arguments.values |= dict.fromkeys([CHUNKS, CHUNKS_IN_CONFIGS])
         try:
-            flags = flags_of({name: str(value) for name, value in arguments.values.items()})
+            flags = unparsed_flags({name: str(value) for name, value in arguments.values.items()})
         except ValueError as error:
             raise ValueError(f"{OPTION} {recipe}: {error}") from error
     return Launch(

@@ -17,7 +17,7 @@ from megatron_ext.adapter.impossible_sizes import refuse_stock_steps
 from megatron_ext.adapter.launch_checks import Attempt, check_batches, check_schedule, raising
 from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
 from megatron_ext.adapter.stock.executor import stock_executor
-from megatron_ext.compile.long_step import simulated
+from megatron_ext.compile.long_step import simulated_in_full
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Choice
 from megatron_ext.config import PipelineConfig
@@ -58,7 +58,7 @@ class Judgement:
 
     def candidate(self) -> Candidate:
         """Return the command as plans compare it."""
-        step = simulated(self.choice, self.problem, lambda choice, problem: self.program)
+        step = simulated_in_full(self.choice, self.problem, lambda choice, problem: self.program)
         method = VocabMethod.of(self.problem.extras.vocab_parallel)
         return candidate_of(Variant(self.choice, self.problem, self.model), method, step)
 

@@ -129,7 +129,7 @@ def _reached(rates: RatesOf) -> list[Patch]:
     return [replace("megatron_ext.adapter.dimensions:rates", rates, reason=reason)]
 
 
-def parse(argv: Sequence[str]) -> ParsedArguments:
+def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
     """Parse the words after the script with Megatron's own parser and our flags.
 
     Raises:

@@ -23,7 +23,7 @@ from megatron_ext.planner.confirmation import confirmed_verdict
 from megatron_ext.planner.fitting import caching_candidates
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated
-from megatron_ext.planner.planning_time import begin
+from megatron_ext.planner.planning_time import start_planning_time
 from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.plan import SizedAlternative, SizesPlan, is_tie
 from megatron_ext.planner.sizes.search import (
@@ -77,10 +77,10 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
     )
 
     _check(request, parsed)
-    job = job_of(request, parsed)
+    job = sized_job_of(request, parsed)
     launch = SizedLaunch(parsed, job)
     own = launch.baseline()
-    begin()
+    start_planning_time()
     found = search_sizes(job, launch.works_of)
     free = parsed.room
 
@@ -184,7 +184,7 @@ def _check(request: LaunchRequest, parsed: ParsedLaunch) -> None:
             raise ValueError(f"--any-sizes: {flag} has memory that is not estimated; drop {flag}")
 
 
-def job_of(request: LaunchRequest, parsed: ParsedLaunch) -> SizedJob:
+def sized_job_of(request: LaunchRequest, parsed: ParsedLaunch) -> SizedJob:
     """Return the description of ``parsed`` for other sizes."""
     from megatron_ext.adapter import dimensions
     from megatron_ext.adapter.model_bytes import state_of
@@ -248,7 +248,7 @@ class SizedLaunch:
 
     def variants(self, sizes: Sizes) -> LaunchVariants:
         """Return the launch with ``sizes``, one stage a rank, and layers as even as can be."""
-        from megatron_ext.adapter.layers import SEGMENT_END, even_layout, prediction_depths
+        from megatron_ext.adapter.layers import SEGMENT_END, even_layout_text, prediction_depths
 
         variants = self._parsed.variants
         if sizes == self._job.own:
@@ -268,7 +268,7 @@ class SizedLaunch:
             args.hybrid_layer_pattern = pattern.replace(SEGMENT_END, "")
         elif args.num_layers % sizes.pipeline:
             depths = prediction_depths(args)
-            args.pipeline_model_parallel_layout = even_layout(
+            args.pipeline_model_parallel_layout = even_layout_text(
                 args.num_layers, sizes.pipeline, depths
             )
         return replace(variants, args=args, own="1f1b")

@@ -29,13 +29,13 @@ from megatron_ext.launch_planner.alternatives.first_answer import is_long
 from megatron_ext.launch_planner.alternatives.written import alternative_of
 from megatron_ext.launch_planner.stage_arguments import chunks_of, names_stages, stock_schedule
 from megatron_ext.launch_planner.variants import LaunchVariants
-from megatron_ext.planner.auto import AS_1F1B, left_out, nothing_left
+from megatron_ext.planner.auto import AS_1F1B, nothing_left, schedules_not_compared
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.confirmation import with_whole_step
 from megatron_ext.planner.figures import made_again
 from megatron_ext.planner.fitting import caching_candidates, consider
 from megatron_ext.planner.job_plan import JobPlan, PlannedJob, plan_job
-from megatron_ext.planner.planner import Pair, make_plan, without_figures
+from megatron_ext.planner.planner import SpecWithMethod, make_plan, without_figures
 from megatron_ext.planner.verdict import (
     ALIKE,
     WORTH,
@@ -82,7 +82,7 @@ def choose_for(
     Raises:
         ValueError: no schedule can run so.
     """
-    args = megatron_arguments.parse(argv).args
+    args = megatron_arguments.parse_arguments(argv).args
     if args.yaml_cfg is not None or args.use_checkpoint_args:
         raise ValueError(
             f"{flag('schedule')} {config.schedule} chooses from the launch command, and --yaml-cfg "
@@ -166,7 +166,7 @@ class LaunchChoice(PlannedJob):
     bound: float | None = None
     limit: str | None = None
     specs: tuple[str, ...] | None = None
-    refused: frozenset[Pair] | None = None
+    refused: frozenset[SpecWithMethod] | None = None
     better_than: Candidate | None = None
 
     @property
@@ -257,7 +257,7 @@ class LaunchChoice(PlannedJob):
             if tie:
                 text += f"; {', '.join(tie)} as long within {ALIKE:.0%}, in no less memory"
         is_told = self.specs is not None and plan.refusals
-        return f"{text}; not compared: {left_out(plan)}" if is_told else text
+        return f"{text}; not compared: {schedules_not_compared(plan)}" if is_told else text
 
     def refusals(self, plan: Plan) -> list[str]:
         """Return the reasons why nothing of ``plan``, the comparison of this job, can be taken."""

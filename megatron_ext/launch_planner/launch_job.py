@@ -22,7 +22,7 @@ from megatron_ext.launch_planner.alternatives.changed import Changed
 from megatron_ext.launch_planner.alternatives.first_answer import first_answer, is_long, whole_plan
 from megatron_ext.launch_planner.alternatives.layouts import lay_out, own_layout, written_of
 from megatron_ext.launch_planner.alternatives.less_memory import what_would_fit
-from megatron_ext.launch_planner.alternatives.long_sequences import long_sequences
+from megatron_ext.launch_planner.alternatives.long_sequences import long_sequences_of_launch
 from megatron_ext.launch_planner.alternatives.pairs import other_pairs
 from megatron_ext.launch_planner.alternatives.without_full_recompute import (
     without_full_recompute,
@@ -45,7 +45,7 @@ from megatron_ext.planner.planning_time import (
     PAIRS,
     RECOMPUTE,
     SLICES,
-    begin,
+    start_planning_time,
     until_end,
     within,
 )
@@ -64,7 +64,7 @@ _ON_PAIRS = (
 )
 
 
-def job_of(request: LaunchRequest, parsed: ParsedLaunch) -> LaunchJob:
+def launch_job_of(request: LaunchRequest, parsed: ParsedLaunch) -> LaunchJob:
     """Return the launch of ``request``, which was ``parsed``, as a job to be planned."""
     return LaunchJob(
         request=request,
@@ -89,7 +89,7 @@ class LaunchJob(PlannedJob):
         return self.parsed.variants.variant(spec, method)
 
     def compare(self) -> Plan:
-        begin()
+        start_planning_time()
         first = first_answer(self.parsed)
         with within(_SCHEDULES):
             return whole_plan(self.parsed, first)
@@ -119,7 +119,7 @@ class LaunchJob(PlannedJob):
                 less = partial(without_full_recompute, variants, plan, room)
                 changes.append(until_end(less, None, RECOMPUTE))
                 changes.append(until_end(in_pairs, None, PAIRS))
-            slices = until_end(partial(long_sequences, self.parsed, plan), None, SLICES)
+            slices = until_end(partial(long_sequences_of_launch, self.parsed, plan), None, SLICES)
         made = [
             self._changed(candidate, changed)
             for changed in changes
@@ -247,7 +247,7 @@ def _command_with(
         words, args = written.words, _args_with(variants.args, written)
     else:
         words = arguments_with(request.launch, written)
-        args = megatron_arguments.parse(words).args
+        args = megatron_arguments.parse_arguments(words).args
         if request.launch.recipe is not None:
             recipe = RecipeChanges(request.launch.recipe, written, words)
     vars(args).update(parsed.untold)
@@ -270,7 +270,7 @@ def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -
 def _args_with(args: Any, written: Written) -> Any:
     """Return Megatron's arguments ``args``, which a file gives, with what is ``written``."""
     changed, options = copy.deepcopy(args), megatron_arguments.parser()._option_string_actions
-    given = megatron_arguments.parse(written.added).args
+    given = megatron_arguments.parse_arguments(written.added).args
     for flag in written.dropped:
         setattr(changed, options[flag].dest, options[flag].default)
     for name in {options[word].dest for word in written.added if word in options}:

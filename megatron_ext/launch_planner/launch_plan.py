@@ -26,9 +26,9 @@ def plan_launch(
     """
 
     def planned(parsed: ParsedLaunch) -> JobPlan:
-        from megatron_ext.launch_planner.launch_job import job_of
+        from megatron_ext.launch_planner.launch_job import launch_job_of
 
-        return plan_job(job_of(request, parsed), with_curves=with_curves, lengths=lengths)
+        return plan_job(launch_job_of(request, parsed), with_curves=with_curves, lengths=lengths)
 
     with caching_candidates():
         return with_launch(request, planned)

@@ -128,7 +128,7 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
             parsed = (
                 megatron_arguments.parse_values(values)
                 if launch is None
-                else megatron_arguments.parse(launch.arguments)
+                else megatron_arguments.parse_arguments(launch.arguments)
             )
         of_tower = vision_of_launch(
             parsed.args, parsed.unknown, given, request.vision, request.vision_tokens

@@ -31,8 +31,8 @@ class RecipeChanges:
     def __init__(self, recipe: BridgeRecipe, written: Written, arguments: Sequence[str]) -> None:
         self._recipe = recipe
         options = megatron_arguments.parser()._option_string_actions
-        changed = megatron_arguments.parse(written.words).args
-        args = megatron_arguments.parse(arguments).args
+        changed = megatron_arguments.parse_arguments(written.words).args
+        args = megatron_arguments.parse_arguments(arguments).args
         given = given_in(arguments)
         self.settings: Given = {}
         if "schedule" in given or written.arranging:

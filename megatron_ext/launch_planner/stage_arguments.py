@@ -17,8 +17,8 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.layers import (
     SEGMENT_END,
-    even_layout,
-    evenly,
+    even_layer_counts,
+    even_layout_text,
     layers_of_stages,
     pattern_segments,
     prediction_depths,
@@ -106,7 +106,7 @@ def rewritten(args: Any, spec: str) -> Rewritten:
     if not had_layout and _divides(args, placement):
         return Rewritten(args, dropped)
     dropped += _taken_out(args, ENDS)
-    layout = even_layout(args.num_layers, placement.stages, prediction_depths(args))
+    layout = even_layout_text(args.num_layers, placement.stages, prediction_depths(args))
     args.pipeline_model_parallel_layout = layout
     return Rewritten(args, dropped, (argument_flag(LAYOUT), layout))
 
@@ -136,6 +136,6 @@ def _cut_pattern(args: Any, stages: int) -> tuple[str, ...]:
     if SEGMENT_END not in pattern and len(layers) % stages == 0:
         return ()
     left = iter(layers)
-    segments = ["".join(islice(left, count)) for count in evenly(len(layers), stages)]
+    segments = ["".join(islice(left, count)) for count in even_layer_counts(len(layers), stages)]
     args.hybrid_layer_pattern = SEGMENT_END.join(segments) + slash + depths
     return argument_flag(PATTERN), args.hybrid_layer_pattern

@@ -34,7 +34,7 @@ _REASON = re.compile(
 _APART = re.compile(r"[IWE]\d{4} |(\[rank\d+\]:\s*)?(Traceback|$)")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
-Tell = Callable[[str], None]  # receives the start of a run, and its end with a newline
+TellRun = Callable[[str], None]  # receives the start of a run, and its end with a newline
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def run_both(
     iterations: int,
     from_seed: bool,
     is_stock: bool,
-    tell: Tell,
+    tell: TellRun,
 ) -> RecordedRuns:
     """Record A, A again, and B, from one checkpoint, into the new ``folder``.
 
@@ -119,7 +119,7 @@ def _loading(a: RunCommand, b: RunCommand, from_seed: bool) -> list[str] | None:
 
 
 class _Runs:
-    def __init__(self, folder: Path, tell: Tell) -> None:
+    def __init__(self, folder: Path, tell: TellRun) -> None:
         self._folder = folder
         self._tell = tell
 
@@ -225,6 +225,6 @@ def _arguments(command: RunCommand, name: str) -> dict[str, Any] | None:
         except ImportError:
             return None
         try:
-            return dict(vars(megatron_arguments.parse(command.arguments).args))
+            return dict(vars(megatron_arguments.parse_arguments(command.arguments).args))
         except ValueError as error:
             raise ValueError(f"line {name}: {error}") from None

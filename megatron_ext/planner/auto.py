@@ -61,10 +61,10 @@ def in_words(plan: Plan, taken: Candidate, within: str = "") -> str:
     compared = counted(len(plan.best_of_each), "schedule")
     text = f"the shortest predicted step of {compared} {within}".rstrip()
     text += f"; then {', '.join(others)}" if others else ""
-    return f"{text}; not compared: {left_out(plan)}" if plan.refusals else text
+    return f"{text}; not compared: {schedules_not_compared(plan)}" if plan.refusals else text
 
 
-def left_out(plan: Plan) -> str:
+def schedules_not_compared(plan: Plan) -> str:
     """Return the schedules that were not compared, with the reasons; those with the same reason
     stand together."""
     return "; ".join(
@@ -74,11 +74,11 @@ def left_out(plan: Plan) -> str:
 
 
 def nothing_left(plan: Plan) -> str:
-    """Return `left_out` of a ``plan`` without candidates, with what can be done about the first
-    reason."""
+    """Return `schedules_not_compared` of a ``plan`` without candidates, with what can be done about
+    the first reason."""
     first, *_ = _refused_alike(plan)
     _, found, fix = first.partition("; ")
-    return f"{left_out(plan)}; {fix}" if found else left_out(plan)
+    return f"{schedules_not_compared(plan)}; {fix}" if found else schedules_not_compared(plan)
 
 
 def _refused_alike(plan: Plan) -> dict[str, list[str]]:

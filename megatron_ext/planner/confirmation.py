@@ -15,7 +15,7 @@ from megatron_ext.compile.program.repeating_part import SAME
 from megatron_ext.planner.candidate import Candidate, Plan, by_time
 from megatron_ext.planner.fitting import built_whole, check_room
 from megatron_ext.planner.planning_time import WHOLE_STEPS, until_end
-from megatron_ext.planner.verdict import Alternative, Verdict, eligible, verdict
+from megatron_ext.planner.verdict import Alternative, Verdict, eligible, verdict_of
 from megatron_ext.progress import remark
 
 # Share of the shortest step. An alternative that takes up to so much more may prove to be shorter.
@@ -31,7 +31,7 @@ def confirmed_verdict(
     *,
     confirms_all: bool = True,
 ) -> tuple[Verdict, Plan]:
-    """Return the `verdict` on ``baseline`` and ``others``, and ``plan`` with true figures.
+    """Return the `verdict_of` on ``baseline`` and ``others``, and ``plan`` with true figures.
 
     What is recommended is always judged. With ``confirms_all``, and as long as there is planning
     time, every alternative that takes up to `CLOSE` more time than the shortest is built whole. One
@@ -44,7 +44,7 @@ def confirmed_verdict(
     """
     confirmation = _Confirmation(plan, baseline, list(others), free, judge, confirms_all)
     while True:
-        found = verdict(confirmation.baseline, confirmation.pool, free)
+        found = verdict_of(confirmation.baseline, confirmation.pool, free)
         recommended = [one for one in (found.taken, found.stock) if one is not None]
         if confirmation.judge_next(recommended) or confirmation.build_next():
             continue  # the verdict may be another one now

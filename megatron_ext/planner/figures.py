@@ -70,7 +70,7 @@ class Refusal:
     why: str
 
 
-def figures(candidate: Candidate) -> Figures:
+def candidate_figures(candidate: Candidate) -> Figures:
     """Return ``candidate`` as data."""
     made = candidate.report
     return Figures(
@@ -115,7 +115,7 @@ def as_data(value: Any) -> Any:
     A field that the ``repr`` of a dataclass omits is omitted.
     """
     if isinstance(value, Candidate):
-        value = figures(value)
+        value = candidate_figures(value)
     if isinstance(value, Plan):
         refused = [Refusal(name, method, why) for (name, method), why in value.refusals.items()]
         return {"candidates": as_data(value.candidates), "refused": as_data(refused)}

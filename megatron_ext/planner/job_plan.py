@@ -18,7 +18,7 @@ from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.confirmation import confirmed_verdict, with_whole_step
 from megatron_ext.planner.curves import Curves, curves_of
 from megatron_ext.planner.long_sequences import LongSequences
-from megatron_ext.planner.planning_time import has_ended_early, left_out
+from megatron_ext.planner.planning_time import has_ended_early, unfinished_alternatives
 from megatron_ext.planner.spread import GainSpread
 from megatron_ext.planner.unequal import UnequalGains, unequal_gains
 from megatron_ext.planner.verdict import NOTHING, Alternative, Verdict, Written, spread_of
@@ -233,6 +233,6 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
         waits=job.waits,
         unequal=unequal,
         is_short=has_ended_early(),
-        left_out=left_out(),
+        left_out=unfinished_alternatives(),
         curves=curves_of(plan, job.variant, job.room) if with_curves else None,
     )

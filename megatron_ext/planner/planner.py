@@ -25,7 +25,7 @@ from megatron_ext.schedule.limit import MemoryLimit
 
 # A spec's problem with one method, None if it is not compared; raises ValueError if it has none.
 VariantOf = Callable[[str, VocabMethod], Variant | None]
-Pair = tuple[str, VocabMethod]  # a spec, and what is done about the vocabulary
+SpecWithMethod = tuple[str, VocabMethod]  # a spec, and what is done about the vocabulary
 
 _MARKS = tuple(Mark)  # the stable ones are compared first
 SEARCHED = 2  # with each method, of all that search
@@ -111,15 +111,17 @@ class _Comparison:
         is_long: bool,
     ) -> None:
         self.candidates: list[Candidate] = []
-        self.refusals: dict[Pair, str] = {}
+        self.refusals: dict[SpecWithMethod, str] = {}
         self._variant_of, self._better_than = variant_of, better_than
         self._known = {(made.schedule, made.method): made for made in known}
         self._is_long = is_long
-        self._too_full: dict[Pair, float] = {}  # seconds of a step if memory were no limit
+        self._too_full: dict[
+            SpecWithMethod, float
+        ] = {}  # seconds of a step if memory were no limit
         self._room, self._may_offload = room, may_offload
         self._only_promising = only_promising
 
-    def add(self, pair: Pair, *, may_be_made_to_fit: bool = True) -> bool:
+    def add(self, pair: SpecWithMethod, *, may_be_made_to_fit: bool = True) -> bool:
         """Make ``pair`` a candidate, or store the reason of its refusal. Return whether it is
         one."""
         candidate = self._consider(pair, may_be_made_to_fit=may_be_made_to_fit)
@@ -144,7 +146,7 @@ class _Comparison:
         best = min(stable_of(self.candidates), key=by_time, default=None)
         return "" if best is None else f"so far the best is {best.schedule}: {best.step:.4g} a step"
 
-    def add_searched(self, pairs: Sequence[Pair], work: Task) -> None:
+    def add_searched(self, pairs: Sequence[SpecWithMethod], work: Task) -> None:
         """Make the best `SEARCHED` of ``pairs`` candidates, by what each has without its search."""
         short = [self._consider(pair, without_search=True) for pair in pairs]
         ahead: list[str] = []
@@ -167,7 +169,7 @@ class _Comparison:
         return is_close(candidate) or (best is not None and candidate.step >= best.step)
 
     def _consider(
-        self, pair: Pair, without_search: bool = False, *, may_be_made_to_fit: bool = True
+        self, pair: SpecWithMethod, without_search: bool = False, *, may_be_made_to_fit: bool = True
     ) -> Candidate | None:
         spec, method = pair
         try:
@@ -218,7 +220,7 @@ class _Comparison:
         known = (*stable_of(there), *better) if self._only_promising else ()
         return min(known, key=by_time, default=None)
 
-    def leave_out(self, pairs: Sequence[Pair]) -> None:
+    def leave_out(self, pairs: Sequence[SpecWithMethod]) -> None:
         """Store what is known already, and refuse each schedule of ``pairs`` that was not compared,
         since there was no time for it."""
         there = {(made.schedule, made.method) for made in self.candidates}

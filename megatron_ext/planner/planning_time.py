@@ -1,8 +1,9 @@
 """CPU seconds of a plan, counted from the validated launch command, and the end of it.
 
-A driver opens `planning`, and calls `begin` when Megatron has validated the launch command. From
-then on the end of the time, or Ctrl-C, raises `PlanningEnd` in whatever runs. Code that has a
-partial result runs its work by `until_end`, which takes the exception, and returns what it has.
+A driver opens `planning`, and calls `start_planning_time` when Megatron has validated the launch
+command. From then on the end of the time, or Ctrl-C, raises `PlanningEnd` in whatever runs. Code
+that has a partial result runs its work by `until_end`, which takes the exception, and returns what
+it has.
 Outside `planning` nothing is limited: a launch, whose ranks have to find the same, has no clock.
 """
 
@@ -93,7 +94,7 @@ def planning(limit: float = LIMIT) -> Iterator[PlanningTime]:
         _TIME.reset(token)
 
 
-def begin() -> None:
+def start_planning_time() -> None:
     """Start the time of the plan: its launch command has been validated."""
     plan = _TIME.get()
     if plan is not None:
@@ -113,7 +114,7 @@ def has_ended_early() -> bool:
     return plan is not None and plan.is_short
 
 
-def left_out() -> tuple[str, ...]:
+def unfinished_alternatives() -> tuple[str, ...]:
     """Return the kinds of alternatives that the plan has not compared to their end."""
     plan = _TIME.get()
     return () if plan is None else tuple(dict.fromkeys(plan.left_out))

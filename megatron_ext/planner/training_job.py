@@ -35,7 +35,7 @@ _NOTHING_FITS_THE_LIMIT = (
 )
 
 
-def job_of(
+def training_job_of(
     training: Training,
     free: FreeMemory | None = None,
     remarks: tuple[str, ...] = (),

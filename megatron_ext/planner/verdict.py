@@ -69,7 +69,7 @@ class Alternative:
     @property
     def name(self) -> str:
         """Its schedule with its other settings."""
-        return name_of(self.candidate)
+        return candidate_name(self.candidate)
 
     @property
     def holds(self) -> float:
@@ -109,7 +109,7 @@ class Verdict:
         return 1 - other.seconds / self.baseline.seconds
 
 
-def differences(one: Alternative, other: Alternative) -> set[ComparisonKind]:
+def comparison_kinds(one: Alternative, other: Alternative) -> set[ComparisonKind]:
     """Return what differs between two ways to train a job, as far as errors of predictions depend
     on it: at least the schedule."""
     first, second = one.candidate, other.candidate
@@ -129,11 +129,11 @@ def spread_of(found: Verdict) -> GainSpread | None:
     own, taken, stock = found.baseline, found.taken, found.stock
     if own is None or taken is None or found.gain <= 0:
         return None
-    of_gain = GainSpread.of("the gain", found.gain, differences(own, taken))
+    of_gain = GainSpread.of("the gain", found.gain, comparison_kinds(own, taken))
     if of_gain.is_within or stock is None or stock is taken or taken.seconds >= stock.seconds:
         return of_gain
     added = 1 - taken.seconds / stock.seconds
-    of_ours = GainSpread.of("the part by ours", added, differences(stock, taken))
+    of_ours = GainSpread.of("the part by ours", added, comparison_kinds(stock, taken))
     return of_ours if of_ours.is_within else of_gain
 
 
@@ -150,7 +150,7 @@ def is_stock(candidate: Candidate) -> bool:
     )
 
 
-def verdict(
+def verdict_of(
     baseline: Alternative | None, others: Iterable[Alternative], free: float | None = None
 ) -> Verdict:
     """Return the best of ``baseline`` and ``others``.
@@ -179,7 +179,7 @@ def verdict(
     return replace(found, keeps=taken is baseline, gain=found.saved_by(taken))
 
 
-def name_of(candidate: Candidate) -> str:
+def candidate_name(candidate: Candidate) -> str:
     """Return the schedule of ``candidate`` with its other settings, as a verdict names it."""
     made = candidate.report
     words = [made.schedule]

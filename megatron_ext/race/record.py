@@ -64,13 +64,13 @@ class RaceRecord:
     winner: str | None = None
 
 
-def save_record(record: RaceRecord, path: Path) -> None:
+def save_race_record(record: RaceRecord, path: Path) -> None:
     """Write ``record`` to ``path``, whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text_file(path, json.dumps({"version": _VERSION, **asdict(record)}, indent=2) + "\n")
 
 
-def load_record(path: Path, contestants: Contestants | None = None) -> RaceRecord:
+def load_race_record(path: Path, contestants: Contestants | None = None) -> RaceRecord:
     """Return the record at ``path``, for a race of ``contestants`` if they are given.
 
     Raises:
@@ -159,7 +159,7 @@ def _check_course(record: RaceRecord, contestants: Contestants) -> None:
         raise ValueError(f"the winner is {record.winner}, and by the rounds {ended}")
 
 
-def difference(subject: Mapping[str, str], recorded: Mapping[str, str]) -> str:
+def first_difference(subject: Mapping[str, str], recorded: Mapping[str, str]) -> str:
     """Return, in words, the first difference between ``subject`` and ``recorded``; "" if none."""
     for name in [*subject, *recorded]:
         here, there = (facts.get(name, "nothing") for facts in (subject, recorded))

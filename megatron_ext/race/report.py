@@ -24,7 +24,7 @@ def standing(race: Race) -> str:
     return f"race, round {len(race.rounds)} of {ROUNDS}, {speed}: {', '.join(words)}"
 
 
-def verdict(race: Race, takes_winner: bool) -> str:
+def winner_text(race: Race, takes_winner: bool) -> str:
     """Return a line: the winner, and the schedule under which the training goes on."""
     best = race.best
     closest = "" if best is None else f"{best} is {_pace(race, best)}"
@@ -44,7 +44,7 @@ def _pace(race: Race, spec: str) -> str:
     )
 
 
-def doubt(race: Race, figures: Mapping[str, RaceFigures]) -> str | None:
+def doubt_of_winner(race: Race, figures: Mapping[str, RaceFigures]) -> str | None:
     """Return why the winner's gain cannot be its own, and what to do; None if it can be.
 
     A schedule takes bubbles away and nothing else: without any, the baseline's passes would take

@@ -122,7 +122,7 @@ def _without_ends(name: str, arguments: Mapping[str, Any]) -> Any:
     return value.replace("|", "") if name in _PATTERNS and isinstance(value, str) else value
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def argument_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return all other arguments in which the runs differ, by their flags."""
     must = {name for names in MUST_AGREE.values() for name in names} - _PATTERNS
     a, b = {**_OURS, **a}, {**_OURS, **b}

@@ -7,8 +7,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.recordings.comparable import differences, refusal
-from megatron_ext.recordings.figures import NORM, ComparedScalar, figures, floor_of, standstill
+from megatron_ext.recordings.comparable import argument_differences, refusal
+from megatron_ext.recordings.figures import (
+    NORM,
+    ComparedScalar,
+    compared_scalars,
+    floor_of,
+    standstill,
+)
 from megatron_ext.recordings.floor import TensorDifference, compare_tensors, exceeds, usual
 from megatron_ext.recordings.piece import STATES
 from megatron_ext.recordings.recording import (
@@ -17,7 +23,7 @@ from megatron_ext.recordings.recording import (
     RunRecording,
     Tensor,
     digest_of,
-    name_of,
+    readable_name,
 )
 
 NORM_ULPS = 8  # most ulps between norms whose squares were summed in another order
@@ -89,7 +95,9 @@ class RunComparison:
     start: int
 
 
-def compare(a: RunRecording, b: RunRecording, again: RunRecording | None = None) -> RunComparison:
+def compare_runs(
+    a: RunRecording, b: RunRecording, again: RunRecording | None = None
+) -> RunComparison:
     """Compare ``b`` with ``a``; ``again`` is a second recording of ``a``'s command, for the floor.
 
     Raises:
@@ -99,7 +107,7 @@ def compare(a: RunRecording, b: RunRecording, again: RunRecording | None = None)
     """
     _check(a, b, again)
     found, floor = compare_tensors(a, b), compare_tensors(a, again) if again else {}
-    seen, seen_again = figures(a, b), figures(a, again) if again else None
+    seen, seen_again = compared_scalars(a, b), compared_scalars(a, again) if again else None
     missing = sorted(_missing(a, b))
     copies = sorted(_unequal_copies(b) - _unequal_copies(a))
     is_noisy = any(floor.values()) or any(seen_again or ())
@@ -131,7 +139,7 @@ def compare(a: RunRecording, b: RunRecording, again: RunRecording | None = None)
         copies=copies,
         norm_alone=norm_alone,
         clipping=_clipping(a, first, seen),
-        settings=differences(a.arguments, b.arguments),
+        settings=argument_differences(a.arguments, b.arguments),
         start=a.first,
         holders={tensor: _holders(b, tensor) for tensor in far},
     )
@@ -247,7 +255,7 @@ def _first(a: RunRecording, b: RunRecording, seen: Sequence[ComparedScalar]) -> 
             tensor = different[0]
             return First(
                 one.number,
-                name_of(tensor),
+                readable_name(tensor),
                 _ranks(one.tensors[tensor], other.tensors[tensor]),
                 len(different) - 1,
                 len(one.tensors.keys() & other.tensors.keys()),
@@ -270,7 +278,7 @@ def _first_with_floor(
     if others:
         return First(others[0].iteration, others[0].name)
     last = a.trained[-1].number
-    return First(last, name_of(far[0]) if far else "tensors that only one of them has")
+    return First(last, readable_name(far[0]) if far else "tensors that only one of them has")
 
 
 def _ranks(a: Copies, b: Copies) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_ext.recordings.recording import RunRecording
-from megatron_ext.recordings.ulps import difference
+from megatron_ext.recordings.ulps import bits_difference
 
 NORM = "gradient norm"
 
@@ -41,10 +41,10 @@ class ComparedScalar:
             return 0
         with np.errstate(over="ignore"):
             a, b = (np.array([x], np.float32).view(np.int32) for x in (self.a, self.b))
-        return max(1, difference(a, b, "float32").ulps)
+        return max(1, bits_difference(a, b, "float32").ulps)
 
 
-def figures(a: RunRecording, b: RunRecording) -> list[ComparedScalar]:
+def compared_scalars(a: RunRecording, b: RunRecording) -> list[ComparedScalar]:
     """Return the losses and the norm of each iteration, in this order."""
     found: list[ComparedScalar] = []
     for one, other in zip(a.trained, b.trained, strict=True):

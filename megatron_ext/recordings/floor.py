@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from megatron_ext.recordings.recording import RunRecording, Tensor
-from megatron_ext.recordings.ulps import Difference, difference
+from megatron_ext.recordings.ulps import Difference, bits_difference
 
 _CHANCE = 2.0  # two pairs of runs of one line differ by no more than this factor
 
@@ -57,7 +57,7 @@ def _compare(a: RunRecording, b: RunRecording, tensor: Tensor) -> TensorDifferen
         return TensorDifference(None, f"{dtype} and {other_dtype}")
     if bits.shape != other.shape:
         return TensorDifference(None, f"shape {bits.shape} and {other.shape}")
-    return TensorDifference(difference(bits, other, dtype))
+    return TensorDifference(bits_difference(bits, other, dtype))
 
 
 def usual(differences: Mapping[Tensor, TensorDifference]) -> float:

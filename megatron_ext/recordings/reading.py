@@ -18,7 +18,7 @@ from megatron_ext.recordings.piece import STATES, STORED_AS, Piece
 from megatron_ext.recordings.writing import FORMAT, bytes_file, lines_file
 from megatron_ext.words import bytes_text, counted
 
-Digests = Mapping[Piece, int]
+PieceDigests = Mapping[Piece, int]
 _DIGESTS = 1 << 63  # digests are signed integers of 64 bits
 _LONGEST = 2**26  # bytes of a line: of an iteration, a figure for each piece of a rank
 _SHOWN = 60  # characters of a value that an error shows
@@ -42,7 +42,7 @@ class RankIteration:
     losses: Mapping[str, float]
     norm: float | None
     skipped: bool
-    digests: Digests
+    digests: PieceDigests
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ Copies = Mapping[Place, Sequence[tuple[int, int]]]  # of a tensor: rank and dige
 _SUM = 1 << 64  # digests of pieces add up to the tensor's, modulo this
 
 
-def name_of(tensor: Tensor) -> str:
+def readable_name(tensor: Tensor) -> str:
     """Return the readable name: ``decoder.layers.mlp.linear_fc1.weight[3]``."""
     name, index = tensor
     return name + (f"[{','.join(map(str, index))}]" if index else "")
@@ -103,7 +103,7 @@ class RunRecording:
         size, recorded = math.prod(piece.whole), sum(part.piece.numel for part in held)
         if recorded < size:
             raise ValueError(
-                f"{self.folder}: {name_of(tensor)} has {size} elements, and only {recorded} "
+                f"{self.folder}: {readable_name(tensor)} has {size} elements, and only {recorded} "
                 f"were recorded: record again; if that does not help, report this with your launch "
                 f"command"
             )
@@ -180,9 +180,9 @@ def _held(folder: Path, ranks: Sequence[Mapping[Piece, int]]) -> dict[Tensor, li
             held.append(StoredPiece(piece, file, offset))
             if (piece.whole, piece.dtype) != (held[0].piece.whole, held[0].piece.dtype):
                 raise ValueError(
-                    f"{lines_file(folder, rank)}: {name_of(tensor)} has the shape {piece.whole} of "
-                    f"{piece.dtype}, and {held[0].piece.whole} of {held[0].piece.dtype} in "
-                    f"{held[0].file.name}; record it anew"
+                    f"{lines_file(folder, rank)}: {readable_name(tensor)} has the shape "
+                    f"{piece.whole} of {piece.dtype}, and {held[0].piece.whole} of "
+                    f"{held[0].piece.dtype} in {held[0].file.name}; record it anew"
                 )
     return tensors
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_ext.recordings.compare import ParityVerdict, RunComparison, kind_of
 from megatron_ext.recordings.figures import NORM, ComparedScalar
 from megatron_ext.recordings.floor import TensorDifference
-from megatron_ext.recordings.recording import Tensor, name_of
+from megatron_ext.recordings.recording import Tensor, readable_name
 from megatron_ext.words import counted
 
 SHOWN = 10  # tensors, of those that differ
@@ -65,7 +65,7 @@ def tensor_rows(found: RunComparison) -> list[dict[str, str]]:
     """Return the tensors that differ by more than the floor, the largest difference first."""
     return [
         {
-            "tensor": name_of(tensor),
+            "tensor": readable_name(tensor),
             "ranks of B": " ".join(map(str, found.holders[tensor])),
             "elements": _elements(found.tensors[tensor]),
             "ulps": _ulps(found.tensors[tensor]),
@@ -91,7 +91,7 @@ def _ulps(apart: TensorDifference) -> str:
     return "" if apart.found is None else str(apart.found.ulps)
 
 
-def verdict(found: RunComparison) -> list[str]:
+def verdict_text(found: RunComparison) -> list[str]:
     """Return the result, one sentence per line."""
     if found.verdict is ParityVerdict.SAME:
         what = "losses, parameters and optimizer states"
@@ -163,7 +163,7 @@ def _first(found: RunComparison) -> str:
 
 
 def _some(tensors: Sequence[Tensor]) -> str:
-    names = [name_of(tensor) for tensor in tensors[:3]]
+    names = [readable_name(tensor) for tensor in tensors[:3]]
     return ", ".join(names) + (" and others" if len(tensors) > len(names) else "")
 
 
@@ -189,8 +189,8 @@ def as_data(found: RunComparison) -> dict[str, Any]:
         "compared": {kind: len(_of_kind(found.tensors, kind)) for kind in _KINDS},
         "tensors_beyond_the_floor": [_tensor(found, tensor) for tensor in found.beyond],
         "tensors_that_differ": [_tensor(found, t) for t, apart in found.tensors.items() if apart],
-        "unequal_copies": [name_of(tensor) for tensor in found.copies],
-        "only_in_one": [name_of(tensor) for tensor in found.missing],
+        "unequal_copies": [readable_name(tensor) for tensor in found.copies],
+        "only_in_one": [readable_name(tensor) for tensor in found.missing],
         "settings": {name: list(values) for name, values in found.settings.items()},
     }
 
@@ -202,7 +202,7 @@ def _figure(figure: ComparedScalar) -> dict[str, Any]:
 
 def _tensor(found: RunComparison, tensor: Tensor) -> dict[str, Any]:
     apart = found.tensors[tensor]
-    data: dict[str, Any] = {"tensor": name_of(tensor), "relative": _finite(apart.relative)}
+    data: dict[str, Any] = {"tensor": readable_name(tensor), "relative": _finite(apart.relative)}
     if apart.found is None:
         return data | {"why": apart.why}
     data |= {"elements": apart.found.elements, "differ": apart.found.differ}

@@ -47,7 +47,7 @@ class Difference:
         return self.differ > 0
 
 
-def difference(a: Bits, b: Bits, dtype: str) -> Difference:
+def bits_difference(a: Bits, b: Bits, dtype: str) -> Difference:
     """Return the difference of ``a`` and ``b``, the bits of two tensors of ``dtype`` (torch's
     name)."""
     assert a.shape == b.shape and a.dtype == b.dtype == np.dtype(STORED_AS[dtype])

@@ -61,7 +61,7 @@ def compose(
     seconds: dict[Action, float] = {}
     after: dict[Action, float] = {}
     for one in classes:
-        check_order(program, records[one.rank])
+        check_recorded_order(program, records[one.rank])
         measured = measured_passes(program, records[one.rank])
         for rank in one.members:
             for action in program.schedule.compute_rows[rank]:
@@ -77,7 +77,7 @@ def compose(
     return ComposedStep(Timeline(program.schedule, tuple(passes)), outside)
 
 
-def check_order(program: Program, record: RankRecord) -> None:
+def check_recorded_order(program: Program, record: RankRecord) -> None:
     """Raise ValueError unless ``record`` has the passes of ``program``, in its order."""
     expected = tuple(map(str, program.schedule.compute_rows[record.pipeline_rank]))
     for number, step in enumerate(record.steps, 1):

@@ -80,7 +80,7 @@ def _figures(
     ]
 
 
-def write_trace(prepared: PreparedSchedule, step: ComposedStep, folder: Path) -> Path:
+def write_composed_trace(prepared: PreparedSchedule, step: ComposedStep, folder: Path) -> Path:
     """Write the composed ``step`` as a trace with the prediction by estimated costs, and return its
     file. Raises OSError."""
     predicted = simulate(prepared.program, prepared.costs)

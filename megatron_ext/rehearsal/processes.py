@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_ext.rehearsal.record import RankRecord, load_record
+from megatron_ext.rehearsal.record import RankRecord, load_rank_record
 from megatron_ext.rehearsal.request import FAILURE, RECORD, RankRequest, save_request
 from megatron_ext.rehearsal.server import LOG
 from megatron_ext.text_file import read_text_file
@@ -119,7 +119,7 @@ def _run_apart(path: Path, environment: Mapping[str, str]) -> int:
 def _record_of(request: RankRequest, status: int) -> RankRecord:
     folder = request.folder
     if status == 0 and (folder / RECORD).is_file():
-        return load_record(folder / RECORD)
+        return load_rank_record(folder / RECORD)
     reason = f"ended with status {status} and no record"
     if (folder / FAILURE).is_file():
         reason = read_text_file(folder / FAILURE, "failure").strip()

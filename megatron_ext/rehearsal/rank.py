@@ -36,8 +36,8 @@ from megatron_ext.rehearsal.record import (
     RankRecord,
     RehearsedPass,
     RehearsedStep,
-    load_record,
-    save_record,
+    load_rank_record,
+    save_rank_record,
 )
 from megatron_ext.rehearsal.request import RECORD, RankRequest
 from megatron_ext.rehearsal.values import BACKWARD, FORWARD, Values
@@ -74,7 +74,7 @@ def rehearse_rank(request: RankRequest) -> RankRecord:
         launch([*name, *request.arguments], _refuse_plan, prepare_rehearsal=rehearsed.prepare)
     except _Ended:
         record = rehearsed.record()
-        save_record(record, request.folder / RECORD)
+        save_rank_record(record, request.folder / RECORD)
         return record
     except SystemExit as end:  # after a mistake that the launch has told
         why = end.__cause__ or RuntimeError(f"its script exits with {end.code}, see its output")
@@ -160,7 +160,7 @@ class _RehearsedRank(StepObserver[ObservedStep]):
                 f"rank {request.rank}: {request.warm_up} steps of warm-up and {request.steps} "
                 f"timed ones: at least one of each is needed"
             )
-        neighbour = () if request.neighbour is None else load_record(request.neighbour).sent
+        neighbour = () if request.neighbour is None else load_rank_record(request.neighbour).sent
         self._request = request
         self._values = Values({sent.direction: sent.rms for sent in neighbour})
         self._begun = self._trained = 0  # training steps

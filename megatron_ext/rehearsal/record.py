@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ext.schedule.action import Action, parse, slices_named
+from megatron_ext.schedule.action import Action, parse_action, slices_named
 from megatron_ext.text_file import LARGEST_JSON, parse_json, read_text_file, write_text_file
 from megatron_ext.viz.json_record import Record
 
@@ -91,7 +91,7 @@ class RankRecord:
         return all(step.is_finite for step in self.steps)
 
 
-def save_record(record: RankRecord, path: Path) -> None:
+def save_rank_record(record: RankRecord, path: Path) -> None:
     """Write ``record`` to ``path``, whole or not at all. Raises OSError."""
     data = asdict(record)
     data["steps"] = [
@@ -102,7 +102,7 @@ def save_record(record: RankRecord, path: Path) -> None:
     write_text_file(path, json.dumps({"version": _VERSION, **data}) + "\n")
 
 
-def load_record(path: Path) -> RankRecord:
+def load_rank_record(path: Path) -> RankRecord:
     """Return the record in the file ``path``.
 
     Raises:
@@ -154,7 +154,7 @@ def _is_row(row: Any, length: int) -> bool:
 def _passes(rows: Sequence[Any], where: str) -> tuple[RehearsedPass, ...]:
     try:
         slices = slices_named(" ".join(text for text, _, _ in rows))
-        passes = tuple(RehearsedPass(parse(text, slices), a, b) for text, a, b in rows)
+        passes = tuple(RehearsedPass(parse_action(text, slices), a, b) for text, a, b in rows)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     if any(one.end < one.start for one in passes) or any(

@@ -17,7 +17,7 @@ from megatron_ext.rehearsal.arguments import words_alone
 from megatron_ext.rehearsal.classes import RankClass
 from megatron_ext.rehearsal.compose import compose
 from megatron_ext.rehearsal.gpu_here import GpuHere, gpu_here
-from megatron_ext.rehearsal.measured_file import COSTS, write_costs, write_trace
+from megatron_ext.rehearsal.measured_file import COSTS, write_composed_trace, write_costs
 from megatron_ext.rehearsal.prepare import (
     ESTIMATE,
     Preparation,
@@ -218,5 +218,5 @@ def _composed(
     step = compose(schedule.program, schedule.classes, records)
     costs = own / COSTS
     write_costs(schedule, records, device, costs)
-    trace = write_trace(schedule, step, own)
+    trace = write_composed_trace(schedule, step, own)
     return schedule_figures(schedule, step, first, str(costs), str(trace))

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from megatron_ext.runtime.position import Position
-from megatron_ext.schedule.action import Action, Pair
+from megatron_ext.schedule.action import Action, OverlappedPasses
 
 # Enough to keep the device busy while the host is briefly delayed, and no more: each further pass
 # ahead is one whose messages' memory is not free yet.
@@ -58,7 +58,7 @@ class DevicePosition:
         since: `time.monotonic` seconds at which ``pending`` was first seen to be the next.
     """
 
-    ended: Action | Pair | str | None
+    ended: Action | OverlappedPasses | str | None
     pending: Position
     since: float
 
@@ -84,7 +84,7 @@ class DeviceProgress:
         self._passes: deque[DeviceEvent] = deque()  # that no later pass has waited for yet
         self._given: deque[tuple[Position, DeviceEvent]] = deque()  # not seen to have finished
         self._newest: tuple[Position, DeviceEvent] | None = None  # of `_given`, at the latest look
-        self._ended: Action | Pair | str | None = None
+        self._ended: Action | OverlappedPasses | str | None = None
         self._lock = threading.Lock()
 
     def hold_back(self) -> None:

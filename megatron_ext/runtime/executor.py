@@ -13,7 +13,7 @@ from megatron_ext.runtime.stage import RunnableStage
 from megatron_ext.runtime.stage_io import Messages, StageIO
 from megatron_ext.runtime.stage_passes import StagePasses
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
-from megatron_ext.schedule.action import Action, Kind, Pair
+from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
 from megatron_ext.schedule.kinds import RULES
 
 NEIGHBOURS = 4  # actions on each side of a failing one that its error shows
@@ -52,7 +52,7 @@ def execute(
     _Execution(program, transport.rank, stages, recorder, owners, passes.run_pair).run()
 
 
-def neighbourhood(row: Sequence[Action | Pair], place: int) -> str:
+def neighbourhood(row: Sequence[Action | OverlappedPasses], place: int) -> str:
     """Return the action at ``place`` of ``row``, marked, between its neighbours."""
     first, end = max(0, place - NEIGHBOURS), place + 1 + NEIGHBOURS
     before, after = map(str, row[first:place]), map(str, row[place + 1 : end])
@@ -70,7 +70,7 @@ class _Execution:
         stages: Mapping[int, RunnableStage],
         recorder: Recorder,
         owners: Sequence[Owner],
-        run_pair: Callable[[Pair], None] | None = None,
+        run_pair: Callable[[OverlappedPasses], None] | None = None,
     ) -> None:
         """``run_pair`` runs an overlapped forward and backward pass, if the program has any."""
         self.rank = rank
@@ -129,15 +129,15 @@ class _Execution:
             self.place, self.action = place, action
             self.check_others()
             self.perform(action)
-            if isinstance(action, Pair):
+            if isinstance(action, OverlappedPasses):
                 action = action.backward
             if self.last_gradient.get(action.stage) == action:
                 complete.add(action.stage)
                 while unreduced and unreduced[-1] in complete:
                     self.stages[unreduced.pop()].gradients_complete()
 
-    def perform(self, action: Action | Pair) -> None:
-        if isinstance(action, Pair):
+    def perform(self, action: Action | OverlappedPasses) -> None:
+        if isinstance(action, OverlappedPasses):
             assert self.run_pair is not None, f"nobody runs {action}"
             self.run_pair(action)
             return
@@ -161,13 +161,16 @@ class _Execution:
         self.recorder.forget()
 
 
-def _with_pairs(row: Sequence[Action], beside: Mapping[Action, Action]) -> list[Action | Pair]:
-    """Return ``row`` with each forward pass and the backward pass that overlaps it merged into one
-    `Pair`. The backward pass follows directly in ``row``; ``beside`` maps each to the other."""
-    made: list[Action | Pair] = []
+def _with_pairs(
+    row: Sequence[Action], beside: Mapping[Action, Action]
+) -> list[Action | OverlappedPasses]:
+    """Return ``row`` with each forward pass and the backward pass that overlaps it merged into
+    `OverlappedPasses`. The backward pass follows directly in ``row``; ``beside`` maps each to the
+    other."""
+    made: list[Action | OverlappedPasses] = []
     for action in row:
         if action not in beside:
             made.append(action)
         elif action.kind is not Kind.FORWARD:
-            made.append(Pair(beside[action], action))
+            made.append(OverlappedPasses(beside[action], action))
     return made

@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 Hook = Callable[..., Any]
-Table = dict[int, Hook]  # by the numbers of their handles, in the order in which they run
+HooksByNumber = dict[int, Hook]  # by the numbers of their handles, in the order in which they run
 
 _WRAPPERS_HOOK = "DistributedDataParallel._make_backward_post_hook."  # of the class that makes it
 
@@ -83,7 +83,7 @@ class SummedGradients:
 
 @contextlib.contextmanager
 def hidden(
-    tables: Iterable[Table], is_kept: Callable[[Hook], bool] = lambda hook: False
+    tables: Iterable[HooksByNumber], is_kept: Callable[[Hook], bool] = lambda hook: False
 ) -> Iterator[None]:
     """Context in which torch finds no hooks in ``tables``, but for those that are kept."""
     hiding = [(table, dict(table)) for table in tables if table]
@@ -99,7 +99,7 @@ def hidden(
             table.update(hooks | added)
 
 
-def _tables(parameter: Tensor) -> Sequence[Table]:
+def _tables(parameter: Tensor) -> Sequence[HooksByNumber]:
     own = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return [*(table for table in own if table), *_tables_of_node(parameter)]
 
@@ -108,7 +108,7 @@ def _tables(parameter: Tensor) -> Sequence[Table]:
 _of_nodes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _tables_of_node(parameter: Tensor) -> list[Table]:
+def _tables_of_node(parameter: Tensor) -> list[HooksByNumber]:
     """Return the hooks on the AccumulateGrad node of ``parameter``: those that run before it and
     after it. Torch tells of them by a handle alone."""
     known = [reference() for reference in _of_nodes.get(parameter, ())]

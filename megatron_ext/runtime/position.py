@@ -6,7 +6,7 @@ import time
 from typing import NamedTuple
 
 from megatron_ext.runtime.store.agreement import listed
-from megatron_ext.schedule.action import Action, Pair
+from megatron_ext.schedule.action import Action, OverlappedPasses
 
 
 class Position(NamedTuple):
@@ -19,7 +19,7 @@ class Position(NamedTuple):
     """
 
     rank: int
-    action: Action | Pair | str
+    action: Action | OverlappedPasses | str
     peer: int | None
     direction: str
     since: float

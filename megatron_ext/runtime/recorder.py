@@ -21,7 +21,7 @@ from megatron_ext.runtime.position import Position
 from megatron_ext.runtime.rank_identity import RankIdentity
 from megatron_ext.runtime.recording import Clock, RecordedReduction, Recording, passes_of
 from megatron_ext.runtime.store.failure_report import FailureReport
-from megatron_ext.schedule.action import Action, Pair
+from megatron_ext.schedule.action import Action, OverlappedPasses
 
 
 class Closable(Protocol):
@@ -105,7 +105,7 @@ class Recorder:
         """Stop recording, until `record` is called again."""
         self._recording, self._records_reductions = None, False
 
-    def computing(self, action: Action | Pair) -> AbstractContextManager[None]:
+    def computing(self, action: Action | OverlappedPasses) -> AbstractContextManager[None]:
         """Context in which the rank runs the pass ``action``, or two passes that run as one."""
         position = Position(self.rank, action, None, "", time.monotonic())
         stay = _Stay(self, position)
@@ -127,7 +127,7 @@ class Recorder:
         `Position`."""
         return _Stay(self, Position(self.rank, action, peer, direction, time.monotonic()))
 
-    def failed(self, error: BaseException, action: Action | Pair | str) -> None:
+    def failed(self, error: BaseException, action: Action | OverlappedPasses | str) -> None:
         """Note that the step ends by ``error``, in ``action`` (or at the place that it names), and
         report it to the other ranks."""
         self._end(error, f"in {action}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.schedule.action import Action, Pair
+from megatron_ext.schedule.action import Action, OverlappedPasses
 from megatron_ext.schedule.timeline import Event, GradientReduction
 
 
@@ -131,7 +131,7 @@ class Recording:
         self._passes: list[_Pass] = []
         self._reductions: list[RecordedReduction] = []
 
-    def add_pass(self, action: Action | Pair, began: Any) -> None:
+    def add_pass(self, action: Action | OverlappedPasses, began: Any) -> None:
         """Add ``action``, which ends now."""
         ended, passes = self.clock.mark(), passes_of(action)
         for number, own in enumerate(passes):
@@ -205,6 +205,6 @@ class Recording:
         return events, reductions
 
 
-def passes_of(action: Action | Pair) -> tuple[Action, ...]:
+def passes_of(action: Action | OverlappedPasses) -> tuple[Action, ...]:
     """Return the passes of ``action``: one, or two that run as one."""
-    return tuple(action) if isinstance(action, Pair) else (action,)
+    return tuple(action) if isinstance(action, OverlappedPasses) else (action,)

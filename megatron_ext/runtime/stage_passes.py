@@ -12,7 +12,7 @@ from megatron_ext.runtime.owner import Handler, Owner
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Backward, RunnableStage
 from megatron_ext.runtime.stage_io import StageIO
-from megatron_ext.schedule.action import Action, Kind, Pair
+from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
 
 
 class StagePasses(Owner):
@@ -54,7 +54,7 @@ class StagePasses(Owner):
         with self._recorder.computing(action):
             self._stages[action.stage].recompute(action.microbatch)
 
-    def run_pair(self, pair: Pair) -> None:
+    def run_pair(self, pair: OverlappedPasses) -> None:
         """Run both passes of ``pair`` as one. Activation offload is refused with pairs."""
         (stage, _, microbatch), backward_action = pair
         x = self._stage_io.input_of(stage, microbatch)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_ext.runtime.parameter_hooks import hand_over
 
-Key = tuple[int, int]  # stage, microbatch
+PassKey = tuple[int, int]  # stage, microbatch
 Weights = tuple[Tensor, ...]
 Contribution = Tensor | None  # None: no contribution, or it has been added already
 Contributions = tuple[Contribution, ...]
@@ -90,8 +90,8 @@ class WeightGradients:
         self.at_once: frozenset[Tensor] = frozenset()
         self.weights: set[Tensor] | None = None
         self.is_lent: Lent = is_owned
-        self._key: Key | None = None
-        self._pending: dict[Key, dict[tuple[Weights, int], _Uses]] = {}
+        self._key: PassKey | None = None
+        self._pending: dict[PassKey, dict[tuple[Weights, int], _Uses]] = {}
         self.w_is_next = False
         self._used_once: set[Weights] = set()  # in each backward pass of this step so far
 

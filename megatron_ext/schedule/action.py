@@ -123,7 +123,7 @@ def whole_of(microbatch: int) -> int:
     return microbatch.whole if isinstance(microbatch, Slice) else microbatch
 
 
-def tokens_of(microbatch: int) -> float:
+def token_share(microbatch: int) -> float:
     """Return the share of a microbatch's tokens: 1 for a whole microbatch, less for a slice."""
     return microbatch.end - microbatch.begin if isinstance(microbatch, Slice) else 1.0
 
@@ -134,7 +134,7 @@ def even_ends(slices: int) -> tuple[float, ...]:
     return tuple(number / slices for number in range(1, slices + 1))
 
 
-def parts_of(microbatch: int, ends: tuple[float, ...]) -> tuple[int, ...]:
+def slices_of(microbatch: int, ends: tuple[float, ...]) -> tuple[int, ...]:
     """Return the slices of ``microbatch``, in order, or ``microbatch`` itself if it is not cut."""
     if len(ends) < 2:
         return (microbatch,)
@@ -142,8 +142,8 @@ def parts_of(microbatch: int, ends: tuple[float, ...]) -> tuple[int, ...]:
 
 
 class Action(NamedTuple):
-    """One kind of work for one microbatch on one stage. ``str`` gives ``3F7``, and `parse` reads
-    it.
+    """One kind of work for one microbatch on one stage. ``str`` gives ``3F7``, which `parse_action`
+    reads.
 
     If microbatches are cut into slices, ``microbatch`` is a `Slice`: ``3F7.2`` is the forward pass
     of slice 2 of microbatch 7.
@@ -183,7 +183,11 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-class Pair(NamedTuple):
+Row = tuple[Action, ...]  # of a rank, in order
+Rows = tuple[Row, ...]  # by rank
+
+
+class OverlappedPasses(NamedTuple):
     """Two passes of a rank that run as one: a forward pass, and a backward pass (I or B) that does
     not depend on it. ``str`` gives torch's form, ``(0F1;4I0)OVERLAP_F_B``."""
 
@@ -201,7 +205,7 @@ _BACKWARD = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)
 _LONGEST = 40  # characters of an invalid action that an error shows
 
 
-def parse(text: str, slices: int = 1) -> Action:
+def parse_action(text: str, slices: int = 1) -> Action:
     """Return the action that ``text`` names. The inverse of ``str``.
 
     Args:
@@ -228,16 +232,16 @@ def parse(text: str, slices: int = 1) -> Action:
     return Action(stage, kind, Slice(whole, int(match[4]), even_ends(slices)))
 
 
-def parse_pair(text: str, slices: int = 1) -> Pair | None:
+def parse_pair(text: str, slices: int = 1) -> OverlappedPasses | None:
     """Return the pair that ``text`` names, or None if it names none. The inverse of ``str``.
 
     Raises:
-        ValueError: as `parse`.
+        ValueError: as `parse_action`.
     """
     compound = COMPOUND.fullmatch(text.strip())
-    parts = [parse(part, slices) for part in compound[1].split(";")] if compound else []
+    parts = [parse_action(part, slices) for part in compound[1].split(";")] if compound else []
     is_pair = len(parts) == 2 and parts[0].kind == Kind.FORWARD and parts[1].kind in _BACKWARD
-    return Pair(*parts) if is_pair else None
+    return OverlappedPasses(*parts) if is_pair else None
 
 
 def slices_named(text: str) -> int:

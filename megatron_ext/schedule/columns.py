@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.schedule.action import Action, Kind, Slice, parts_of
+from megatron_ext.schedule.action import Action, Kind, Slice, slices_of
 from megatron_ext.schedule.kinds import RULES, Lane, Rule
 
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 Flags = NDArray[np.bool_]
 _T = TypeVar("_T")
@@ -124,7 +125,7 @@ class Columns:
     @cached_property
     def examples(self) -> list[list[Action]]:
         """The actions of microbatch 0 for each of `pairs`: one action, or one for each slice."""
-        parts = parts_of(0, self.slice_ends)
+        parts = slices_of(0, self.slice_ends)
         return [[Action(stage, kind, part) for part in parts] for stage, kind in self.pairs]
 
     def of_pairs(self, pairs: Ints, shifts: Ints | None = None) -> Ints:

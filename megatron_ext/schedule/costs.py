@@ -16,7 +16,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, Self
 
-from megatron_ext.schedule.action import Action, Kind, Slice, tokens_of
+from megatron_ext.schedule.action import Action, Kind, Slice, token_share
 from megatron_ext.schedule.kinds import RULES, Cost, Held, Lane
 from megatron_ext.schedule.placement import Neighbour, Placement
 
@@ -357,7 +357,7 @@ class Costs:
 
         Keys and values of a slice stay on the device: other slices attend to them.
         """
-        tokens, held = tokens_of(action.microbatch), self.held_bytes
+        tokens, held = token_share(action.microbatch), self.held_bytes
         is_slice = isinstance(action.microbatch, Slice)
         if not is_slice or not self.slices.keys_values or held is None:
             return tokens
@@ -392,7 +392,7 @@ class Costs:
         squared = self.of_attention(kind, action.stage)
         rest = whole - squared
         launch = min(self._launch_of(kind, action.stage), rest)
-        tokens, attended = tokens_of(part), part.end**2 - part.begin**2
+        tokens, attended = token_share(part), part.end**2 - part.begin**2
         # The last of the ranks that share the slice attends to most tokens, and the others wait for
         # it.
         attended += tokens**2 * (1 - 1 / self.slices.sharing)
@@ -484,7 +484,7 @@ class Costs:
     def spared_by(self, action: Action) -> float:
         """Return the seconds that ``action`` saves: `spared_on` of its stage, times its share of
         the sequence, or what W takes at its place."""
-        spared = self.spared_on(action.stage) * tokens_of(action.microbatch)
+        spared = self.spared_on(action.stage) * token_share(action.microbatch)
         return spared * self._at_place(Kind.BACKWARD_WEIGHT, action.microbatch)
 
     def spared_on(self, stage: int) -> float:
@@ -692,7 +692,7 @@ class Costs:
 
 def _part_of_hop(hop: float, latency: float, part: int) -> float:
     latency = min(latency, hop)
-    return latency + (hop - latency) * tokens_of(part)
+    return latency + (hop - latency) * token_share(part)
 
 
 def uniform(

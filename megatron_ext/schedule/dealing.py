@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.intp]
-Costs = NDArray[np.float64]
+MicrobatchCosts = NDArray[np.float64]
 
 
 class MicrobatchOrder(StrEnum):
@@ -28,14 +28,18 @@ class MicrobatchOrder(StrEnum):
     SMALL_ENDS = "small-ends"
 
 
-def small_ends(costs: Costs) -> Numbers:
+def small_ends(costs: MicrobatchCosts) -> Numbers:
     """Return the numbers of microbatches with these ``costs``, the largest in the middle."""
     descending = np.argsort(-costs, kind="stable")
     return np.concatenate([descending[::2][::-1], descending[1::2]])
 
 
 def arranged(
-    costs: Costs, replicas: int, order: MicrobatchOrder = MicrobatchOrder.ARRIVAL, *, deal: bool
+    costs: MicrobatchCosts,
+    replicas: int,
+    order: MicrobatchOrder = MicrobatchOrder.ARRIVAL,
+    *,
+    deal: bool,
 ) -> Numbers:
     """Return the numbers of the microbatches of each replica, in order: a row per replica.
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.action import Rows
 from megatron_ext.schedule.placement import Placement
-
-Rows = tuple[tuple[Action, ...], ...]
 
 
 @dataclass(frozen=True)

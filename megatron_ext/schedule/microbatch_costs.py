@@ -14,15 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.columns import IS_PASS, KINDS
+from megatron_ext.schedule.columns import IS_PASS, KINDS, Floats
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.text_file import read_lines
 from megatron_ext.words import bytes_text, counted, shown
-
-Floats = NDArray[np.float64]
 
 PASSES = tuple(kind for kind, is_pass in zip(KINDS, IS_PASS, strict=True) if is_pass)
 DRAWN_STEPS = 20

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-from megatron_ext.schedule.action import parts_of, tokens_of
+from megatron_ext.schedule.action import slices_of, token_share
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
@@ -312,7 +312,7 @@ class Problem:
     def parts(self, microbatch: int) -> tuple[int, ...]:
         """Return the slices of ``microbatch``, in order, or ``microbatch`` itself if microbatches
         are not cut."""
-        return parts_of(microbatch, self.slice_ends)
+        return slices_of(microbatch, self.slice_ends)
 
     @cached_property
     def examples(self) -> tuple[int, ...]:
@@ -329,7 +329,7 @@ class Problem:
     def held_by_1f1b(self) -> float:
         """The largest number of microbatches that the first rank holds under 1F1B with these
         slices: p, or one and p-1 slices."""
-        return 1 + (self.ranks - 1) * max(map(tokens_of, self.parts(0)))
+        return 1 + (self.ranks - 1) * max(map(token_share, self.parts(0)))
 
     def slice_lengths(self, tokens: int, multiple_of: int = 1) -> tuple[int, ...]:
         """Return the number of tokens of each slice of a sequence of ``tokens``, as multiples of

@@ -10,7 +10,7 @@ from itertools import chain
 
 import numpy as np
 
-from megatron_ext.schedule.action import Action, Kind, Pair, whole_of
+from megatron_ext.schedule.action import Action, Kind, OverlappedPasses, whole_of
 from megatron_ext.schedule.columns import IN_EVALUATION, IS_PASS, KINDS, Columns, Ints, columns_of
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
@@ -31,7 +31,7 @@ class Schedule:
     name: str
     placement: Placement
     rows: tuple[tuple[Action, ...], ...]
-    pairs: frozenset[Pair] = frozenset()
+    pairs: frozenset[OverlappedPasses] = frozenset()
 
     @property
     def compute_rows(self) -> tuple[tuple[Action, ...], ...]:
@@ -61,7 +61,7 @@ class Schedule:
             return list(map(str, row))
         seconds = {pair.backward for pair in self.pairs}
         return [
-            str(Pair(action, self.beside[action]) if action in self.beside else action)
+            str(OverlappedPasses(action, self.beside[action]) if action in self.beside else action)
             for action in row
             if action not in seconds
         ]

@@ -12,16 +12,16 @@ from megatron_ext.schedule.action import (
     COMPOUND,
     Action,
     Kind,
-    Pair,
+    OverlappedPasses,
+    Rows,
     Slice,
-    parse,
+    parse_action,
     parse_pair,
     slices_named,
     whole_of,
 )
 from megatron_ext.schedule.flip import (
     FlippedPlacement,
-    Rows,
     flip_rows,
     flipped,
     opens_on_first_rank,
@@ -142,7 +142,7 @@ KINDS_IN_FILES = {
 _KINDS = ", ".join(f"{kind} ({does})" for kind, does in KINDS_IN_FILES.items())
 
 
-def _pairs(text: str) -> frozenset[Pair]:
+def _pairs(text: str) -> frozenset[OverlappedPasses]:
     """Return the compounds of F and a backward pass in ``text``, whose actions have been
     checked."""
     slices = slices_named(text)
@@ -166,7 +166,7 @@ def _next_line(lines: Iterator[list[str]], name: str, number: int) -> list[str] 
 def _row(cells: Sequence[str], where: str, slices: int) -> tuple[Action, ...]:
     """Return the actions of a rank's line. ``where``: the line as errors name it."""
     try:
-        row = tuple(parse(part, slices) for cell in cells for part in _parts(cell))
+        row = tuple(parse_action(part, slices) for cell in cells for part in _parts(cell))
     except ValueError as error:
         raise ValueError(f"{where}: {error}; the kinds in a file are {_KINDS}") from None
     for action in row:

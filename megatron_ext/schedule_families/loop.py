@@ -14,7 +14,7 @@ from itertools import batched
 
 from megatron_ext.compile.program.pass_graph import pass_graph
 from megatron_ext.compile.registry import Mark, family
-from megatron_ext.schedule.action import Action, Kind, tokens_of
+from megatron_ext.schedule.action import Action, Kind, Rows, token_share
 from megatron_ext.schedule.placement import loop
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
@@ -25,8 +25,6 @@ from megatron_ext.search.weight_gradient_filling import (
     least_memory,
     memory_of,
 )
-
-Rows = tuple[tuple[Action, ...], ...]
 
 
 @family(
@@ -332,7 +330,7 @@ def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule
     for row in order:
         held = 0.0
         for action in row:
-            tokens = tokens_of(action.microbatch)
+            tokens = token_share(action.microbatch)
             held += tokens if action.kind is Kind.FORWARD else -tokens
             ahead = max(ahead, held)
     filled = _filled(name, problem, order, ahead / problem.placement.chunks)

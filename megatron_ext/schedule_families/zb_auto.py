@@ -18,7 +18,7 @@ from megatron_ext.compile.build import complete
 from megatron_ext.compile.program.memory import peaks
 from megatron_ext.compile.program.simulate import step_seconds
 from megatron_ext.compile.registry import Mark, entries, family
-from megatron_ext.schedule.action import Action, Kind, tokens_of
+from megatron_ext.schedule.action import Action, Kind, token_share
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import line
@@ -278,7 +278,7 @@ class _GreedyOrder:
             [of(Action(rank, Kind.SEND_F, part)) for part in parts] for rank in range(p - 1)
         ]
         self._there, self._back = (
-            list(accumulate(map(tokens_of, order), initial=0.0))
+            list(accumulate(map(token_share, order), initial=0.0))
             for order in (self._forwards, self._backwards)
         )
         self._done = {kind: [0] * p for kind in kinds}

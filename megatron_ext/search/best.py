@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_ext.compile.build import complete
-from megatron_ext.compile.program.memory import amount_of, bytes_for, in_bytes, peaks
+from megatron_ext.compile.program.memory import bytes_for, in_bytes, limited_amount, peaks
 from megatron_ext.compile.program.simulate import step_seconds
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import cut_as_in, on_placement
 from megatron_ext.compile.size import check_table
 from megatron_ext.compile.transforms.recompute import recompute
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Rows
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, fits
 from megatron_ext.schedule.problem import Problem, Recompute
@@ -35,7 +35,6 @@ from megatron_ext.search.extension import plans_from, with_middle
 from megatron_ext.search.improve import first_plans, search
 from megatron_ext.search.job_shop import (
     JobShop,
-    Rows,
     Starts,
     end_of,
     job_shop_of,
@@ -311,7 +310,7 @@ def _may_take_less(problem: Problem) -> bool:
 
 def _is_within_limit(schedule: Schedule, problem: Problem) -> bool:
     assert problem.memory_limit is not None
-    amount, allowed = amount_of(problem.memory_limit, schedule, problem.costs)
+    amount, allowed = limited_amount(problem.memory_limit, schedule, problem.costs)
     return all(fits(peak, allowed) for peak in peaks(schedule, amount))
 
 

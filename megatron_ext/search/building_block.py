@@ -15,12 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Rows
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement
 
-Starts = dict[Action, int]
-Rows = tuple[tuple[Action, ...], ...]
+StartByAction = dict[Action, int]
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class BuildingBlock:
                 taken.add(weight[stage] % self.interval)
         return replace(self, starts={**self.starts, Kind.BACKWARD_WEIGHT: tuple(weight)})
 
-    def unroll(self, microbatches: int) -> Starts:
+    def unroll(self, microbatches: int) -> StartByAction:
         """Return the first slot of each pass of all microbatches."""
         return {
             Action(stage, kind, k): first + k * self.interval
@@ -57,7 +56,7 @@ class BuildingBlock:
         }
 
 
-def squeeze(starts: Starts, placement: Placement, chunks_held: int, slices: int = 1) -> Rows:
+def squeeze(starts: StartByAction, placement: Placement, chunks_held: int, slices: int = 1) -> Rows:
     """Return the order of each rank's passes, none of them later than in ``starts``.
 
     F and backward passes move to the first slots in which their input is there and their rank is
@@ -88,7 +87,7 @@ def squeeze(starts: Starts, placement: Placement, chunks_held: int, slices: int 
     return ranks.rows()
 
 
-def _by_slot(starts: Starts) -> list[tuple[Action, int]]:
+def _by_slot(starts: StartByAction) -> list[tuple[Action, int]]:
     """Return the items of ``starts`` sorted by slot, within a slot by stage."""
     items, count = list(starts.items()), len(starts)
     slots = np.fromiter(starts.values(), np.int64, count)
@@ -117,7 +116,7 @@ class _Operation(NamedTuple):
 class _Ranks:
     """The time slots of all ranks while passes are moved."""
 
-    def __init__(self, starts: Starts, placement: Placement, slices: int) -> None:
+    def __init__(self, starts: StartByAction, placement: Placement, slices: int) -> None:
         self.operations, self.slices = _operations(starts, placement), slices
         self.moved: list[list[tuple[int, Action]]] = [[] for _ in range(placement.ranks)]
         self.latest = [-1] * placement.ranks  # slot of the latest moved pass, by rank
@@ -193,7 +192,7 @@ _RELEASES = (Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
 _BACKWARD = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)
 
 
-def _operations(starts: Starts, placement: Placement) -> dict[tuple[int, Kind], _Operation]:
+def _operations(starts: StartByAction, placement: Placement) -> dict[tuple[int, Kind], _Operation]:
     """Return the operation of each stage and kind, before any pass is moved."""
     microbatches = 1 + max(k for _, _, k in starts)
     pairs = {(stage, kind) for stage, kind, _ in starts}

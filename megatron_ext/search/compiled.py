@@ -33,7 +33,7 @@ _UNBOUNDED = 1 << 62
 _OPENS, _CLOSES, _PEAK = range(3)  # columns of a gap
 
 
-def packer(shop: JobShop) -> Pack:
+def compiled_packer(shop: JobShop) -> Pack:
     """Return `pack.pack` for ``shop``."""
     tables, run = _tables(shop), _compiled()
 

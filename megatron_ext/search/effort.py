@@ -79,4 +79,6 @@ def effort() -> Effort:
             f"pip install 'megatron_ext[search]' it finds better schedules in less time"
         )
         return small_effort()
-    return Effort(LARGE, compiled.packer, 400_000, 6_000_000, 300_000_000, 30_000_000, 16_000)
+    return Effort(
+        LARGE, compiled.compiled_packer, 400_000, 6_000_000, 300_000_000, 30_000_000, 16_000
+    )

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron_ext.compile.build import complete, prove_built
-from megatron_ext.compile.program.longest_paths import Floats
 from megatron_ext.compile.program.memory import in_microbatches, peaks
 from megatron_ext.compile.program.unequal import (
     PlaceCosts,
@@ -21,6 +20,7 @@ from megatron_ext.compile.program.unequal import (
 )
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.columns import Floats
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.search.best import searched_briefly

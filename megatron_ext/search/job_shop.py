@@ -45,7 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.compile.program.memory import INPUT_SHARE, bytes_for, in_bytes
-from megatron_ext.schedule.action import Action, Kind, tokens_of
+from megatron_ext.schedule.action import Action, Kind, Rows, token_share
 from megatron_ext.schedule.columns import columns_of
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import with_rounding
@@ -54,7 +54,6 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.search.ticks import common_tick
 
 Starts = npt.NDArray[np.int64]  # shape (operations, columns)
-Rows = tuple[tuple[Action, ...], ...]
 Operations = tuple[tuple[int, Kind], ...]  # stage and kind of each
 # For each operation, its predecessors (or successors), each with the ticks of the message between.
 Precedences = tuple[tuple[tuple[int, int], ...], ...]
@@ -481,7 +480,7 @@ def _pass_differences(
             _memory_delta(
                 kind, math.ceil(share * activation[stage]), math.ceil(share * rest[stage])
             )
-            for share in map(tokens_of, _in_order(kind, parts, problem))
+            for share in map(token_share, _in_order(kind, parts, problem))
         ]
         for stage, kind in operations
     ]

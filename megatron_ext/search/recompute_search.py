@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.progress import Task, task
+from megatron_ext.schedule.action import Rows
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.search.effort import Effort
 from megatron_ext.search.improve import (
@@ -28,7 +29,7 @@ from megatron_ext.search.improve import (
     shifted,
     steps_of,
 )
-from megatron_ext.search.job_shop import Rows, job_shop_of, recomputed_in, rows_of, starts_of
+from megatron_ext.search.job_shop import job_shop_of, recomputed_in, rows_of, starts_of
 from megatron_ext.search.pack import Packed
 
 Recomputed = npt.NDArray[np.bool_]  # whether an activation is recomputed: stages x microbatches

@@ -27,7 +27,7 @@ import numpy as np
 from megatron_ext.compile.program.memory import Amount, bytes_for, in_bytes
 from megatron_ext.compile.program.pass_graph import with_messages
 from megatron_ext.compile.program.simulate import simulate_unproved
-from megatron_ext.schedule.action import Action, Kind, tokens_of
+from megatron_ext.schedule.action import Action, Kind, token_share
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import fits, with_rounding
 from megatron_ext.schedule.placement import Neighbour
@@ -114,7 +114,7 @@ def least_memory(orders: Sequence[Sequence[Action]], memory: Memory) -> list[flo
     for order in orders:
         held = most = 0.0
         for stage, kind, k in order:
-            change = memory.of(stage) * tokens_of(k)
+            change = memory.of(stage) * token_share(k)
             held += change if kind is Kind.FORWARD else -change
             most = max(most, held)
         least.append(most)
@@ -305,7 +305,7 @@ class _Orders:
             for kind in _COMPUTE
         }
         hops = [[of(Action(s, Kind.SEND_F, part)) for part in parts] for s in stages[:-1]]
-        tokens = [tokens_of(part) for part in parts]
+        tokens = [token_share(part) for part in parts]
         memory, pieces = self.memory, self.problem.pieces
         share = [memory.of(stage) if memory else 0.0 for stage in stages]
         left_for_w = [

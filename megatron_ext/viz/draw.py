@@ -31,7 +31,7 @@ BUBBLE = "#E8E8E8"
 WIDTH = 12  # of the timelines' figure, in inches
 LABEL = 7  # of a pass, in points
 
-Box = tuple[float, float, float, float]  # middle (a rank), half of its height, start, end
+PassBox = tuple[float, float, float, float]  # middle (a rank), half of its height, start, end
 _HALF = 0.43  # of a box's height
 
 
@@ -124,7 +124,7 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
     schedule, first = run[0].schedule, run[0].start
     chunk = {s: c for stages in schedule.placement.stages_of for c, s in enumerate(stages)}
     digits = len(str(max(event.action.microbatch for event in run[0].events)))
-    boxes: dict[tuple[Kind, bool, bool], list[Box]] = defaultdict(list)
+    boxes: dict[tuple[Kind, bool, bool], list[PassBox]] = defaultdict(list)
     marks: dict[Kind, list[tuple[float, float]]] = defaultdict(list)
     for number, timeline in enumerate(run):
         in_pairs = _places_in_pairs(timeline)
@@ -176,12 +176,12 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
     axes.set_title(f"{_named(schedule)}: {figure}, peak {peak}", loc="left", fontsize=10)
 
 
-def _places_in_pairs(timeline: Timeline) -> dict[Action, Box]:
+def _places_in_pairs(timeline: Timeline) -> dict[Action, PassBox]:
     """Return the box of each pass that runs in a pair: as long as the pair, F above."""
     in_pairs = timeline.schedule.beside
     events = {event.action: event for event in timeline.events if event.action in in_pairs}
     quarter = _HALF / 2
-    places: dict[Action, Box] = {}
+    places: dict[Action, PassBox] = {}
     for forward, backward in timeline.schedule.pairs:
         rank, _, start, _ = events[forward]
         end = events[backward].end
@@ -195,7 +195,7 @@ def _named(schedule: Schedule) -> str:
     return schedule.name if slices == 1 else f"{schedule.name}, {counted(slices, 'slice')}"
 
 
-def _add_boxes(axes: Axes, boxes: Sequence[Box], **look: Any) -> None:
+def _add_boxes(axes: Axes, boxes: Sequence[PassBox], **look: Any) -> None:
     """Draw ``boxes`` as one shape."""
     import matplotlib
     from matplotlib import patches, path

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.timeline import Event, Timeline
-from megatron_ext.viz.replay import Replay, Seconds
+from megatron_ext.viz.replay import Replay, SecondsOf
 
 TOP = 3
 WORTH_NAMING = 0.005  # of the makespan
@@ -126,7 +126,7 @@ class _Step:
             for row in predicted.compute
         ]
 
-    def makespan(self, seconds: Seconds, delay: Seconds) -> float:
+    def makespan(self, seconds: SecondsOf, delay: SecondsOf) -> float:
         return self.replay.run(seconds, delay).makespan
 
     def seconds(self, action: Action) -> float:
@@ -152,7 +152,7 @@ class _Step:
         yield from self._slow_passes()
         yield from self._delays()
 
-    def _cause(self, text: str, seconds: Seconds, delay: Seconds) -> Cause:
+    def _cause(self, text: str, seconds: SecondsOf, delay: SecondsOf) -> Cause:
         return Cause(self.measured.makespan - self.makespan(seconds, delay), text)
 
     def _slow_ranks(self) -> Iterator[Cause]:

@@ -11,8 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Pair = tuple[float, float]
-Box = tuple[float, float, float, float]  # left, low, right, high: pixels
+Point = tuple[float, float]
+Frame = tuple[float, float, float, float]  # left, low, right, high: pixels
 
 SIZE = 8  # of letters, in points
 _DISTANCES = (5, 12, 20, 30, 42, 56, 72)  # from the point to its label, in points
@@ -22,7 +22,7 @@ _SIDES = ("left", "center", "right")  # of a label, by the direction it lies in:
 _ENDS = ("bottom", "center", "top")
 
 
-def label_points(axes: Axes, labels: Mapping[Pair, str], lines: Sequence[Sequence[Pair]]) -> None:
+def label_points(axes: Axes, labels: Mapping[Point, str], lines: Sequence[Sequence[Point]]) -> None:
     """Write each label as near to its point as it fits, with a line between them if it is not next
     to it: clear of other labels and points, and of ``lines`` if that can be.
 
@@ -31,7 +31,7 @@ def label_points(axes: Axes, labels: Mapping[Pair, str], lines: Sequence[Sequenc
     axes.get_figure().draw_without_rendering()  # type: ignore[union-attr]
     marks = [_around(point) for point in axes.transData.transform(list(labels))]
     on_lines = [point for line in lines for point in _along(axes.transData.transform(list(line)))]
-    written: list[Box] = []
+    written: list[Frame] = []
     for point, label in sorted(labels.items()):
         width, height = _size_of(axes, label)
         places = [(_box(axes, point, place, width, height), place) for place in _places()]
@@ -48,14 +48,14 @@ def label_points(axes: Axes, labels: Mapping[Pair, str], lines: Sequence[Sequenc
         _write(axes, point, label, place)
 
 
-def _places() -> Iterator[Pair]:
+def _places() -> Iterator[Point]:
     """Return positions to try for a label, in points from its point."""
     for distance in _DISTANCES:
         for right, up in ((1, 0), (1, 1), (0, 1), (1, -1), (0, -1), (-1, 0), (-1, 1), (-1, -1)):
             yield distance * right, distance * up
 
 
-def _write(axes: Axes, point: Pair, label: str, place: Pair) -> None:
+def _write(axes: Axes, point: Point, label: str, place: Point) -> None:
     is_far = _distance(place) > _NEAR
     text = axes.annotate(
         label,
@@ -70,14 +70,14 @@ def _write(axes: Axes, point: Pair, label: str, place: Pair) -> None:
     text.set_in_layout(False)
 
 
-def _size_of(axes: Axes, label: str) -> Pair:
+def _size_of(axes: Axes, label: str) -> Point:
     text = axes.text(0, 0, label, size=SIZE)
     extent = text.get_window_extent()
     text.remove()
     return extent.width, extent.height
 
 
-def _box(axes: Axes, point: Pair, place: Pair, width: float, height: float) -> Box:
+def _box(axes: Axes, point: Point, place: Point, width: float, height: float) -> Frame:
     """Return the box, in pixels, of a label at its ``place``, in points from ``point``."""
     pixels = axes.get_figure().dpi / 72  # type: ignore[union-attr]
     x, y = axes.transData.transform(point) + np.array(place) * pixels
@@ -86,12 +86,12 @@ def _box(axes: Axes, point: Pair, place: Pair, width: float, height: float) -> B
     return left, low, left + width, low + height
 
 
-def _around(point: Sequence[float]) -> Box:
+def _around(point: Sequence[float]) -> Frame:
     x, y = point
     return x - _MARK, y - _MARK, x + _MARK, y + _MARK
 
 
-def _along(line: np.ndarray) -> list[Pair]:
+def _along(line: np.ndarray) -> list[Point]:
     """Return points on ``line``, a few pixels apart."""
     apart = 3.0
     return [
@@ -101,21 +101,21 @@ def _along(line: np.ndarray) -> list[Pair]:
     ]
 
 
-def _overlap(box: Box, other: Box) -> float:
+def _overlap(box: Frame, other: Frame) -> float:
     """Return the area of the intersection of both."""
     width = min(box[2], other[2]) - max(box[0], other[0])
     height = min(box[3], other[3]) - max(box[1], other[1])
     return max(width, 0.0) * max(height, 0.0)
 
 
-def _holds(box: Box, point: Sequence[float]) -> bool:
+def _holds(box: Frame, point: Sequence[float]) -> bool:
     return box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3]
 
 
-def _outside(axes: Axes, box: Box) -> bool:
+def _outside(axes: Axes, box: Frame) -> bool:
     frame = axes.get_window_extent()
     return box[0] < frame.x0 or box[1] < frame.y0 or box[2] > frame.x1 or box[3] > frame.y1
 
 
-def _distance(place: Pair) -> float:
+def _distance(place: Point) -> float:
     return max(map(abs, place))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.planner.curves import Curves
 from megatron_ext.viz.draw import new_figure
-from megatron_ext.viz.labels import Pair, label_points
+from megatron_ext.viz.labels import Point, label_points
 from megatron_ext.viz.svg import save
 
 if TYPE_CHECKING:
@@ -72,12 +72,12 @@ def _draw_by_memory(
     curves: Curves,
     looks: Mapping[str, Mapping[str, Any]],
     in_bytes: bool,
-) -> tuple[dict[Pair, str], list[list[Pair]]]:
+) -> tuple[dict[Point, str], list[list[Point]]]:
     """Draw the first panel. Return its labels, by the points that they belong to, and its lines."""
     unit = 2**30 if in_bytes else 1
     shown = tuple(dict.fromkeys((*plan.best_of_each, *plan.front)))
 
-    def place(candidate: Candidate) -> Pair:
+    def place(candidate: Candidate) -> Point:
         return candidate.holds / unit, candidate.step
 
     ends = [_end(figures) for figures in zip(*map(place, shown), strict=True)]
@@ -117,11 +117,11 @@ def _end(figures: Sequence[float]) -> float:
     return end if max(figures) > _FAR * end else max(figures)
 
 
-def _clipped(point: Pair, ends: Sequence[float]) -> Pair:
+def _clipped(point: Point, ends: Sequence[float]) -> Point:
     return min(point[0], ends[0]), min(point[1], ends[1])
 
 
-def _set_ends(axes: Axes, lines: Sequence[Sequence[Pair]], points: Sequence[Pair]) -> None:
+def _set_ends(axes: Axes, lines: Sequence[Sequence[Point]], points: Sequence[Point]) -> None:
     """Set the ends of ``axes`` so that all points are on it, and the parts of lines that are no
     higher and no further right than the points."""
     furthest, highest = (max(figures) for figures in zip(*points, strict=True))
@@ -131,20 +131,20 @@ def _set_ends(axes: Axes, lines: Sequence[Sequence[Pair]], points: Sequence[Pair
     axes.set_ylim(*_with_margin(y))
 
 
-def _with_margin(values: Sequence[float]) -> Pair:
+def _with_margin(values: Sequence[float]) -> Point:
     least, most = min(values), max(values)
     margin = 0.06 * (most - least) or 0.06 * most
     return least - margin, most + margin
 
 
-def _labels(points: Mapping[Candidate, Pair], ends: Sequence[float]) -> dict[Pair, str]:
+def _labels(points: Mapping[Candidate, Point], ends: Sequence[float]) -> dict[Point, str]:
     """Return one label for all points that coincide. A point beyond the end of an axis is labelled
     with its position."""
     sizes = [
         max(figures) - min(figures)
         for figures in zip(*(_clipped(point, ends) for point in points.values()), strict=True)
     ]
-    groups: dict[Pair, list[str]] = {}
+    groups: dict[Point, list[str]] = {}
     for candidate in sorted(points, key=points.__getitem__):
         point = _clipped(points[candidate], ends)
         text = _with_figures(candidate.schedule, points[candidate], ends)
@@ -159,7 +159,7 @@ def _labels(points: Mapping[Candidate, Pair], ends: Sequence[float]) -> dict[Pai
     return {point: ", ".join(dict.fromkeys(names)) for point, names in groups.items()}
 
 
-def _with_figures(name: str, point: Pair, ends: Sequence[float]) -> str:
+def _with_figures(name: str, point: Point, ends: Sequence[float]) -> str:
     beyond = [f"{value:.4g}" for value, end in zip(point, ends, strict=True) if value > end]
     arrows = [arrow for arrow, value, end in zip("→↑", point, ends, strict=True) if value > end]
     return (

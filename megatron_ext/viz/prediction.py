@@ -62,7 +62,7 @@ class Comparison:
         ]
 
 
-def compare(predicted: Timeline, ranks: Sequence[Sequence[RankStep]]) -> Comparison:
+def compare_prediction(predicted: Timeline, ranks: Sequence[Sequence[RankStep]]) -> Comparison:
     """Compare a ``predicted`` step with the measured steps of each rank.
 
     Args:

@@ -19,7 +19,7 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.timeline import Event, Timeline
 
 Inputs = dict[Action, tuple[Action, ...]]
-Seconds = Callable[[Action], float]
+SecondsOf = Callable[[Action], float]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Replay:
                 free = measured[action].end
         return ready_at
 
-    def run(self, seconds: Seconds, delay: Seconds = lambda action: 0.0) -> Timeline:
+    def run(self, seconds: SecondsOf, delay: SecondsOf = lambda action: 0.0) -> Timeline:
         """Return the timeline in which each pass starts ``delay`` after its rank is free and its
         inputs are made."""
         passes = [(r, action) for r, row in enumerate(self.schedule.compute_rows) for action in row]

@@ -21,7 +21,15 @@ from typing import Any
 from megatron_ext.compile.program.graph import channel_of
 from megatron_ext.compile.program.memory import in_microbatches, memory_curve
 from megatron_ext.observe.model_parts import ModelParts
-from megatron_ext.schedule.action import Action, Kind, Pair, Slice, parse, slices_named, whole_of
+from megatron_ext.schedule.action import (
+    Action,
+    Kind,
+    OverlappedPasses,
+    Slice,
+    parse_action,
+    slices_named,
+    whole_of,
+)
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule
@@ -342,7 +350,7 @@ def _step(
 def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
     """Return the passes of ``category``, with the reductions of a measured step."""
     of_rank: dict[int, list[Event]] = {}
-    reductions, pairs = [], list[Pair]()
+    reductions, pairs = [], list[OverlappedPasses]()
     try:
         parts = slices_named(" ".join(s.name for s in slices if s.category == category))
     except ValueError as error:
@@ -350,12 +358,14 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
     for slice_ in slices:
         if slice_.category == category:
             try:
-                event = Event(slice_.rank, parse(slice_.name, parts), slice_.start, slice_.end)
+                event = Event(
+                    slice_.rank, parse_action(slice_.name, parts), slice_.start, slice_.end
+                )
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
             of_rank.setdefault(slice_.rank, []).append(event)
             if event.action.kind is Kind.FORWARD and "beside" in slice_.args.data:
-                pairs.append(Pair(event.action, _paired_with(slice_.args, where)))
+                pairs.append(OverlappedPasses(event.action, _paired_with(slice_.args, where)))
         elif slice_.category == _REDUCTION and category == _PASS:
             stage, is_exact = slice_.args.count("stage"), slice_.args.truth("is_exact")
             reductions.append(
@@ -372,7 +382,7 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
 
 def _paired_with(args: Record, where: str) -> Action:
     try:
-        return parse(args.text("beside"))
+        return parse_action(args.text("beside"))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

@@ -12,7 +12,7 @@ from megatron_ext.words import counted
 _WORTH_SAYING = 0.005  # of the makespan
 
 
-def name_of(report: TraceReport) -> str:
+def schedule_name(report: TraceReport) -> str:
     """Return the name of the schedule, and whether it is Megatron's own."""
     whose = "" if report.what_if is None else "Megatron's own "
     return f"{whose}{report.schedule}"
@@ -23,7 +23,7 @@ def summary(report: TraceReport, folder: Path) -> Iterator[str]:
     measured, assumed = report.measured, report.what_if
     assert assumed is not None
     yield (
-        f"{name_of(report)} on {counted(report.pp, 'rank')}, "
+        f"{schedule_name(report)} on {counted(report.pp, 'rank')}, "
         f"{counted(report.microbatches, 'microbatch')}: "
         f"{measured.bubble_share_makespan:.1%} of a step is bubble; a step takes "
         f"{milliseconds(measured.makespan)} (iteration {report.iteration}, the median of "

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.runtime.host.copies import DirectCopies, Piece, Transfer
+from megatron_ext.runtime.host.copies import CopiedBytes, DirectCopies, Transfer
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Handler
@@ -257,7 +257,9 @@ class EmulatedCopies(DirectCopies):
             arguments = self._lanes[lane], link
             threading.Thread(target=_run, args=arguments, daemon=True).start()
 
-    def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
+    def start(
+        self, action: Action, pieces: Sequence[CopiedBytes], after: Transfer | None
+    ) -> Transfer:
         copy = _Copy(self._costs.of(action), pieces, after)
         self._lanes[RULES[action.kind].lane].put(copy)
         return copy
@@ -266,7 +268,9 @@ class EmulatedCopies(DirectCopies):
 class _Copy:
     """A `Transfer` that another thread makes."""
 
-    def __init__(self, seconds: float, pieces: Sequence[Piece], after: Transfer | None) -> None:
+    def __init__(
+        self, seconds: float, pieces: Sequence[CopiedBytes], after: Transfer | None
+    ) -> None:
         self.seconds, self.pieces, self.after = seconds, pieces, after
         self.is_done = threading.Event()
         self.error: Exception | None = None

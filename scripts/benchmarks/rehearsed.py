@@ -36,8 +36,8 @@ from megatron_ext.rehearsal.record import (
     RankRecord,
     RehearsedPass,
     RehearsedStep,
-    load_record,
-    save_record,
+    load_rank_record,
+    save_rank_record,
 )
 from megatron_ext.rehearsal.values import Values
 from megatron_ext.runtime.messages.peers import rehearse_with
@@ -105,7 +105,7 @@ def measure(spec: str, slower_after_wait: float = 0.0) -> Composed:
     with tempfile.TemporaryDirectory() as folder:
         own = program, spec, slower_after_wait, folder  # ranks sleep, so they do not slow others
         torch.multiprocessing.start_processes(_alone, own, nprocs=RANKS, start_method="fork")
-        records = {rank: load_record(Path(folder, f"{rank}.json")) for rank in range(RANKS)}
+        records = {rank: load_rank_record(Path(folder, f"{rank}.json")) for rank in range(RANKS)}
     classes = [RankClass(rank, (rank,), True) for rank in range(RANKS)]
     return Composed(spec, compose(program, classes, records).timeline.makespan, real)
 
@@ -153,7 +153,7 @@ def _alone(rank: int, program: Program, spec: str, slower_after_wait: float, fol
         for step in _steps(program, spec, slower_after_wait)
     )
     record = RankRecord(rank, RANKS, rank, spec, program.digest, STEPS + 1, steps)
-    save_record(record, Path(folder, f"{rank}.json"))
+    save_rank_record(record, Path(folder, f"{rank}.json"))
 
 
 def main(words: Sequence[str]) -> int:

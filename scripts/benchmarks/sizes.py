@@ -28,7 +28,7 @@ from megatron_ext.cost_model.model_memory import TrainingState, least_lasting
 from megatron_ext.planner.layouts.layout import Layout, evenly
 from megatron_ext.planner.layouts.recompute import LayerRecompute, recompute_options
 from megatron_ext.planner.layouts.work import evaluate
-from megatron_ext.planner.planning_time import begin, planning
+from megatron_ext.planner.planning_time import planning, start_planning_time
 from megatron_ext.planner.sizes.estimated import Estimator
 from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.search import (
@@ -139,7 +139,7 @@ def row_of(recipe: Recipe, limit: float) -> Row:
     needed = own.fullest + RESERVED_SHARE * (own.fullest - lasting)
     job = replace(job, memory=max(memory, needed / USABLE))
     with planning(limit):
-        begin()
+        start_planning_time()
         found = search_sizes(job, partial(_works_of, job, recipe))
     found.steps.append(SizedStep(job.own, own))
     return Row(job, own.seconds, found)
@@ -278,7 +278,7 @@ def paper_cells(setting: Setting, sequence: int, limit: float) -> tuple[str, ...
     job = paper_job(setting, sequence)
     of_1f1b = best_1f1b(job)
     with planning(limit):
-        begin()
+        start_planning_time()
         found = search_sizes(job, partial(described_works, job))
     row = Row(job, of_1f1b, found)
     control, best = row.best(only_stock=True, only_checked=True), row.best(only_checked=True)

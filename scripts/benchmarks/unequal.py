@@ -34,6 +34,7 @@ from megatron_ext.compile.program.unequal import UnequalSteps, profile_of
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.columns import Floats
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.dealing import MicrobatchOrder, arranged
 from megatron_ext.schedule.limit import parse_limit
@@ -61,8 +62,6 @@ TRIAL: dict[tuple[str, str], tuple[float | None, ...]] = {
 }
 POINTS = 0.02
 SECONDS = {(8, 32): 2.0, (16, 64): 5.0}  # of a CPU
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ def _check(recipe: Recipe, settings: Mapping[str, Value], config: PipelineConfig
     """
     args = _arguments(recipe, settings)
     _validate(recipe, args, settings, config)
-    (program,) = arguments.check(args, config, _all_proved)
+    (program,) = arguments.check_parsed_arguments(args, config, _all_proved)
     return program.problem.microbatches
 
 
@@ -263,7 +263,7 @@ def _validate(
 
 @cache
 def _defaults() -> Any:
-    return megatron_arguments.parse(_FLAGS).args
+    return megatron_arguments.parse_arguments(_FLAGS).args
 
 
 @cache

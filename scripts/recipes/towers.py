@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_ext.cost_model.tower import TowerTraining
-from megatron_ext.planner.planning_time import begin, planning
+from megatron_ext.planner.planning_time import planning, start_planning_time
 from scripts.recipes.accepting import as_on_gpus, others
 from scripts.recipes.configured import configuration_of
 from scripts.recipes.gains import PROCESSES, Configuration, Gains, gains_of
@@ -70,7 +70,7 @@ def cases() -> Iterator[Case]:
 
 def _row(case: Case) -> list[str]:
     with planning(_SECONDS):
-        begin()
+        start_planning_time()
         try:
             gains: Gains | str = gains_of(case.configuration)
         except ValueError as error:

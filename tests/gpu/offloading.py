@@ -15,7 +15,7 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
 from megatron_ext.runtime.host import offload
 from megatron_ext.runtime.host.copies import copies_on
-from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.action import parse_action
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Offload, Problem
 from tests.gpu.small_stages import (
@@ -28,7 +28,7 @@ from tests.gpu.small_stages import (
 )
 from tests.helpers.ranks import run_ranks, values
 
-OUT, BACK = parse("0OFFLOAD_F0"), parse("0RELOAD_F0")
+OUT, BACK = parse_action("0OFFLOAD_F0"), parse_action("0RELOAD_F0")
 
 
 @dataclass(frozen=True)

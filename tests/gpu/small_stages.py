@@ -30,7 +30,7 @@ from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage_io import Messages
 from megatron_ext.runtime.weight_gradients import queue
-from megatron_ext.schedule.action import Action, Pair
+from megatron_ext.schedule.action import Action, OverlappedPasses
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.problem import P2P, Extras, Problem
@@ -196,7 +196,7 @@ class GaugingRecorder(Recorder):
         self._gauge = gauge
 
     @contextmanager
-    def computing(self, action: Action | Pair) -> Iterator[None]:
+    def computing(self, action: Action | OverlappedPasses) -> Iterator[None]:
         self._gauge.look()
         with super().computing(action):
             yield

@@ -51,7 +51,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_ext.compile.program.graph import Channel
 from megatron_ext.runtime.executor import _Execution
 from megatron_ext.runtime.host import offload
-from megatron_ext.runtime.host.copies import DirectCopies, HostCopies, Piece, Transfer
+from megatron_ext.runtime.host.copies import CopiedBytes, DirectCopies, HostCopies, Transfer
 from megatron_ext.runtime.messages.batched import PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.collectives import Collectives
@@ -410,7 +410,9 @@ class LateCopies(DirectCopies):
     def __init__(self) -> None:
         self._last: dict[Lane, LateTransfer] = {}
 
-    def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
+    def start(
+        self, action: Action, pieces: Sequence[CopiedBytes], after: Transfer | None
+    ) -> Transfer:
         lane = RULES[action.kind].lane
         before = [transfer for transfer in (self._last.get(lane), after) if transfer is not None]
         if lane is Lane.FROM_HOST:
@@ -421,7 +423,7 @@ class LateCopies(DirectCopies):
 
 
 class LateTransfer:
-    def __init__(self, pieces: Sequence[Piece], before: Sequence[Transfer]) -> None:
+    def __init__(self, pieces: Sequence[CopiedBytes], before: Sequence[Transfer]) -> None:
         self._pieces, self._before = pieces, before
 
     def wait(self) -> None:

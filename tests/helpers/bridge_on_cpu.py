@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megatron_ext.adapter.parity.named_tensors import NamedTensors
-from megatron_ext.adapter.parity.recorder import digests, loss_of
+from megatron_ext.adapter.parity.recorder import digests, logged_loss
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.bridge_recipe import launch_from_recipe
@@ -272,7 +272,7 @@ def _read_otherwise(name: str, ranks: int) -> tuple[Mapping[str, Any], dict[str,
     with hub():
         launch = launch_from_recipe(full, ())
         config = getattr(importlib.import_module(module), function)()
-    args = megatron_arguments.parse(launch.arguments).args
+    args = megatron_arguments.parse_arguments(launch.arguments).args
     with megatron_arguments.on_gpus(args):
         megatron_arguments.validate(args, PipelineConfig(), ranks)
         model = megatron_arguments.check_model(args, PipelineConfig())
@@ -418,7 +418,7 @@ class _Recorder:
         return manager
 
     def _step(self, context: Any) -> None:
-        self.run.losses += [loss_of(loss) for loss in (context.loss_dict or {}).values()]
+        self.run.losses += [logged_loss(loss) for loss in (context.loss_dict or {}).values()]
 
     def _end(self, context: Any) -> None:
         settings = SimpleNamespace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_ext.adapter.job import Tell, job_costs, of_arguments, of_built
+from megatron_ext.adapter.job import Listener, job_costs, of_arguments, of_built
 from megatron_ext.adapter.model_parts import ChunkSize
 from megatron_ext.config import ESTIMATE, CostsSource
 from megatron_ext.schedule.costs import Costs
@@ -23,7 +23,7 @@ def costs_of_model(
     per_stage: Sequence[ChunkSize],
     sequence: int,
     micro_batch: int,
-    tell: Tell | None = None,
+    tell: Listener | None = None,
 ) -> Costs:
     """Return the costs of a built model on one node, without data parallelism."""
     ranks = placement.ranks

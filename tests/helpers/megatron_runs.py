@@ -37,14 +37,14 @@ from megatron.training.global_vars import get_args
 
 from megatron_ext.adapter.parity.digest import digest, dtype_of
 from megatron_ext.adapter.parity.named_tensors import NamedTensors
-from megatron_ext.adapter.parity.recorder import digests, loss_of
+from megatron_ext.adapter.parity.recorder import digests, logged_loss
 from megatron_ext.compile.registry import entries
 from megatron_ext.config import PipelineConfig
 from megatron_ext.doctor.doctor import diagnose
 from megatron_ext.patches import engine
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.recordings.piece import Piece, Place
-from megatron_ext.recordings.recording import name_of
+from megatron_ext.recordings.recording import readable_name
 from scripts.recipes.feature import Feature
 from tests.helpers import witnesses
 from tests.helpers.ranks import (
@@ -355,7 +355,7 @@ def whole_state(runs: Sequence[Run]) -> dict[str, int]:
     whole: dict[str, dict[Place, int]] = {}
     for rank, run in enumerate(runs):
         for piece, share in run.state.items():
-            name = name_of((piece.name, piece.index))
+            name = readable_name((piece.name, piece.index))
             same = whole.setdefault(name, {}).setdefault(piece.place, share)
             assert same == share, f"rank {rank} has another {name}"
     return {name: sum(pieces.values()) % 2**64 for name, pieces in whole.items()}
@@ -462,7 +462,7 @@ class _Listener:
         self, log: Callable[..., Any], loss_dict: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         if "lm loss" in loss_dict:
-            self._run.losses.append(loss_of(loss_dict["lm loss"]))
+            self._run.losses.append(logged_loss(loss_dict["lm loss"]))
         self._run.norms.append(float(args[6]) if args[6] is not None else 0.0)
         self._run.tables.append(_tables(self._made[0]))
         return log(loss_dict, *args, **kwargs)
@@ -470,7 +470,7 @@ class _Listener:
     def _evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = evaluate(*args, **kwargs)
         if result[0]:
-            self._run.evaluation += [loss_of(loss) for loss in result[0].values()]
+            self._run.evaluation += [logged_loss(loss) for loss in result[0].values()]
         return result
 
     def _track_predictions(self, helper: Any, track: Callable[..., Any], *args: Any) -> None:

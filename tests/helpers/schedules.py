@@ -14,7 +14,7 @@ from megatron_ext.compile.program.message_order import order_messages
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.program.waits import await_sends
 from megatron_ext.compile.registry import choose
-from megatron_ext.schedule.action import Action, Kind, parse
+from megatron_ext.schedule.action import Action, Kind, parse_action
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement, line
@@ -67,7 +67,7 @@ def with_messages(schedule: Schedule, problem: Problem) -> Schedule:
 
 def rows_of(text: str) -> tuple[tuple[Action, ...], ...]:
     """Actions as written, a line per rank: ``0F0 0SEND_F0``."""
-    return tuple(tuple(map(parse, row.split())) for row in text.strip().splitlines())
+    return tuple(tuple(map(parse_action, row.split())) for row in text.strip().splitlines())
 
 
 def written(text: str, rank_of: Sequence[int], name: str = "written") -> Schedule:

@@ -24,7 +24,7 @@ def fast_packer(shop: JobShop) -> Pack:
         from megatron_ext.search import compiled
     except Exception:  # a numba that does not match its numpy may raise anything
         return _in_python(shop)
-    return compiled.packer(shop)
+    return compiled.compiled_packer(shop)
 
 
 def same_effort() -> Effort:

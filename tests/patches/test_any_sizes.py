@@ -23,7 +23,7 @@ from megatron_ext.launch_command.judgement import Judgement
 from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.launch_planner import any_sizes, launch_job
 from megatron_ext.launch_planner.alternatives.written import alternative_of
-from megatron_ext.launch_planner.any_sizes import SizedLaunch, job_of, plan_sizes
+from megatron_ext.launch_planner.any_sizes import SizedLaunch, plan_sizes, sized_job_of
 from megatron_ext.launch_planner.launch_job import refusal_of
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.candidate import Plan
@@ -97,7 +97,7 @@ def recommended(made: SizesPlan) -> Launch:
 def sizes_of(launch: Launch) -> tuple[Sizes, int]:
     """The sizes and the microbatches of a launch, by Megatron's own validation."""
     config = from_argv(launch.arguments)
-    args = megatron_arguments.parse(launch.arguments).args
+    args = megatron_arguments.parse_arguments(launch.arguments).args
     with megatron_arguments.on_gpus(args):
         args = megatron_arguments.validate(args, config, 8)
     return any_sizes._sizes_of(args), count_microbatches(args)
@@ -121,7 +121,7 @@ def now_of(request: LaunchRequest) -> Alternative:
     """Return the judgement of plan on the launch as it stands."""
 
     def now(parsed: ParsedLaunch) -> Alternative | None:
-        return launch_job.job_of(request, parsed).baseline(Plan((), {}))
+        return launch_job.launch_job_of(request, parsed).baseline(Plan((), {}))
 
     made = with_launch(request, now)
     assert made is not None
@@ -146,7 +146,7 @@ def test_the_launch_as_it_stands_is_that_of_plan(more: dict[str, Any]) -> None:
     """It had an estimate of its own: 14.46 s a step, and 13.86 in the plan of the same line."""
 
     def of_sizes(parsed: ParsedLaunch) -> SizedStep | None:
-        return SizedLaunch(parsed, job_of(asked, parsed)).baseline()
+        return SizedLaunch(parsed, sized_job_of(asked, parsed)).baseline()
 
     asked = request(**more)
     own, now = with_launch(asked, of_sizes), now_of(asked)
@@ -175,7 +175,7 @@ def test_description_costs_what_megatrons_arguments_cost(more: dict[str, Any]) -
     validated launch."""
 
     def compare(parsed: ParsedLaunch) -> int:
-        job = job_of(asked, parsed)
+        job = sized_job_of(asked, parsed)
         launch, compared = SizedLaunch(parsed, job), 0
         for sizes in list(space(job))[::4]:
             try:

@@ -197,7 +197,7 @@ def run(*words: str) -> Result:
 
 
 def validated(arguments: tuple[str, ...]) -> dict[str, Any]:
-    args = megatron_arguments.parse(arguments).args
+    args = megatron_arguments.parse_arguments(arguments).args
     with megatron_arguments.on_gpus(args):
         return vars(megatron_arguments.validate(args, PipelineConfig(), RANKS))
 
@@ -211,7 +211,7 @@ def test_a_recipe_gives_the_arguments_of_its_launch_command(recipes: str) -> Non
 
 def test_a_layout_of_lists_is_read_and_adapters_are_named(recipes: str) -> None:
     launch = launch_from_recipe(f"{recipes}:large_layers", ("--pipeline-schedule", "zb-v"))
-    args = megatron_arguments.parse(launch.arguments).args
+    args = megatron_arguments.parse_arguments(launch.arguments).args
     assert args.pipeline_model_parallel_layout == "Ett|tt|tt|ttL"
     assert args.num_virtual_stages_per_pipeline_rank is None
     assert args.pipeline_schedule == "zb-v"
@@ -277,7 +277,7 @@ def test_changes_name_the_fields_of_the_config(recipes: str) -> None:
         'megatron_ext.bridge.use(config, schedule="v-auto", memory_limit="0.5x", p2p="batched", '
         "post_validation=True)",
     ]
-    changed = megatron_arguments.parse(arguments_with(launch, written)).args
+    changed = megatron_arguments.parse_arguments(arguments_with(launch, written)).args
     assert (changed.micro_batch_size, changed.sequence_parallel) == (2, False)
     stock = Written(("--num-virtual-stages-per-pipeline-rank", "4"))
     assert command_with(launch, stock) == ("config.model.virtual_pipeline_model_parallel_size = 4")

@@ -30,7 +30,7 @@ GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 
 def key_value_width(**flags: object) -> int:
     """Of four heads, each 8 wide."""
-    args = megatron_arguments.parse(model_flags(num_attention_heads=4, **flags)).args
+    args = megatron_arguments.parse_arguments(model_flags(num_attention_heads=4, **flags)).args
     config = TransformerConfig(
         num_layers=4,
         hidden_size=32,
@@ -81,7 +81,7 @@ def counted(model: Model, run: Execution) -> float:
 @pytest.mark.parametrize("symbol", "*-EGM")
 def test_layers_of_hybrid_models_have_megatrons_operations(symbol: str) -> None:
     """Forward once, and twice backward; it leaves out the router and Mamba's convolution."""
-    args = megatron_arguments.parse(model_flags(**HYBRID)).args
+    args = megatron_arguments.parse_arguments(model_flags(**HYBRID)).args
     args.hybrid_layer_pattern = 3 * symbol
     args.padded_vocab_size = 64
     args.ffn_hidden_size = 2816
@@ -91,7 +91,7 @@ def test_layers_of_hybrid_models_have_megatrons_operations(symbol: str) -> None:
 
 def test_context_parallel_ranks_share_the_operations_of_a_sample() -> None:
     """Attention looks at all of it: on 8 ranks seven eighths of its time were missing."""
-    args = megatron_arguments.parse(model_flags(**HYBRID, context_parallel_size=8)).args
+    args = megatron_arguments.parse_arguments(model_flags(**HYBRID, context_parallel_size=8)).args
     args.hybrid_layer_pattern = "***"
     args.padded_vocab_size = 64
     args.ffn_hidden_size = 2816
@@ -102,7 +102,7 @@ def test_context_parallel_ranks_share_the_operations_of_a_sample() -> None:
 def test_attention_that_is_linear_but_in_every_fourth_layer() -> None:
     """As in Qwen3-Next: a stage with two full ones takes longer."""
     flags = {**HYBRID, "num_layers": 8, "linear_attention_freq": 4}
-    args = megatron_arguments.parse(model_flags(**flags)).args
+    args = megatron_arguments.parse_arguments(model_flags(**flags)).args
     assert layers_of(args) == ("*E",) * 8
     args.experimental_attention_variant = "gated_delta_net"
     args.moe_layer_freq = [0, *[1] * 7]
@@ -178,7 +178,7 @@ def test_layers_whose_work_is_not_known_have_equal_costs() -> None:
 def test_a_stage_has_the_costs_of_its_own_layers() -> None:
     """Experts were counted as one dense MLP each, and the same on every stage."""
     flags = {**HYBRID, "num_layers": 4, "tensor_model_parallel_size": 1}
-    args = megatron_arguments.parse(model_flags(**flags)).args
+    args = megatron_arguments.parse_arguments(model_flags(**flags)).args
     args.moe_layer_freq = [0, 0, 1, 1]
     args.ffn_hidden_size, args.padded_vocab_size = 8192, 0
     dense, routed = costs_of_arguments(args, line(2)).seconds[Kind.FORWARD]

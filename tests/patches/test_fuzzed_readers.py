@@ -75,7 +75,7 @@ def mutated(text: str, rng: random.Random) -> str:
 def block() -> str:
     """The arguments that Megatron prints of a training."""
     words = model_flags(global_batch_size=16, num_experts=2, moe_layer_freq="[0,1]*2", num_layers=4)
-    args = megatron_arguments.parse(words).args
+    args = megatron_arguments.parse_arguments(words).args
     with silently(), megatron_arguments.on_gpus(args):
         args = megatron_arguments.validate(args, from_argv(words), 8)
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in vars(args).items()]

@@ -206,7 +206,7 @@ def test_megatrons_parser_reads_what_a_launch_adds(monkeypatch: pytest.MonkeyPat
     config = PipelineConfig.parse(schedule="zb-h1")
     with apply(arguments.patches(config)), apply(edited):
         args = training_arguments.parse_args()
-        given = megatron_arguments.parse(words).args
+        given = megatron_arguments.parse_arguments(words).args
     assert (args.num_layers, args.seq_length, args.pipeline_p2p) == (4, None, "x")
     assert (given.seq_length, given.pipeline_p2p) == (16, "async")
     assert sys.argv == ["train.py", *words]

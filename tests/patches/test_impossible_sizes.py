@@ -143,7 +143,7 @@ POSSIBLE: dict[str, dict[str, object]] = {
 
 
 def validate(overrides: Mapping[str, object], schedule: str | None = None, ranks: int = 2) -> None:
-    args = megatron_arguments.parse(model_flags(**(BASE | dict(overrides)))).args
+    args = megatron_arguments.parse_arguments(model_flags(**(BASE | dict(overrides)))).args
     with megatron_arguments.on_gpus(args):
         megatron_arguments.validate(args, PipelineConfig(schedule=schedule), ranks)
 

@@ -617,7 +617,7 @@ def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
     given: dict[str, Any] = FLAGS | {"untie_embeddings_and_output_weights": untied}
     given |= {"num_experts": experts, "pipeline_schedule": "1f1b"}
     config = megatron_arguments.PipelineConfig(schedule="1f1b")
-    args = megatron_arguments.parse(model_flags(**given)).args
+    args = megatron_arguments.parse_arguments(model_flags(**given)).args
     with megatron_arguments.on_gpus(args):
         megatron_arguments.validate(args, config, 4)
     args.padded_vocab_size = 128

@@ -27,7 +27,7 @@ from megatron_ext.cost_model.estimate import estimate
 from megatron_ext.cost_model.gpus import GPUS, RESERVED_SHARE, USABLE, parse_gpu
 from megatron_ext.cost_model.measured.file import as_data, load_measured
 from megatron_ext.cost_model.measured.layer_costs import Basis, layer_costs
-from megatron_ext.cost_model.measured.machine_factors import MachineFactors, Shape
+from megatron_ext.cost_model.measured.machine_factors import MachineFactors, ProductShape
 from megatron_ext.cost_model.measured.scale import Measured, Scale
 from megatron_ext.cost_model.measured.timed_operations import (
     GATHERED,
@@ -259,7 +259,7 @@ def test_what_is_assumed_is_said() -> None:
 def measured_file(folder: Path, **overrides: object) -> Path:
     """Write measured costs of the launch: three times the estimate for layers with experts, half of
     it for dense ones. Return the file."""
-    args = megatron_arguments.parse(model_flags(**(FLAGS | EXPERTS | overrides))).args
+    args = megatron_arguments.parse_arguments(model_flags(**(FLAGS | EXPERTS | overrides))).args
     with megatron_arguments.on_gpus(args):
         megatron_arguments.validate(args, PipelineConfig(), 4)
         model, run = describe(args), execution(args, args.seq_length, args.micro_batch_size)
@@ -307,7 +307,7 @@ def test_a_launch_of_another_size_is_planned_by_a_machines_factors(
     dense = {"num_virtual_stages_per_pipeline_rank": None, "hidden_size": 2048}
     other = launch(**dense, tensor_model_parallel_size=2)
     with megatron_arguments.on_gpus(
-        launch_args := megatron_arguments.parse(launch(**dense).arguments).args
+        launch_args := megatron_arguments.parse_arguments(launch(**dense).arguments).args
     ):
         megatron_arguments.validate(launch_args, PipelineConfig(), 4)
         model, run = describe(launch_args), execution(launch_args, 1024, 1)
@@ -316,7 +316,7 @@ def test_a_launch_of_another_size_is_planned_by_a_machines_factors(
         sheet, factors=Emulated(GPU, VERSIONS, "bf16"), measured=Measured((), others=Scale())
     )
 
-    def seconds_of(shape: Shape) -> float:
+    def seconds_of(shape: ProductShape) -> float:
         product, *_ = linear("product", shape[0], shape[2], shape[1], run)
         return true.seconds_of(product)[0]
 
@@ -485,7 +485,7 @@ def test_full_recompute_is_compared_with_what_there_is_without_it() -> None:
 def saved(folder: Path, kind: str, **overrides: object) -> Path:
     """A checkpoint of the launch, with optimizer states of this ``kind``."""
     words = launch(**overrides).arguments
-    with megatron_arguments.on_gpus(args := megatron_arguments.parse(words).args):
+    with megatron_arguments.on_gpus(args := megatron_arguments.parse_arguments(words).args):
         megatron_arguments.validate(args, PipelineConfig(), 4)
     metadata = {"distrib_optim_sharding_type": kind}
     write(folder / "iter_0000005", {"args": args, "content_metadata": metadata})
@@ -659,7 +659,7 @@ def test_of_experts_on_one_rank_it_says_nothing_of_pairs() -> None:
 def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Path) -> None:
     """Lengths that were to be balanced were even."""
     save_costs(uniform(placement.line(2), 1e-2, 1e-2, 1e-2), tmp_path / "costs.json")
-    args = megatron_arguments.parse(model_flags(**(FLAGS | LONG))).args
+    args = megatron_arguments.parse_arguments(model_flags(**(FLAGS | LONG))).args
     config = PipelineConfig.parse(
         schedule="zb-h1", slices="4", slice_lengths="balanced", costs=str(tmp_path / "costs.json")
     )

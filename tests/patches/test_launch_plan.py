@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.adapter.arguments import Prove, check, search_for_first, settle_vocabulary
+from megatron_ext.adapter.arguments import (
+    Prove,
+    check_parsed_arguments,
+    search_for_first,
+    settle_vocabulary,
+)
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import Mark, entries
 from megatron_ext.config import PipelineConfig
@@ -48,7 +53,7 @@ WIDE: dict[str, Any] = {  # so that passes take longer than it takes to launch t
 
 def chosen(**overrides: object) -> tuple[list[str], Chosen]:
     words = model_flags(**(FLAGS | overrides))
-    with megatron_arguments.on_gpus(megatron_arguments.parse(words).args):
+    with megatron_arguments.on_gpus(megatron_arguments.parse_arguments(words).args):
         return words, choose_for(words, from_argv(words), 2)
 
 
@@ -56,11 +61,11 @@ def makespan(words: list[str], *more: str) -> float:
     """Of the launch with the flags ``more``, as a rank would check it."""
     argv = [*words, *more]
     config = from_argv(argv)
-    args = megatron_arguments.parse(argv).args
+    args = megatron_arguments.parse_arguments(argv).args
     with megatron_arguments.on_gpus(args):
         megatron_arguments.validate(args, config, 2)
         settle_vocabulary(args, config, megatron_arguments.count_tokens(args))
-        (program,) = check(args, config, search_for_first)
+        (program,) = check_parsed_arguments(args, config, search_for_first)
     return simulate(program, program.problem.costs).makespan
 
 

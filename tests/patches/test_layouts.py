@@ -125,7 +125,7 @@ def test_a_launch_takes_what_is_written_for_it(name: str, monkeypatch: pytest.Mo
     made, all_written = laid_out(name)
     for other, written in zip(made.others.values(), all_written, strict=True):
         words = [*without(words_of(name), written.dropped), *written.added]
-        args, config = megatron_arguments.parse(words).args, from_argv(words)
+        args, config = megatron_arguments.parse_arguments(words).args, from_argv(words)
         with megatron_arguments.on_gpus(args):
             megatron_arguments.validate(args, config, WORLD)
             megatron_arguments.check_model(args, config)

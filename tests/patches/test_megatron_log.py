@@ -99,7 +99,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def validated(words: tuple[str, ...], ranks: int) -> dict[str, Any]:
     """Return the arguments that Megatron's validation makes of a command line."""
-    args = megatron_arguments.parse(words).args
+    args = megatron_arguments.parse_arguments(words).args
     with silently(), megatron_arguments.on_gpus(args):
         return vars(megatron_arguments.validate(args, from_argv(words), ranks))
 
@@ -289,7 +289,7 @@ def test_a_list_that_takes_long_is_refused(text: str, tmp_path: Path) -> None:
     ended in a traceback."""
     for words in (["--moe-layer-freq", text], [f"--window-attn-skip-freq={text}"]):
         with pytest.raises(ValueError, match=r"argument --.*-freq: .* is no list of at most"):
-            megatron_arguments.parse(words)
+            megatron_arguments.parse_arguments(words)
     with pytest.raises(ValueError, match=r"moe_layer_freq .* is no list of at most"):
         megatron_arguments.parse_values({"moe_layer_freq": text})
     with pytest.raises(ValueError, match=r"--megatron-args .*train.log: .* is no list of at most"):
@@ -298,9 +298,9 @@ def test_a_list_that_takes_long_is_refused(text: str, tmp_path: Path) -> None:
 
 def test_a_list_of_megatrons_is_what_megatron_makes_of_it() -> None:
     for text in ("([0]*1+[1]*2)*3", "[1,0]", "2*[1]", "[0]+[1]*(2+3*4)", "[]", "[[1]]*2"):
-        args = megatron_arguments.parse(["--moe-layer-freq", text]).args
+        args = megatron_arguments.parse_arguments(["--moe-layer-freq", text]).args
         assert args.moe_layer_freq == eval(text)
-    assert megatron_arguments.parse(["--moe-layer-freq", "3"]).args.moe_layer_freq == 3
+    assert megatron_arguments.parse_arguments(["--moe-layer-freq", "3"]).args.moe_layer_freq == 3
 
 
 @pytest.mark.parametrize("is_log", [True, False])

@@ -183,14 +183,14 @@ def assert_to_the_byte(args: Any) -> None:
 @pytest.mark.parametrize("name", [*SETTINGS, *at_night(*MORE)])
 def test_to_the_byte(name: str) -> None:
     flags = BASE | (SETTINGS | MORE)[name]
-    assert_to_the_byte(validated(megatron_arguments.parse(model_flags(**flags)), 8, 1000))
+    assert_to_the_byte(validated(megatron_arguments.parse_arguments(model_flags(**flags)), 8, 1000))
 
 
 def test_models_leave_no_streams_behind() -> None:
     """Megatron's classes remember a stream for all later models of the process. The mocks in place
     of these streams stayed, and disturbed trainings on emulated streams that were forked later."""
     flags = BASE | EXPERTS | {"moe_shared_expert_overlap": True}
-    args = validated(megatron_arguments.parse(model_flags(**flags)), 8, 1000)
+    args = validated(megatron_arguments.parse_arguments(model_flags(**flags)), 8, 1000)
     with meta_models.fake_ranks(args, 0):
         assert meta_models.chunks_of(args)
     assert MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is None

@@ -17,10 +17,10 @@ from megatron_ext.adapter import programs as programs_module
 from megatron_ext.adapter.job import job_costs, of_built
 from megatron_ext.adapter.model_parts import (
     ChunkSize,
+    chunk_size,
+    find_output_layer,
     language_model,
     may_lose_gradients,
-    output_layer,
-    size_of,
 )
 from megatron_ext.adapter.programs import Programs
 from megatron_ext.adapter.tied import tied_weights
@@ -64,32 +64,32 @@ def test_a_language_model_is_found_in_its_wrappers() -> None:
     )
     for chunk in wrappers:
         assert language_model(chunk) is model
-        assert output_layer(chunk) is head
+        assert find_output_layer(chunk) is head
 
 
 def test_an_output_layer_is_found_in_a_model_that_is_not_known() -> None:
     head = linear()
-    assert output_layer(holding(body=linear(), end=holding(output_layer=head))) is head
-    assert output_layer(linear()) is None
+    assert find_output_layer(holding(body=linear(), end=holding(output_layer=head))) is head
+    assert find_output_layer(linear()) is None
     assert language_model(holding(encoder=gpt(1), language_model=linear())) is None
 
 
 def test_sizes() -> None:
     wrapped = holding(module=holding(tower=linear(), language_model=gpt(2, rows=8)))
-    assert size_of(wrapped) == ChunkSize("Module", 2, 8, parameters=80, beside=20)
-    assert size_of(linear()) == ChunkSize("Linear", None, 0, parameters=20, beside=20)
+    assert chunk_size(wrapped) == ChunkSize("Module", 2, 8, parameters=80, beside=20)
+    assert chunk_size(linear()) == ChunkSize("Linear", None, 0, parameters=20, beside=20)
 
 
 def test_what_of_a_chunk_is_trained() -> None:
     model = gpt(2, rows=8)
     model.output_layer.requires_grad_(False)
     model.decoder.layers[0].weight.requires_grad = False
-    size = size_of(model)
+    size = chunk_size(model)
     assert (size.trained_matrices, size.head_is_trained, size.reached) == (0.5, False, 1.0)
     model.decoder.layers[0].requires_grad_(False)  # its bias, too
-    assert size_of(model).reached == 0.5
-    assert size_of(holding(tower=linear(), language_model=model)).reached == 1.0
-    assert size_of(model.requires_grad_(False)).reached == 0.0
+    assert chunk_size(model).reached == 0.5
+    assert chunk_size(holding(tower=linear(), language_model=model)).reached == 1.0
+    assert chunk_size(model.requires_grad_(False)).reached == 0.0
 
 
 def test_a_model_of_the_callers_own_has_no_tied_weights() -> None:

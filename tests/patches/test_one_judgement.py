@@ -26,7 +26,7 @@ from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.log.megatron_log import launch_from_log
 from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.command_line import arguments_with
-from megatron_ext.launch_planner.launch_job import job_of
+from megatron_ext.launch_planner.launch_job import launch_job_of
 from megatron_ext.launch_planner.launch_plan import plan_launch
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner import planner
@@ -276,7 +276,7 @@ def by_plan(request: LaunchRequest) -> Answer:
     """Return the judgement of plan on a command as it stands."""
 
     def now(parsed: ParsedLaunch) -> Answer:
-        job, nothing = job_of(request, parsed), Plan((), {})
+        job, nothing = launch_job_of(request, parsed), Plan((), {})
         own = job.baseline(nothing)
         if own is None:
             return Answer((job.why_not(nothing),))
@@ -354,7 +354,7 @@ def test_a_command_has_one_answer_however_it_is_written(tmp_path: Path) -> None:
     backwards = tuple(word for one in reversed(given) for word in one)
     assert plan_of(replace(launch, arguments=backwards)) == expected
     parsed, defaults = (
-        vars(megatron_arguments.parse(words).args) for words in (launch.arguments, ())
+        vars(megatron_arguments.parse_arguments(words).args) for words in (launch.arguments, ())
     )
     values = {
         name: value
@@ -370,7 +370,7 @@ def test_a_command_has_one_answer_however_it_is_written(tmp_path: Path) -> None:
 
 def _log_of(launch: Launch) -> str:
     """Return the block of arguments that rank 0 of ``launch`` prints."""
-    parsed = megatron_arguments.parse(launch.arguments).args
+    parsed = megatron_arguments.parse_arguments(launch.arguments).args
     assert launch.world_size is not None
     with megatron_arguments.on_gpus(parsed):
         args = megatron_arguments.validate(parsed, PipelineConfig(), launch.world_size)

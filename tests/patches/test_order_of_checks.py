@@ -40,7 +40,7 @@ def by_launch(ranks: int, flags: Flags, capsys: pytest.CaptureFixture[str]) -> s
     """Return the reason for which a rank of the launch ends before any process group exists; "" if
     it does not."""
     words = launch_of(ranks, flags).arguments
-    args, config = megatron_arguments.parse(words).args, from_argv(words)
+    args, config = megatron_arguments.parse_arguments(words).args, from_argv(words)
     args.rank, args.world_size = 0, ranks
     capsys.readouterr()
     try:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_ext.adapter.step.parameter_gathers import parameter_gathers
-from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.action import parse_action
 
-ROW = [parse(text) for text in ("4F0", "4F1", "0F0", "2F0", "2I0", "0F1", "2F1", "0I0")]
+ROW = [parse_action(text) for text in ("4F0", "4F1", "0F0", "2F0", "2I0", "0F1", "2F1", "0I0")]
 
 
 def chunks() -> dict[int, torch.nn.Module]:

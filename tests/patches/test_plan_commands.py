@@ -107,7 +107,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     # A remark of doctor's, which compares schedules once more.
     monkeypatch.setattr(launch_check, "_say_what_slices_give", lambda *given: None)
     monkeypatch.setattr(verdict, "WORTH", 0.0)
-    assert confirmation.verdict is verdict.verdict
+    assert confirmation.verdict_of is verdict.verdict_of
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -39,7 +39,7 @@ from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.slices.attention import attend_with_transformer_engine
 from megatron_ext.adapter.slices.context_parallel import cut_by_slices
 from megatron_ext.adapter.slices.known_models import refuse_unknown
-from megatron_ext.adapter.slices.model_call import cut
+from megatron_ext.adapter.slices.model_call import cut_to_slice
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
@@ -388,14 +388,14 @@ def test_a_batch_that_was_cut_otherwise_is_refused() -> None:
         running_slice.running(0, 0, first),
         pytest.raises(ValueError, match="has not called that function"),
     ):
-        cut(tokens, first)
+        cut_to_slice(tokens, first)
     with running_slice.step(shared, None), running_slice.running(0, 0, first):
         whole = {"tokens": torch.arange(16).expand(2, -1), "cu_seqlens": None}
         made = cut_by_slices(utils.get_batch_on_this_cp_rank, whole, False)
         assert made["tokens"].tolist() == [[*range(4), *range(8, 12)]] * 2
-        assert cut(tokens, first).keys() == tokens.keys()
+        assert cut_to_slice(tokens, first).keys() == tokens.keys()
         with pytest.raises(ValueError, match="positions of several kinds"):
-            cut(tokens | {"position_ids": torch.ones(3, 1, 8)}, first)
+            cut_to_slice(tokens | {"position_ids": torch.ones(3, 1, 8)}, first)
         with pytest.raises(ValueError, match="a batch has tokens of 12"):
             cut_by_slices(utils.get_batch_on_this_cp_rank, {"tokens": torch.ones(1, 12)}, False)
         with pytest.raises(ValueError, match="packed sequences"):
@@ -594,7 +594,7 @@ def test_attention_that_is_not_causal_is_refused() -> None:
 )
 def test_calls_that_slices_do_not_go_with(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        cut(given, spans(EVEN)[1])
+        cut_to_slice(given, spans(EVEN)[1])
 
 
 def test_a_slice_has_its_part_of_each_argument() -> None:
@@ -607,7 +607,7 @@ def test_a_slice_has_its_part_of_each_argument() -> None:
         "labels": None,
         "runtime_gather_output": True,
     }
-    parts = cut(given, Span(4, 8, SEQUENCE))
+    parts = cut_to_slice(given, Span(4, 8, SEQUENCE))
     assert parts.keys() == {"input_ids", "position_ids", "attention_mask"}
     assert parts["input_ids"].tolist() == [[4, 5, 6, 7]] * BATCH
     assert parts["position_ids"].shape == (3, BATCH, 4)

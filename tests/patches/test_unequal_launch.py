@@ -38,7 +38,7 @@ def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     only_families(monkeypatch, "zb-v")
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE]))
     monkeypatch.setattr(launch_job, "_layouts", lambda parsed: None)
-    monkeypatch.setattr(launch_job, "long_sequences", lambda *of: None)
+    monkeypatch.setattr(launch_job, "long_sequences_of_launch", lambda *of: None)
 
 
 def planned(file: Path, *words: str, **overrides: object) -> str:

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_ext
-from megatron_ext.adapter.model_parts import size_of
+from megatron_ext.adapter.model_parts import chunk_size
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.compile.registry import choose
 from megatron_ext.patches import cpu
@@ -206,7 +206,7 @@ def held_with(linear: Sequence[str]) -> tuple[float, float]:
     for k in range(2):
         with counting.around(Action(0, Kind.FORWARD, k)):
             kept.append(forward_step(data, model))
-    size = size_of(model)
+    size = chunk_size(model)
     costs = costs_of_model(model.config, line(1), [size], SEQUENCE, BATCH)
     assert costs.held_bytes is not None
     return counting.per_microbatch()[0, Held.ACTIVATION], costs.held_bytes[Held.ACTIVATION][0]

@@ -29,7 +29,7 @@ from megatron_ext.runtime.host import offload  # noqa: E402
 from megatron_ext.runtime.messages.collectives import Collectives, StepCollectives  # noqa: E402
 from megatron_ext.runtime.messages.transport import Transport  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
-from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
+from megatron_ext.schedule.action import Action, Kind, parse_action  # noqa: E402
 from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel  # noqa: E402
 from megatron_ext.schedule.schedule import Schedule  # noqa: E402
 from tests.helpers.adversary import MODES, late, one_queue, synchronising  # noqa: E402
@@ -258,7 +258,7 @@ def unproved(program: Program, schedule: Schedule) -> Program:
 def beginning_with(program: Program, first: str, rank: int) -> Program:
     """``program`` with one of its actions at the start of a rank's row."""
     rows = list(program.schedule.rows)
-    action = parse(first)
+    action = parse_action(first)
     rows[rank] = (action, *(a for a in rows[rank] if a != action))
     return unproved(program, replace(program.schedule, rows=tuple(rows)))
 
@@ -294,7 +294,7 @@ def test_a_collective_posted_too_early() -> None:
 
 def check_stands_still(results: list[RankResult], posted: str, before: str) -> None:
     """The rank says what it waits for; others may learn first that it has given up."""
-    rank = parse(posted).stage
+    rank = parse_action(posted).stage
     assert [result.exit_code for result in results] == [1, 1]
     assert f"{posted}, posted before {before}, has not ended" in results[rank].error
 
@@ -361,8 +361,10 @@ def test_an_output_that_goes_before_it_has_left(
 ) -> None:
     """Of microbatch 0, whose send is waited for when its gradient has come."""
     program = program_for(choose("1f1b"), 2, 3)
-    at = parse("0F1")
-    assert program.schedule.rows[0].index(at) < program.schedule.rows[0].index(parse("0WAIT_F0"))
+    at = parse_action("0F1")
+    assert program.schedule.rows[0].index(at) < program.schedule.rows[0].index(
+        parse_action("0WAIT_F0")
+    )
 
     def run(rank: int) -> None:
         def fault() -> None:

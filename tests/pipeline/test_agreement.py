@@ -28,7 +28,13 @@ from megatron_ext.adapter.rank_settings.launch_facts import (
 )
 from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.store import agreement
-from megatron_ext.runtime.store.agreement import Fact, RankFacts, agree, difference, listed
+from megatron_ext.runtime.store.agreement import (
+    Fact,
+    RankFacts,
+    agree,
+    deciding_differences,
+    listed,
+)
 from tests.helpers.megatron_runs import SCRIPT, _train_rank, model_flags
 from tests.helpers.ranks import RankResult, agent_store, run_ranks, values
 
@@ -144,7 +150,7 @@ def test_ranks_and_hosts_are_listed_in_short() -> None:
         RankFacts(f"node{n // 8}", {"torch": Fact("2.9" if n < 1000 else "2.8")})
         for n in range(2000)
     ]
-    text = difference(ranks)
+    text = deciding_differences(ranks)
     assert "2.9 on global ranks 0-999 (node0, node1" in text and "and 117 more)" in text
     assert len(text) < 600
 
@@ -160,8 +166,8 @@ def test_a_file_is_compared_by_its_contents(
         Path("costs.json").write_text(json.dumps({"f": figure}))
         os.utime("costs.json", (0, 86400 * len(facts)))
         facts.append(launch_facts(PipelineConfig.parse(schedule="zb-h1", costs="costs.json")))
-    assert not difference([RankFacts("a", facts[0]), RankFacts("b", facts[1])])
-    text = difference([RankFacts("a", facts[0]), RankFacts("c", facts[2])])
+    assert not deciding_differences([RankFacts("a", facts[0]), RankFacts("b", facts[1])])
+    text = deciding_differences([RankFacts("a", facts[0]), RankFacts("c", facts[2])])
     assert "the file costs.json: 8 bytes, changed 1970-" in text
 
 
@@ -173,7 +179,9 @@ def test_a_folder_of_traces_may_be_each_ranks_own() -> None:
     assert launch_facts(one) == launch_facts(other)
     assert launch_facts(one)["--pipeline-trace-iters"].text == "2:3"
     untraced = PipelineConfig.parse(schedule="zb-h1")
-    assert difference([RankFacts("a", launch_facts(one)), RankFacts("b", launch_facts(untraced))])
+    assert deciding_differences(
+        [RankFacts("a", launch_facts(one)), RankFacts("b", launch_facts(untraced))]
+    )
 
 
 def test_a_commit_while_ranks_start_is_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +191,7 @@ def test_a_commit_while_ranks_start_is_no_other_version(monkeypatch: pytest.Monk
         monkeypatch.setattr(megatron.core, "__version__", version)
         facts.append(launch_facts(PipelineConfig.parse(schedule="zb-h1")))
     assert facts[0] == facts[1] == facts[2]
-    text = difference([RankFacts("a", facts[0]), RankFacts("b", facts[3])])
+    text = deciding_differences([RankFacts("a", facts[0]), RankFacts("b", facts[3])])
     assert "Megatron: 0.19.2 on global rank 0 (a); 0.19.1 on global rank 1 (b)" in text
 
 

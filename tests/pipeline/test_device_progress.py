@@ -26,7 +26,7 @@ from megatron_ext.runtime.position import Position
 from megatron_ext.runtime.rank_identity import Process, RankIdentity
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.watchdog import Watchdog
-from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.action import parse_action
 from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.ranks import Script, run_ranks, running_ranks, values
 from tests.helpers.stages import Pipeline, alone, program_for, world
@@ -89,7 +89,7 @@ def test_nobody_asks_a_device_while_a_graph_is_captured(
     device = Device()
     recorder = Recorder(0, device=DeviceProgress(device.record))
     monkeypatch.setattr(Watchdog, "_running", Watchdog(recorder))
-    recorder.device.add(Position(0, parse("0F0"), None, "", 0.0))
+    recorder.device.add(Position(0, parse_action("0F0"), None, "", 0.0))
     device.ended = int(has_ended)
     captured = []
 
@@ -106,7 +106,7 @@ def test_nobody_asks_a_device_while_a_graph_is_captured(
         torch.cuda.CUDAGraph.capture_begin("graph", pool=1, capture_error_mode="global")  # type: ignore[arg-type]
     assert captured == [("graph", 1, "global")]
     assert recorder.device.position is None
-    recorder.device.add(Position(0, parse("0F1"), None, "", 0.0))  # the next step's
+    recorder.device.add(Position(0, parse_action("0F1"), None, "", 0.0))  # the next step's
     recorder.device.look()
     recorder.device.look()
     assert recorder.device.position is not None
@@ -143,7 +143,7 @@ def test_the_host_is_a_few_passes_ahead_of_its_device() -> None:
 def test_without_a_device_nothing_is_kept() -> None:
     recorder = Recorder(0)
     for _ in range(3 * PASSES_AHEAD):
-        with recorder.computing(parse("0F0")):
+        with recorder.computing(parse_action("0F0")):
             pass
     recorder.device.look()
     assert recorder.device.position is None
@@ -154,7 +154,7 @@ def test_what_has_ended_is_forgotten() -> None:
     device = Device()
     progress = DeviceProgress(device.record)
     for _ in range(10):
-        progress.add(Position(0, parse("0SEND_F0"), 1, "to", 0.0))
+        progress.add(Position(0, parse_action("0SEND_F0"), 1, "to", 0.0))
         device.ended = len(device.events)
     assert len(progress._given) == 1
     progress.look()
@@ -167,7 +167,7 @@ def test_a_device_whose_host_goes_on_is_not_asked() -> None:
     device = Device()
     progress = DeviceProgress(device.record)
     for microbatch in range(3):
-        progress.add(Position(0, parse(f"0F{microbatch}"), None, "", 0.0))
+        progress.add(Position(0, parse_action(f"0F{microbatch}"), None, "", 0.0))
         progress.look()
         assert progress.position is None
     progress.look()
@@ -188,10 +188,10 @@ def run_ahead_of_a_stuck_device(rank: int) -> None:
     recorder.begin(12)
     watchdog.Watchdog(recorder).start()
     steps: list[Callable[[], object]] = [
-        lambda: recorder.computing(parse("3F7")),
-        lambda: recorder.waiting(parse("3RECV_B2"), 2, "from"),
-        lambda: recorder.computing(parse("3B2")),
-        lambda: recorder.waiting(parse("3REDUCE_E4"), 0, "with"),
+        lambda: recorder.computing(parse_action("3F7")),
+        lambda: recorder.waiting(parse_action("3RECV_B2"), 2, "from"),
+        lambda: recorder.computing(parse_action("3B2")),
+        lambda: recorder.waiting(parse_action("3REDUCE_E4"), 0, "with"),
     ]
     for step in steps:
         with step():  # type: ignore[attr-defined]

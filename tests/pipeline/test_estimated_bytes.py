@@ -95,7 +95,7 @@ def test_held_bytes_are_those_of_a_training(
     costs = {"pipeline_schedule": "zb-h1", "pipeline_costs": f"profile:{path}"}
     train(2, model_flags(**flags | costs))
     counted = load_costs(path, placement).held_bytes
-    args = megatron_arguments.parse(model_flags(**flags)).args
+    args = megatron_arguments.parse_arguments(model_flags(**flags)).args
     with megatron_arguments.on_gpus(args):
         megatron_arguments.validate(args, PipelineConfig(), 2)
         settle_vocabulary(args, PipelineConfig(), args.vocab_size)
@@ -150,7 +150,7 @@ def test_multi_token_prediction_holds_what_a_training_does(
     traced = {"pipeline_trace": tmp_path / "traces", "pipeline_trace_iters": "1:2"}
     train(ranks, model_flags(**flags | traced), script)
     counted = [float((tmp_path / str(rank)).read_text()) for rank in range(ranks)]
-    args = megatron_arguments.parse(model_flags(**flags)).args
+    args = megatron_arguments.parse_arguments(model_flags(**flags)).args
     with megatron_arguments.on_gpus(args):
         megatron_arguments.validate(args, PipelineConfig(), ranks)
         settle_vocabulary(args, PipelineConfig(), args.vocab_size)

@@ -30,7 +30,7 @@ from megatron_ext.runtime.messages.transport import Boundary, Transport  # noqa:
 from megatron_ext.runtime.rank_identity import rank_identity  # noqa: E402
 from megatron_ext.runtime.store import failure_report  # noqa: E402
 from megatron_ext.runtime.store.failure_report import connect_failure_report  # noqa: E402
-from megatron_ext.schedule.action import Action, parse  # noqa: E402
+from megatron_ext.schedule.action import Action, parse_action  # noqa: E402
 from tests.helpers import broken_stderr  # noqa: E402
 from tests.helpers.ranks import RankResult, Script, running_ranks, values  # noqa: E402
 from tests.helpers.stages import WIDTH, Pipeline, program_for, world  # noqa: E402
@@ -93,7 +93,7 @@ def connected(fault: Callable[[], None] | None, wanted: Callable[[], None]) -> P
     """A watched pipeline, in which rank 1 may fail. Collective over the world."""
     failure_report.LOOK_SECONDS = 0.1
     watchdog.GRACE_SECONDS = 2.0
-    faults = {parse("1I2"): fault} if fault else {}
+    faults = {parse_action("1I2"): fault} if fault else {}
     pipeline = PipelineWithoutWaits(
         program_for(choose("zb-h1"), RANKS, 6), world(), faults=faults, wanted=wanted
     )

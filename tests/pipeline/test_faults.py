@@ -31,7 +31,7 @@ from megatron_ext.runtime import watchdog  # noqa: E402
 from megatron_ext.runtime.messages.batched import PipelineGroup  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
-from megatron_ext.schedule.action import parse  # noqa: E402
+from megatron_ext.schedule.action import parse_action  # noqa: E402
 from megatron_ext.schedule.problem import P2P  # noqa: E402
 from tests.helpers import broken_stderr  # noqa: E402
 from tests.helpers.ranks import (  # noqa: E402
@@ -72,7 +72,7 @@ class Step:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         watchdog.GRACE_SECONDS = 0.5
         self.before()
-        faults = {parse(action): fault for action, fault in self.faults.items()}
+        faults = {parse_action(action): fault for action, fault in self.faults.items()}
         program = program_for(choose("zb-h1"), RANKS, 6, p2p=self.p2p)
         connect = PipelineGroup if self.p2p is P2P.BATCHED else None
         pipeline = Pipeline(program, world(), faults=faults, varies=self.varies, connect=connect)
@@ -162,7 +162,7 @@ def test_every_rank_ends_when_one_fails(
 ) -> None:
     with running_ranks(RANKS, Step({at: fault}), script) as running:
         results = running.wait()
-    failed = parse(at).stage
+    failed = parse_action(at).stage
     for rank, result in enumerate(results):
         if rank != failed:
             check_cut_off(rank, result)
@@ -186,7 +186,7 @@ def test_every_rank_of_a_batched_pipeline_ends_when_one_fails(
     """Gloo's connections end with the process that has failed; the group stays as it is."""
     with running_ranks(RANKS, Step({at: fault}, p2p=P2P.BATCHED), script) as running:
         results = running.wait()
-    failed = parse(at).stage
+    failed = parse_action(at).stage
     assert results[failed].exit_code == exit_code, results[failed].stderr
     for rank, result in enumerate(results):
         if rank != failed:
@@ -472,7 +472,7 @@ def start_two_watchdogs(rank: int) -> None:
     second = Recorder(0)
     watchdog.Watchdog(second).start()
     assert [thread.name for thread in threading.enumerate()].count("megatron_ext watchdog") == 1
-    with second.computing(parse("0F0")):
+    with second.computing(parse_action("0F0")):
         hang()
 
 
@@ -551,7 +551,7 @@ def go_on_after_failing_in_a_batch(rank: int) -> None:
 def check_it_takes_no_further_step(p2p: P2P) -> None:
     connect = PipelineGroup if p2p is P2P.BATCHED else None
     program = program_for(choose("zb-h1"), RANKS, 6, p2p=p2p)
-    pipeline = Pipeline(program, world(), faults={parse("1I2"): throw}, connect=connect)
+    pipeline = Pipeline(program, world(), faults={parse_action("1I2"): throw}, connect=connect)
     try:
         pipeline.step()
     except ValueError:

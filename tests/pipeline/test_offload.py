@@ -28,10 +28,10 @@ from megatron_ext.compile.registry import choose  # noqa: E402
 from megatron_ext.runtime.host import buffers as host_buffers  # noqa: E402
 from megatron_ext.runtime.host import copies as host_copies  # noqa: E402
 from megatron_ext.runtime.host import offload  # noqa: E402
-from megatron_ext.runtime.host.copies import DirectCopies, Piece, Transfer  # noqa: E402
+from megatron_ext.runtime.host.copies import CopiedBytes, DirectCopies, Transfer  # noqa: E402
 from megatron_ext.runtime.host.offload import ActivationOffload, OffloadedStep  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
-from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
+from megatron_ext.schedule.action import Action, Kind, parse_action  # noqa: E402
 from megatron_ext.schedule.kinds import RULES, Held, Lane  # noqa: E402
 from megatron_ext.schedule.problem import Offload  # noqa: E402
 from tests.helpers.adversary import LateCopies  # noqa: E402
@@ -156,7 +156,7 @@ class Leaving:
 
     def __init__(self, *kinds: str) -> None:
         self.offload = ActivationOffload(0, CPU)
-        self.actions = list(map(parse, kinds))
+        self.actions = list(map(parse_action, kinds))
         self.step: OffloadedStep = self.offload.step(tuple(self.actions))
 
     def forward(
@@ -167,7 +167,7 @@ class Leaving:
 
     def perform(self, *actions: str) -> None:
         for action in actions:
-            perform(self.step, parse(action))
+            perform(self.step, parse_action(action))
 
     @property
     def bytes_left(self) -> int:
@@ -189,7 +189,7 @@ def test_memory_is_given_back_and_comes_back() -> None:
     leaving.perform(*AWAY)
     assert x.untyped_storage().nbytes() == 0
     leaving.perform("0RELOAD_F0")
-    leaving.step.await_reload(parse("0B0"))
+    leaving.step.await_reload(parse_action("0B0"))
     y.backward()
     leaving.step.finish()
     assert torch.equal(x.grad, 2 * torch.arange(8.0))
@@ -200,7 +200,7 @@ def test_storages_are_known_no_longer_than_needed() -> None:
     leaving = Leaving(*BACK)
     y = leaving.forward(lambda x: x.exp().square().sum(), torch.arange(8.0).requires_grad_())
     leaving.perform(*BACK)
-    leaving.step.await_reload(parse("0B0"))
+    leaving.step.await_reload(parse_action("0B0"))
     known = [o for o in gc.get_objects() if type(o) in (offload._Storages, offload._Away)]
     assert not any(getattr(o, "_noted", True) for o in known)
     y.backward()
@@ -213,7 +213,7 @@ def test_a_tensor_saved_often_and_in_parts_travels_once() -> None:
     leaving.perform(*AWAY)
     assert leaving.bytes_left == 32
     leaving.perform("0RELOAD_F0")
-    leaving.step.await_reload(parse("0B0"))
+    leaving.step.await_reload(parse_action("0B0"))
     y.backward()
     ones = torch.zeros(8)
     ones[3:5] = 1
@@ -281,7 +281,7 @@ def test_what_nobody_needs_any_more_does_not_leave() -> None:
     leaving.perform(*AWAY)
     assert leaving.bytes_left == 64  # x, and what is squared
     leaving.perform("0RELOAD_F0")
-    leaving.step.await_reload(parse("0B0"))
+    leaving.step.await_reload(parse_action("0B0"))
     y.backward()
     assert torch.equal(x.grad, 2 * 22**2 * torch.arange(8.0))
 
@@ -298,7 +298,7 @@ def test_memory_that_a_copy_writes_to_is_kept_until_the_copy_has_ended() -> None
     leaving.perform("0RELOAD_F0")
     gc.collect()
     assert not storage.expired()
-    leaving.step.await_reload(parse("0B0"))
+    leaving.step.await_reload(parse_action("0B0"))
     assert storage.expired()
 
 
@@ -339,7 +339,7 @@ def test_the_allocator_is_told_of_streams_that_read(monkeypatch: pytest.MonkeyPa
     told.clear()
     leaving.perform("0RELOAD_F0")
     assert sorted(told) == [(32, "side"), (64, "side")]
-    leaving.step.await_reload(parse("0B0"))
+    leaving.step.await_reload(parse_action("0B0"))
     y.backward()
 
 
@@ -349,7 +349,7 @@ def test_small_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.arange(8.0).requires_grad_()
     y = leaving.forward(square, x)
     leaving.perform(*BACK)
-    leaving.step.await_reload(parse("0B0"))
+    leaving.step.await_reload(parse_action("0B0"))
     y.backward()
     assert leaving.bytes_left == leaving.offload.buffers.plain == 0
 
@@ -364,7 +364,7 @@ def test_what_waits_for_w_leaves() -> None:
     assert x.untyped_storage().nbytes() == 0
     assert leaving.bytes_left == 2 * 3 * WIDTH * 4  # x and dy
     leaving.perform("0RELOAD_I0")
-    leaving.step.await_reload(parse("0W0"))
+    leaving.step.await_reload(parse_action("0W0"))
     del x
     stage.backward_weight(0)
     reference = LinearStage(0, 1)
@@ -406,14 +406,14 @@ class Steps:
     def step(self, *numbers: int) -> None:
         """Of microbatches that save so many numbers, of 4 bytes."""
         rows = [[action.replace("F0", f"F{m}") for action in BACK] for m in range(len(numbers))]
-        step = self.offload.step(tuple(parse(action) for row in rows for action in row))
+        step = self.offload.step(tuple(parse_action(action) for row in rows for action in row))
         self.copies.is_in_step = True
         for microbatch, (row, size) in enumerate(zip(rows, numbers, strict=True)):
             x = torch.arange(float(size)).requires_grad_()
             with step.saving(0, microbatch, x):
                 y = square(x)
             for action in row:
-                perform(step, parse(action))
+                perform(step, parse_action(action))
             step.await_reload(Action(0, Kind.FULL_BACKWARD, microbatch))
             y.backward()
             assert torch.equal(x.grad, 2 * torch.arange(float(size)))
@@ -499,7 +499,9 @@ class FailingCopies(DirectCopies):
     def __init__(self, fails: Action) -> None:
         self.fails = fails
 
-    def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
+    def start(
+        self, action: Action, pieces: Sequence[CopiedBytes], after: Transfer | None
+    ) -> Transfer:
         if action == self.fails:
             raise RuntimeError("the link is down")
         return super().start(action, pieces, after)
@@ -538,7 +540,9 @@ def step_of(pipeline: Pipeline) -> OffloadedStep:
 class FailingLater(DirectCopies):
     """A copy whose failure shows when it is waited for."""
 
-    def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
+    def start(
+        self, action: Action, pieces: Sequence[CopiedBytes], after: Transfer | None
+    ) -> Transfer:
         return self
 
     def wait(self) -> None:
@@ -593,4 +597,4 @@ def test_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"1 GiB .* \(cudaHostRegister: out of memory\).*ulimit -l"
     ):
-        offload.step(tuple(map(parse, BACK)))
+        offload.step(tuple(map(parse_action, BACK)))

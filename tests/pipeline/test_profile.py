@@ -41,7 +41,7 @@ from megatron_ext.runtime.measure.message_time import message_seconds
 from megatron_ext.runtime.measure.profile import STEPS
 from megatron_ext.runtime.recording import HostClock
 from megatron_ext.runtime.store import leader
-from megatron_ext.schedule.action import Kind, parse
+from megatron_ext.schedule.action import Kind, parse_action
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import load_costs, parse_costs
 from megatron_ext.schedule.kinds import Held
@@ -378,7 +378,7 @@ def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
         )
         programs = Programs(PipelineConfig.parse(schedule="1f1b", costs="profile:costs.json"))
         models: list[torch.nn.Module] = [torch.nn.Linear(1, 1)]
-        monkeypatch.setattr(programs_module, "size_of", str)
+        monkeypatch.setattr(programs_module, "chunk_size", str)
         lengths = (16,) if rank else (8, 16)
         for length in lengths:
             asked = (1, length), length, 1, 4, False
@@ -550,7 +550,7 @@ def test_saved_tensors_are_counted_once_and_without_what_microbatches_share(
     counting = SavedTensors([weight])
     for microbatch in range(microbatches):
         x = torch.ones(100, requires_grad=True)
-        with counting.around(parse(f"0F{microbatch}")):
+        with counting.around(parse_action(f"0F{microbatch}")):
             y = (weight @ x * mask).exp()  # x, mask, and what exp gave
             z = (y[:50] * y[50:]).sum()  # parts of that
         z.backward()
@@ -563,7 +563,10 @@ def test_the_largest_microbatch_counts_where_they_differ(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now[0])
     for microbatch, size in enumerate((900, 100, 100, 300)):
         x = torch.ones(size, requires_grad=True)
-        with saved.around(parse(f"0F{microbatch}")), allocated.around(parse(f"0F{microbatch}")):
+        with (
+            saved.around(parse_action(f"0F{microbatch}")),
+            allocated.around(parse_action(f"0F{microbatch}")),
+        ):
             y = x.exp()
             now[0] += y.nbytes
         y.sum().backward()

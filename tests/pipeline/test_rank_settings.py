@@ -24,7 +24,7 @@ from megatron_ext.adapter.rank_settings.argument_facts import (
     model_facts,
 )
 from megatron_ext.adapter.rank_settings.launch_facts import refuse_other_models
-from megatron_ext.runtime.store.agreement import RankFacts, difference, remark
+from megatron_ext.runtime.store.agreement import RankFacts, deciding_differences, other_differences
 from tests.helpers.callers import small_config
 from tests.helpers.megatron_runs import SCRIPT, _train_rank, losses, model_flags
 from tests.helpers.ranks import RankResult, agent_store, run_ranks, values
@@ -82,7 +82,7 @@ def test_what_decides_numbers_or_program_is_compared(subject: str) -> None:
 def told(*arguments: Mapping[str, Any]) -> tuple[str, str]:
     """Return the mistake and the remark that ranks with these arguments are told."""
     ranks = [RankFacts(f"node{n}", argument_facts(given)) for n, given in enumerate(arguments)]
-    return difference(ranks), remark(ranks)
+    return deciding_differences(ranks), other_differences(ranks)
 
 
 def test_both_values_are_named() -> None:
@@ -214,6 +214,8 @@ def test_functions_of_a_config_and_other_models_are_not_compared() -> None:
         """The model of ranks before the language model's."""
 
     one = facts(object(), no_sync_func=[lambda: None], timers=object())
-    assert not difference([one, facts(object())]) and not remark([one, facts(object())])
-    assert difference([one, facts(object(), layernorm_epsilon=1e-6)])
-    assert not difference([one, facts(Encoder(), hidden_size=32)])
+    assert not deciding_differences([one, facts(object())]) and not other_differences(
+        [one, facts(object())]
+    )
+    assert deciding_differences([one, facts(object(), layernorm_epsilon=1e-6)])
+    assert not deciding_differences([one, facts(Encoder(), hidden_size=32)])

@@ -28,7 +28,7 @@ from megatron_ext.runtime.messages.transport import Boundary, Transport  # noqa:
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.recording import HostClock, Recording  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
-from megatron_ext.schedule.action import Action, Kind, Pair  # noqa: E402
+from megatron_ext.schedule.action import Action, Kind, OverlappedPasses  # noqa: E402
 from megatron_ext.schedule.problem import P2P  # noqa: E402
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline  # noqa: E402
 from megatron_ext.viz.trace import beside  # noqa: E402
@@ -62,7 +62,7 @@ def recorded_step(rank: int, p2p: P2P) -> list[Event]:
 
 def test_two_passes_that_run_as_one_share_their_time() -> None:
     """One behind the other, the forward pass first: what a rank has done adds up."""
-    pair = Pair(SLOW, Action(3, Kind.BACKWARD_INPUT, 1))
+    pair = OverlappedPasses(SLOW, Action(3, Kind.BACKWARD_INPUT, 1))
     recording = Recording(0, TickingClock())
     for action in (Action(3, Kind.FORWARD, 1), pair, Action(3, Kind.BACKWARD_WEIGHT, 1)):
         recording.add_pass(action, recording.clock.mark())

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.rehearsal.record import RankRecord, load_record
+from megatron_ext.rehearsal.record import RankRecord, load_rank_record
 from megatron_ext.rehearsal.request import RECORD
 from megatron_ext.rehearsal.values import BACKWARD, FORWARD, Values
 from megatron_ext.runtime.device_progress import DeviceProgress
@@ -68,7 +68,7 @@ def test_a_rank_trains_alone_and_says_how_often(
     spec: str | None, rank: int, overrides: dict[str, object], tmp_path: Path
 ) -> None:
     record = rehearsed(rank, RANKS, flags(spec, **overrides), folder=tmp_path, steps=2)
-    assert record == load_record(tmp_path / RECORD)
+    assert record == load_rank_record(tmp_path / RECORD)
     assert record.trained == 3
     assert (record.rank, record.pipeline_rank, record.world_size) == (rank, rank, RANKS)
     assert len(record.steps) == 2 and record.is_finite

@@ -20,7 +20,7 @@ from megatron_ext.cost_model.gpus import parse_gpu
 from megatron_ext.doctor.check import check_launch
 from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.command_line import arguments_with
-from megatron_ext.launch_planner.launch_job import job_of
+from megatron_ext.launch_planner.launch_job import launch_job_of
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.candidate import Plan
 from megatron_ext.planner.verdict import Written
@@ -332,7 +332,7 @@ def test_case_20_the_steps_that_hold_most_samples_stand_for_all() -> None:
         request = LaunchRequest(launch, gpu=parse_gpu("h100"))
 
         def sizes(parsed: ParsedLaunch, request: LaunchRequest = request) -> list[int]:
-            own = job_of(request, parsed).baseline(Plan((), {}))
+            own = launch_job_of(request, parsed).baseline(Plan((), {}))
             assert own is not None
             main = own.candidate.report.microbatches
             assert f"{main} microbatches" in parsed.facts

@@ -25,7 +25,7 @@ from megatron_ext.runtime.messages.collectives import Collectives, StepCollectiv
 from megatron_ext.runtime.messages.peer_call import PeerFailure  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.store import failure_report  # noqa: E402
-from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
+from megatron_ext.schedule.action import Action, Kind, parse_action  # noqa: E402
 from megatron_ext.schedule.kinds import RULES  # noqa: E402
 from megatron_ext.schedule.problem import VocabularyParallel  # noqa: E402
 from tests.helpers.combinations import at_night, each_once  # noqa: E402
@@ -322,7 +322,7 @@ def test_every_rank_ends_when_one_fails(
     """Also with broadcasts posted ahead, for which gloo would keep a group open that is closed."""
     with running_ranks(3, Step({at: fault}), script) as running:
         results = running.wait()
-    failed = parse(at).stage
+    failed = parse_action(at).stage
     assert ranks_cut_off({rank: result for rank, result in enumerate(results) if rank != failed})
     result = results[failed]
     assert result.exit_code == exit_code, result.stderr
@@ -334,7 +334,7 @@ def test_every_rank_ends_when_one_fails(
 @pytest.mark.parametrize("at", ["1S2", "2S0", "0SI4"])
 def test_a_rank_whose_caller_goes_on_after_its_error(script: Script, at: str) -> None:
     with running_ranks(3, Step({at: throw}, goes_on=True), script) as running:
-        failed = parse(at).stage
+        failed = parse_action(at).stage
         others = [rank for rank in range(3) if rank != failed]
         running.wait_until_it_says(failed, HERE)
         running.wait_until_ended(*others)
@@ -382,11 +382,11 @@ def test_groups_are_closed_at_once() -> None:
     def run(rank: int) -> None:
         exchange = StepCollectives(Collectives(world(), torch.device("cpu")), Recorder(rank))
         if rank == 1:
-            exchange.gather(parse("1GATHER_S0"), torch.zeros(1))
+            exchange.gather(parse_action("1GATHER_S0"), torch.zeros(1))
         else:
-            exchange.broadcast(parse("0BCAST_S0"), [torch.zeros(1)], root=1)
+            exchange.broadcast(parse_action("0BCAST_S0"), [torch.zeros(1)], root=1)
             with pytest.raises(PeerFailure, match=r"0BCAST_S0 \(with the other pipeline ranks\)"):
-                exchange.result(parse("0BCAST_S0"))
+                exchange.result(parse_action("0BCAST_S0"))
         exchange.abandon()
 
     values(run_ranks(2, run))

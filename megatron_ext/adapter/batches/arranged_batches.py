@@ -28,7 +28,7 @@ from megatron_ext.adapter.batches.sample_weights import SampleWeights
 from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.store.lost_store import losing_the_store
 from megatron_ext.runtime.world import store_of_all
-from megatron_ext.schedule.dealing import Costs, MicrobatchOrder, arranged
+from megatron_ext.schedule.dealing import MicrobatchCosts, MicrobatchOrder, arranged
 
 _KEYS = 256  # in the store, used in turns; loaders read ahead by far fewer steps
 
@@ -37,7 +37,7 @@ def arrange_loader(loader: Any, dataset: Any, config: PipelineConfig) -> None:
     """Arrange the microbatches that ``loader`` reads from ``dataset``. No iteration over ``loader``
     may have begun. Its sampler is Megatron's, or Megatron-Bridge's sampler of whole steps."""
     sampler, file = loader.batch_sampler, config.microbatch_weights
-    costs_of: Callable[[NDArray[np.int64]], Costs]
+    costs_of: Callable[[NDArray[np.int64]], MicrobatchCosts]
     if file is not None:
         costs_of = SampleWeights(file, sampler.total_samples)
     else:
@@ -70,7 +70,7 @@ class _ArrangedSampler:
     def __init__(
         self,
         sampler: Any,
-        costs_of: Callable[[NDArray[np.int64]], Costs],
+        costs_of: Callable[[NDArray[np.int64]], MicrobatchCosts],
         order: MicrobatchOrder,
         *,
         deal: bool,
@@ -103,7 +103,7 @@ class ArrangedBatches(_ArrangedSampler):
     def __init__(
         self,
         sampler: Any,
-        costs_of: Callable[[NDArray[np.int64]], Costs],
+        costs_of: Callable[[NDArray[np.int64]], MicrobatchCosts],
         order: MicrobatchOrder,
         calculator: Any,
         *,

@@ -11,11 +11,13 @@ from megatron.core import parallel_state
 
 from megatron_ext.schedule.dealing import small_ends
 
-Step = Callable[..., Any]
-Cost = Callable[[Any], float]
+ScheduleFunction = Callable[..., Any]
+MicrobatchCost = Callable[[Any], float]
 
 
-def order_microbatches(forward_backward: Step, cost: Cost) -> Step:
+def order_microbatches(
+    forward_backward: ScheduleFunction, cost: MicrobatchCost
+) -> ScheduleFunction:
     """Return ``forward_backward``, a schedule function of Megatron's, with the most costly
     microbatches of each training step in the middle.
 

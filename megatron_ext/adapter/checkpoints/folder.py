@@ -9,7 +9,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _MOST_BYTES = 50  # of its content
 
 
-def name_of(iteration: str) -> str:
+def folder_name(iteration: str) -> str:
     """Return the name of the folder of ``iteration``, as Megatron writes it."""
     return iteration if iteration == "release" else f"iter_{int(iteration):07d}"
 
@@ -44,5 +44,5 @@ def iteration_to_load(folder: str, step: int | None) -> Path | None:
     iteration = str(step) if step is not None else iteration_in(tracker)
     if not is_iteration(iteration):
         return None
-    checkpoint = Path(folder) / name_of(iteration)
+    checkpoint = Path(folder) / folder_name(iteration)
     return checkpoint if checkpoint.is_dir() else None

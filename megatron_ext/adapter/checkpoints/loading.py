@@ -20,7 +20,11 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_ext.adapter.checkpoints.folder import iteration_to_load
-from megatron_ext.adapter.checkpoints.model_difference import Change, ModelDifference, differences
+from megatron_ext.adapter.checkpoints.model_difference import (
+    Change,
+    ModelDifference,
+    model_differences,
+)
 from megatron_ext.adapter.checkpoints.saved import Incomplete, SavedTraining, read
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.config import PipelineConfig
@@ -155,7 +159,7 @@ def judge_saved(
         return LoadJudgement(Outcome.NOT_JUDGED, f"{name} is not judged: {why_not}")
     weights_alone = why_weights_alone(saved.args, args, starts_anew=starts_anew)
     try:
-        found = list(differences(saved.args, args))
+        found = list(model_differences(saved.args, args))
         _check_format(args)
         _check_weights(found, args)
         if not weights_alone:

@@ -81,7 +81,7 @@ _PARTS: tuple[tuple[str, Callable[[Model], Any]], ...] = (
 )
 
 
-def differences(saved: Any, args: Any) -> Iterator[ModelDifference]:
+def model_differences(saved: Any, args: Any) -> Iterator[ModelDifference]:
     """Yield how the tensors of the model of ``args`` differ from those of the arguments ``saved``;
     shapes of the vocabulary excepted, which Megatron lets differ."""
     before, now = describe(saved), describe(args)

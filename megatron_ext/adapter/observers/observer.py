@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron_ext.adapter.programs import Shape
+from megatron_ext.adapter.programs import BatchShape
 from megatron_ext.adapter.splitting import Split
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
@@ -60,7 +60,7 @@ class Step(ObservedStep):
 
     call: Call
     connections: Connections
-    shape: Shape
+    shape: BatchShape
     boundary: Boundary
     shard: VocabularyShard | None
     split: Split

@@ -22,7 +22,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.writers import log_step
-from megatron_ext.adapter.programs import Programs, Shape
+from megatron_ext.adapter.programs import BatchShape, Programs
 from megatron_ext.adapter.training_globals import checkpoint_folder
 from megatron_ext.adapter.transformer_engine.captured import captures
 from megatron_ext.compile.program.verify import Program
@@ -116,9 +116,9 @@ class StepProfile(StepObserver[Step]):
         self._path = path
         self._programs = programs
         self._by_place = by_place
-        self._under_way: dict[Shape, Profile] = {}
-        self._ready: dict[Shape, _Measured] = {}  # measured by this rank, and not yet used
-        self._measured: set[Shape] = set()
+        self._under_way: dict[BatchShape, Profile] = {}
+        self._ready: dict[BatchShape, _Measured] = {}  # measured by this rank, and not yet used
+        self._measured: set[BatchShape] = set()
         self._count = 0  # training steps
         self._meets = STEPS  # training step after which all ranks exchange their measurements
         self._steps: MeasuredSteps | None = None  # since the costs were measured
@@ -163,7 +163,7 @@ class StepProfile(StepObserver[Step]):
             if all(shape in figures for figures in gathered):
                 self._use(step, shape, [figures[shape] for figures in gathered])
 
-    def _use(self, step: Step, shape: Shape, ranks: list[RankFigures]) -> None:
+    def _use(self, step: Step, shape: BatchShape, ranks: list[RankFigures]) -> None:
         """Rebuild programs with the costs of ``shape`` that global rank 0 computes from the
         measurements of ``ranks``, and write them on that rank. Collective over the world."""
         own = self._ready.pop(shape)
@@ -189,7 +189,9 @@ class StepProfile(StepObserver[Step]):
         if all(rank.places is not None for rank in ranks):
             self._use_places(step, shape, ranks, now)
 
-    def _use_places(self, step: Step, shape: Shape, ranks: list[RankFigures], now: Program) -> None:
+    def _use_places(
+        self, step: Step, shape: BatchShape, ranks: list[RankFigures], now: Program
+    ) -> None:
         """Run a program for the costs of the places in a step, if it is better than ``now``.
         Collective over the world."""
         if captures(step.call.config):
@@ -210,7 +212,7 @@ class StepProfile(StepObserver[Step]):
         what = f"{now.schedule.name}, microbatches that differ: the program for equal ones is"
         log_single_rank(logger, logging.INFO, f"{what} {said}")
 
-    def _costs(self, own: _Measured, shape: Shape, ranks: list[RankFigures]) -> Costs:
+    def _costs(self, own: _Measured, shape: BatchShape, ranks: list[RankFigures]) -> Costs:
         """Return the costs of ``shape``, which all ranks have measured."""
         estimate = self._programs.costs[shape]
         what = f"{own.what}, {MEASURED} iterations"
@@ -218,7 +220,7 @@ class StepProfile(StepObserver[Step]):
         return costs.with_links(message_bytes=own.message_bytes)
 
     def _layers(
-        self, program: Program, shape: Shape, costs: Costs, collectives: _Collectives
+        self, program: Program, shape: BatchShape, costs: Costs, collectives: _Collectives
     ) -> LayerCosts | None:
         """Return the costs per layer type; None if layers are not known, or only some of them are
         trained."""

@@ -32,7 +32,7 @@ def has_pairs(settings: Any, microbatches: int) -> bool:
     return requests_pairs(settings) and microbatches > 1
 
 
-def with_pairs(extras: Extras, settings: Any) -> Extras:
+def with_requested_pairs(extras: Extras, settings: Any) -> Extras:
     """Return ``extras`` with overlapped passes if ``settings`` request them.
 
     Raises:

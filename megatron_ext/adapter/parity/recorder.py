@@ -66,7 +66,7 @@ class ParityRecorder:
         """Record Megatron's log of an iteration, and the digests of this rank's tensors after
         it."""
         figures = {
-            "losses": {name: loss_of(value) for name, value in losses.items()},
+            "losses": {name: logged_loss(value) for name, value in losses.items()},
             "norm": None if norm is None else float(norm),
             "skipped": bool(skipped),
         }
@@ -109,7 +109,7 @@ def digests(tensors: Iterator[NamedTensor]) -> dict[Piece, int]:
     return found
 
 
-def loss_of(value: Any) -> float:
+def logged_loss(value: Any) -> float:
     """Return a reduced loss as Megatron logs it: a tensor, or a sum with its count."""
     if isinstance(value, torch.Tensor) and value.numel() == 2:
         return float(value[0] / value[1])

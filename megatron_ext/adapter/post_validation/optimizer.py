@@ -32,8 +32,10 @@ from megatron_ext.adapter.refusals import POST_VALIDATION_OPTIMIZER_REFUSALS
 from megatron_ext.runtime.post_validation.partial_state import PartialState
 from megatron_ext.runtime.post_validation.snapshot import Snapshot
 
-Result = tuple[bool, float | None, int | None]  # whether it stepped, the norm, zero gradients
-Step = Callable[[Any], Result]
+OptimizerResult = tuple[
+    bool, float | None, int | None
+]  # whether it stepped, the norm, zero gradients
+OptimizerStep = Callable[[Any], OptimizerResult]
 
 # Relative: closer than this to a threshold, the order of a norm's summation may decide.
 _MARGIN = 1e-5
@@ -138,7 +140,7 @@ class SpeculativeOptimizer:
         self._has_stepped = False
 
     @torch.no_grad()
-    def redo(self, found_inf: bool) -> Result:
+    def redo(self, found_inf: bool) -> OptimizerResult:
         """Roll the step back, and run Megatron's step on the prepared gradients, once.
 
         Collective over the model-parallel ranks, like Megatron's step. ``found_inf`` tells whether
@@ -151,7 +153,7 @@ class SpeculativeOptimizer:
                 part.grad_scaler.update(found_inf and _found_anywhere(part))
         self._is_prepared = False
         with _answering(self._optimizer, "prepare_grads", found_inf), nesting.entered():
-            result: Result = self._optimizer.step()
+            result: OptimizerResult = self._optimizer.step()
         return result
 
 

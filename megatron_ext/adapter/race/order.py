@@ -6,7 +6,7 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.schedule import in_microbatch_order
 
 
-def check_order(program: Program) -> None:
+def check_microbatch_order(program: Program) -> None:
     """Raise ValueError if ``program`` would change the results."""
     if not in_microbatch_order(program.schedule):
         raise ValueError(

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.observers.observer import Step, StepObserver
-from megatron_ext.adapter.programs import Programs, Shape
+from megatron_ext.adapter.programs import BatchShape, Programs
 from megatron_ext.adapter.race.fingerprint import run_fingerprint
-from megatron_ext.adapter.race.order import check_order
+from megatron_ext.adapter.race.order import check_microbatch_order
 from megatron_ext.adapter.race.turn import Turn
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
@@ -38,9 +38,9 @@ from megatron_ext.race.record import (
     THE_RACE,
     RaceFigures,
     RaceRecord,
-    difference,
-    load_record,
-    save_record,
+    first_difference,
+    load_race_record,
+    save_race_record,
 )
 from megatron_ext.race.rounds import ROUNDS, TIMED, WARM_UP, Race
 from megatron_ext.runtime.host.memory import HostMemory
@@ -103,7 +103,7 @@ class StepRace(StepObserver[Step]):
     def choose(
         self,
         call: Call,
-        shape: Shape,
+        shape: BatchShape,
         make: Callable[[], Program],
         connections: Connections | None,
     ) -> None:
@@ -123,7 +123,7 @@ class StepRace(StepObserver[Step]):
     def _next(
         self,
         call: Call,
-        shape: Shape,
+        shape: BatchShape,
         make: Callable[[], Program],
         connections: Connections | None,
     ) -> str:
@@ -151,7 +151,7 @@ class StepRace(StepObserver[Step]):
     def _meet(
         self,
         call: Call,
-        shape: Shape,
+        shape: BatchShape,
         make: Callable[[], Program],
         connections: Connections | None,
     ) -> None:
@@ -186,9 +186,9 @@ class StepRace(StepObserver[Step]):
             self._meets += self._pause
             self._pause *= 2
 
-    def _seen(self, shape: Shape) -> _Seen:
+    def _seen(self, shape: BatchShape) -> _Seen:
         """Return the message of this rank."""
-        other = "" if self._known is None else difference(self._subject, self._known.subject)
+        other = "" if self._known is None else first_difference(self._subject, self._known.subject)
         seen = _Seen(self._is_steady, self._waits_for_costs(shape), other)
         if self._turn is None or not self._is_steady:
             return seen
@@ -213,10 +213,10 @@ class StepRace(StepObserver[Step]):
             self._kept = self._known.winner if self._takes_winner else self._contestants.baseline
             _say(f"race: {self._known.winner} has won already, and this goes on under {self._kept}")
 
-    def _waits_for_costs(self, shape: Shape) -> bool:
+    def _waits_for_costs(self, shape: BatchShape) -> bool:
         return self._config.costs.profile is not None and not self._programs.are_measured(shape)
 
-    def _at_first(self, shape: Shape) -> str:
+    def _at_first(self, shape: BatchShape) -> str:
         """Return the schedule before the race. Costs are measured under one that splits off W, if
         there is one."""
         splitting = [
@@ -258,7 +258,7 @@ class StepRace(StepObserver[Step]):
         planned, program, why = host_memory.planned, None, ""
         try:
             program = make()
-            check_order(program)
+            check_microbatch_order(program)
         except ValueError as error:
             if spec == self._contestants.baseline:
                 raise
@@ -312,8 +312,8 @@ class StepRace(StepObserver[Step]):
         figures = self._figures()
         for spec, own in figures.items():
             _say(report.figures_line(spec, race, own))
-        _say(report.verdict(race, takes_winner))
-        if doubt := report.doubt(race, figures):
+        _say(report.winner_text(race, takes_winner))
+        if doubt := report.doubt_of_winner(race, figures):
             log_single_rank(logger, logging.WARNING, doubt)
         if table := report.table(race, self._contestants, self._facts, figures):
             _say(f"race, to show to others:\n{table}")
@@ -354,7 +354,7 @@ class StepRace(StepObserver[Step]):
             if folder is None or not (folder / NAME).exists():
                 return None
             try:
-                return load_record(folder / NAME, self._contestants)
+                return load_race_record(folder / NAME, self._contestants)
             except ValueError as error:
                 logger.warning(f"race: measured anew: {error}")
                 return None
@@ -367,7 +367,7 @@ class StepRace(StepObserver[Step]):
             return
         record = RaceRecord(self._subject, race.rounds, self._figures(), winner)
         try:
-            save_record(record, folder / NAME)
+            save_race_record(record, folder / NAME)
         except OSError as error:  # a full disk is no reason to end a training
             if self._is_written:
                 logger.error(f"what the race measures is not written to {folder / NAME}: {error}")

@@ -22,7 +22,7 @@ from megatron_ext.compile.registry import file_of
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.runtime.messages.groups import timeout_of
 from megatron_ext.runtime.store.agreement import Fact, agree
-from megatron_ext.runtime.store.start import begin, keys_of_start
+from megatron_ext.runtime.store.start import begin_start, keys_of_start
 from megatron_ext.runtime.world import store_of_all
 
 # With NCCL, init_process_group waits for nobody, and a cold file system lets ranks start minutes
@@ -39,7 +39,9 @@ def refuse_other_launches(config: PipelineConfig) -> None:
     """
     store, facts = store_of_all(), launch_facts(config) | argument_facts(_megatrons_arguments())
     if store is not None:
-        begin(agree(store, dist.get_rank(), dist.get_world_size(), facts, patience(_timeout())))
+        begin_start(
+            agree(store, dist.get_rank(), dist.get_world_size(), facts, patience(_timeout()))
+        )
 
 
 def refuse_other_models(config: Any, model: Any) -> None:

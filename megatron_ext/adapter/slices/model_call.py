@@ -59,11 +59,11 @@ def call_with_slice(original: Callable[..., Any], model: Any, *args: Any, **kwar
         return original(model, *args, **kwargs)
     call = inspect.signature(original).bind(model, *args, **kwargs)
     with whole_call.running(dict(call.arguments)):
-        call.arguments.update(cut(call.arguments, span))
+        call.arguments.update(cut_to_slice(call.arguments, span))
         return original(*call.args, **call.kwargs)
 
 
-def cut(given: dict[str, Any], span: Span) -> dict[str, Any]:
+def cut_to_slice(given: dict[str, Any], span: Span) -> dict[str, Any]:
     """Return the arguments in ``given`` that have a part for the slice ``span``, cut to that part.
 
     Raises:

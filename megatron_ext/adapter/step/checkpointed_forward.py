@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.modules import module as module_hooks
 
 from megatron_ext.adapter.step.repeatable_call import ModelCall, RepeatableCall
-from megatron_ext.runtime.parameter_hooks import Hook, Table, hidden
+from megatron_ext.runtime.parameter_hooks import Hook, HooksByNumber, hidden
 
 
 class CheckpointedForward:
@@ -104,7 +104,7 @@ def hooked_around_layers(model: torch.nn.Module) -> list[str]:
     return list(hooked)
 
 
-def _around_layers(model: torch.nn.Module) -> Iterator[tuple[str, Table]]:
+def _around_layers(model: torch.nn.Module) -> Iterator[tuple[str, HooksByNumber]]:
     """Yield the hooks on the forward pass of each module that Megatron's own recompute leaves
     outside, with its name, and the hooks of all modules."""
     yield "all modules", module_hooks._global_forward_pre_hooks
@@ -112,7 +112,7 @@ def _around_layers(model: torch.nn.Module) -> Iterator[tuple[str, Table]]:
     yield from _around_layers_of(type(model).__name__, model)
 
 
-def _around_layers_of(name: str, module: torch.nn.Module) -> Iterator[tuple[str, Table]]:
+def _around_layers_of(name: str, module: torch.nn.Module) -> Iterator[tuple[str, HooksByNumber]]:
     yield name, module._forward_pre_hooks
     yield name, module._forward_hooks
     for child, within in module.named_children():

@@ -19,7 +19,7 @@ import torch
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from megatron_ext.adapter.step.loss import loss_of
+from megatron_ext.adapter.step.loss import loss_with_gradient
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.repeatable_call import ModelCall
 
@@ -70,7 +70,9 @@ class EndStage(ModelStage):
         evaluation."""
         loss_func = self._awaiting_loss.pop(microbatch).loss_func
         call = self._call
-        gradient, tokens = loss_of(losses, loss_func, self._model, self._config, call, self.losses)
+        gradient, tokens = loss_with_gradient(
+            losses, loss_func, self._model, self._config, call, self.losses
+        )
         self.tokens += tokens
         return gradient
 

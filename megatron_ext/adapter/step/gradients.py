@@ -50,7 +50,7 @@ def _refuse_reduction_by_hooks(call: Call, no_sync_functions: Sequence[Any]) -> 
         )
 
 
-def tokens_of(call: Call, stages: Sequence[ModelStage]) -> torch.Tensor | None:
+def token_count(call: Call, stages: Sequence[ModelStage]) -> torch.Tensor | None:
     """Return the number of tokens by which Megatron scales gradients after the passes; None if it
     does not."""
     if call.config.finalize_model_grads_func is None or not call.config.calculate_per_token_loss:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_ext.adapter.step.model_stage import StepCall
 
 
-def loss_of(
+def loss_with_gradient(
     output: Tensor,
     loss_func: Callable[..., Any],
     model: torch.nn.Module,

@@ -16,7 +16,7 @@ import torch
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megatron_ext.adapter.step.loss import loss_of
+from megatron_ext.adapter.step.loss import loss_with_gradient
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.repeatable_call import ModelCall, RepeatableCall
 from megatron_ext.runtime.parameter_hooks import SummedGradients
@@ -73,7 +73,7 @@ class SlicedStage(ModelStage):
 
     def _make_loss(self, microbatch: int, call: ModelCall) -> None:
         whole = torch.cat(self._outputs.pop(microbatch), dim=1)  # [b, s], or [b, s, v] of logits
-        gradient, tokens = loss_of(
+        gradient, tokens = loss_with_gradient(
             whole, call.loss_func, self._model, self._config, self._call, self.losses
         )
         self.tokens += tokens

@@ -27,7 +27,7 @@ from megatron_ext.adapter.pairs.callers import refuse_unplanned
 from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
 from megatron_ext.adapter.post_validation.pending import post_validation
 from megatron_ext.adapter.post_validation.step import SpeculativeStep, connect_validation
-from megatron_ext.adapter.programs import Programs, Shape
+from megatron_ext.adapter.programs import BatchShape, Programs
 from megatron_ext.adapter.race.step_race import StepRace
 from megatron_ext.adapter.slices.context_parallel import connect_sharing
 from megatron_ext.adapter.slices.known_models import refuse_unknown
@@ -36,7 +36,7 @@ from megatron_ext.adapter.splitting import Split, head_weights
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.callers_hooks import CallersHooks, callers_hooks, tell_of_hooks
 from megatron_ext.adapter.step.connections import Connections, connect
-from megatron_ext.adapter.step.gradients import finalize_gradients, tokens_of
+from megatron_ext.adapter.step.gradients import finalize_gradients, token_count
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.passes import run_passes
 from megatron_ext.adapter.step.token_shifts import connect_token_shifts
@@ -168,7 +168,7 @@ class PipelineTraining:
             for observer in self._observers:
                 observer.begin(step)
             stages = run_passes(step, iterators, others)
-            tokens = tokens_of(call, stages)
+            tokens = token_count(call, stages)
             if tokens is not None and speculative is not None:
                 tokens = speculative.defer_scaling(tokens, call.models, call.groups)
             finalize_gradients(call, tokens)
@@ -177,7 +177,9 @@ class PipelineTraining:
         step.recorder.end()
         return _losses(stages)
 
-    def _step(self, call: Call, connections: Connections, program: Program, shape: Shape) -> Step:
+    def _step(
+        self, call: Call, connections: Connections, program: Program, shape: BatchShape
+    ) -> Step:
         shard, at_once = None, frozenset[Tensor]()
         if self._divides:
             shard = shard_of(call.models, call.config, call.pipeline, call.groups.tp)
@@ -212,7 +214,7 @@ class PipelineTraining:
         tokens = call.decoder_seq_length or call.seq_length
         return spans_of(program, call.config, tokens, call.groups.cp.rank())
 
-    def _program(self, call: Call, shape: Shape) -> Program:
+    def _program(self, call: Call, shape: BatchShape) -> Program:
         """Return the program of this step, the same on every rank of the job; cached."""
         first_trained = 0
         if not (call.forward_only or self._divides):

@@ -17,7 +17,7 @@ from megatron_ext.observe.model_parts import ModelParts, PassTriple
 _TOWER = "vision tower"
 
 
-def parts_of(basis: Basis) -> ModelParts | None:
+def model_parts_of(basis: Basis) -> ModelParts | None:
     """Return the parts of the model of ``basis``; None if a tower of it is not known."""
     model, execution, rates = basis.model, basis.execution, basis.rates
     if basis.has_tower and model.tower is None:

@@ -27,7 +27,7 @@ from megatron_ext.adapter.observers.observer import (
 from megatron_ext.adapter.observers.trace import StepTrace
 from megatron_ext.adapter.programs import Programs
 from megatron_ext.adapter.stock.order import family_of, why_unseen
-from megatron_ext.adapter.stock.parts import parts_of
+from megatron_ext.adapter.stock.parts import model_parts_of
 from megatron_ext.adapter.stock.passes import StockPasses, watching
 from megatron_ext.adapter.training_globals import current_iteration
 from megatron_ext.compile.program.verify import Program
@@ -162,7 +162,7 @@ class StockTraining:
         programs.agree_on_costs(pipeline, config, models, None, sequence, micro_batch, *step)
         if spec not in self._parts_by_spec:
             basis = basis_of(programs.described[None]())
-            self._parts_by_spec[spec] = None if basis is None else parts_of(basis)
+            self._parts_by_spec[spec] = None if basis is None else model_parts_of(basis)
         self._parts = self._parts_by_spec[spec]
         known = programs.known(config, None, *step)
         return known or programs.make(pipeline, config, None, *step)

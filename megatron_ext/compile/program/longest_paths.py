@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.compile.program.node_lists import NodeLists
-from megatron_ext.schedule.columns import Ints
+from megatron_ext.schedule.columns import Floats, Ints
 
-Floats = NDArray[np.float64]
 _Places = NDArray[np.intp]
 
 

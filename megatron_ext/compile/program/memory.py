@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
-from megatron_ext.schedule.action import Action, Kind, Slice, tokens_of
+from megatron_ext.schedule.action import Action, Kind, Slice, token_share
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Source
 from megatron_ext.schedule.limit import MemoryLimit, fits
@@ -176,7 +176,7 @@ def bytes_for(limit: MemoryLimit, costs: Costs) -> Mapping[Held, tuple[float, ..
     return costs.held_bytes
 
 
-def amount_of(limit: MemoryLimit, schedule: Schedule, costs: Costs) -> tuple[Amount, float]:
+def limited_amount(limit: MemoryLimit, schedule: Schedule, costs: Costs) -> tuple[Amount, float]:
     """Return the measure to count in, and how much of it ``limit`` allows.
 
     Raises:
@@ -258,7 +258,7 @@ def peak_on_host(row: tuple[Action, ...], placement: Placement) -> float:
     now = most = 0.0
     for action in row:
         rule = RULES[action.kind]
-        copied = len(rule.moves) * tokens_of(action.microbatch)
+        copied = len(rule.moves) * token_share(action.microbatch)
         now += copied if rule.lane is Lane.TO_HOST else -copied
         most = max(most, now)
     return most / placement.chunks

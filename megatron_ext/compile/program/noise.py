@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.compile.program.longest_paths import Floats
 from megatron_ext.compile.program.rank_times import RankTimes
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.schedule.columns import IS_PASS, Columns
+from megatron_ext.schedule.columns import IS_PASS, Columns, Floats
 from megatron_ext.schedule.microbatch_costs import lognormal
 
 SAMPLES = 1000

@@ -1,4 +1,4 @@
-"""Pairs: two passes of a rank that run as one (`action.Pair`), their errors and their seconds."""
+"""Errors and seconds of pairs: two passes of a rank that run as one (`OverlappedPasses`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from itertools import pairwise
 
 from megatron_ext.compile.program.graph import needed
-from megatron_ext.schedule.action import Action, Kind, Pair
+from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.schedule import Schedule
@@ -21,7 +21,7 @@ def what_is_wrong(schedule: Schedule) -> tuple[str, list[Action]] | None:
         action: after for row in schedule.rows for action, after in pairwise((*row, None)) if action
     }
     pairs = sorted(schedule.pairs)
-    seen: dict[Action, Pair] = {}
+    seen: dict[Action, OverlappedPasses] = {}
     for pair in pairs:
         for action in pair:
             if (other := seen.setdefault(action, pair)) != pair:

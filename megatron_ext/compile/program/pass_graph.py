@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_ext.compile.program.graph import needed, needed_numbers, partner_of
-from megatron_ext.compile.program.longest_paths import Floats, Precedence
+from megatron_ext.compile.program.longest_paths import Precedence
 from megatron_ext.compile.program.node_lists import NodeLists
-from megatron_ext.schedule.action import Action, parts_of
-from megatron_ext.schedule.columns import KINDS, Ints
+from megatron_ext.schedule.action import Action, slices_of
+from megatron_ext.schedule.columns import KINDS, Floats, Ints
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.placement import Placement
@@ -102,7 +102,7 @@ class _Links(NamedTuple):
 
 def _links(schedule: Schedule, costs: Costs) -> _Links:
     columns, place = schedule.columns, {pair: n for n, pair in enumerate(schedule.columns.pairs)}
-    parts = parts_of(0, columns.slice_ends)
+    parts = slices_of(0, columns.slice_ends)
     wanted = [
         [
             (place[maker.stage, maker.kind], send)

@@ -15,8 +15,6 @@ from megatron_ext.schedule.kinds import RULES, Lane, Source, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import is_compute
 
-Rows = Sequence[Sequence[Action]]
-
 
 def settles_at(row: Sequence[Action]) -> int | None:
     """Return the position in ``row`` of its wait for the verdict (SETTLE); None if it has none."""
@@ -31,7 +29,7 @@ def can_be_undone(action: Action, placement: Placement) -> bool:
     return RULES[action.kind].in_evaluation and not placement.is_last(action.stage)
 
 
-def latest_settling(rows: Rows, placement: Placement) -> list[int]:
+def latest_settling(rows: Sequence[Sequence[Action]], placement: Placement) -> list[int]:
     """Return for each of ``rows`` the largest number of its first actions that can come before the
     verdict.
 
@@ -62,7 +60,9 @@ def latest_settling(rows: Rows, placement: Placement) -> list[int]:
     return lengths
 
 
-def first_crossing(rows: Rows, placement: Placement) -> tuple[Action, Action] | None:
+def first_crossing(
+    rows: Sequence[Sequence[Action]], placement: Placement
+) -> tuple[Action, Action] | None:
     """Return the first message of which one end comes before its rank's verdict and the other after
     it; None if there is none."""
     before: set[Action] = set()

@@ -27,7 +27,7 @@ from megatron_ext.compile.program.graph import Graph, has_place, partner_of, par
 from megatron_ext.compile.program.node_lists import NodeLists
 from megatron_ext.compile.program.pass_graph import PassGraph
 from megatron_ext.compile.program.waits import wait_of
-from megatron_ext.schedule.action import Action, Kind, Pair
+from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
 from megatron_ext.schedule.columns import IS_PASS, IS_SEND
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Lane
@@ -147,7 +147,7 @@ class _Passes:
     backwards: tuple[Action, ...]
     around: tuple[tuple[Action, ...], tuple[Action, ...]]
     warmup: int
-    pairs: frozenset[Pair]
+    pairs: frozenset[OverlappedPasses]
 
     @classmethod
     def of(cls, rank: int, rows: Sequence[Sequence[Action]], schedule: Schedule) -> _Passes:
@@ -299,7 +299,7 @@ def _steady(program: _Program, passes: _Passes) -> Action | None:
         ahead = passes.warmup + number
         forward, backward = passes.forwards[ahead], passes.backwards[number]
         output, gradient = passes.sent(forward), passes.sent(backward)
-        is_pair = Pair(forward, backward) in passes.pairs
+        is_pair = OverlappedPasses(forward, backward) in passes.pairs
         program.wait(passes.received(forward))
         if is_pair:
             program.wait(passes.received(backward))

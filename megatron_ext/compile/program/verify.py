@@ -26,7 +26,7 @@ from megatron_ext.compile.program.graph import (
     partners_of,
     slice_looked_for,
 )
-from megatron_ext.compile.program.memory import Amount, amount_of, held_during, peaks
+from megatron_ext.compile.program.memory import Amount, held_during, limited_amount, peaks
 from megatron_ext.compile.program.pairs import what_is_wrong
 from megatron_ext.compile.program.speculation import can_be_undone, first_crossing, settles_at
 from megatron_ext.compile.program.stock import as_stock_runs
@@ -549,7 +549,7 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
     limit = problem.memory_limit
     if limit is None or problem.forward_only:
         return
-    amount, allowed = amount_of(limit, schedule, problem.costs)
+    amount, allowed = limited_amount(limit, schedule, problem.costs)
     held = peaks(schedule, amount)
     for rank, peak in enumerate(held):
         if not fits(peak, allowed):

@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ext.compile.program.memory import amount_of, peak
+from megatron_ext.compile.program.memory import limited_amount, peak
 from megatron_ext.compile.program.simulate import simulate_messages
 from megatron_ext.schedule.action import Action, Kind, Slice, whole_of
 from megatron_ext.schedule.costs import HostCosts
@@ -170,7 +170,7 @@ class _Leaving:
     def fits(self, rows: Sequence[tuple[Action, ...]]) -> bool:
         limit = self.problem.memory_limit
         assert limit is not None
-        amount, allowed = amount_of(limit, self.schedule, self.problem.costs)
+        amount, allowed = limited_amount(limit, self.schedule, self.problem.costs)
         return all(fits(peak(row, amount), allowed) for row in rows)
 
 

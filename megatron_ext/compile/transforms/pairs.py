@@ -22,9 +22,9 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from megatron_ext.compile.program.memory import Amount, amount_of, in_microbatches, peaks
+from megatron_ext.compile.program.memory import Amount, in_microbatches, limited_amount, peaks
 from megatron_ext.compile.program.simulate import simulate_unproved
-from megatron_ext.schedule.action import Action, Kind, Pair
+from megatron_ext.schedule.action import Action, Kind, OverlappedPasses, Row
 from megatron_ext.schedule.costs import Costs, OverlapCosts
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.limit import fits
@@ -35,8 +35,6 @@ _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.F
 _ASSUMED = 0.25  # share of the shorter of two passes that the longer hides, if costs do not give it
 _TOLERANCE = 1e-9  # of a sum of costs
 _TOLD_BY = 4  # microbatches a rank: enough for a step to have all phases
-
-Row = tuple[Action, ...]
 
 
 class _Policy(NamedTuple):
@@ -171,7 +169,7 @@ class _Playing:
             _Rank(*_order_of(row, policy), most)
             for row, most in zip(schedule.rows, allowed, strict=True)
         ]
-        self.pairs: set[Pair] = set()
+        self.pairs: set[OverlappedPasses] = set()
         # When a pass's inputs from other stages are there. Backward passes are listed as I.
         self.there = {Action(0, _F, k): 0.0 for k in problem.forwards}
         self.there |= {Action(self.placement.last, _I, k): 0.0 for k in problem.forwards}
@@ -256,7 +254,7 @@ class _Playing:
         seconds = sum(self.seconds(action.stage, action.kind) for action in passes)
         if len(passes) == 2:
             forward, backward = passes
-            self.pairs.add(Pair(forward, backward))
+            self.pairs.add(OverlappedPasses(forward, backward))
             seconds -= self.saved(forward.stage, backward.stage, backward.kind)
         rank.free = end = max(start, rank.free) + seconds
         rank.done += len(passes)
@@ -348,7 +346,7 @@ def _allowed_memory(
     second pass of a pair.
     """
     if problem.memory_limit is not None:
-        amount, allowed = amount_of(problem.memory_limit, schedule, problem.costs)
+        amount, allowed = limited_amount(problem.memory_limit, schedule, problem.costs)
         return amount, [allowed] * problem.ranks
     amount, most = in_microbatches(schedule), math.inf
     if policy.moves_w:

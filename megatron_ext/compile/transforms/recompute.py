@@ -16,8 +16,8 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ext.compile.program.memory import Amount, amount_of, kept_for_again, peak
-from megatron_ext.schedule.action import Action, Kind, tokens_of
+from megatron_ext.compile.program.memory import Amount, kept_for_again, limited_amount, peak
+from megatron_ext.schedule.action import Action, Kind, Row, token_share
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.problem import Problem
@@ -25,7 +25,6 @@ from megatron_ext.schedule.schedule import Schedule
 
 _GOLDEN = 0.6180339887498949
 
-Row = tuple[Action, ...]
 _Made = tuple[int, int]  # an activation, by its stage and microbatch
 
 
@@ -37,7 +36,7 @@ def recompute(schedule: Schedule, problem: Problem) -> Schedule:
     if requested.fit:
         limit = problem.memory_limit
         assert limit is not None
-        memory = _RankMemory(*amount_of(limit, schedule, problem.costs))
+        memory = _RankMemory(*limited_amount(limit, schedule, problem.costs))
         rows = [_fitting(row, memory, problem) for row in schedule.rows]
     else:
         rows = [
@@ -70,7 +69,7 @@ class _RankMemory:
             takes = kept_for_again(stage, microbatch, self.amount)
         gives, tokens = (
             sum(self.amount(held, stage) for held in rule.releases),
-            tokens_of(microbatch),
+            token_share(microbatch),
         )
         return takes * tokens, gives * tokens
 

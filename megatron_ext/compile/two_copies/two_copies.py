@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_ext.schedule.action import Action
-
-Rows = tuple[tuple[Action, ...], ...]
+from megatron_ext.schedule.action import Action, Rows
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def holds_two_copies(rows: Sequence[Sequence[Action]]) -> bool:
     return opposite and any(len(ranks) == 2 for ranks in ranks_of_stages)
 
 
-def to_csv(copies: TwoCopies) -> str:
+def copies_to_csv(copies: TwoCopies) -> str:
     """Return ``copies`` as CSV in PyTorch's grammar, one line per rank. The microbatches of copy 1
     are numbered after those of copy 0."""
     text = io.StringIO()

@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron_ext.cost_model.measured.layer_costs import (
     FIGURES,
-    Figures,
     LayerCosts,
+    MeasuredFigures,
     not_told_apart,
 )
 from megatron_ext.cost_model.measured.machine_factors import read_factors
@@ -112,7 +112,7 @@ def _tower_as_data(tower: TowerCosts, forwards: Sequence[float]) -> dict[str, An
     }
 
 
-def _written(components: Mapping[str, Figures]) -> dict[str, dict[str, float]]:
+def _written(components: Mapping[str, MeasuredFigures]) -> dict[str, dict[str, float]]:
     return {
         name: {_key(figure): rounded([value])[0] for figure, value in figures.items()}
         for name, figures in components.items()
@@ -201,7 +201,7 @@ def _tower(data: Mapping[str, Any]) -> TowerCosts:
     return TowerCosts((forward, backward, weights), _number(data["activation"]))
 
 
-def _read(figures: Mapping[str, float]) -> Figures:
+def _read(figures: Mapping[str, float]) -> MeasuredFigures:
     known = {_key(figure): figure for figure in FIGURES}
     return {known[key]: _number(value) for key, value in figures.items()}
 

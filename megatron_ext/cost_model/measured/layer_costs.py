@@ -30,8 +30,8 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, TowerCosts
 from megatron_ext.schedule.kinds import Held
 
-Figure = Kind | Held
-FIGURES: tuple[Figure, ...] = (  # in the order of `Scale`
+MeasuredFigure = Kind | Held
+FIGURES: tuple[MeasuredFigure, ...] = (  # in the order of `Scale`
     Kind.FORWARD,
     Kind.BACKWARD_INPUT,
     Kind.BACKWARD_WEIGHT,
@@ -39,7 +39,7 @@ FIGURES: tuple[Figure, ...] = (  # in the order of `Scale`
     Held.WEIGHT_INPUTS,
 )
 _SECONDS, _BYTES = FIGURES[:3], FIGURES[3:]
-Figures = Mapping[Figure, float]
+MeasuredFigures = Mapping[MeasuredFigure, float]
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class LayerCosts:
         tower: costs of a microbatch in an encoder on the first stage; None: there was none.
     """
 
-    measured: Mapping[str, Figures]
-    estimated: Mapping[str, Figures]
+    measured: Mapping[str, MeasuredFigures]
+    estimated: Mapping[str, MeasuredFigures]
     rates: Rates
     alike: tuple[tuple[str, ...], ...]
     stages: tuple[int, ...]
@@ -92,7 +92,7 @@ class LayerCosts:
         return _scale_of([(self.measured[name], self.estimated[name]) for name in layers])
 
 
-def _scale_of(pairs: Sequence[tuple[Figures, Figures]]) -> Scale:
+def _scale_of(pairs: Sequence[tuple[MeasuredFigures, MeasuredFigures]]) -> Scale:
     scales = []
     for figure in FIGURES:
         measured, estimated = (
@@ -116,10 +116,10 @@ def layer_costs(costs: Costs, basis: Basis, *, is_divided: bool) -> LayerCosts:
             for figure, value in figures.items():
                 totals[name][figure] += value
     numbers = _numbers(basis)
-    measured: dict[str, dict[Figure, float]] = {name: {} for name in totals}
-    estimated: dict[str, dict[Figure, float]] = {name: {} for name in totals}
+    measured: dict[str, dict[MeasuredFigure, float]] = {name: {} for name in totals}
+    estimated: dict[str, dict[MeasuredFigure, float]] = {name: {} for name in totals}
     alike: list[set[str]] = []
-    tower: dict[Figure, float] = {}
+    tower: dict[MeasuredFigure, float] = {}
     for figure in FIGURES:
         if isinstance(figure, Held) and costs.held_bytes is None:
             continue
@@ -172,7 +172,7 @@ _IN_WORDS = {
 }
 
 
-_Expected = dict[str, dict[Figure, float]]  # by component
+_Expected = dict[str, dict[MeasuredFigure, float]]  # by component
 
 
 def _expected(stage: Stage, basis: Basis) -> _Expected:
@@ -180,7 +180,7 @@ def _expected(stage: Stage, basis: Basis) -> _Expected:
     model, execution, rates = basis.model, basis.execution, basis.rates
     expected: _Expected = defaultdict(lambda: defaultdict(float))
 
-    def add(name: str, figures: Sequence[Figure], values: Sequence[float]) -> None:
+    def add(name: str, figures: Sequence[MeasuredFigure], values: Sequence[float]) -> None:
         for figure, value in zip(figures, values, strict=True):
             expected[name][figure] += value
 
@@ -201,7 +201,7 @@ def _sums_of(
     costs: Costs,
     stages: Sequence[_Expected],
     totals: _Expected,
-    figure: Figure,
+    figure: MeasuredFigure,
     is_divided: bool,
 ) -> tuple[Sequence[_Expected], Sequence[float]]:
     """Return the estimated figures by component and the measured sums of ``figure``, row by row: of

@@ -20,7 +20,7 @@ from megatron_ext.words import shown
 
 FORMAT = 2
 
-Shape = tuple[float, float, float]  # rows, columns, depth
+ProductShape = tuple[float, float, float]  # rows, columns, depth
 # Rows, columns and depth of each expert's product, and the number of experts.
 GroupedShape = tuple[float, float, float, float]
 
@@ -57,7 +57,7 @@ class MachineFactors:
         gpu: name that the GPU's driver gives.
         versions: of torch, CUDA and so on, in words.
         precision: of the products, by its name in `Precision`.
-        products: `Shape` of each, in the layers' precision.
+        products: `ProductShape` of each, in the layers' precision.
         gathers: of tensor-parallel ranks.
         grouped: `GroupedShape` of each.
         attention, attention_backward: floating-point operations and bytes of the forward pass.
@@ -74,7 +74,7 @@ class MachineFactors:
     attention_backward: tuple[TimedKernel, ...] = ()
     exchanges: tuple[TimedCollective, ...] = ()
 
-    def of_product(self, shape: Shape) -> float:
+    def of_product(self, shape: ProductShape) -> float:
         """Return the factor of the measured product that is closest in shape to ``shape``."""
         return _of_closest(self.products, shape)
 

@@ -7,12 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.columns import Floats
 from megatron_ext.schedule.timeline import Event
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.measured.machine_factors import (
     GroupedShape,
-    Shape,
+    ProductShape,
     TimedCollective,
     TimedKernel,
 )
@@ -32,7 +32,10 @@ AttentionShape = tuple[int, int, int, int, int]
 
 
 def timed_products(
-    model: Model, execution: Execution, rates: Rates, seconds_of: Callable[[Shape], float | None]
+    model: Model,
+    execution: Execution,
+    rates: Rates,
+    seconds_of: Callable[[ProductShape], float | None],
 ) -> tuple[TimedKernel, ...]:
     """Return the products of F, I and W of the layers of ``model``, at each of `TENSOR_PARALLEL`.
 
@@ -44,7 +47,7 @@ def timed_products(
             are not returned.
     """
     runs = [replace(execution, tensor_parallel=ranks) for ranks in TENSOR_PARALLEL]
-    shapes: dict[Shape, None] = {}
+    shapes: dict[ProductShape, None] = {}
     for operation in _operations(model, runs, Engine.LINEAR):
         if operation.product is not None:
             shapes |= dict.fromkeys(operation.product.shapes)

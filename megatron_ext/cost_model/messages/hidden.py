@@ -20,7 +20,9 @@ from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.stage_seconds import PassSeconds, seconds_by_component
 from megatron_ext.schedule.action import Kind
 
-Table = tuple[tuple[float, ...], ...]  # seconds, by stage of F, then by stage of the other pass
+SecondsByStages = tuple[
+    tuple[float, ...], ...
+]  # seconds, by stage of F, then by stage of the other pass
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def _paired_layer(seconds: PassSeconds) -> PairedLayer:
 
 def hidden_by_pairs(
     model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates
-) -> Mapping[Kind, Table]:
+) -> Mapping[Kind, SecondsByStages]:
     """Return the seconds saved by running F of every stage side by side with a backward pass of
     every stage instead of one after the other, by the kind of that pass: `OverlapCosts.hidden`."""
     share = execution.overlap
@@ -87,7 +89,7 @@ def hidden_by_pairs(
         side_by_side = zip(layers[forward], reversed(layers[backward]), strict=False)
         return sum(f.hidden_beside(b, share, with_weights=with_weights) for f, b in side_by_side)
 
-    def table(with_weights: bool) -> Table:
+    def table(with_weights: bool) -> SecondsByStages:
         numbers = range(len(stages))
         return tuple(tuple(hidden(f, b, with_weights) for b in numbers) for f in numbers)
 

@@ -73,8 +73,8 @@ def unparse(printed: Mapping[str, str]) -> Unparsed:
     Raises:
         ValueError: Megatron's parser does not take a value, or a list is not understood.
     """
-    words = flags_of(printed)
-    args = megatron_arguments.parse(words).args
+    words = unparsed_flags(printed)
+    args = megatron_arguments.parse_arguments(words).args
     try:
         validated = vars(_validated(args, words, int(printed["world_size"])))
     except ValueError:  # the caller validates the flags again, and reports it
@@ -87,7 +87,7 @@ def unparse(printed: Mapping[str, str]) -> Unparsed:
     return Unparsed(words, tuple(name for name in printed if name not in validated), differences)
 
 
-def flags_of(printed: Mapping[str, str]) -> tuple[str, ...]:
+def unparsed_flags(printed: Mapping[str, str]) -> tuple[str, ...]:
     """Return the flags of the arguments ``printed``, without asking what they give here.
 
     Raises:

@@ -33,7 +33,7 @@ from megatron_ext.launch_planner.alternatives.recompute import (
 from megatron_ext.launch_planner.alternatives.written import written_for
 from megatron_ext.launch_planner.variants import LaunchVariants
 from megatron_ext.planner.candidate import VocabMethod
-from megatron_ext.planner.layouts.candidates import Permits, Rule
+from megatron_ext.planner.layouts.candidates import LayoutRule, Permits
 from megatron_ext.planner.layouts.comparison import LayoutComparison, compare_layouts
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.layout import Layout
@@ -87,7 +87,7 @@ def own_layout(args: Any, spec: str) -> tuple[str, Layout]:
     return spec, Layout(tuple(layers_of_stages(args, placement)), tuple(depths))
 
 
-def rule_of(args: Any) -> Rule:
+def rule_of(args: Any) -> LayoutRule:
     """Return the rule by which Megatron itself lays out the layers of ``args`` for a number of
     stages."""
     free = copy.copy(args)

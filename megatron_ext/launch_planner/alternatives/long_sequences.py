@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _SIMPLE = ("zb-h1", "zb-v")
 
 
-def long_sequences(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
+def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
     """Return the alternatives for long sequences of the launch with this ``plan``; None if its
     sequences are short."""
     args, variants, room = parsed.validated, parsed.variants, parsed.room

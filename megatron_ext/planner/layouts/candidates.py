@@ -35,7 +35,7 @@ _ROOMY = 0.9  # of what fits: memory holds nothing back
 _PLAIN = 0.005  # of a step: what a layout has to gain to be written
 _WORTH = 0.01  # of a step: what a divided vocabulary has to be able to gain
 
-Rule = Callable[[int], Layout]  # the layout of so many stages; raises ValueError
+LayoutRule = Callable[[int], Layout]  # the layout of so many stages; raises ValueError
 Permits = Callable[[str, VocabMethod], None]  # raises ValueError
 
 
@@ -62,7 +62,7 @@ class Candidates:
         self,
         works: Sequence[Work],
         bound: float | None,
-        rule: Rule,
+        rule: LayoutRule,
         permits: Permits,
         search: bool,
         progress: Task,

@@ -13,7 +13,7 @@ from math import inf
 
 from megatron_ext.compile.registry import with_option
 from megatron_ext.planner.candidate import VocabMethod
-from megatron_ext.planner.layouts.candidates import Candidates, Permits, Rule
+from megatron_ext.planner.layouts.candidates import Candidates, LayoutRule, Permits
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.planner.planning_time import LAYOUTS, until_end
@@ -64,7 +64,7 @@ def permit_all(spec: str, method: VocabMethod) -> None:
 def compare_layouts(
     works: Sequence[Work],
     own: tuple[str, Layout],
-    rule: Rule,
+    rule: LayoutRule,
     room: float | None = None,
     *,
     permits: Permits = permit_all,

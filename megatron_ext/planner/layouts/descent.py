@@ -13,12 +13,13 @@ import numpy as np
 from megatron_ext.compile.output_layer import with_input_gradient
 from megatron_ext.compile.pairs import with_pairs
 from megatron_ext.compile.registry import Choice, entry_of
-from megatron_ext.planner.layouts.figures import Counts, Floats, StageFigures, busy
+from megatron_ext.planner.layouts.figures import Counts, StageFigures, busy
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.minimax import is_layout, least_seconds, moves
 from megatron_ext.planner.layouts.order import PERIODS_IN_PAIRS, Order
 from megatron_ext.planner.limits import limit_left
 from megatron_ext.progress import Task
+from megatron_ext.schedule.columns import Floats
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule

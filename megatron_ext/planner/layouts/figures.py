@@ -12,13 +12,13 @@ from megatron_ext.cost_model.model import Stage
 from megatron_ext.planner.layouts.hidden import Hidden
 from megatron_ext.planner.layouts.work import Work
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.columns import Floats
 from megatron_ext.schedule.costs import VocabularyCosts
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.rank_speeds import slowness_of
 
-Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]  # layers of each stage; by layout where there are several
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_ext.planner.layouts.figures import Counts, Figure, Floats, StageFigures, busy
+from megatron_ext.planner.layouts.figures import Counts, Figure, StageFigures, busy
 from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.schedule.columns import Floats
 from megatron_ext.schedule.placement import Placement
 
 _STEPS = 64  # moves of a layer, at the most

@@ -18,7 +18,7 @@ from math import inf
 from megatron_ext.compile.auto_spec import SEARCHES
 from megatron_ext.compile.registry import choose
 from megatron_ext.planner.candidate import VocabMethod
-from megatron_ext.planner.layouts.candidates import Permits, Rule
+from megatron_ext.planner.layouts.candidates import LayoutRule, Permits
 from megatron_ext.planner.layouts.comparison import compare_layouts, permit_all
 from megatron_ext.planner.layouts.descent import Timed
 from megatron_ext.planner.layouts.figures import StageFigures
@@ -60,7 +60,7 @@ class SizedWorks:
     """
 
     works: Sequence[Work]
-    rule: Rule
+    rule: LayoutRule
     permits: Permits = permit_all
 
 

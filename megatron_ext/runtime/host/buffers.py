@@ -26,7 +26,7 @@ from megatron_ext.runtime.host.pages import whole_pages
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.words import bytes_text
 
-Key = tuple[int, Held]  # a stage, and a kind of its memory
+BufferKey = tuple[int, Held]  # a stage, and a kind of its memory
 
 
 @dataclass(eq=False)
@@ -50,14 +50,14 @@ class HostBuffers:
     def __init__(self, copies: HostCopies, rank: int) -> None:
         self._copies = copies
         self._rank = rank
-        self._needed: dict[Key, int] = {}
-        self._free: dict[Key, deque[Slot]] = defaultdict(deque)
+        self._needed: dict[BufferKey, int] = {}
+        self._free: dict[BufferKey, deque[Slot]] = defaultdict(deque)
         self._has_grown = False
-        self.expected: Mapping[Key, int] = {}
+        self.expected: Mapping[BufferKey, int] = {}
         self.registered = 0
         self.plain = 0
 
-    def reserve(self, wanted: Mapping[Key, int]) -> None:
+    def reserve(self, wanted: Mapping[BufferKey, int]) -> None:
         """Allocate the missing slots of each kind before a step; ``wanted`` counts them.
 
         Raises:
@@ -77,7 +77,7 @@ class HostBuffers:
                     self._free[key].append(slot)
                     self.registered += 1
 
-    def take(self, key: Key, size: int) -> Slot:
+    def take(self, key: BufferKey, size: int) -> Slot:
         """Return a free slot of at least ``size`` bytes: the one freed first.
 
         Raises:
@@ -92,13 +92,13 @@ class HostBuffers:
         self.plain += 1
         return Slot(whole_pages(size), is_registered=False)
 
-    def give_back(self, key: Key, slot: Slot) -> None:
+    def give_back(self, key: BufferKey, slot: Slot) -> None:
         self._free[key].append(slot)
 
-    def _size(self, key: Key) -> int:
+    def _size(self, key: BufferKey) -> int:
         return self._needed.get(key, self.expected.get(key, 0))
 
-    def _note(self, key: Key, size: int) -> None:
+    def _note(self, key: BufferKey, size: int) -> None:
         """Record the size of a microbatch. If it has grown, reserve 1/8 more, so that the buffer is
         not soon too small again."""
         known = self._needed.get(key)

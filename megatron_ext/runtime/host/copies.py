@@ -14,7 +14,7 @@ from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.words import bytes_text
 
-Piece = tuple[Tensor, Tensor]  # destination and source: bytes, of equal length
+CopiedBytes = tuple[Tensor, Tensor]  # destination and source: bytes, of equal length
 
 
 class Transfer(Protocol):
@@ -56,7 +56,9 @@ class DirectCopies:
     def release(self, buffer: Tensor) -> None:
         """Free a buffer that no copy uses any more. May wait for the device."""
 
-    def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
+    def start(
+        self, action: Action, pieces: Sequence[CopiedBytes], after: Transfer | None
+    ) -> Transfer:
         """Start the copy ``action`` once the work launched so far on this rank, and ``after``, are
         done. Copies of one direction run in order.
 
@@ -96,7 +98,9 @@ class CudaCopies:
     def release(self, buffer: Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
-    def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
+    def start(
+        self, action: Action, pieces: Sequence[CopiedBytes], after: Transfer | None
+    ) -> Transfer:
         stream = self._streams[RULES[action.kind].lane]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

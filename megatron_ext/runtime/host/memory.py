@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_ext.compile.program.memory import in_bytes, most_on_host
 from megatron_ext.runtime.store.lost_store import losing_the_store
 from megatron_ext.runtime.world import gather_from_all, store_of_all
-from megatron_ext.schedule.action import Action, tokens_of
+from megatron_ext.schedule.action import Action, token_share
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.words import bytes_text
@@ -65,7 +65,7 @@ def buffer_sizes(row: tuple[Action, ...], costs: Costs) -> dict[tuple[int, Held]
     ``costs`` have no bytes."""
     if costs.held_bytes is None:
         return {}
-    amount, tokens = in_bytes(costs), max(tokens_of(action.microbatch) for action in row)
+    amount, tokens = in_bytes(costs), max(token_share(action.microbatch) for action in row)
     return {
         (stage, held): math.ceil(amount(held, stage) * tokens * _ALLOWANCE)
         for stage, held in most_on_host(row)

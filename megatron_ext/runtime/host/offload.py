@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_ext.compile.program.memory import most_on_host
 from megatron_ext.runtime.host.buffers import HostBuffers, Slot
-from megatron_ext.runtime.host.copies import HostCopies, Piece, Transfer, copies_on
+from megatron_ext.runtime.host.copies import CopiedBytes, HostCopies, Transfer, copies_on
 from megatron_ext.runtime.host.memory import buffer_sizes
 from megatron_ext.runtime.owner import Handler, Owner
 from megatron_ext.runtime.weight_gradients import queue
@@ -296,7 +296,7 @@ def _tell_allocator(storage: torch.UntypedStorage, streams: Iterable[torch.cuda.
         _bytes_of(storage).record_stream(stream)
 
 
-def _pieces(storages: Iterable[_Moved], slot: Slot | None) -> list[Piece]:
+def _pieces(storages: Iterable[_Moved], slot: Slot | None) -> list[CopiedBytes]:
     """Return each storage as bytes, and its place on the host."""
     pieces, offset = [], 0
     for moved in storages:

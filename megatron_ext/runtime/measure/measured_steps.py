@@ -12,7 +12,7 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.measure.clocks import clock_offsets
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Recording, clock_of
-from megatron_ext.viz.prediction import Comparison, RankStep, compare
+from megatron_ext.viz.prediction import Comparison, RankStep, compare_prediction
 
 KEPT = 5
 
@@ -58,4 +58,6 @@ class MeasuredSteps:
             [RankStep(s.start - ahead.seconds, s.end - ahead.seconds, s.busy) for s in rank]
             for rank, ahead in zip(ranks, offsets, strict=True)
         ]
-        return compare(simulate(self._program, self._program.problem.costs), on_one_clock)
+        return compare_prediction(
+            simulate(self._program, self._program.problem.costs), on_one_clock
+        )

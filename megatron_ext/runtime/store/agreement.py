@@ -82,8 +82,8 @@ def _compare(store: dist.Store, ranks: int, timeout: timedelta) -> tuple[str, st
     mistake; "" if there is none."""
     if _wait(store, [str(rank) for rank in range(ranks)], 0, ranks, timeout):
         told = _told(store, ranks)
-        mistake = difference(told)
-        if unknown := "" if mistake else remark(told):
+        mistake = deciding_differences(told)
+        if unknown := "" if mistake else other_differences(told):
             logger.warning(unknown)
     else:
         mistake = _silence(_silent(store, ranks), timeout)
@@ -153,7 +153,7 @@ def _parsed(text: bytes) -> dict[str, Fact]:
     return {name: Fact(**fact) for name, fact in json.loads(text).items()}
 
 
-def difference(ranks: Sequence[RankFacts]) -> str:
+def deciding_differences(ranks: Sequence[RankFacts]) -> str:
     """Return the facts that decide and in which ``ranks`` differ, a line for each; "" if they are
     equal."""
     lines = _lines(ranks, decide=True)
@@ -166,7 +166,7 @@ def difference(ranks: Sequence[RankFacts]) -> str:
     )
 
 
-def remark(ranks: Sequence[RankFacts]) -> str:
+def other_differences(ranks: Sequence[RankFacts]) -> str:
     """Return the facts that do not decide and in which ``ranks`` differ; "" if they are equal."""
     lines = _lines(ranks, decide=False)
     if not lines:

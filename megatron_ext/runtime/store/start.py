@@ -12,7 +12,7 @@ import torch.distributed as dist
 _name = ""  # ranks that have not compared their settings have none
 
 
-def begin(name: str) -> None:
+def begin_start(name: str) -> None:
     """Begin the start ``name`` of this process's ranks. All of them begin it."""
     global _name
     _name = name

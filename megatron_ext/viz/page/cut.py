@@ -44,7 +44,7 @@ def kept_microbatches(microbatches: int, passes: int, most: int) -> tuple[range,
     )
 
 
-def cut(
+def cut_to_microbatches(
     boxes: Sequence[Box], kept: Sequence[range], path: Sequence[int]
 ) -> tuple[tuple[Box, ...], tuple[int, ...]]:
     """Return the ``boxes`` of the microbatches in ``kept``, and the part of ``path`` that they are

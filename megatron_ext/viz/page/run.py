@@ -10,7 +10,7 @@ from megatron_ext.compile.program.graph import Graph
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, memory_curve, peaks
 from megatron_ext.compile.program.simulate import simulate_steps
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.schedule.action import Action, Kind, Pair, Slice, whole_of
+from megatron_ext.schedule.action import Action, Kind, OverlappedPasses, Slice, whole_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
@@ -19,7 +19,7 @@ from megatron_ext.schedule.problem import Extras
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Event, Timeline
 from megatron_ext.viz.page.boxes import Box, Track, TrackGroup, critical_path
-from megatron_ext.viz.page.cut import cut, kept_microbatches, shares
+from megatron_ext.viz.page.cut import cut_to_microbatches, kept_microbatches, shares
 from megatron_ext.viz.page.waits import Nodes, waits_of_passes, waits_of_program
 from megatron_ext.viz.trace import TracedStep, track_of
 from megatron_ext.words import counted
@@ -27,7 +27,7 @@ from megatron_ext.words import counted
 MOST_PASSES = 20_000  # of a page that stays small and quick
 REDUCTION = "reduction"
 
-Held = Mapping[Action, tuple[float, float | None]]  # while it runs: microbatches, bytes
+HeldTimes = Mapping[Action, tuple[float, float | None]]  # while it runs: microbatches, bytes
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def title_of(name: str, extras: Extras) -> str:
     return ", ".join([name, *map(extras.phrase, extras.requested)])
 
 
-def simulated(title: str, program: Program, steps: int = 1, remarks: Sequence[str] = ()) -> Run:
+def simulated_run(title: str, program: Program, steps: int = 1, remarks: Sequence[str] = ()) -> Run:
     """Return a run of ``steps`` simulated steps of ``program``."""
     (schedule, graph), problem = program.as_run, program.problem
     timelines = simulate_steps(program, problem.costs, steps)
@@ -143,7 +143,7 @@ def _cut_to(run: Run, most: int) -> Run:
     kept = kept_microbatches(microbatches, passes, most)
     if len(kept) == 1:
         return run
-    boxes, critical = cut(run.boxes, kept, run.critical)
+    boxes, critical = cut_to_microbatches(run.boxes, kept, run.critical)
     parts = [f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in kept]
     remark = (
         f"{passes:,} passes are too many for one page: microbatches {parts[0]}, {parts[1]} and "
@@ -204,8 +204,8 @@ def _boxes(
     tracks: Sequence[Track | None],
     waits: Sequence[Nodes],
     cost_of: Callable[[Action], float],
-    held: Held,
-    pairs: Iterable[Pair],
+    held: HeldTimes,
+    pairs: Iterable[OverlappedPasses],
 ) -> list[Box]:
     """Return the boxes to draw: one for each event whose track in ``tracks`` is not None."""
     halves = {action: half for pair in pairs for half, action in enumerate(pair)}
@@ -284,7 +284,7 @@ def _sorted(boxes: Sequence[Box]) -> tuple[Box, ...]:
     return tuple(placed)
 
 
-def _held(schedule: Schedule, costs: Costs | None) -> Held:
+def _held(schedule: Schedule, costs: Costs | None) -> HeldTimes:
     held: dict[Action, tuple[float, float | None]] = {}
     for row, passes in zip(schedule.rows, schedule.compute_rows, strict=True):
         amounts = memory_curve(row, in_microbatches(schedule))

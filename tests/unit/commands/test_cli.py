@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.action import parse_action
 from megatron_ext.schedule.schedule_csv import from_csv
 from tests.helpers.few_families import only_families
 from tests.helpers.forked import run_forked
@@ -359,12 +359,12 @@ def test_doctor_says_what_is_missing_without_our_extras(monkeypatch: pytest.Monk
 
 
 def test_a_whole_program_is_written_for_others_to_check(tmp_path: Path) -> None:
-    """Each rank's row with its messages and waits, in the text form that `parse` reads."""
+    """Each rank's row with its messages and waits, in the text form that `parse_action` reads."""
     file = tmp_path / "rows.txt"
     options = ["--pp", "2", "-m", "2", "--program", str(file)]
     answer = json.loads(run("simulate", "1f1b", *options, "--json"))
     assert answer["makespan_if_passes_wait"] >= answer["makespan"]
-    rows = [list(map(parse, line.split(","))) for line in file.read_text().splitlines()]
+    rows = [list(map(parse_action, line.split(","))) for line in file.read_text().splitlines()]
     assert rows == [list(row) for row in program("1f1b", line_problem(2, 2)).schedule.rows]
 
 

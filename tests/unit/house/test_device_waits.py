@@ -190,8 +190,8 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "digests",
             "torch.stack([values[place] for place in places]).tolist()",
         ),
-        ("megatron_ext/adapter/parity/recorder.py", "loss_of", "float(value)"),
-        ("megatron_ext/adapter/parity/recorder.py", "loss_of", "float(value[0] / value[1])"),
+        ("megatron_ext/adapter/parity/recorder.py", "logged_loss", "float(value)"),
+        ("megatron_ext/adapter/parity/recorder.py", "logged_loss", "float(value[0] / value[1])"),
     },
     "between steps, where all ranks meet": {
         (
@@ -241,7 +241,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
 }
 # Functions that make numbers of numbers, of texts and of settings, and of no tensor.
 NO_TENSORS = {
-    ("megatron_ext/adapter/checkpoints/folder.py", "name_of"),
+    ("megatron_ext/adapter/checkpoints/folder.py", "folder_name"),
     ("megatron_ext/adapter/checkpoints/loading.py", "_check_optimizer"),
     ("megatron_ext/adapter/checkpoints/loading.py", "_expert_tensor_parallel"),
     ("megatron_ext/adapter/checkpoints/loading.py", "_is_mixed"),

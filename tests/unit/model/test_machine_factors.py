@@ -24,7 +24,7 @@ from megatron_ext.cost_model.measured.layer_costs import Basis, layer_costs
 from megatron_ext.cost_model.measured.machine_factors import (
     GroupedShape,
     MachineFactors,
-    Shape,
+    ProductShape,
 )
 from megatron_ext.cost_model.measured.scale import Measured, Scale
 from megatron_ext.cost_model.measured.timed_operations import (
@@ -82,7 +82,7 @@ class Emulated(MachineFactors):
     """The emulated machine: products with a short side, attention of few heads and short
     collectives are slow."""
 
-    def of_product(self, shape: Shape) -> float:
+    def of_product(self, shape: ProductShape) -> float:
         return 1.1 if min(shape) >= 2048 else 1.8
 
     def of_grouped(self, shape: GroupedShape) -> float:
@@ -102,7 +102,7 @@ EMULATED = Emulated(GPU, VERSIONS, "bf16")
 TRUE = replace(SHEET, factors=EMULATED, measured=Measured((), others=Scale()))
 
 
-def product_seconds(shape: Shape) -> float:
+def product_seconds(shape: ProductShape) -> float:
     rows, columns, depth = shape
     return TRUE.seconds_of(linear("product", rows, depth, columns, RUN)[0])[0]
 

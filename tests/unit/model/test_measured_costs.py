@@ -32,7 +32,7 @@ from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
-from megatron_ext.viz.prediction import RankStep, compare
+from megatron_ext.viz.prediction import RankStep, compare_prediction
 from megatron_ext.viz.program_summary import stock_1f1b, summary_of_change
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
@@ -278,7 +278,7 @@ def test_a_comparison_is_of_medians_over_steps_and_makespans_over_ranks() -> Non
     predicted = simulate(program, program.problem.costs)
     first = [RankStep(0, 8, 5), RankStep(10, 19, 6), RankStep(20, 40, 7)]
     other = [RankStep(1, 10, 4), RankStep(11, 20, 4), RankStep(21, 60, 4)]
-    comparison = compare(predicted, [first, other, other, other])
+    comparison = compare_prediction(predicted, [first, other, other, other])
     assert (comparison.measured, comparison.steps) == (10, 3)
     assert comparison.measured_busy == (6, 4, 4, 4)
     assert comparison.predicted == predicted.makespan

@@ -16,7 +16,7 @@ from megatron_ext.cost_model.model import Model, stages_of
 from megatron_ext.cost_model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.cost_model.short_form import parse_model
 from megatron_ext.cost_model.tower import TowerTraining, parse_tower, tower_of
-from megatron_ext.cost_model.tower_costs import layers_of, tower_costs, tower_matrices
+from megatron_ext.cost_model.tower_costs import tower_costs, tower_layers, tower_matrices
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line
@@ -136,7 +136,7 @@ def test_its_memory_is_on_the_first_rank(trained: TowerTraining, of_a_parameter:
 
 
 def test_attention_of_a_tower_looks_both_ways() -> None:
-    model = layers_of(TOWER)
+    model = tower_layers(TOWER)
     run = Execution(1024)
     seconds = [
         estimate(m, stages_of(m, [13, 14]), run, H100).slices.attention[0]

@@ -27,7 +27,7 @@ from megatron_ext.schedule.slices import Slices
 from megatron_ext.viz.draw import COLOURS
 from megatron_ext.viz.page.boxes import LEFT_OUT, Box, TrackGroup, before, critical_path
 from megatron_ext.viz.page.cut import kept_microbatches, shares
-from megatron_ext.viz.page.run import MOST_PASSES, Run, cut_to_fit, simulated, traced
+from megatron_ext.viz.page.run import MOST_PASSES, Run, cut_to_fit, simulated_run, traced
 from megatron_ext.viz.page.write import (
     BROWSER,
     SCRIPTS,
@@ -81,7 +81,7 @@ def test_every_pass_has_its_box(sort: str) -> None:
         for event in row
         if event.end > event.start
     ]
-    run = simulated("x", made)
+    run = simulated_run("x", made)
     boxes = [
         box for box in run.boxes if box.track.group is TrackGroup.PASSES and box.end > box.start
     ]
@@ -94,7 +94,7 @@ def test_every_pass_has_its_box(sort: str) -> None:
 @EACH
 def test_nothing_starts_before_what_it_waited_for_has_ended(sort: str) -> None:
     """And, of what is simulated, everything at once when the last of it has."""
-    run = simulated("x", ALL_SORTS[sort], steps=2)
+    run = simulated_run("x", ALL_SORTS[sort], steps=2)
     for place, box in enumerate(run.boxes):
         ends = [run.boxes[other].end for other in before(run.boxes, place)]
         if box.track.title.isupper():
@@ -105,7 +105,7 @@ def test_nothing_starts_before_what_it_waited_for_has_ended(sort: str) -> None:
 
 
 def test_a_pass_waits_for_the_message_and_that_for_a_pass_of_another_rank() -> None:
-    boxes = simulated("x", ALL_SORTS["line"]).boxes
+    boxes = simulated_run("x", ALL_SORTS["line"]).boxes
     place = {(label(box), box.track.rank): at for at, box in enumerate(boxes)}
     assert place["1SEND_F0", 1] in boxes[place["2F0", 2]].needs
     assert place["1F0", 1] in boxes[place["1SEND_F0", 1]].needs
@@ -114,7 +114,7 @@ def test_a_pass_waits_for_the_message_and_that_for_a_pass_of_another_rank() -> N
 
 def test_messages_that_take_no_time_are_not_there_and_passes_wait_for_passes() -> None:
     problem = line_problem(3, 4)
-    run = simulated("x", program("1f1b", problem))
+    run = simulated_run("x", program("1f1b", problem))
     assert {box.track.group for box in run.boxes} == {TrackGroup.PASSES}
     place = {label(box): at for at, box in enumerate(run.boxes)}
     assert run.boxes[place["1F0"]].needs == (place["0F0"],)
@@ -123,7 +123,7 @@ def test_messages_that_take_no_time_are_not_there_and_passes_wait_for_passes() -
 
 @EACH
 def test_the_critical_path_is_without_a_gap(sort: str) -> None:
-    run = simulated("x", ALL_SORTS[sort])
+    run = simulated_run("x", ALL_SORTS[sort])
     path = [run.boxes[place] for place in run.critical]
     assert path[0].start == 0 and path[-1].end == run.length
     for earlier, later in itertools.pairwise(path):
@@ -131,7 +131,7 @@ def test_the_critical_path_is_without_a_gap(sort: str) -> None:
 
 
 def test_the_critical_path_of_a_line_is_down_and_up_again() -> None:
-    run = simulated("x", program("1f1b", line_problem(3, 2, 1, 1, 1)))
+    run = simulated_run("x", program("1f1b", line_problem(3, 2, 1, 1, 1)))
     names = [label(run.boxes[place]) for place in run.critical]
     assert names[:3] == ["0F0", "1F0", "2F0"] and names[-3:] == ["2B1", "1B1", "0B1"]
 
@@ -140,7 +140,7 @@ def test_the_critical_path_of_a_line_is_down_and_up_again() -> None:
 def test_memory_is_that_of_the_proof(sort: str) -> None:
     """Messages take none in microbatches, so that the peak is a pass's."""
     made = ALL_SORTS[sort]
-    run = simulated("x", made)
+    run = simulated_run("x", made)
     wanted = peaks(made.schedule, in_microbatches(made.schedule))
     for rank, peak in enumerate(wanted):
         held = [box.held for box in run.boxes if box.track.rank == rank and box.held is not None]
@@ -154,7 +154,7 @@ def test_memory_in_bytes_where_costs_have_them() -> None:
     problem = line_problem(2, 3)
     held = {Held.ACTIVATION: (2e9, 3e9), Held.WEIGHT_INPUTS: (1e9, 1e9), Held.LOGITS: (0.0, 0.0)}
     problem = replace(problem, costs=problem.costs.with_passes(held_bytes=held))
-    run = simulated("x", program("1f1b", problem))
+    run = simulated_run("x", program("1f1b", problem))
     assert run.figures.peaks_bytes == (4e9, 3e9)
     (first,) = (box for box in run.boxes if label(box) == "0F0")
     assert (first.held, first.held_bytes) == (1, 2e9)
@@ -162,7 +162,7 @@ def test_memory_in_bytes_where_costs_have_them() -> None:
 
 def test_lanes_of_messages_collectives_and_copies() -> None:
     def titles(sort: str, group: TrackGroup) -> set[str]:
-        boxes = simulated("x", ALL_SORTS[sort]).boxes
+        boxes = simulated_run("x", ALL_SORTS[sort]).boxes
         return {b.track.title for b in boxes if b.track.group is group and b.track.rank == 1}
 
     assert titles("line", TrackGroup.MESSAGES) == {"SEND_F to rank 2", "SEND_B to rank 0"}
@@ -172,10 +172,10 @@ def test_lanes_of_messages_collectives_and_copies() -> None:
 
 def test_several_steps() -> None:
     made = ALL_SORTS["line"]
-    run = simulated("x", made, steps=3)
+    run = simulated_run("x", made, steps=3)
     assert Counter(box.step for box in run.boxes).keys() == {0, 1, 2}
     assert run.remarks == (f"3 steps, one every {run.figures.makespan:.4g}.",)
-    overlapping = simulated("x", ALL_SORTS["post-validation"], steps=2)
+    overlapping = simulated_run("x", ALL_SORTS["post-validation"], steps=2)
     assert {"STEP", "SETTLE"} <= {box.kind for box in overlapping.boxes}
     assert overlapping.length < 2 * overlapping.figures.makespan
     assert overlapping.remarks[0].startswith("With post-validation: 2 steps, one every ")
@@ -200,7 +200,7 @@ def test_a_traced_step_is_beneath_its_prediction() -> None:
 
 @pytest.mark.parametrize("most", [1, 60, 150, 400])
 def test_what_is_too_large_is_cut_and_says_so(most: int) -> None:
-    run = simulated("x", program_of("zb-h1", 4, 40))
+    run = simulated_run("x", program_of("zb-h1", 4, 40))
     (small,) = cut_to_fit([run], most)
     kept = [box for box in small.boxes if box.kind != LEFT_OUT]
     passes = [box for box in kept if box.track.group is TrackGroup.PASSES]
@@ -222,7 +222,7 @@ def test_what_is_too_large_is_cut_and_says_so(most: int) -> None:
 
 
 def test_what_fits_is_not_cut() -> None:
-    run = simulated("x", ALL_SORTS["line"])
+    run = simulated_run("x", ALL_SORTS["line"])
     assert cut_to_fit([run, run], 2 * run.passes) == (run, run)
 
 
@@ -253,7 +253,7 @@ def page_of(*runs: Run) -> Page:
 
 
 def test_the_file_holds_the_data_and_needs_nothing_else(tmp_path: Path) -> None:
-    page = page_of(simulated("1f1b", program_of("1f1b")), simulated("zb-v", ALL_SORTS["v"]))
+    page = page_of(simulated_run("1f1b", program_of("1f1b")), simulated_run("zb-v", ALL_SORTS["v"]))
     path = tmp_path / "x.html"
     write_page(page, path)
     text = path.read_text()
@@ -264,7 +264,7 @@ def test_the_file_holds_the_data_and_needs_nothing_else(tmp_path: Path) -> None:
 
 
 def test_the_data_are_the_boxes() -> None:
-    run = simulated("zb-v", ALL_SORTS["v"])
+    run = simulated_run("zb-v", ALL_SORTS["v"])
     data = data_of(page_of(run))
     (told,) = data["runs"]
     names = [
@@ -287,7 +287,7 @@ def test_the_data_are_the_boxes() -> None:
 def test_times_have_as_many_digits_as_they_need() -> None:
     """In seconds they are small: with fixed decimals all passes would have taken 0."""
     made = program("1f1b", line_problem(2, 3, 1e-6 / 3, 1e-6, 1e-6))
-    (told,) = data_of(page_of(simulated("x", made)))["runs"]
+    (told,) = data_of(page_of(simulated_run("x", made)))["runs"]
     assert told["end"][0] == pytest.approx(1e-6 / 3, rel=1e-5)
 
 
@@ -297,7 +297,7 @@ def test_times_have_as_many_digits_as_they_need() -> None:
 )
 def test_a_page_is_small(ranks: int, microbatches: int) -> None:
     """A page of 20,000 passes is to be smooth, and can be sent by mail: under 3 MB."""
-    runs = [simulated(name, program_of(name, ranks, microbatches)) for name in ("1f1b", "zb-v")]
+    runs = [simulated_run(name, program_of(name, ranks, microbatches)) for name in ("1f1b", "zb-v")]
     drawn = [
         box for run in cut_to_fit(runs, MOST_PASSES) for box in run.boxes if box.kind != LEFT_OUT
     ]

@@ -20,7 +20,7 @@ import pytest
 
 from megatron_ext.schedule.problem import Offload
 from megatron_ext.viz.page.boxes import TrackGroup, before
-from megatron_ext.viz.page.run import Run, simulated
+from megatron_ext.viz.page.run import Run, simulated_run
 from megatron_ext.viz.page.write import Page, data_of, text_of
 from tests.helpers.combinations import nightly
 from tests.unit.observe.test_page import label, program_of
@@ -67,8 +67,8 @@ def dump(browser: str, profile: Path, address: str) -> str:
 
 def runs() -> tuple[Run, ...]:
     return (
-        simulated("1f1b", program_of("1f1b")),
-        simulated("zb-v", program_of("zb-v", activation_offload=Offload.FULL)),
+        simulated_run("1f1b", program_of("1f1b")),
+        simulated_run("zb-v", program_of("zb-v", activation_offload=Offload.FULL)),
     )
 
 
@@ -174,7 +174,7 @@ def test_a_schedule_is_closed_and_the_axis_is_the_others(told: dict[str, Any]) -
 
 
 def test_20_000_passes(browser: partial[str], tmp_path: Path) -> None:
-    many = tuple(simulated(name, program_of(name, 16, 200)) for name in ("1f1b", "zb-h1"))
+    many = tuple(simulated_run(name, program_of(name, 16, 200)) for name in ("1f1b", "zb-h1"))
     seen = probed(browser, Page("many", many, ""), tmp_path)
     print(f"a picture of {seen['drawn']:,} boxes takes {seen['milliseconds']:.0f} ms here")
     assert seen["drawn"] > 5_000

@@ -23,9 +23,9 @@ from megatron_ext.race.record import (
     NAME,
     RaceFigures,
     RaceRecord,
-    difference,
-    load_record,
-    save_record,
+    first_difference,
+    load_race_record,
+    save_race_record,
 )
 from megatron_ext.race.rounds import ROUNDS, TIMED, WARM_UP, Race, ratio_of
 from megatron_ext.schedule.costs_text import parse_costs
@@ -155,7 +155,7 @@ def test_who_cannot_be_built_any_more_does_not_win_by_rounds_of_an_earlier_start
     for _ in range(ROUNDS):
         race.add_round({"a": [1.0, 1.0], "b": [0.5, 0.5], "c": [0.9, 0.9]})
     assert race.is_over and race.winner == "c" and race.ratio("b") is None
-    assert "race is over: c is 1.111 times as fast" in report.verdict(race, takes_winner=True)
+    assert "race is over: c is 1.111 times as fast" in report.winner_text(race, takes_winner=True)
 
 
 def test_who_is_hardly_slower_stays() -> None:
@@ -171,7 +171,7 @@ def test_a_gain_within_the_spread_is_none() -> None:
     ratio = race.ratio("b")
     assert ratio is not None and ratio.median > 1 > ratio.lower
     assert race.winner == "a"
-    assert "no schedule is faster than a" in report.verdict(race, takes_winner=True)
+    assert "no schedule is faster than a" in report.winner_text(race, takes_winner=True)
 
 
 def test_quartiles_leave_an_outlier_out() -> None:
@@ -215,10 +215,10 @@ def record() -> RaceRecord:
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "new" / "race.json"
-    save_record(record(), path)
-    assert load_record(path) == record()
+    save_race_record(record(), path)
+    assert load_race_record(path) == record()
     race = Race("a", ["b"])
-    for measured in load_record(path).rounds:
+    for measured in load_race_record(path).rounds:
         race.add_round(measured)
     ratio = race.ratio("b")
     assert ratio is not None and ratio.median == pytest.approx(2.1 / 1.7)
@@ -229,21 +229,24 @@ def test_what_is_no_record_is_said(text: str, tmp_path: Path) -> None:
     path = tmp_path / "race.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"race\.json is not understood"):
-        load_record(path)
+        load_race_record(path)
 
 
 @pytest.mark.parametrize("version", [0, 2])
 def test_a_record_of_another_version_is_named(version: object, tmp_path: Path) -> None:
     path = tmp_path / "race.json"
-    save_record(record(), path)
+    save_race_record(record(), path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": version}))
     with pytest.raises(ValueError, match=rf"its version is {version}, and only 1 is known"):
-        load_record(path)
+        load_race_record(path)
 
 
 def test_the_first_difference_is_named() -> None:
-    assert difference({"a": "1"}, {"a": "1"}) == ""
-    assert difference({"a": "1", "b": "2"}, {"a": "1", "b": "3"}) == "b was 3 there and is 2 here"
+    assert first_difference({"a": "1"}, {"a": "1"}) == ""
+    assert (
+        first_difference({"a": "1", "b": "2"}, {"a": "1", "b": "3"})
+        == "b was 3 there and is 2 here"
+    )
 
 
 # ---- What is told
@@ -261,7 +264,7 @@ def test_the_row_can_be_pasted() -> None:
         "3 GiB (2.5 GiB) |"
     )
     assert choose(race.winner).traits.splits_backward
-    assert report.verdict(race, takes_winner=False).endswith("the training goes on under 1f1b")
+    assert report.winner_text(race, takes_winner=False).endswith("the training goes on under 1f1b")
     line = report.figures_line("zb-h1", race, figures["zb-h1"])
     assert line == (
         "race, zb-h1: iteration 800 ms, bubble 11.0% (predicted 10.0%), peak 3 GiB (predicted "
@@ -287,7 +290,7 @@ def test_more_than_the_bubble_can_give_is_said_to_be_noise(
     race = Race("1f1b", ["zb-h1"])
     drive(race, {"1f1b": 1.0, "zb-h1": candidate})
     figures = {name: RaceFigures(measured, predicted, None, None, 4) for name in ("1f1b", "zb-h1")}
-    doubt = report.doubt(race, figures)
+    doubt = report.doubt_of_winner(race, figures)
     if says is None:
         assert doubt is None
     else:
@@ -298,7 +301,7 @@ def test_more_than_the_bubble_can_give_is_said_to_be_noise(
 def test_a_race_that_nobody_has_won_is_not_doubted() -> None:
     race = Race("1f1b", ["zb-h1"])
     drive(race, {"1f1b": 1.0, "zb-h1": 2.0})
-    assert report.doubt(race, {"1f1b": RaceFigures(0.0, 0.0, None, None, 4)}) is None
+    assert report.doubt_of_winner(race, {"1f1b": RaceFigures(0.0, 0.0, None, None, 4)}) is None
 
 
 def test_a_race_without_a_round_has_no_row() -> None:
@@ -324,15 +327,15 @@ def course(rounds: int) -> RaceRecord:
 @pytest.mark.parametrize("rounds", range(1, ROUNDS + 1))
 def test_each_part_of_a_race_is_read_again(rounds: int, tmp_path: Path) -> None:
     record = course(rounds)
-    save_record(record, tmp_path / NAME)
-    assert load_record(tmp_path / NAME, CONTESTANTS) == record
+    save_race_record(record, tmp_path / NAME)
+    assert load_race_record(tmp_path / NAME, CONTESTANTS) == record
     assert record.winner == ("b" if rounds == ROUNDS else None)
 
 
 def test_a_race_that_none_could_run_is_read_again(tmp_path: Path) -> None:
     record = RaceRecord({"the race": "a b c"}, winner="a")
-    save_record(record, tmp_path / NAME)
-    assert load_record(tmp_path / NAME, CONTESTANTS) == record
+    save_race_record(record, tmp_path / NAME)
+    assert load_race_record(tmp_path / NAME, CONTESTANTS) == record
 
 
 def test_a_record_is_what_a_race_can_have_written(tmp_path: Path) -> None:
@@ -356,14 +359,14 @@ def test_a_record_is_what_a_race_can_have_written(tmp_path: Path) -> None:
     ]
     taken = []
     for rounds in (3, ROUNDS):
-        save_record(course(rounds), tmp_path / NAME)
+        save_race_record(course(rounds), tmp_path / NAME)
         whole = json.loads((tmp_path / NAME).read_text())
         for path in [*paths_in(whole)]:
             for value in [*values, *renamed(whole, path)]:
                 data = changed(whole, path, value)
                 (tmp_path / NAME).write_text(json.dumps(data))
                 with contextlib.suppress(ValueError):
-                    record = load_record(tmp_path / NAME, CONTESTANTS)
+                    record = load_race_record(tmp_path / NAME, CONTESTANTS)
                     if record != course(rounds) and path[0] != "subject":
                         taken.append((path, value))
     taken.remove((("rounds",), whole_rounds(2)))  # an earlier record of the same race

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.recordings import report
-from megatron_ext.recordings.compare import ParityVerdict, compare
+from megatron_ext.recordings.compare import ParityVerdict, compare_runs
 from megatron_ext.recordings.recording import RunRecording, read_recording
 from tests.helpers.recordings import Course, write
 
@@ -157,9 +157,11 @@ def test_a_damaged_recording_is_named_with_its_value(seed: int, tmp_path: Path) 
         damage(tmp_path / "B", rng)
         try:
             b = read_recording(tmp_path / "B")
-            found = compare(a, b)
-            for shown in (found, compare(b, a, b)):
-                json.dumps([report.rows(shown), report.tensor_rows(shown), report.verdict(shown)])
+            found = compare_runs(a, b)
+            for shown in (found, compare_runs(b, a, b)):
+                json.dumps(
+                    [report.rows(shown), report.tensor_rows(shown), report.verdict_text(shown)]
+                )
                 json.dumps(report.as_data(shown))
         except (ValueError, OSError) as error:
             assert str(tmp_path / "B") in str(error) and "\n" not in str(error)
@@ -192,6 +194,6 @@ def test_a_norm_that_is_no_number_is_no_sum_in_another_order(tmp_path: Path) -> 
     """A norm of one run alone counted as one ulp from the other's, and so as the same."""
     a = read_recording(write(tmp_path / "A", Course()))
     b = read_recording(write(tmp_path / "B", Course(norms=(1.5, float("nan"), 1.125))))
-    found = compare(a, b, a)
+    found = compare_runs(a, b, a)
     assert found.verdict is ParityVerdict.DIFFER and found.first is not None
     assert (found.first.iteration, found.first.what) == (2, "gradient norm")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.recordings.ulps import as_numbers, difference
+from megatron_ext.recordings.ulps import as_numbers, bits_difference
 
 
 def bits(values: list[float], dtype: str) -> np.ndarray:
@@ -28,7 +28,7 @@ def following(value: float, steps: int, dtype: str) -> float:
 def test_steps_to_the_next_numbers(dtype: str, value: float) -> None:
     there = following(value, 3, dtype)
     assert there != value
-    found = difference(bits([value, 2.0], dtype), bits([there, 2.0], dtype), dtype)
+    found = bits_difference(bits([value, 2.0], dtype), bits([there, 2.0], dtype), dtype)
     assert (found.elements, found.differ, found.ulps, found.nans) == (2, 1, 3, 0)
     assert found.relative == pytest.approx(abs(there - value) / math.hypot(value, 2.0))
 
@@ -36,29 +36,29 @@ def test_steps_to_the_next_numbers(dtype: str, value: float) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_across_zero(dtype: str) -> None:
     """Zeros are no step apart, and the smallest numbers of either sign two."""
-    zeros = difference(bits([0.0], dtype), bits([-0.0], dtype), dtype)
+    zeros = bits_difference(bits([0.0], dtype), bits([-0.0], dtype), dtype)
     assert (zeros.differ, zeros.ulps) == (1, 0)
     smallest = following(0.0, 1, dtype)
-    around = difference(bits([smallest], dtype), bits([-smallest], dtype), dtype)
+    around = bits_difference(bits([smallest], dtype), bits([-smallest], dtype), dtype)
     assert (around.differ, around.ulps) == (1, 2)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_the_ends_of_a_type(dtype: str) -> None:
     info = torch.finfo(getattr(torch, dtype))
-    found = difference(bits([-math.inf], dtype), bits([math.inf], dtype), dtype)
+    found = bits_difference(bits([-math.inf], dtype), bits([math.inf], dtype), dtype)
     assert found.ulps == 2 * (
-        difference(bits([0.0], dtype), bits([info.max], dtype), dtype).ulps + 1
+        bits_difference(bits([0.0], dtype), bits([info.max], dtype), dtype).ulps + 1
     )
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_nan(dtype: str) -> None:
     nan = math.nan
-    found = difference(bits([nan, nan, 1.0], dtype), bits([nan, 1.0, 1.0], dtype), dtype)
+    found = bits_difference(bits([nan, nan, 1.0], dtype), bits([nan, 1.0, 1.0], dtype), dtype)
     assert (found.differ, found.nans, found.ulps) == (1, 1, 0)
     assert math.isnan(found.relative), "it is more than any floor"
-    assert not difference(bits([nan, 1.0], dtype), bits([nan, 1.0], dtype), dtype)
+    assert not bits_difference(bits([nan, 1.0], dtype), bits([nan, 1.0], dtype), dtype)
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_nan(dtype: str) -> None:
     [("int64", 5, -2, 7), ("int32", -7, 7, 14), ("uint8", 250, 3, 247), ("bool", 0, 1, 1)],
 )
 def test_integers_are_apart_by_their_difference(dtype: str, a: int, b: int, apart: int) -> None:
-    found = difference(bits([a], dtype), bits([b], dtype), dtype)
+    found = bits_difference(bits([a], dtype), bits([b], dtype), dtype)
     assert (found.differ, found.ulps) == (1, apart)
 
 
 def test_8_bit_floats_can_be_compared() -> None:
     a, b = bits([1.0, 2.0], "float8_e4m3fn"), bits([1.125, 2.0], "float8_e4m3fn")
-    found = difference(a, b, "float8_e4m3fn")
+    found = bits_difference(a, b, "float8_e4m3fn")
     assert (found.differ, found.ulps) == (1, 1)
 
 
@@ -81,6 +81,6 @@ def test_nothing_is_lost_between_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     a = np.arange(11, dtype=np.float32)
     b = a.copy()
     b[[0, 3, 4, 10]] += 1
-    found = difference(a.view("i4"), b.view("i4"), "float32")
+    found = bits_difference(a.view("i4"), b.view("i4"), "float32")
     assert (found.elements, found.differ) == (11, 4)
     assert found.relative == pytest.approx(2 / np.linalg.norm(a))

@@ -34,7 +34,7 @@ from megatron_ext.planner.layouts.minimax import least_slowest_stage, with_even_
 from megatron_ext.planner.layouts.order import Order
 from megatron_ext.planner.layouts.work import Work, evaluate
 from megatron_ext.planner.outside_passes import RankPasses, seconds_outside_passes
-from megatron_ext.planner.planning_time import PlanningEnd, begin, planning
+from megatron_ext.planner.planning_time import PlanningEnd, planning, start_planning_time
 from megatron_ext.planner.training import TrainedModel, Training
 from megatron_ext.progress import Task
 from megatron_ext.schedule.costs import Costs
@@ -288,7 +288,7 @@ def test_a_comparison_that_its_time_ends_has_the_best_so_far(
 
     monkeypatch.setattr(Candidates, ended, end)
     with planning() as time:
-        begin()
+        start_planning_time()
         made = compared(work(**SMALL))
     assert time.is_short
     assert made.ours.seconds < getattr(made, is_better).seconds

@@ -26,11 +26,11 @@ from megatron_ext.cost_model.short_form import Described, parse_model
 from megatron_ext.planner import confirmation, fitting
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod, by_time
 from megatron_ext.planner.confirmation import confirmed_verdict, with_whole_step
-from megatron_ext.planner.figures import figures, flags_of
+from megatron_ext.planner.figures import candidate_figures, flags_of
 from megatron_ext.planner.fitting import TooFull, caching_candidates, consider
 from megatron_ext.planner.planner import VariantOf, all_specs, make_plan
 from megatron_ext.planner.training import TrainedModel, Training
-from megatron_ext.planner.verdict import Alternative, Written, verdict
+from megatron_ext.planner.verdict import Alternative, Written, verdict_of
 from megatron_ext.progress import reporting
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
@@ -248,7 +248,7 @@ def test_stable_schedules_are_recommended_and_others_apart() -> None:
     mixed = Plan((shortest, *others), {})
     assert best_of(mixed) is others[0] and shortest not in mixed.front
     pool = [Alternative(one, one.step, Written) for one in mixed.candidates]
-    taken = verdict(None, pool).taken
+    taken = verdict_of(None, pool).taken
     assert taken is not None and taken.candidate.mark is Mark.STABLE
     assert best_of(Plan((shortest,), {})) is shortest
 
@@ -256,7 +256,7 @@ def test_stable_schedules_are_recommended_and_others_apart() -> None:
 def test_figures_say_what_to_write_and_what_each_rank_holds() -> None:
     made = plan()
     best = best_of(made)
-    recommended = figures(best)
+    recommended = candidate_figures(best)
     assert recommended.flags[:2] == ("--pipeline-schedule", best.schedule)
     limit = recommended.flags.index("--pipeline-memory-limit") + 1
     assert parse_limit(recommended.flags[limit], 2, 4) == best.limit
@@ -377,7 +377,7 @@ def test_true_figures_correct_the_ranking(place: int, factor: float) -> None:
     said: list[str] = []
     with reporting(said.append):
         found, made = confirmed_verdict(plan, None, alternatives(plan), with_whole_step)
-    expected = verdict(None, alternatives(true)).taken
+    expected = verdict_of(None, alternatives(true)).taken
     assert expected is not None and found.taken is not None
     assert found.taken.candidate.schedule == expected.candidate.schedule
     assert found.taken.candidate.is_whole and found.taken.candidate in made.candidates

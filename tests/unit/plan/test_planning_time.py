@@ -18,9 +18,9 @@ from megatron_ext.planner.planning_time import (
     LAYOUTS,
     SLICES,
     answered,
-    begin,
-    left_out,
     planning,
+    start_planning_time,
+    unfinished_alternatives,
     until_end,
     within,
 )
@@ -46,15 +46,15 @@ def work_for(seconds: float) -> str:
 
 def test_work_ends_after_its_cpu_seconds() -> None:
     with planning(limit=0.5) as plan:
-        begin()
+        start_planning_time()
         assert until_end(lambda: work_for(60), "ended", LAYOUTS) == "ended"
         assert 0.25 <= plan.seconds < 10  # a timer counts in ticks, and too many on a busy machine
-        assert plan.is_short and left_out() == (LAYOUTS,)
+        assert plan.is_short and unfinished_alternatives() == (LAYOUTS,)
         assert "0.5 CPU seconds" in plan.why_short
         work_for(0.5)
         assert until_end(lambda: work_for(0), "ended") == "ended", "nothing begins after the end"
         until_end(lambda: work_for(0), "ended", SLICES)
-        assert left_out() == (LAYOUTS, SLICES)
+        assert unfinished_alternatives() == (LAYOUTS, SLICES)
 
 
 def test_a_compiler_is_left_to_end() -> None:
@@ -75,14 +75,14 @@ def call_back(ended):
         return work_for(60)
 
     with planning(limit=0.1) as plan:
-        begin()
+        start_planning_time()
         assert until_end(work, "ended") == "ended"
         assert ended and plan.seconds < 10
 
 
 def test_work_that_is_soon_done_is_not_ended() -> None:
     with planning(limit=60) as plan:
-        begin()
+        start_planning_time()
         assert until_end(lambda: work_for(0.01), "ended") == "done"
     assert not plan.is_short
 
@@ -95,7 +95,7 @@ def test_time_before_the_launch_command_is_validated_is_not_counted() -> None:
 
 def test_first_answer_is_that_of_the_first_call() -> None:
     with planning() as plan:
-        begin()
+        start_planning_time()
         answered()
         first = plan.first_answer
         work_for(0.02)
@@ -109,13 +109,13 @@ def test_work_around_goes_on_with_what_ended_work_has() -> None:
         return f"around, {until_end(lambda: work_for(60), 'ended')}"
 
     with planning(limit=0.1):
-        begin()
+        start_planning_time()
         assert until_end(around, "nothing") == "around, ended"
 
 
 def test_part_of_the_time_leaves_the_rest_to_other_work() -> None:
     with planning(limit=20) as plan:
-        begin()
+        start_planning_time()
         with within(0.005):
             assert until_end(lambda: work_for(60), "ended") == "ended"
         assert plan.seconds < 10
@@ -128,7 +128,7 @@ def test_ctrl_c_ends_all_work_and_a_second_one_the_command() -> None:
         work_for(60)
 
     with planning(limit=60) as plan:
-        begin()
+        start_planning_time()
         before = signal.getsignal(signal.SIGINT)
         assert until_end(interrupted, None) is None
         assert plan.is_interrupted
@@ -145,7 +145,7 @@ def test_plan_of_another_thread_has_no_end() -> None:
 
     def plan() -> None:
         with planning(limit=0.01):
-            begin()
+            start_planning_time()
             found.append(until_end(lambda: work_for(0.05), "ended"))
 
     thread = threading.Thread(target=plan)
@@ -165,7 +165,7 @@ def test_plan_has_what_was_compared_when_its_time_ended(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(planner, "consider", slow)
     with planning(limit=0.5) as plan:
-        begin()
+        start_planning_time()
         made = make_plan(variant_of, specs=("1f1b", "zb-v", "v-half"))
     assert plan.is_short
     assert [candidate.schedule for candidate in made.candidates] == ["1f1b"]

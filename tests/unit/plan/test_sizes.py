@@ -19,7 +19,7 @@ from megatron_ext.cost_model.model_memory import TrainingState
 from megatron_ext.planner.layouts.layout import evenly
 from megatron_ext.planner.layouts.recompute import NO_RECOMPUTE, LayerRecompute
 from megatron_ext.planner.layouts.work import evaluate
-from megatron_ext.planner.planning_time import begin, planning
+from megatron_ext.planner.planning_time import planning, start_planning_time
 from megatron_ext.planner.sizes import estimated as estimated_module
 from megatron_ext.planner.sizes import search
 from megatron_ext.planner.sizes import space as space_module
@@ -305,7 +305,7 @@ def test_first_answer_comes_though_the_first_sizes_are_refused() -> None:
         return described_works(job, sizes)
 
     with planning(limit=20.0) as time:
-        begin()
+        start_planning_time()
         found = search_sizes(job, works_of)
     assert refused <= set(found.refused) and found.steps
     assert time.first_answer is not None
@@ -418,7 +418,7 @@ def test_end_of_planning_time_leaves_what_was_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(search, "compare_layouts", compare_layouts)
     monkeypatch.setattr(search, "SIMULATED", 4)
     with planning(limit=1.0) as time:
-        begin()
+        start_planning_time()
         found = search_sizes(job, partial(described_works, job))
     assert time.is_short
     assert found.steps

@@ -14,7 +14,7 @@ from megatron_ext.cli import app
 from megatron_ext.cost_model.execution import Execution
 from megatron_ext.planner import long_sequences, planner
 from megatron_ext.planner.training import Training
-from megatron_ext.planner.training_job import job_of
+from megatron_ext.planner.training_job import training_job_of
 from megatron_ext.planner.unequal import DEAL, ORDER, PROGRAM, unequal_gains
 from megatron_ext.planner.verdict import NOTHING, Written
 from megatron_ext.schedule.costs import uniform
@@ -82,7 +82,7 @@ def gains(
     replicas: int = 4,
     expert_replicas: int = 1,
 ) -> Any:
-    job = job_of(Training(4, 8, lambda placement: uniform(placement, 10, 12, 8, 1)))
+    job = training_job_of(Training(4, 8, lambda placement: uniform(placement, 10, 12, 8, 1)))
     plan = job.compare()
     taken = next(job.alternative(one) for one in plan.candidates if one.schedule == "zb-v")
     batch = BatchSize(8, replicas, expert_replicas=expert_replicas)

@@ -22,8 +22,8 @@ from megatron_ext.planner.verdict import (
     Alternative,
     Verdict,
     Written,
-    differences,
-    verdict,
+    comparison_kinds,
+    verdict_of,
 )
 from megatron_ext.schedule.problem import Offload
 from tests.helpers.few_families import only_families
@@ -89,20 +89,20 @@ def test_a_tie_takes_the_least_memory() -> None:
     """Llama-3 8B on 32 H100: 67 GiB were recommended for 0.6 % over zb-v's 29 GiB."""
     own = way("1f1b", 2.2, 26)
     pool = [way("zb-auto", 1.790, 67), way("zb-2p", 1.796, 48), way("zb-v", 1.801, 29)]
-    found = verdict(own, pool, 72 * GIB)
+    found = verdict_of(own, pool, 72 * GIB)
     assert found.taken is pool[2] and set(found.tie) == set(pool[:2])
     text = told(found)
     assert len(text) <= 10
     assert any("zb-auto, zb-2p, within 1%" in row and "least memory" in row for row in text)
     assert found.gain == pytest.approx(1 - 1.801 / 2.2)
-    lean = verdict(own, [*pool, way("v-half", 1.87, 20)], 72 * GIB)
+    lean = verdict_of(own, [*pool, way("v-half", 1.87, 20)], 72 * GIB)
     assert lean.taken is pool[2], "4 % more time is no tie"
 
 
 def test_memory_that_is_alike_does_not_cost_time() -> None:
     """The shorter of two that take the same memory to 1 % is taken."""
     shorter, leaner = way("zb-v", 25.26, 63.4), way("zb-h1", 25.45, 63.3)
-    assert verdict(way("1f1b", 26.1, 62), [shorter, leaner]).taken is shorter
+    assert verdict_of(way("1f1b", 26.1, 62), [shorter, leaner]).taken is shorter
 
 
 def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
@@ -110,7 +110,7 @@ def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
     told to be written."""
     own = way("1f1b", 1.0, 26)
     layout, ours = way("interleaved:vpp=4", 0.786, 27), way("zb-v", 0.790, 29)
-    found = verdict(own, [ours, layout])
+    found = verdict_of(own, [ours, layout])
     assert found.taken is layout and found.stock is layout
     text = told(found)
     assert any(row.endswith("(Megatron's own; ours add nothing to it)") for row in text)
@@ -119,7 +119,7 @@ def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
     assert "(Megatron's own; not all of ours were compared in time)" in short
     # Ours is taken where it saves memory in the same time, and what it adds stands apart.
     lean = way("zb-v", 0.790, 20)
-    found = verdict(own, [lean, layout])
+    found = verdict_of(own, [lean, layout])
     assert found.taken is lean and found.stock is layout
     rows = told(found, Written(("--num-virtual-stages-per-pipeline-rank", "4")))
     first, second = (next(row for row in rows if row.startswith(head)) for head in ("fir", "gain"))
@@ -130,7 +130,7 @@ def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
 def test_a_change_of_less_than_two_percent_is_not_told_to_be_written() -> None:
     """Qwen3-235B on 256 H100 was told to write a change worth 0.4 % for 17.6 GiB more."""
     own, ours = way("interleaved:vpp=4", 25.3, 50), way("zb-v", 25.2, 67.6)
-    found = verdict(own, [ours])
+    found = verdict_of(own, [ours])
     assert found.keeps and found.gain == 0
     text = "\n".join(told(found))
     assert "keep it" in text and "zb-v, 0.4%" in text
@@ -146,26 +146,28 @@ def test_a_gain_within_its_spread_says_so() -> None:
     5 % off the measured ones."""
     own, spread = way("1f1b", 1.0, 50), SPREADS[ComparisonKind.SCHEDULES]
     small, large = 1 - 0.9 * spread.share, 1 - 1.1 * spread.share
-    text = spread_line(told(verdict(own, [way("zb-h1", small, 50)])))
+    text = spread_line(told(verdict_of(own, [way("zb-h1", small, 50)])))
     assert text.startswith("spread:    the gain may be none")
     assert f"{spread.share:.1%}" in text and f"{spread.pairs} measured pairs" in text
     assert "differed in the schedule" in text
-    assert spread_line(told(verdict(own, [way("zb-h1", large, 50)]))) == ""
+    assert spread_line(told(verdict_of(own, [way("zb-h1", large, 50)]))) == ""
     # What a command measured is not estimated.
-    measured = told(verdict(own, [way("zb-h1", small, 50)]), is_estimate=False)
+    measured = told(verdict_of(own, [way("zb-h1", small, 50)]), is_estimate=False)
     assert spread_line(measured) == ""
 
 
 def test_the_spread_is_data_too() -> None:
     """Programs that read --json saw a gain without what it rests on."""
     own = way("1f1b", 1.0, 50)
-    small, large = (plan_of(verdict(own, [way("zb-h1", step, 50)])).spread for step in (0.97, 0.8))
+    small, large = (
+        plan_of(verdict_of(own, [way("zb-h1", step, 50)])).spread for step in (0.97, 0.8)
+    )
     assert small is not None and small.is_within and small.gain == pytest.approx(0.03)
     assert small.kind is ComparisonKind.SCHEDULES and small.part == "the gain"
     assert large is not None and not large.is_within
     assert large.share == SPREADS[ComparisonKind.SCHEDULES].share
-    assert plan_of(verdict(own, [])).spread is None
-    found = verdict(own, [way("interleaved:vpp=4", 0.8, 50), way("zb-v", 0.775, 50)])
+    assert plan_of(verdict_of(own, [])).spread is None
+    found = verdict_of(own, [way("interleaved:vpp=4", 0.8, 50), way("zb-v", 0.775, 50)])
     ours = plan_of(found).spread
     assert ours is not None and ours.part == "the part by ours" and ours.is_within
 
@@ -174,18 +176,18 @@ def test_the_widest_spread_of_what_differs_counts() -> None:
     own = way("1f1b", 1.0, 50)
     divided: Any = way("zb-h1", 0.9, 50)
     divided.candidate.method = VocabMethod.ONE
-    assert differences(own, divided) == {ComparisonKind.SCHEDULES, ComparisonKind.VOCABULARY}
-    assert "a divided vocabulary" in spread_line(told(verdict(own, [divided])))
+    assert comparison_kinds(own, divided) == {ComparisonKind.SCHEDULES, ComparisonKind.VOCABULARY}
+    assert "a divided vocabulary" in spread_line(told(verdict_of(own, [divided])))
     in_pairs = way("zb-h1", 0.9, 50, pairs=8)
-    assert ComparisonKind.OVERLAP in differences(own, in_pairs)
+    assert ComparisonKind.OVERLAP in comparison_kinds(own, in_pairs)
     moved = replace(way("1f1b", 0.9, 50), layout="Et|ttL")
-    assert differences(own, moved) == {ComparisonKind.SCHEDULES, ComparisonKind.LAYOUTS}
+    assert comparison_kinds(own, moved) == {ComparisonKind.SCHEDULES, ComparisonKind.LAYOUTS}
 
 
 def test_what_ours_add_may_be_none_where_the_gain_is_not() -> None:
     """Megatron's own flags bring 20 %, and ours 3 % more."""
     own, flags = way("1f1b", 1.0, 50), way("interleaved:vpp=4", 0.8, 50)
-    found = verdict(own, [flags, way("zb-v", 0.775, 50)])
+    found = verdict_of(own, [flags, way("zb-v", 0.775, 50)])
     assert found.stock is flags and found.taken is not flags
     assert spread_line(told(found, Written(("x",)))).startswith(
         "spread:    the part by ours may be"
@@ -194,7 +196,7 @@ def test_what_ours_add_may_be_none_where_the_gain_is_not() -> None:
 
 def test_a_plan_that_ended_early_names_what_it_left_out() -> None:
     """It was said that nothing saves 2 %, of a plan that had compared half of the layouts."""
-    found = verdict(way("1f1b", 1.0, 50), [way("zb-v", 0.99, 50)])
+    found = verdict_of(way("1f1b", 1.0, 50), [way("zb-v", 0.99, 50)])
     whole, short = (
         "\n".join(told(found, is_short=is_short, left_out=("layouts", "slices")[: 2 * is_short]))
         for is_short in (False, True)
@@ -207,7 +209,7 @@ def test_megatrons_own_flag_comes_first_where_it_is_most_of_the_gain() -> None:
     """The real lever of that line, 25.3 -> 19.2 s, stood inside a paragraph."""
     own = way("interleaved:vpp=4", 25.3, 50)
     flag, ours = way("interleaved:vpp=4", 19.2, 55, pairs=8), way("zb-v", 18.6, 56, pairs=8)
-    found = verdict(own, [ours, flag, way("zb-v", 25.2, 67.6)])
+    found = verdict_of(own, [ours, flag, way("zb-v", 25.2, 67.6)])
     assert found.stock is flag and found.taken is ours
     rows = told(found, Written(("--overlap-moe-expert-parallel-comm",)))
     assert rows[1].startswith("first:") and "--overlap-moe-expert-parallel-comm" in rows[1]
@@ -215,12 +217,12 @@ def test_megatrons_own_flag_comes_first_where_it_is_most_of_the_gain() -> None:
     (gain,) = (row for row in rows if row.startswith("gain:"))
     assert "26.5% shorter" in gain and "24.1% by Megatron's own flags, 2.4% by ours" in gain
     # What adds less than 2 % to it is left out.
-    assert verdict(own, [flag, way("zb-v", 19.0, 56, pairs=8)]).taken is flag
+    assert verdict_of(own, [flag, way("zb-v", 19.0, 56, pairs=8)]).taken is flag
 
 
 def test_what_fits_is_taken_though_it_is_longer_than_what_does_not() -> None:
     own = way("1f1b", 2.0, 80)
-    found = verdict(own, [way("v-half", 2.1, 60)], 72 * GIB)
+    found = verdict_of(own, [way("v-half", 2.1, 60)], 72 * GIB)
     assert found.excess == 8 * GIB and found.taken is not None and not found.keeps
     text = "\n".join(told(found))
     assert "8 GiB more than a rank may take" in text and "it fits; 5.0% longer" in text
@@ -230,9 +232,9 @@ def test_what_fits_is_taken_though_it_is_longer_than_what_does_not() -> None:
 def test_only_stable_schedules_are_taken_where_there_are_some() -> None:
     own, best = way("1f1b", 2.0, 30), way("dualpipe-v", 1.0, 20, mark=Mark.EXPERIMENTAL)
     other = way("zb-v", 1.5, 30)
-    assert verdict(own, [best, other]).taken is other
-    assert verdict(own, [best]).taken is best
-    assert verdict(None, []).taken is None
+    assert verdict_of(own, [best, other]).taken is other
+    assert verdict_of(own, [best]).taken is best
+    assert verdict_of(None, []).taken is None
 
 
 @pytest.mark.search

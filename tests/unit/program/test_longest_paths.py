@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.compile.program.longest_paths import BatchedTimes, Floats, Precedence
+from megatron_ext.compile.program.longest_paths import BatchedTimes, Precedence
 from megatron_ext.compile.program.node_lists import NodeLists
 from megatron_ext.compile.program.pass_graph import pass_graph
 from megatron_ext.compile.program.simulate import simulate_unproved
 from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.columns import Floats
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem

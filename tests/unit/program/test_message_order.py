@@ -24,7 +24,7 @@ from megatron_ext.compile.program.node_lists import NodeLists
 from megatron_ext.compile.program.simulate import simulate, simulate_unproved
 from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.compile.registry import choose, entries
-from megatron_ext.schedule.action import Kind, parse
+from megatron_ext.schedule.action import Kind, parse_action
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane
@@ -186,7 +186,7 @@ def tied(first: Program, other: Program) -> Graph:
 
 def moved(made: Program, action: str, before: str) -> Schedule:
     """The schedule of ``made`` with ``action`` right before another one of its rank."""
-    moves, stays = parse(action), parse(before)
+    moves, stays = parse_action(action), parse_action(before)
     rows = []
     for row in made.schedule.rows:
         if moves in row:

@@ -14,7 +14,7 @@ from megatron_ext.compile.program.graph import Device, build_graph
 from megatron_ext.compile.program.verify import InvalidSchedule, Program, check_compute, prove
 from megatron_ext.compile.registry import choose
 from megatron_ext.compile.transforms.omitted_backward import keep_forward
-from megatron_ext.schedule.action import Action, Kind, parse
+from megatron_ext.schedule.action import Action, Kind, parse_action
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
@@ -151,7 +151,7 @@ def test_refusal(case: str) -> None:
     assert good.count(old) == 1
     error = refusal(on_line(good.replace(old, new)), PROBLEM)
     assert message in str(error)
-    assert error.actions == tuple(map(parse, actions))
+    assert error.actions == tuple(map(parse_action, actions))
 
 
 def test_cyclic_wait_of_passes_is_shown() -> None:
@@ -187,7 +187,9 @@ def test_cyclic_wait_of_blocking_sends_is_shown() -> None:
         "it would hang: 0SEND_F1 waits for 1WAIT_B0 waits for 1SEND_B0 waits for 0WAIT_F1 waits "
         "for 0SEND_F1"
     ) in str(error)
-    assert error.actions == tuple(map(parse, ["0SEND_F1", "1WAIT_B0", "1SEND_B0", "0WAIT_F1"]))
+    assert error.actions == tuple(
+        map(parse_action, ["0SEND_F1", "1WAIT_B0", "1SEND_B0", "0WAIT_F1"])
+    )
 
 
 def test_wrong_number_of_rows() -> None:
@@ -207,9 +209,9 @@ def test_another_placement() -> None:
 def test_a_schedule_for_another_number_of_microbatches() -> None:
     schedule = program("1f1b", line_problem(2, 2)).schedule
     error = refusal(schedule, line_problem(2, 3))
-    assert error.actions == (parse("0F2"),)
+    assert error.actions == (parse_action("0F2"),)
     error = refusal(schedule, line_problem(2, 1))
-    assert error.actions == (parse("0F1"),)
+    assert error.actions == (parse_action("0F1"),)
 
 
 # ---- Evaluation
@@ -222,7 +224,7 @@ def test_an_evaluation_does_nothing_but_forwards() -> None:
     """
     error = refusal(on_line(FUSED), replace(PROBLEM, forward_only=True))
     assert "0RECV_B0" in str(error)
-    assert error.actions == (parse("0RECV_B0"),)
+    assert error.actions == (parse_action("0RECV_B0"),)
 
 
 def test_half_a_message_in_an_evaluation() -> None:
@@ -230,8 +232,8 @@ def test_half_a_message_in_an_evaluation() -> None:
     evaluation = replace(PROBLEM, forward_only=True)
     good = program("gpipe", evaluation).schedule
     prove(good, evaluation)
-    rows = (good.rows[0], (*good.rows[1], parse("1SEND_B0")))
-    assert refusal(replace(good, rows=rows), evaluation).actions == (parse("1SEND_B0"),)
+    rows = (good.rows[0], (*good.rows[1], parse_action("1SEND_B0")))
+    assert refusal(replace(good, rows=rows), evaluation).actions == (parse_action("1SEND_B0"),)
 
 
 # ---- The order of the data
@@ -252,7 +254,7 @@ def test_stages_that_read_their_data_in_different_orders(forward_only: bool) -> 
     assert "1F2 is the forward number 2 of stage 1, and 0F1 is the forward number 2 of stage 0" in (
         str(caught.value)
     )
-    assert caught.value.actions == (parse("1F2"), parse("0F1"))
+    assert caught.value.actions == (parse_action("1F2"), parse_action("0F1"))
 
 
 def test_one_order_of_the_data_may_be_any() -> None:
@@ -268,7 +270,7 @@ def test_a_rank_reads_in_one_order_for_each_of_its_stages() -> None:
     placement = Placement("v", (0, 0))
     problem = Problem(placement, 2, uniform(placement, 1, 1, 1))
     crossed = Schedule("v", placement, rows_of("0F0 0F1 1F1 1F0 1B0 1B1 0B0 0B1"))
-    assert refusal(crossed, problem).actions == (parse("1F1"), parse("0F0"))
+    assert refusal(crossed, problem).actions == (parse_action("1F1"), parse_action("0F0"))
 
 
 def test_tokens_are_sent_in_the_order_of_the_forward_passes() -> None:
@@ -299,7 +301,7 @@ def test_limit_in_microbatches() -> None:
     """1F1B holds two microbatches on rank 0, from 0F1 on."""
     prove(on_line(FUSED), replace(PROBLEM, memory_limit=MemoryLimit(microbatches=2)))
     error = refusal(on_line(FUSED), replace(PROBLEM, memory_limit=MemoryLimit(microbatches=1.5)))
-    assert error.actions == (parse("0F1"),)
+    assert error.actions == (parse_action("0F1"),)
     assert "0F1 brings rank 0 over the memory limit of 1.5 microbatches" in str(error)
     assert "peak there is 2 microbatches" in str(error)
 
@@ -310,7 +312,7 @@ def test_limit_in_bytes() -> None:
     prove(on_line(SPLIT), replace(problem, memory_limit=MemoryLimit(bytes=6 * 2**30)))
     limited = replace(problem, memory_limit=MemoryLimit(bytes=int(5.75 * 2**30)))
     error = refusal(on_line(SPLIT), limited)
-    assert error.actions == (parse("1W0"),)
+    assert error.actions == (parse_action("1W0"),)
     assert "1W0 brings rank 1 over the memory limit of 5.75GiB" in str(error)
     assert "peak there is 6GiB" in str(error)
 

@@ -15,7 +15,7 @@ from megatron_ext.compile.registry import choose
 from megatron_ext.rehearsal.classes import RankClass, classes_of
 from megatron_ext.rehearsal.compose import compose
 from megatron_ext.rehearsal.record import RankRecord, RehearsedPass, RehearsedStep
-from megatron_ext.schedule.action import Action, parse
+from megatron_ext.schedule.action import Action, parse_action
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Extras, Problem, Recompute
 from megatron_ext.schedule.schedule import is_compute
@@ -158,7 +158,7 @@ def test_the_fullest_rank_of_a_class_runs() -> None:
 def test_passes_without_seconds_of_their_own_take_what_costs_say() -> None:
     program = program_of("1f1b", comm=0.0)
     costs = program.problem.costs
-    longer = {parse("3B7"): costs.of(parse("3B7")) + 11.0}
+    longer = {parse_action("3B7"): costs.of(parse_action("3B7")) + 11.0}
     before, after = simulate(program, costs), simulate_passes(program, costs, longer)
     assert after.makespan == pytest.approx(before.makespan + 11.0)
 

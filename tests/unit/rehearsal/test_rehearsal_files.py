@@ -14,14 +14,17 @@ from megatron_ext.rehearsal.record import (
     RehearsedPass,
     RehearsedStep,
     SentValues,
-    load_record,
-    save_record,
+    load_rank_record,
+    save_rank_record,
 )
 from megatron_ext.rehearsal.request import RankRequest, load_request, save_request
-from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.action import parse_action
 
 STEP = RehearsedStep(
-    (RehearsedPass(parse("0F0.1", 2), 0.5, 0.75), RehearsedPass(parse("0B0.0", 2), 0.75, 1.5)),
+    (
+        RehearsedPass(parse_action("0F0.1", 2), 0.5, 0.75),
+        RehearsedPass(parse_action("0B0.0", 2), 0.75, 1.5),
+    ),
     seconds=1.25,
     host_seconds=0.125,
 )
@@ -54,8 +57,8 @@ def test_a_request_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_record_comes_back(tmp_path: Path) -> None:
-    save_record(RECORD, tmp_path / "record.json")
-    found = load_record(tmp_path / "record.json")
+    save_rank_record(RECORD, tmp_path / "record.json")
+    found = load_rank_record(tmp_path / "record.json")
     # Slices are equal by what their text names.
     assert [str(one.action) for one in found.steps[0].passes] == ["0F0.1", "0B0.0"]
     assert replace(found, steps=()) == replace(RECORD, steps=())
@@ -82,9 +85,9 @@ def _passes(data: dict[str, Any], passes: Any) -> None:
 )
 def test_a_damaged_record_names_its_mistake(tmp_path: Path, damage: Any, told: str) -> None:
     path = tmp_path / "record.json"
-    save_record(RECORD, path)
+    save_rank_record(RECORD, path)
     data = json.loads(path.read_text())
     damage(data)
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=told):
-        load_record(path)
+        load_rank_record(path)

@@ -17,7 +17,7 @@ from megatron_ext.runtime.host.memory import (  # noqa: E402
     available_bytes,
     planned_bytes,
 )
-from megatron_ext.schedule.action import Action, parse  # noqa: E402
+from megatron_ext.schedule.action import Action, parse_action  # noqa: E402
 from megatron_ext.schedule.costs import uniform  # noqa: E402
 from megatron_ext.schedule.kinds import Held  # noqa: E402
 from megatron_ext.schedule.placement import line  # noqa: E402
@@ -26,7 +26,9 @@ from tests.helpers.ranks import run_ranks, values  # noqa: E402
 COSTS = uniform(line(2), 1, 1, 1).with_passes(
     held_bytes={Held.ACTIVATION: (2.0**30, 2.0**31), Held.WEIGHT_INPUTS: (2.0**20, 2.0**20)}
 )
-ROW = tuple(map(parse, ["0OFFLOAD_F0", "0OFFLOAD_F1", "0RELOAD_F0", "0OFFLOAD_F2", "0OFFLOAD_I0"]))
+ROW = tuple(
+    map(parse_action, ["0OFFLOAD_F0", "0OFFLOAD_F1", "0RELOAD_F0", "0OFFLOAD_F2", "0OFFLOAD_I0"])
+)
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +113,11 @@ def test_what_later_programs_add_is_counted_by_host(monkeypatch: pytest.MonkeyPa
     other steps: all ranks waited for those that did not come. Memory that is taken by then is no
     longer free, and must not be counted twice."""
     monkeypatch.setattr(host_memory.socket, "gethostname", lambda: "node7")
-    more = (*ROW[:2], parse("0OFFLOAD_F2"), *ROW[2:])  # three microbatches at once, of 1 GiB each
+    more = (
+        *ROW[:2],
+        parse_action("0OFFLOAD_F2"),
+        *ROW[2:],
+    )  # three microbatches at once, of 1 GiB each
     row_with_more = tuple(dict.fromkeys(more))
 
     def run(rank: int) -> list[str]:
@@ -163,7 +169,7 @@ def test_what_is_refused_takes_nothing(has_store: bool, monkeypatch: pytest.Monk
 
 def larger(count: int) -> tuple[Action, ...]:
     """A row with ``count`` microbatches on the host at once, of 1 GiB each."""
-    leaving = [parse(f"0{kind}{n}") for n in range(count) for kind in ("F", "OFFLOAD_F")]
+    leaving = [parse_action(f"0{kind}{n}") for n in range(count) for kind in ("F", "OFFLOAD_F")]
     return tuple(leaving)
 
 

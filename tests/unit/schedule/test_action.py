@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.schedule.action import Action, Kind, parse
+from megatron_ext.schedule.action import Action, Kind, parse_action
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.placement import Neighbour
 from tests.helpers.random_schedules import PROPERTY
@@ -56,18 +56,18 @@ TEXTS = {
 def test_text_form(kind: Kind) -> None:
     action = Action(3, kind, 7)
     assert str(action) == TEXTS[kind]
-    assert parse(TEXTS[kind]) == action
-    assert isinstance(parse(TEXTS[kind]).kind, Kind)
+    assert parse_action(TEXTS[kind]) == action
+    assert isinstance(parse_action(TEXTS[kind]).kind, Kind)
 
 
 @PROPERTY
 @given(st.builds(Action, st.integers(0, 10**6), st.sampled_from(Kind), st.integers(0, 10**6)))
 def test_parse_is_the_inverse_of_str(action: Action) -> None:
-    assert parse(str(action)) == action
+    assert parse_action(str(action)) == action
 
 
 def test_parse_forgives_space_around_a_cell() -> None:
-    assert parse(" 3F7\t") == Action(3, Kind.FORWARD, 7)
+    assert parse_action(" 3F7\t") == Action(3, Kind.FORWARD, 7)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_parse_forgives_space_around_a_cell() -> None:
 )
 def test_what_is_no_action_is_refused(text: str) -> None:
     with pytest.raises(ValueError) as refusal:
-        parse(text)
+        parse_action(text)
     message = str(refusal.value)
     assert repr(text) in message
     assert "as in 3F7" in message

@@ -16,7 +16,7 @@ from megatron_ext.compile.program.memory import in_bytes, in_microbatches, memor
 from megatron_ext.compile.program.simulate import simulate_unproved
 from megatron_ext.compile.registry import FamilyEntry, choose, entries
 from megatron_ext.compile.transforms.vocabulary_costs import share_vocabulary
-from megatron_ext.schedule.action import Kind, parse
+from megatron_ext.schedule.action import Kind, parse_action
 from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts, uniform
 from megatron_ext.schedule.costs_text import (
     format_costs,
@@ -76,7 +76,7 @@ def test_costs_read_back_what_they_print(seed: int) -> None:
 )  # fmt: skip
 def test_cost_of_an_action(action: str, cost: float) -> None:
     costs = Costs(PassCosts({F: (1, 2), I: (10, 20), W: (100, 200)}), LinkCosts(7))
-    assert costs.of(parse(action)) == cost
+    assert costs.of(parse_action(action)) == cost
 
 
 def test_every_kind_has_a_cost_that_fits_its_lane() -> None:
@@ -125,7 +125,7 @@ def test_r_takes_what_f_does_unless_it_is_given(tmp_path: Path) -> None:
     """R of the last stage runs the head once more, of the first the lookup."""
     text = "f=10,i=12,w=8,comm=1,head=5/6/4,embedding=1/2"
     as_f, given = (parse_costs(text + more, LOOP) for more in ("", ",r=14"))
-    r = [parse(f"{stage}R0") for stage in range(4)]
+    r = [parse_action(f"{stage}R0") for stage in range(4)]
     assert [as_f.of(action) for action in r] == [6, 5, 5, 10] == list(as_f.seconds[F])
     assert [given.of(action) for action in r] == [8, 7, 7, 12]
     assert format_costs(given.without_vocabulary()).startswith(
@@ -165,7 +165,7 @@ def test_shares_of_the_vocabulary(how: VocabularyParallel, passes: dict[str, flo
     whole = parse_costs("f=10,i=12,w=8,comm=1,head=5/6/4,embedding=1/2", LOOP)
     costs = share_vocabulary(whole, LOOP, how)
     passes |= {"0F0": 5, "3I0": 6, "3W0": 4, "1L0": 0, "1BCAST_S0": 1, "0GATHER_S0": 1, "2S0": 0}
-    assert {text: costs.of(parse(text)) for text in passes} == passes
+    assert {text: costs.of(parse_action(text)) for text in passes} == passes
     assert costs.whole == whole
 
 

@@ -9,18 +9,18 @@ import pytest
 from megatron_ext.compile import size
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.registry import choose
-from megatron_ext.compile.size import bytes_to_build, size_of
+from megatron_ext.compile.size import bytes_to_build, problem_size
 from tests.helpers.schedules import line_problem, program
 
 
 def test_a_small_one_is_not_talked_about() -> None:
-    assert size_of(line_problem(8, 32)) == "8 ranks and 32 microbatches"
-    assert size_of(line_problem(1, 1)) == "1 rank and 1 microbatch"
+    assert problem_size(line_problem(8, 32)) == "8 ranks and 32 microbatches"
+    assert problem_size(line_problem(1, 1)) == "1 rank and 1 microbatch"
 
 
 def test_a_large_one_says_what_it_takes() -> None:
     """`simulate zb-h1 --pp 512 -m 4096` ran for minutes and took gigabytes without a word."""
-    told = size_of(line_problem(512, 4096))
+    told = problem_size(line_problem(512, 4096))
     assert "512 ranks and 4096 microbatches (6,291,456 passes: they take about 3 min" in told
     assert "6.84 GiB of memory)" in told
 

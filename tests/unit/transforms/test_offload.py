@@ -27,7 +27,7 @@ from megatron_ext.compile.program.waits import await_sends
 from megatron_ext.compile.registry import choose
 from megatron_ext.compile.transforms.offload import offload
 from megatron_ext.compile.transforms.vocabulary_costs import share_vocabulary
-from megatron_ext.schedule.action import Kind, parse
+from megatron_ext.schedule.action import Kind, parse_action
 from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts
 from megatron_ext.schedule.costs_text import format_costs, parse_costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane
@@ -205,7 +205,7 @@ def test_what_is_damaged_is_proved_only_if_it_runs(seed: int) -> None:
 )
 def test_what_is_wrong_is_named(row: str, why: str) -> None:
     placement = line(1)
-    schedule = Schedule("wrong", placement, (tuple(map(parse, row.split())),))
+    schedule = Schedule("wrong", placement, (tuple(map(parse_action, row.split())),))
     problem = Problem(
         placement,
         1,
@@ -227,7 +227,9 @@ def test_copies_drawn() -> None:
     back; two leave, and each is copied back during the pass before its own."""
     placement = line(1)
     rows = ("0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0",)
-    schedule = Schedule("drawn", placement, tuple(tuple(map(parse, r.split())) for r in rows))
+    schedule = Schedule(
+        "drawn", placement, tuple(tuple(map(parse_action, r.split())) for r in rows)
+    )
     costs = parse_costs("f=1,i=1,w=0,d2h=1,h2d=1", placement)
     made = offload(schedule, Problem(placement, 4, costs, extras=Extras(activation_offload=FULL)))
     assert " ".join(map(str, made.rows[0])) == (

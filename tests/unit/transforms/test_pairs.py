@@ -24,7 +24,7 @@ from megatron_ext.planner.candidate import Variant, VocabMethod
 from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.planner import make_plan
 from megatron_ext.planner.training import Training
-from megatron_ext.schedule.action import Action, Kind, Pair, parse, parse_pair
+from megatron_ext.schedule.action import Action, Kind, OverlappedPasses, parse_action, parse_pair
 from megatron_ext.schedule.costs import Costs, OverlapCosts
 from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs, save_costs
 from megatron_ext.schedule.limit import MemoryLimit
@@ -41,7 +41,7 @@ from megatron_ext.schedule.schedule import Schedule, bitwise_order, is_compute
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv, to_torch_csv
 from megatron_ext.schedule.slices import Slices
 from megatron_ext.viz.draw import draw
-from megatron_ext.viz.page.run import of_passes, simulated
+from megatron_ext.viz.page.run import of_passes, simulated_run
 from megatron_ext.viz.trace import TraceFile, beside, read_trace
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.schedules import drawn, rows_of, table, with_messages
@@ -174,7 +174,9 @@ def test_what_is_no_pair_is_refused(pairs: list[str], there: str, instead: str, 
 
 
 def test_kinds_that_are_no_pair() -> None:
-    schedule = replace(by_hand(), pairs=frozenset({Pair(parse("3I1"), parse("0I0"))}))
+    schedule = replace(
+        by_hand(), pairs=frozenset({OverlappedPasses(parse_action("3I1"), parse_action("0I0"))})
+    )
     with pytest.raises(InvalidSchedule, match="is no pair: a pair is F with I or B"):
         proved(schedule)
 
@@ -423,7 +425,7 @@ def test_torch_reads_a_pair() -> None:
     assert str(theirs) == GOOD
     forward, backward = theirs.sub_actions
     assert (forward.stage_index, forward.microbatch_index) == (3, 1)
-    assert (str(backward), str(parse("3I0"))) == ("3I0", "3I0")
+    assert (str(backward), str(parse_action("3I0"))) == ("3I0", "3I0")
 
 
 def test_a_table_with_pairs_runs_without_them_unless_they_are_asked_for(tmp_path: Path) -> None:
@@ -491,7 +493,7 @@ def test_a_pair_is_a_box_of_two_colours(tmp_path: Path) -> None:
     program = proved(by_hand(GOOD))
     timeline = simulate(program, PROBLEM.costs)
     draw([timeline], tmp_path / "x.svg")
-    (run_of,) = [simulated("by hand", program)]
+    (run_of,) = [simulated_run("by hand", program)]
     halves = {box.half: box for box in run_of.boxes if box.half is not None}
     assert {half: (box.stage, box.kind) for half, box in halves.items()} == {
         0: (3, "F"),

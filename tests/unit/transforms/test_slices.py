@@ -27,7 +27,7 @@ from megatron_ext.compile.program.memory import (
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import InvalidSchedule, Program, check_compute
 from megatron_ext.compile.registry import choose, entries
-from megatron_ext.schedule.action import Action, Kind, Slice, even_ends, parse
+from megatron_ext.schedule.action import Action, Kind, Slice, even_ends, parse_action
 from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs, save_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
@@ -263,7 +263,9 @@ TAKES_SLICES = [
 def test_what_is_wrong_is_named(rows: str, message: str) -> None:
     problem = problem_for("1f1b", 1, 1, 2)
     cut = 2 if "." in rows else 1
-    schedule = Schedule("wrong", problem.placement, (tuple(parse(a, cut) for a in rows.split()),))
+    schedule = Schedule(
+        "wrong", problem.placement, (tuple(parse_action(a, cut) for a in rows.split()),)
+    )
     with pytest.raises(InvalidSchedule, match=message):
         check_compute(schedule, problem)
 
@@ -276,7 +278,7 @@ def test_stages_take_slices_in_one_order() -> None:
         "0F0.0 0F0.1 0F1.0 0F1.1 " + backward.format(0),
         "1F0.0 1F1.0 1F0.1 1F1.1 " + backward.format(1),
     )
-    actions = tuple(tuple(parse(a, 2) for a in row.split()) for row in rows)
+    actions = tuple(tuple(parse_action(a, 2) for a in row.split()) for row in rows)
     schedule = Schedule("wrong", problem.placement, actions)
     with pytest.raises(InvalidSchedule, match=r"1F1\.0 is the forward number 2 of stage 1") as why:
         check_compute(schedule, problem)
@@ -294,7 +296,7 @@ def test_w_may_come_in_any_order_and_that_is_told() -> None:
     problem = problem_for("zb-h1", 1, 1, 2)
     orders = {"0W0.1 0W0.0": True, "0W0.0 0W0.1": False}
     for weights, is_in_order in orders.items():
-        row = tuple(parse(a, 2) for a in f"0F0.0 0F0.1 0I0.1 0I0.0 {weights}".split())
+        row = tuple(parse_action(a, 2) for a in f"0F0.0 0F0.1 0I0.1 0I0.0 {weights}".split())
         schedule = Schedule("mine", problem.placement, (row,))
         check_compute(schedule, problem)
         assert bitwise_order(schedule) is is_in_order
@@ -325,7 +327,7 @@ def test_a_family_without_an_order_for_slices(tmp_path: Path) -> None:
 
 def test_the_text_of_a_slice() -> None:
     action = Action(3, F, Slice(7, 2, even_ends(4)))
-    assert str(action) == "3F7.2" and parse("3F7.2", slices=4) == action
+    assert str(action) == "3F7.2" and parse_action("3F7.2", slices=4) == action
     copy = pickle.loads(pickle.dumps(action))
     for part in (action.microbatch, copy.microbatch):
         assert isinstance(part, Slice)
@@ -343,7 +345,7 @@ def test_the_text_of_a_slice() -> None:
 )
 def test_texts_that_are_no_slice(text: str, slices: int, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        parse(text, slices)
+        parse_action(text, slices)
 
 
 def test_csv(tmp_path: Path) -> None:
@@ -457,7 +459,7 @@ def test_bytes_of_slices() -> None:
     """
     problem = with_bytes(problem_for("zb-h1", 1, 1, 2))
     text = "0F0.0 0F0.1 0I0.1 0W0.1 0I0.0 0W0.0"
-    row = tuple(parse(action, 2) for action in text.split())
+    row = tuple(parse_action(action, 2) for action in text.split())
     assert memory_curve(row, in_bytes(problem.costs)) == [32, 64, 80, 64, 48, 16]
 
 
@@ -494,7 +496,7 @@ def test_offload_of_slices_leaves_keys_and_values() -> None:
     assert leaving[0] < 0.7 * staying[0] and leaving[1] == pytest.approx(staying[1])
     assert peak_on_host(row, program.problem.placement) == 2.5
     by_hand = "0F0.0 0OFFLOAD_F0.0 0FREE_F0.0 0F0.1 0RELOAD_F0.0 0B0.1 0B0.0"
-    actions = tuple(parse(action, 2) for action in by_hand.split())
+    actions = tuple(parse_action(action, 2) for action in by_hand.split())
     assert list(held_during(actions, in_bytes(costs))) == [32, 32, 32, 40, 64, 80, 48]
 
 

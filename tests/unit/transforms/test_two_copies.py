@@ -14,9 +14,9 @@ from megatron_ext.compile.registry import choose, entries
 from megatron_ext.compile.two_copies.fold import fold, unfold, unfolded
 from megatron_ext.compile.two_copies.two_copies import (
     TwoCopies,
+    copies_to_csv,
     from_rows,
     holds_two_copies,
-    to_csv,
 )
 from megatron_ext.progress import reporting
 from megatron_ext.schedule.action import Action
@@ -167,7 +167,7 @@ def test_a_file_of_two_copies_is_folded(tmp_path: Path, counted: str) -> None:
     copies = two_copies.dualpipe(4, 8)
     path = tmp_path / "dualpipe.csv"
     rows = [",".join(map(str, row)) + "\n" for row in copies.rows]
-    path.write_text(to_csv(copies) if counted == "on" else "".join(rows))
+    path.write_text(copies_to_csv(copies) if counted == "on" else "".join(rows))
     choice, remarks = choose(str(path)), list[str]()
     half = scheduled("dualpipe-v", 2, 4)
     problem = Problem(half.placement, 4, costs_of(half.placement, 0))

@@ -18,7 +18,7 @@ from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.compile.registry import choose
 from megatron_ext.compile.transforms.vocabulary import divide_vocabulary
 from megatron_ext.compile.transforms.vocabulary_costs import share_vocabulary
-from megatron_ext.schedule.action import Kind, parse
+from megatron_ext.schedule.action import Kind, parse_action
 from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts, uniform
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
@@ -155,9 +155,9 @@ def first_of(name: str, how: VocabularyParallel) -> tuple[Schedule, Problem]:
 
 def moved(schedule: Schedule, rank: int, texts: Sequence[str], before: str | None) -> Schedule:
     """``schedule`` with these actions of ``rank`` before another one, or at the end."""
-    actions = list(map(parse, texts))
+    actions = list(map(parse_action, texts))
     row = [action for action in schedule.rows[rank] if action not in actions]
-    at = len(row) if before is None else row.index(parse(before))
+    at = len(row) if before is None else row.index(parse_action(before))
     row[at:at] = actions
     rows = (*schedule.rows[:rank], tuple(row), *schedule.rows[rank + 1 :])
     return replace(schedule, rows=rows)

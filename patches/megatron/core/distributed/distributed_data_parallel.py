@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
-Hook = Callable[..., None]
+GradientHook = Callable[..., None]
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
@@ -39,8 +39,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def hook_where_there_is_a_gradient(
-    original: Callable[..., Hook], model: Any, parameter: Tensor
-) -> Hook:
+    original: Callable[..., GradientHook], model: Any, parameter: Tensor
+) -> GradientHook:
     """Return Megatron's hook for ``parameter``, which does nothing in a pass without a gradient
     while reductions are held back, as they are in all passes of our steps."""
     hook = original(model, parameter)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.adapter.post_validation.optimizer import (
-    Result,
-    Step,
+    OptimizerResult,
+    OptimizerStep,
     nesting,
     zero_within_a_step,
 )
@@ -38,7 +38,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
     """Return the patches by which ``post_validation`` takes steps, and defers what these need."""
 
-    def step(stock: Step, optimizer: Any) -> Result:
+    def step(stock: OptimizerStep, optimizer: Any) -> OptimizerResult:
         if nesting.is_inside:
             return stock(optimizer)
         return post_validation.optimizer_step(functools.partial(nesting.call, stock), optimizer)

@@ -23,7 +23,7 @@ from megatron_ext.adapter.vocabulary_rows import (
     EmbeddingPart,
     OutputPart,
     check_divisible,
-    part_of,
+    vocabulary_part,
 )
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
@@ -105,7 +105,7 @@ def build_divided(original: Callable[..., None], model: Any, call: inspect.Bound
     original(*call.args, **call.kwargs)
 
     groups = model.pg_collection
-    part = part_of(groups.pp, groups.tp)
+    part = vocabulary_part(groups.pp, groups.tp)
     check_divisible(vocabulary, part.size())
     model.vocab_size = vocabulary
     if model.post_process:
