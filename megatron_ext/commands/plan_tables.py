@@ -126,11 +126,11 @@ def _plan_row(candidate: Candidate, job: JobPlan) -> dict[str, Any]:
         "mark": None if candidate.mark is Mark.STABLE else candidate.mark,
         "vocabulary": _VOCABULARY[candidate.method] if len(plan.methods) > 1 else None,
         "offload": None if made.offload is Offload.NONE else made.offload.value,
-        "made again": f"{made.made_again:.0%}" if made.made_again else None,
-        "F in pairs": f"{made.share_in_pairs:.0%}" if made.pairs else None,
+        "recomputed": f"{made.made_again:.0%}" if made.made_again else None,
+        "overlapped F": f"{made.share_in_pairs:.0%}" if made.pairs else None,
         "step": made.step if made.post_validation else None,
         "makespan": made.makespan,
-        "than the choice": "" if is_best else f"{slower_by(candidate, choice):+.1%}",
+        "step compared with the choice": "" if is_best else f"{slower_by(candidate, choice):+.1%}",
         "bubble": f"{made.bubble_share_makespan:.1%}",
         "span": made.span,
         "peak microbatches": made.peak,
@@ -222,7 +222,7 @@ def _print_long_sequences(made: LongSequences) -> None:
 def _row_of_sequences(one: Candidate) -> dict[str, Any]:
     return {
         "schedule": one.schedule,
-        "made again": f"{one.report.made_again:.0%}" if one.report.made_again else "",
+        "recomputed": f"{one.report.made_again:.0%}" if one.report.made_again else "",
         "step": one.step,
         "bubble": f"{one.report.bubble_share_makespan:.1%}",
         "peak microbatches": f"{one.report.peak:.3g}",

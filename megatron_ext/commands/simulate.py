@@ -385,7 +385,7 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
     if made.offload is not Offload.NONE:
         rows["peak on the host"] = _of_ranks(made.host_microbatches)
     if made.made_again:
-        rows["made again"] = f"{made.made_again:.0%} of the activations"
+        rows["recomputed"] = f"{made.made_again:.0%} of the activations"
     if made.pairs:
         rows["pairs of passes"] = f"{made.pairs} of {made.microbatches * made.pp * made.vpp}"
     rows["results"] = _results(made)

@@ -58,7 +58,7 @@ def _change(made: JobPlan, taken: Alternative) -> Iterator[str]:
         yield f"step:      {_step(made, taken)}"
     yield f"memory:    {_memory_of_rank(made, taken)}"
     if found.tie:
-        yield f"as long:   {_tie(made, taken)}"
+        yield f"same time: {_tie(made, taken)}"
 
 
 def _unequal(made: JobPlan, gains: UnequalGains) -> Iterator[str]:
@@ -66,12 +66,12 @@ def _unequal(made: JobPlan, gains: UnequalGains) -> Iterator[str]:
     if gains.refused and not gains.flags:
         yield f"unequal:   nothing is arranged, which may save {gains.most:.1%}: {gains.refused}"
         return
-    unit = " s" if made.in_seconds else ""
     on = f" on each of {gains.replicas} replicas" if gains.replicas > 1 else ""
     if gains.expert_replicas > 1:
         on += f", of which {gains.expert_replicas} share experts and wait for one another"
     yield (
-        f"unequal:   {gains.seconds:.4g}{unit} a step in order of arrival under {gains.schedule}: "
+        f"unequal:   {gains.seconds:.4g} {_unit(made)} a step in order of arrival under "
+        f"{gains.schedule}: "
         f"{counted(gains.steps, 'step')} of {counted(gains.microbatches, 'microbatch')}{on}"
     )
     yield f"order:     {_saved(gains.order)}"
@@ -142,7 +142,11 @@ def _gain(made: JobPlan, taken: Alternative) -> str:
 
 
 def _step(made: JobPlan, one: Alternative) -> str:
-    return f"{one.seconds:.4g}{' s' if made.in_seconds else ''} a step"
+    return f"{one.seconds:.4g} {_unit(made)} a step"
+
+
+def _unit(made: JobPlan) -> str:
+    return "s" if made.in_seconds else "cost units"
 
 
 def _memory(one: Alternative) -> str:

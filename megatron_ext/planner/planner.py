@@ -144,7 +144,9 @@ class _Comparison:
     def found(self) -> str:
         """The best of all so far, in words."""
         best = min(stable_of(self.candidates), key=by_time, default=None)
-        return "" if best is None else f"so far the best is {best.schedule}: {best.step:.4g} a step"
+        if best is None:
+            return ""
+        return f"so far the best is {best.schedule}: {best.step:.4g}, in the costs' unit, a step"
 
     def add_searched(self, pairs: Sequence[SpecWithMethod], work: Task) -> None:
         """Make the best `SEARCHED` of ``pairs`` candidates, by what each has without its search."""

@@ -245,7 +245,7 @@ def test_a_search_has_the_memory_of_what_it_competes_with(monkeypatch: pytest.Mo
     words = ["plan", "--pp", "8", "-m", "32", "--costs", "f=10,i=12,w=8,comm=1"]
     text = CliRunner().invoke(app, words).stdout
     (row,) = (row for row in text.splitlines() if row.startswith("gain:"))
-    assert "20.8% shorter, 986 a step" in row and "--pipeline-memory-limit 11.5" in text
+    assert "20.8% shorter, 986 cost units a step" in row and "--pipeline-memory-limit 11.5" in text
 
 
 def test_refusals_are_one_line_a_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -385,7 +385,7 @@ def test_simulate_tells_what_is_made_again(tmp_path: Path) -> None:
     words += ["--recompute", "first:4", "--csv", str(table)]
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 0, shown.output
-    assert "made again" in shown.output and "50% of the activations" in shown.output
+    assert "recomputed" in shown.output and "50% of the activations" in shown.output
     figures = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert (figures["recompute"], figures["made_again"]) == ("first:4", 0.5)
     words = ["simulate", str(table), "--pp", "4", "-m", "8", "--costs", "f=10,i=12,w=8,comm=1"]
