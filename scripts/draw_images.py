@@ -13,7 +13,6 @@ import argparse
 import io
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -38,8 +37,7 @@ from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 from megatron_ext.viz.draw import draw
 from megatron_ext.viz.svg import save
 
-SCRIPTS = Path(__file__).resolve().parent
-DOCS = SCRIPTS.parent / "docs"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 EQUAL = "f=1,i=1,w=1"
 USUAL = "f=10,i=12,w=8,comm=1"
@@ -124,7 +122,6 @@ def pictures(own: Path) -> dict[str, Callable[[Path], None]]:
         **{name: partial(plot, command) for name, command in commands.items()},
         "two-copies": draw_two_copies,
         "vocabulary-sizes": draw_vocabulary_sizes,
-        "offload": draw_offload,
         "bench": draw_bench,
     }
 
@@ -151,12 +148,6 @@ def draw_two_copies(path: Path) -> None:
     problem = Problem(placement, 4, parse_costs("f=2,i=2,w=2", placement))
     folded = simulate(build_program(choice, problem), problem.costs)
     draw([unfolded(folded), folded], path)
-
-
-def draw_offload(path: Path) -> None:
-    """Draw the peaks that remain with offload, by the speed of copies."""
-    command = [sys.executable, str(SCRIPTS / "sweep_offload.py"), "--plot", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def draw_bench(path: Path) -> None:

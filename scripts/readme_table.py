@@ -28,7 +28,7 @@ from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 from scripts.benchmarks.unequal import over_another
 from scripts.benchmarks.uneven import V, with_tower
 from scripts.recipes.readme import README, part, with_part
-from scripts.recipes.tables import table
+from scripts.tables import table
 
 _HEAD = ("where", "Megatron's best schedule", "with ours", "shown by")
 _COSTS = "f=10,i=12,w=8,comm=1"

@@ -174,8 +174,8 @@ GPUS = {name: Gpu(sheet.memory, sheet) for name, sheet in DATA_SHEETS.items()}
 USABLE = 0.99
 # Bytes that torch's allocator reserves beyond its allocations, as a share of what is allocated and
 # freed again in a step: 15 % on average of eight language models on A100s, without expandable
-# segments (Guo et al. 2024, GMLake, arXiv:2401.08156). A model of it says 3 to 12 %
-# (`python -m scripts.fragmentation`). Tensors that are allocated once reserve nothing.
+# segments (Guo et al. 2024, GMLake, arXiv:2401.08156). Tensors that are allocated once reserve
+# nothing.
 RESERVED_SHARE = 0.15
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +12,10 @@ from torch.distributed import pipelining
 
 from megatron_ext.compile.build import build_program, complete
 from megatron_ext.compile.program.graph import channels
-from megatron_ext.compile.program.simulate import simulate, simulate_steps, step_seconds
+from megatron_ext.compile.program.simulate import step_seconds
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Choice, choose
 from megatron_ext.runtime.executor import execute
-from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.messages.peers import peers
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
@@ -26,27 +23,19 @@ from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.problem import (
-    Extras,
-    Offload,
-    Problem,
-    Recompute,
-    VocabularyParallel,
-)
+from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import from_csv
-from scripts.benchmarks.costs_in_seconds import in_seconds
 from scripts.benchmarks.emulated import (
     DTYPE,
     SHAPE,
     Contender,
     EmulatedChunk,
-    EmulatedCopies,
     EmulatedValidation,
     EmulatedVocabulary,
     as_one,
     data,
+    in_seconds,
 )
 
 CPU = torch.device("cpu")
@@ -66,31 +55,17 @@ def program_of(
     microbatches: int,
     costs: str,
     extras: Extras = NO_EXTRAS,
-    memory_limit: str | None = None,
 ) -> Program:
-    """Return the program of ``choice`` for emulated ``costs`` in milliseconds, with free messages.
-    ``memory_limit`` is the limit that recompute has to fit into, if recompute is requested with
-    ``fit``."""
+    """Return the program of ``choice`` for emulated ``costs`` in milliseconds, with free
+    messages."""
     placement = choice.place(ranks)
-    limit = None
-    if extras.recompute.fit and memory_limit is not None:
-        limit = parse_limit(memory_limit, ranks, microbatches)
     seconds = in_seconds(costs, placement)
-    return build_program(choice, Problem(placement, microbatches, seconds, limit, extras=extras))
+    return build_program(choice, Problem(placement, microbatches, seconds, extras=extras))
 
 
 def ideal_of(program: Program) -> float:
     """Return the ideal seconds of a step: its makespan, or about its span if steps overlap."""
     return step_seconds(program, program.problem.costs)
-
-
-def ideal_after_bad(program: Program) -> float:
-    """Return the ideal seconds of a step that follows a bad verdict, with post-validation."""
-    costs = program.problem.costs
-    *_, previous, last = simulate_steps(program, costs, 8)
-    settled = max(event.end for event in last.events if event.action.kind is Kind.SETTLE)
-    ended = max(row[-1].end for row in previous.compute)
-    return settled - ended + simulate(program, costs).makespan
 
 
 def _passes(program: Program) -> int:
@@ -193,41 +168,23 @@ class EmulatedRank:
         queue.splitting = False
 
 
-def ours(
-    spec: str,
-    ranks: int,
-    microbatches: int,
-    costs: str,
-    extras: Extras,
-    memory_limit: str | None,
-    bad_every: int,
-    folder: Path,
-) -> Contender:
-    """Return the contender of our executor and transport under ``spec``. ``folder`` belongs to this
-    launch.
-
-    With post-validation every ``bad_every``-th verdict is bad, or none if that is 0.
-    """
+def ours(spec: str, ranks: int, microbatches: int, costs: str, extras: Extras) -> Contender:
+    """Return the contender of our executor and transport under ``spec``."""
     choice = choose(spec)
     divides = extras.vocab_parallel is not VocabularyParallel.NONE
-    program = program_of(choice, ranks, microbatches, costs, extras, memory_limit)
+    program = program_of(choice, ranks, microbatches, costs, extras)
     emulated = EmulatedRank(program.schedule, program.problem.costs, has_loss=not divides)
-    world, rank, recorder = emulated.world, emulated.world.rank(), emulated.recorder
-    offloads = None
-    if extras.activation_offload is not Offload.NONE:
-        copies = EmulatedCopies(program.problem.costs, rank, folder)
-        offloads = ActivationOffload(rank, CPU, copies)
+    world, recorder = emulated.world, emulated.recorder
     shard = EmulatedVocabulary(program, world, recorder) if divides else None
     validation = None
     if extras.post_validation:
-        validation = EmulatedValidation(world, emulated.placement, recorder, bad_every)
+        validation = EmulatedValidation(world, emulated.placement, recorder)
 
     def step() -> None:
         emulated.step(
             program,
             choice.traits.splits_backward,
             vocabulary=None if shard is None else shard.step(),
-            offload=None if offloads is None else offloads.step(program.schedule.rows[rank]),
             others=() if validation is None else (validation,),
         )
         if validation is not None:
@@ -238,18 +195,9 @@ def ours(
         validation.commit_or_rollback()
 
     name = f"megatron-ext {spec}" + f", vocabulary {extras.vocab_parallel}" * divides
-    name += f", offload {extras.activation_offload}" * (
-        extras.activation_offload is not Offload.NONE
-    )
-    name += f", recompute {extras.recompute}" * (extras.recompute != Recompute())
-    name += ", in pairs" * extras.pairs
-    name += ", post-validation" * extras.post_validation
-    contender = Contender(name, ideal_of(program), _passes(program), step)
-    if not extras.post_validation:
-        return contender
-    return replace(
-        contender, commit_or_rollback=commit_or_rollback, ideal_after_bad=ideal_after_bad(program)
-    )
+    name += ", in pairs" * extras.pairs + ", post-validation" * extras.post_validation
+    ended = commit_or_rollback if extras.post_validation else None
+    return Contender(name, ideal_of(program), _passes(program), step, ended)
 
 
 def torchs(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:

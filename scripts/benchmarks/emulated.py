@@ -7,14 +7,10 @@ a rank that sleeps needs no core, so a pipeline of eight runs on two.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -22,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.runtime.host.copies import CopiedBytes, DirectCopies, Transfer
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Handler
@@ -34,13 +29,47 @@ from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.runtime.vocabulary.shard import VocabularyShard
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.costs import Costs, HostCosts
-from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
+from megatron_ext.schedule.costs import Costs, LinkCosts, OverlapCosts
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import is_compute
 
 SHAPE = (1, 1, 8)  # of what passes between stages
 DTYPE = torch.float32
+
+
+def in_seconds(costs: str, placement: Placement) -> Costs:
+    """Return ``costs``, given in milliseconds, in seconds. Messages cost nothing there, as real
+    ones are sent here."""
+    given = parse_costs(costs, placement)
+    host, vocabulary = given.host, given.vocabulary
+    if host is not None:
+        host = replace(host, seconds=_in_seconds(host.seconds))
+    if vocabulary is not None:
+        head, embedding = _in_seconds((vocabulary.head, vocabulary.embedding))
+        vocabulary = replace(vocabulary, head=head, embedding=embedding)
+    passes, slices = given.passes, given.slices
+    return replace(
+        given,
+        passes=replace(
+            passes,
+            seconds=_in_seconds(passes.seconds),
+            recompute=_in_seconds(passes.recompute),
+            spared=_in_seconds(passes.spared),
+        ),
+        links=LinkCosts(),
+        slices=replace(slices, launch=_in_seconds(slices.launch)),
+        host=host,
+        vocabulary=vocabulary,
+        overlap=OverlapCosts(_in_seconds(given.overlap.hidden)),
+    )
+
+
+def _in_seconds(ms: Any) -> Any:
+    """Return ``ms``, a figure or tuples and mappings of figures, in seconds."""
+    if isinstance(ms, Mapping):
+        return {key: _in_seconds(figures) for key, figures in ms.items()}
+    return tuple(map(_in_seconds, ms)) if isinstance(ms, tuple) else ms / 1000
 
 
 WAKES_LATE = 0.0003  # seconds, about, that a system lets a sleeper oversleep
@@ -166,7 +195,6 @@ class Contender:
         passes: passes of this rank in a step.
         step: runs one step.
         commit_or_rollback: with post-validation, waits for the verdict on the last step; else None.
-        ideal_after_bad: with post-validation, as ``ideal``, of a step that follows a bad verdict.
     """
 
     name: str
@@ -174,7 +202,6 @@ class Contender:
     passes: int
     step: Callable[[], None]
     commit_or_rollback: Callable[[], None] | None = None
-    ideal_after_bad: float | None = None
 
 
 def data() -> Tensor:
@@ -240,83 +267,6 @@ class _EmulatedPasses(VocabularyPasses):
             take(self._costs.of(action))
 
 
-# ---- Copies to the host and back: they last what they cost, parallel to passes
-
-
-class EmulatedCopies(DirectCopies):
-    """A thread a direction, which sleeps. Ranks that share a link wait for its file's lock."""
-
-    def __init__(self, costs: Costs, rank: int, folder: Path) -> None:
-        host = costs.host
-        assert host is not None
-        self._costs = costs
-        self._lanes: dict[Lane, SimpleQueue[_Copy]] = {}
-        for lane in HOST_LANES:
-            self._lanes[lane] = SimpleQueue()
-            link = _link(host, rank, lane, folder)
-            arguments = self._lanes[lane], link
-            threading.Thread(target=_run, args=arguments, daemon=True).start()
-
-    def start(
-        self, action: Action, pieces: Sequence[CopiedBytes], after: Transfer | None
-    ) -> Transfer:
-        copy = _Copy(self._costs.of(action), pieces, after)
-        self._lanes[RULES[action.kind].lane].put(copy)
-        return copy
-
-
-class _Copy:
-    """A `Transfer` that another thread makes."""
-
-    def __init__(
-        self, seconds: float, pieces: Sequence[CopiedBytes], after: Transfer | None
-    ) -> None:
-        self.seconds, self.pieces, self.after = seconds, pieces, after
-        self.is_done = threading.Event()
-        self.error: Exception | None = None
-
-    def wait(self) -> None:
-        self.finish()
-
-    def finish(self) -> None:
-        self.is_done.wait()
-        if self.error is not None:
-            raise self.error
-
-
-def _run(copies: SimpleQueue[_Copy], link: Path | None) -> None:
-    while True:
-        copy = copies.get()
-        try:
-            if copy.after is not None:
-                copy.after.finish()
-            with _turn_on(link):
-                time.sleep(copy.seconds)
-            for to, source in copy.pieces:
-                to.copy_(source)
-        except Exception as error:  # re-raised in the thread that waits for the copy
-            copy.error = error
-        copy.is_done.set()
-
-
-def _link(host: HostCosts, rank: int, lane: Lane, folder: Path) -> Path | None:
-    """Return the file that stands for a shared link; None if the link is not shared."""
-    if not host.is_shared:
-        return None
-    number, direction = host.link(rank, lane)
-    return folder / f"link-{number}-{'both' if direction is None else direction.name}"
-
-
-@contextlib.contextmanager
-def _turn_on(link: Path | None) -> Iterator[None]:
-    if link is None:
-        yield
-        return
-    with link.open("w") as file:  # each opens it for itself: locks are the opened file's
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 # ---- Post-validation: real messages, of an optimizer that takes no time
 
 
@@ -326,39 +276,23 @@ def synchronise() -> None:
 
 
 class EmulatedValidation(Validation):
-    """`Validation` of the last step, and the optimizer. Every ``bad_every``-th verdict is bad, from
-    that on the first step on; 0: none is."""
+    """`Validation` of the last step, which is always good, and the optimizer."""
 
     def __init__(
-        self, pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder, bad_every: int
+        self, pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder
     ) -> None:
         """Collective over the world."""
         self._messages = ValidationMessages(pipeline, placement, recorder)
-        self._bad_every = bad_every
-        self._steps = 0
 
     def optimizer_step(self) -> None:
         """RECV_P, STEP, SEND_P."""
-        is_bad = is_bad_step(self._steps, self._bad_every)
-        own = PartialState(found_inf=is_bad and self._messages.is_last)
-        self._messages.pass_on(self._messages.partial().plus(own))
-        self._steps += 1
+        self._messages.pass_on(self._messages.partial().plus(PartialState(found_inf=False)))
 
     def expect(self) -> None:
         self._messages.expect()
 
     def commit_or_rollback(self) -> bool:
-        if not self._messages.is_pending:
-            return True
-        stands = not self._messages.verdict().found_inf
-        if not stands:
-            synchronise()  # the step is repeated, with all that stock does
-        return stands
+        return not (self._messages.is_pending and self._messages.verdict().found_inf)
 
     def abandon(self) -> None:
         self._messages.abandon()
-
-
-def is_bad_step(step: int, bad_every: int) -> bool:
-    """Whether the verdict on ``step``, from 0, is bad."""
-    return bad_every > 0 and step % bad_every == 0

@@ -1,149 +1,78 @@
 """Benchmark of executors on emulated clocks: ours, Megatron's own and torch's.
 
-python -m scripts.benchmarks.executors --pp 4 -m 8 --schedules "zb-h1 zb-v"
+    python -m scripts.benchmarks.executors --pp 4 -m 8 --schedules "zb-h1 zb-v"
+
+Seconds of a step are medians over the launches; the last column is the host's time for each pass if
+passes take none. With --post-validation steps follow one another, with an all-reduce after each.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
 
-import typer
-
-from megatron_ext.commands.options import Json, Microbatches, Ranks
-from megatron_ext.commands.output import fail, print_table
-from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
+from scripts.benchmarks.harness import arguments, print_table
 from scripts.benchmarks.runs import (
     DEFAULT_SCHEDULES,
     STEPS,
     STEPS_IN_A_ROW,
-    BenchResult,
     Setting,
     measure,
 )
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+COLUMNS = (
+    *("executor and schedule", "ideal, s", "measured, s", "of ideal", "over Megatron's 1F1B"),
+    *("spread", "host, us"),
+)
 
 
-@app.command()
-def main(
-    pp: Ranks = 4,
-    microbatches: Microbatches = 8,
-    costs: Annotated[
-        str, typer.Option(help="Milliseconds per microbatch of a rank: f=40,i=40,w=40")
-    ] = "f=40,i=40,w=40",
-    schedules: Annotated[
-        str, typer.Option(help="Ours to measure, separated by blanks.")
-    ] = DEFAULT_SCHEDULES,
-    launches: Annotated[
-        int, typer.Option(min=1, help="How often the ranks are started afresh.")
-    ] = 3,
-    as_json: Json = False,
-    vocab_parallel: Annotated[
-        VocabularyParallel,
-        typer.Option(
-            help="Measure ours with vocabulary parallelism too; give head=F/I/W in COSTS."
-        ),
-    ] = VocabularyParallel.NONE,
-    offload: Annotated[
-        Offload, typer.Option(help="Measure ours with offload too; give d2h= in COSTS.")
-    ] = Offload.NONE,
-    recompute: Annotated[
-        str,
-        typer.Option(
-            metavar="{none,fit,first:N}",
-            help="Measure ours with recompute too; R takes r= in COSTS, or as long as F.",
-        ),
-    ] = "none",
-    memory_limit: Annotated[
-        str | None, typer.Option(help="Of a rank, in microbatches, for --recompute fit: 5 or 0.5x.")
-    ] = None,
-    pairs: Annotated[
-        bool,
-        typer.Option(
-            "--pairs",
-            help="Measure ours with passes in pairs too, those with several stages on a rank; give "
-            "hidden= in COSTS.",
-        ),
-    ] = False,
-    post_validation: Annotated[
-        bool,
-        typer.Option(
-            "--post-validation",
-            help="Measure steps in a row, with an all-reduce after each, and ours with the "
-            "optimizer's post-validation in its place too.",
-        ),
-    ] = False,
-    bad_every: Annotated[
-        int, typer.Option(min=0, help="With --post-validation: every so many-th verdict is bad.")
-    ] = 0,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"Timed in a launch: {STEPS}, or {STEPS_IN_A_ROW} in a row."),
-    ] = None,
-) -> None:
-    """Measure executors on emulated clocks: ours, Megatron's own, torch's."""
-    specs = tuple(schedules.split())
-    try:
-        setting = Setting(
-            pp,
-            microbatches,
-            costs,
-            specs,
-            launches,
-            vocab_parallel,
-            offload,
-            steps or (STEPS_IN_A_ROW if post_validation else STEPS),
-            post_validation,
-            bad_every,
-            recompute,
-            memory_limit,
-            pairs,
+def main(words: Sequence[str] | None = None) -> int:
+    given = arguments(
+        __doc__,
+        words,
+        pp=(4, "pipeline ranks"),
+        microbatches=(8, "of a step"),
+        costs=("f=40,i=40,w=40", "milliseconds per microbatch of a rank"),
+        schedules=(DEFAULT_SCHEDULES, "ours to measure"),
+        launches=(3, "how often the ranks are started afresh"),
+        vocab_parallel=("none", "measure ours with this too; give head=F/I/W in --costs"),
+        pairs=(False, "measure ours with passes in pairs too; give hidden= in --costs"),
+        post_validation=(False, "measure steps in a row, ours with post-validation too"),
+        steps=(0, f"timed in a launch: {STEPS}, or {STEPS_IN_A_ROW} in a row"),
+        json=(False, "print all figures as data"),
+    )
+    setting = Setting(
+        given.pp,
+        given.microbatches,
+        given.costs,
+        tuple(given.schedules.split()),
+        given.launches,
+        VocabularyParallel(given.vocab_parallel),
+        given.steps or (STEPS_IN_A_ROW if given.post_validation else STEPS),
+        given.post_validation,
+        given.pairs,
+    )
+    measured = measure(setting, lambda text: print(text, file=sys.stderr))
+    if given.json:
+        print(json.dumps({**asdict(setting), **asdict(measured), "doubts": measured.doubts}))
+        return 0
+    rows = (
+        (
+            *(row.name, f"{row.ideal:.3f}", f"{row.measured:.3f}", f"{row.efficiency:.1%}"),
+            *(f"{row.speedup:.2f}", f"{row.spread:.1%}", f"{row.host_microseconds:.0f}"),
         )
-        measured = measure(setting, lambda text: typer.echo(text, err=True))
-    except ValueError as error:
-        fail(error)
-    if as_json:
-        report = {
-            **asdict(setting),
-            "rows": [asdict(row) for row in measured.rows],
-            "autograd_microseconds": measured.autograd_microseconds,
-            "doubts": measured.doubts,
-        }
-        typer.echo(json.dumps(report, indent=2))
-        return
-    typer.echo(
-        f"{pp} ranks, {microbatches} microbatches, {costs} ms, {setting.steps} steps a launch"
-        f"{', in a row' * post_validation}, {launches} launches; seconds of a step, median over "
-        f"launches"
+        for row in measured.rows
     )
-    rows = [_bench_row(row) for row in measured.rows]
-    if bad_every:
-        for cells, row in zip(rows, measured.rows, strict=True):
-            cells["after a bad verdict, ideal"] = row.ideal_after_bad or ""
-            cells["after a bad verdict, measured"] = row.after_bad or ""
-    print_table(rows)
+    print_table(COLUMNS, rows)
     cold, warm = measured.autograd_microseconds
-    typer.echo(
-        f"autograd alone takes {cold:.0f} us a pass here after a sleep, {warm:.0f} us without one: "
-        f"that much of every pass is the machine's"
-    )
+    print(f"\nautograd alone takes {cold:.0f} us a pass here after a sleep, {warm:.0f} us without")
     for doubt in measured.doubts:
-        typer.echo(f"not to be believed: {doubt}")
-
-
-def _bench_row(row: BenchResult) -> dict[str, Any]:
-    return {
-        "": row.name,
-        "ideal": row.ideal,
-        "measured": row.measured,
-        "of ideal": f"{row.efficiency:.1%}",
-        "over Megatron's 1F1B": f"{row.speedup:.2f}x",
-        "spread": f"{row.spread:.1%}",
-        "host, us a pass": f"{row.host_microseconds:.0f}",
-    }
+        print(f"not to be believed: {doubt}")
+    return 0
 
 
 if __name__ == "__main__":
-    app()
+    sys.exit(main())

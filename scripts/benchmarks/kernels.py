@@ -1,6 +1,6 @@
 """Seconds of a layer's kernels on this GPU, and the seconds that the cost model estimates for them.
 
-    python -m scripts.benchmarks.kernels h200
+    python -m scripts.benchmarks.kernels --gpu h200
 
 Every kernel runs on random data for a quarter of a second, of which the second half is timed: a GPU
 whose power is limited slows down within the first tenth. The estimates do not know these
@@ -9,7 +9,6 @@ measurements: the last column, estimated over measured seconds, says how good th
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from megatron_ext.cost_model.operations.operation import (
 )
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.runtime.measure.operation_time import sustained_seconds
+from scripts.benchmarks.harness import arguments, print_table
 
 TIMED = 0.25  # seconds of each kernel
 TOKENS = 8192
@@ -182,9 +182,7 @@ def memory_bound(rates: Rates) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("gpu", help="what `plan --gpu` calls this GPU")
-    gpu = parse_gpu(parser.parse_args().gpu)
+    gpu = parse_gpu(arguments(__doc__, None, gpu=("h200", "what `plan --gpu` calls this GPU")).gpu)
     rates = gpu.rates()
     groups = [
         memory_bound(rates),
@@ -202,11 +200,14 @@ def main() -> None:
                 print(f"{row.group}: {row.kernel}: {words}, {row.ratio:.2f}", flush=True)
         except RuntimeError as error:  # a kernel that this torch or GPU lacks
             print(f"{type(error).__name__}: {error}".partition("\n")[0], flush=True)
-    print("\n| kernels | number | estimated over measured: median | least | most |\n|-|-|-|-|-|")
-    for name, some in rows.items():
-        ratios = sorted(row.ratio for row in some)
-        figures = statistics.median(ratios), ratios[0], ratios[-1]
-        print(f"| {name} | {len(some)} | {' | '.join(f'{figure:.2f}' for figure in figures)} |")
+    ratios = {name: sorted(row.ratio for row in some) for name, some in rows.items()}
+    print_table(
+        ("kernels", "number", "estimated over measured: median", "least", "most"),
+        (
+            (name, len(some), *(f"{x:.2f}" for x in (statistics.median(some), some[0], some[-1])))
+            for name, some in ratios.items()
+        ),
+    )
 
 
 if __name__ == "__main__":

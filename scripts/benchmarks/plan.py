@@ -13,13 +13,12 @@ seconds, or a last one more than 60. (--limit sets when the comparison ends.)
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from megatron_ext.launch_planner import any_sizes  # noqa: E402
 from megatron_ext.launch_planner.launch_plan import plan_launch  # noqa: E402
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest  # noqa: E402
 from megatron_ext.planner.planning_time import LIMIT, planning  # noqa: E402
+from scripts.benchmarks.harness import arguments, print_table  # noqa: E402
 from scripts.recipes.accepting import argument_values, as_on_gpus, others  # noqa: E402
 from scripts.recipes.public_form import read_recipes  # noqa: E402
 from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve  # noqa: E402
@@ -89,33 +89,36 @@ class Answers:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = arguments(
+        __doc__,
+        words,
+        all=(False, "take all recipes"),
+        recipes=(COUNT, "how many to take"),
+        limit=(0.0, "CPU seconds; 0: as `plan`"),
+        any_sizes=(False, "compare other parallel sizes"),
     )
-    parser.add_argument("--all", action="store_true", help="take all recipes")
-    parser.add_argument("--recipes", type=int, default=COUNT, help="how many to take")
-    parser.add_argument("--limit", type=float, help="CPU seconds")
-    parser.add_argument("--any-sizes", action="store_true", help="compare other parallel sizes")
-    arguments = parser.parse_args(words)
     recipes = distinct_recipes()
-    if not arguments.all:
-        recipes = spread(recipes, arguments.recipes)
-    answer = _answers_of_sizes if arguments.any_sizes else _answers
-    limit = arguments.limit or (any_sizes.LIMIT if arguments.any_sizes else LIMIT)
+    if not given.all:
+        recipes = spread(recipes, given.recipes)
+    answer = _answers_of_sizes if given.any_sizes else _answers
+    limit = given.limit or (any_sizes.LIMIT if given.any_sizes else LIMIT)
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     made: list[Answers] = []
-    print(f"{'launch command':64}    first    last  verdict", flush=True)
     jobs = [
         *((recipe.name.partition(":")[2], partial(_of_recipe, recipe)) for recipe in recipes),
         *((name, partial(_of_example, *example)) for name, example in EXAMPLES.items()),
     ]
-    for name, request in jobs:
-        answers = _in_a_process(partial(answer, request, limit))
-        figures = f"{answers.first:6.1f}s {answers.last:6.1f}s"
-        found = answers.why_none or answers.schedule + ", time was over" * answers.is_short
-        print(f"{name.removesuffix('_config'):64}  {figures}  {found}", flush=True)
-        if not answers.why_none:
-            made.append(answers)
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name, request in jobs:
+            answers = _in_a_process(partial(answer, request, limit))
+            found = answers.why_none or answers.schedule + ", time was over" * answers.is_short
+            seconds = f"{answers.first:.1f}", f"{answers.last:.1f}"
+            yield name.removesuffix("_config"), *seconds, found
+            if not answers.why_none:
+                made.append(answers)
+
+    print_table(("launch command", "first, s", "last, s", "verdict"), rows())
     for what, most in (("first", FIRST), ("last", LAST)):
         seconds = [getattr(answers, what) for answers in made]
         print(

@@ -12,14 +12,11 @@ passes is in the measured step and not in the prediction.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 from megatron_ext.compile.output_layer import place_output_layer
 from megatron_ext.compile.registry import choose
@@ -35,8 +32,8 @@ from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.viz.prediction import Comparison
 from scripts.benchmarks.contestants import CPU, EmulatedRank
-from scripts.benchmarks.costs_in_seconds import in_seconds
-from scripts.benchmarks.emulated import DTYPE, SHAPE
+from scripts.benchmarks.emulated import DTYPE, SHAPE, in_seconds
+from scripts.benchmarks.harness import arguments, print_table
 from scripts.benchmarks.runs import on_forked_ranks
 
 SCHEDULES = "1f1b zb-h1 zb-auto interleaved-zb zb-v v-half"
@@ -54,28 +51,27 @@ class Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = arguments(
+        __doc__,
+        argv,
+        pp=(4, "pipeline ranks"),
+        microbatches=(8, "of a step"),
+        costs=("f=60,i=80,w=40", "milliseconds, of a full rank"),
+        schedules=(SCHEDULES, "to measure"),
     )
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", "-m", type=int, default=8)
-    parser.add_argument("--costs", default="f=60,i=80,w=40", help="milliseconds, of a full rank")
-    parser.add_argument("--schedules", default=SCHEDULES)
-    arguments = parser.parse_args(argv)
-    results = [
-        measure(spec, arguments.pp, arguments.microbatches, arguments.costs)
-        for spec in arguments.schedules.split()
-    ]
-    table = Table(*("schedule", "predicted, s", "measured, s", "error", "idle, predicted", "idle"))
-    for result in results:
-        comparison = result.comparison
-        table.add_row(
-            result.schedule,
-            *(f"{seconds:.3f}" for seconds in (comparison.predicted, comparison.measured)),
-            f"{result.error:+.1%}",
-            *(f"{share:.1%}" for share in comparison.bubble_shares),
+    results = (
+        measure(spec, given.pp, given.microbatches, given.costs) for spec in given.schedules.split()
+    )
+    rows = (
+        (
+            *(result.schedule, f"{result.comparison.predicted:.3f}"),
+            *(f"{result.comparison.measured:.3f}", f"{result.error:+.1%}"),
+            *(f"{share:.1%}" for share in result.comparison.bubble_shares),
         )
-    Console().print(table)
+        for result in results
+    )
+    idle = ("idle, predicted", "idle, measured")
+    print_table(("schedule", "predicted, s", "measured, s", "error", *idle), rows)
     return 0
 
 

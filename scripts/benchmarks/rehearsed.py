@@ -9,7 +9,6 @@ between microbatches. Together, four ranks exchange messages over gloo. Alone, e
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import statistics
@@ -22,8 +21,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from rich.console import Console
-from rich.table import Table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ext.compile.build import build_program
@@ -50,6 +47,7 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.timeline import Event
 from scripts.benchmarks.contestants import CPU, EmulatedRank
 from scripts.benchmarks.emulated import slow_after_waits
+from scripts.benchmarks.harness import arguments, print_table
 from scripts.benchmarks.runs import before_everything_else, on_forked_ranks
 from scripts.benchmarks.unequal_clocks import UnequalStage
 
@@ -156,18 +154,20 @@ def _alone(rank: int, program: Program, spec: str, slower_after_wait: float, fol
     save_rank_record(record, Path(folder, f"{rank}.json"))
 
 
-def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--schedules", default=SCHEDULES)
-    parser.add_argument("--slower-after-wait", type=float, default=0.0, help="milliseconds")
-    given = parser.parse_args(words)
-    table = Table("schedule", "composed, s", "real, s", "error")
-    for spec in given.schedules.split():
-        found = measure(spec, given.slower_after_wait / 1000)
-        table.add_row(spec, f"{found.composed:.3f}", f"{found.real:.3f}", f"{found.error:+.1%}")
-    Console().print(table)
+def main(words: Sequence[str] | None = None) -> int:
+    given = arguments(
+        __doc__,
+        words,
+        schedules=(SCHEDULES, "to compare"),
+        slower_after_wait=(0.0, "milliseconds that a pass takes longer after a wait"),
+    )
+    found = (measure(spec, given.slower_after_wait / 1000) for spec in given.schedules.split())
+    rows = (
+        (one.spec, f"{one.composed:.3f}", f"{one.real:.3f}", f"{one.error:+.1%}") for one in found
+    )
+    print_table(("schedule", "composed, s", "real, s", "error"), rows)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import itertools
 import os
 import pickle
 import statistics
@@ -30,19 +29,12 @@ from megatron_ext.launch import CPU_PLATFORM
 from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.problem import (
-    Extras,
-    Offload,
-    Recompute,
-    VocabularyParallel,
-    parse_recompute,
-)
+from megatron_ext.schedule.problem import Extras, VocabularyParallel
 from scripts.benchmarks.contestants import ours, program_of, torchs
 from scripts.benchmarks.emulated import (
     Contender,
     EmulatedChunk,
     data,
-    is_bad_step,
     synchronise,
     take,
 )
@@ -53,7 +45,7 @@ SLEEPS = 25  # of 20 ms, to measure how late a rank wakes up, and how slow it is
 NOISY = 0.03  # of spread, or of lateness of passes: with more, figures are not to be believed
 
 # In milliseconds: passes that take no time, to measure what an executor takes besides.
-_FREE = "f=1e-6,i=1e-6,w=1e-6,d2h=1e-6"
+_FREE = "f=1e-6,i=1e-6,w=1e-6"
 
 DEFAULT_SCHEDULES = "1f1b zb-h1 zb-auto interleaved gis zb-v v-half v-min v-auto dualpipe-v"
 
@@ -67,13 +59,9 @@ class Setting:
         specs: our schedules.
         launches: how often the ranks are started afresh.
         vocabulary: ours are measured without vocabulary parallelism, and with this too.
-        offload: ours are measured without offload, and with this too.
         steps: timed in a launch, after one that is not.
         post_validation: steps follow one another, each ends with an all-reduce as an optimizer's
             does, and ours are measured with post-validation too; torch's are not measured.
-        bad_every: every so many-th verdict of post-validation is bad; 0: none.
-        recompute: ours are measured without recompute, and with this too (`parse_recompute`),
-        memory_limit: within this, if it is to fit into one (`parse_limit`).
         pairs: those with several stages on a rank are measured with passes in pairs, too.
     """
 
@@ -83,50 +71,15 @@ class Setting:
     specs: tuple[str, ...]
     launches: int
     vocabulary: VocabularyParallel = VocabularyParallel.NONE
-    offload: Offload = Offload.NONE
     steps: int = STEPS
     post_validation: bool = False
-    bad_every: int = 0
-    recompute: str = "none"
-    memory_limit: str | None = None
     pairs: bool = False
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps is {self.steps}; at least one has to be timed")
-        if self.bad_every and not 1 < self.bad_every <= self.steps:
-            raise ValueError(
-                f"a bad verdict every {self.bad_every} of {self.steps} steps: there must be steps "
-                f"that follow one and steps that do not; write a number from 2 to {self.steps}"
-            )
-        if self.bad_every and not self.post_validation:
-            raise ValueError("bad verdicts without post-validation: add --post-validation")
-        if self.memory_limit is not None and not self._recompute.fit:
-            raise ValueError(
-                f"--memory-limit {self.memory_limit} has no effect without --recompute fit, "
-                f"which recomputes activations until the rest fit: add --recompute fit"
-            )
-
-    @property
-    def _recompute(self) -> Recompute:
-        return parse_recompute(self.recompute, "--recompute")
 
     @property
     def ours(self) -> list[tuple[str, Extras]]:
-        """Return the specs and options of our own contenders.
-
-        Post-validation is combined with no other option here, and offload not with recompute.
-        """
+        """Return the specs and options of our own contenders."""
         vocabularies = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
-        offloads = dict.fromkeys([Offload.NONE, self.offload])
-        combined = [
-            Extras(vocab_parallel=vocabulary, activation_offload=offload)
-            for vocabulary, offload in itertools.product(vocabularies, offloads)
-        ]
-        if self._recompute != Recompute():
-            combined += [
-                Extras(vocab_parallel=way, recompute=self._recompute) for way in vocabularies
-            ]
+        combined = [Extras(vocab_parallel=vocabulary) for vocabulary in vocabularies]
         if self.post_validation:
             combined.append(Extras(post_validation=True))
         made = []
@@ -149,8 +102,6 @@ class BenchResult:
         speedup: over Megatron's 1F1B in the same launches.
         spread: (slowest - fastest launch) / median.
         host_microseconds: overhead of a pass: a step whose passes take no time, per pass.
-        ideal_after_bad: with post-validation, as ``ideal``, of a step that follows a bad verdict.
-        after_bad: as ``measured``, of those steps, if there are any.
     """
 
     name: str
@@ -160,8 +111,6 @@ class BenchResult:
     speedup: float
     spread: float
     host_microseconds: float
-    ideal_after_bad: float | None = None
-    after_bad: float | None = None
 
 
 @dataclass(frozen=True)
@@ -200,10 +149,8 @@ class _Steps:
 
     name: str
     ideal: float
-    ideal_after_bad: float | None
     passes: int
     seconds: float
-    after_bad: float | None
     host_seconds: float = 0.0  # which is measured last
 
 
@@ -225,7 +172,7 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> BenchReport:
     """
     sizes = setting.ranks, setting.microbatches, setting.costs
     for spec, extras in setting.ours:  # said here, not by a rank
-        program_of(choose(spec), *sizes, extras, setting.memory_limit)
+        program_of(choose(spec), *sizes, extras)
     importlib.import_module("scripts.benchmarks.stock")  # once, before forking
     launches = []
     for number in range(setting.launches):
@@ -250,7 +197,6 @@ def _measured(steps: Sequence[_Steps], stock: float) -> BenchResult:
     """Return the result of one contender's steps of all launches. ``stock`` are the seconds of
     Megatron's 1F1B."""
     seconds = [launch.seconds for launch in steps]
-    after_bad = [launch.after_bad for launch in steps if launch.after_bad is not None]
     measured = statistics.median(seconds)
     first = steps[0]
     return BenchResult(
@@ -261,16 +207,12 @@ def _measured(steps: Sequence[_Steps], stock: float) -> BenchResult:
         stock / measured,
         (max(seconds) - min(seconds)) / measured,
         1e6 * statistics.median(launch.host_seconds for launch in steps) / first.passes,
-        first.ideal_after_bad,
-        statistics.median(after_bad) if after_bad else None,
     )
 
 
 def _launch(setting: Setting) -> _Launch:
     """Fork the ranks, let them run every contender, and return what rank 0 gathered."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = partial(_contend, setting, Path(folder))
-        return on_forked_ranks(setting.ranks, run, _without_gpu)
+    return on_forked_ranks(setting.ranks, partial(_contend, setting), _without_gpu)
 
 
 def _without_gpu() -> None:
@@ -279,36 +221,19 @@ def _without_gpu() -> None:
     apply(cpu.patches())
 
 
-def _contend(setting: Setting, folder: Path) -> _Launch:
+def _contend(setting: Setting) -> _Launch:
     dist.barrier()
     late = _largest(_lateness())
     autograd = _largest(_autograd(0.02)), _largest(_autograd(0.0))
     steps = {}
-    for contender in _contenders(setting, setting.costs, folder):
-        seconds, after_bad = _seconds_of(contender, setting)
-        steps[contender.name] = _Steps(
-            contender.name,
-            contender.ideal,
-            contender.ideal_after_bad,
-            contender.passes,
-            seconds,
-            after_bad,
-        )
-    for free in _contenders(setting, _FREE, folder):
+    seconds_of = _in_a_row if setting.post_validation else _median_of
+    for own in _contenders(setting, setting.costs):
+        seconds = seconds_of(own, setting.steps)
+        steps[own.name] = _Steps(own.name, own.ideal, own.passes, seconds)
+    for free in _contenders(setting, _FREE):
         host_seconds = _median_of(free, setting.steps)
         steps[free.name] = replace(steps[free.name], host_seconds=host_seconds)
     return _Launch(steps, before_everything_else(), late, autograd)
-
-
-def _seconds_of(contender: Contender, setting: Setting) -> tuple[float, float | None]:
-    """Return the seconds of a step, and of a step after a bad verdict if the contender has such
-    steps."""
-    if not setting.post_validation:
-        return _median_of(contender, setting.steps), None
-    seconds = _in_a_row(contender, setting)
-    if contender.commit_or_rollback is not None:
-        contender.commit_or_rollback()
-    return seconds
 
 
 def _median_of(contender: Contender, steps: int) -> float:
@@ -320,23 +245,14 @@ def _median_of(contender: Contender, steps: int) -> float:
     return statistics.median(seconds)
 
 
-def _contenders(setting: Setting, costs: str, folder: Path) -> Iterator[Contender]:
+def _contenders(setting: Setting, costs: str) -> Iterator[Contender]:
     from scripts.benchmarks import stock  # which imports Megatron
 
     yield from stock.contenders(setting.ranks, setting.microbatches, costs)
     if not setting.post_validation:
         yield from torchs(setting.ranks, setting.microbatches, costs)
     for spec, extras in setting.ours:
-        yield ours(
-            spec,
-            setting.ranks,
-            setting.microbatches,
-            costs,
-            extras,
-            setting.memory_limit,
-            setting.bad_every,
-            folder,
-        )
+        yield ours(spec, setting.ranks, setting.microbatches, costs, extras)
 
 
 def _timed(step: Callable[[], None]) -> float:
@@ -348,25 +264,21 @@ def _timed(step: Callable[[], None]) -> float:
     return _largest(end) + _largest(-start)
 
 
-def _in_a_row(contender: Contender, setting: Setting) -> tuple[float, float | None]:
+def _in_a_row(contender: Contender, steps: int) -> float:
     """Return the mean seconds of consecutive steps, each from the last rank's end of one step to
-    that of the next: of steps that do not follow a bad verdict, and of steps that do, if there are
-    any."""
+    that of the next."""
     dist.barrier()
     ends = []
-    for _ in range(1 + setting.steps):
+    for _ in range(1 + steps):
         contender.step()
         if contender.commit_or_rollback is None:
             synchronise()
         ends.append(time.monotonic())
     last_ends = torch.tensor(ends, dtype=torch.float64)
     dist.all_reduce(last_ends, dist.ReduceOp.MAX)
-    seconds = last_ends.diff().tolist()  # of steps 1, 2, ...
-    if contender.commit_or_rollback is None or not setting.bad_every:
-        return statistics.mean(seconds), None
-    after_bad = [s for step, s in enumerate(seconds) if is_bad_step(step, setting.bad_every)]
-    others = [s for step, s in enumerate(seconds) if not is_bad_step(step, setting.bad_every)]
-    return statistics.mean(others), statistics.mean(after_bad)
+    if contender.commit_or_rollback is not None:
+        contender.commit_or_rollback()
+    return float(last_ends.diff().mean())  # of steps 1, 2, ...
 
 
 def _lateness() -> float:

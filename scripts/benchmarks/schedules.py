@@ -11,19 +11,15 @@ wave-auto and loop-auto, whose search is the same at any size, have p = 8 and m 
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from megatron_ext.compile.program.communication import communicate
 from megatron_ext.compile.program.message_order import order_messages
@@ -33,6 +29,7 @@ from megatron_ext.compile.program.waits import await_sends
 from megatron_ext.compile.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
+from scripts.benchmarks.harness import arguments, print_table
 
 COSTS = (10, 12, 8, 1)  # f, i, w, comm
 RANKS = (8, 16, 32, 64)
@@ -91,67 +88,53 @@ def exponent(series: Sequence[Measured], seconds: Callable[[Measured], float]) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = arguments(
+        __doc__,
+        argv,
+        family=(tuple(entries()), "to measure"),
+        ranks=(RANKS, "p, with m = 8p"),
+        microbatches=(MICROBATCHES, "m, with p = 8"),
     )
-    parser.add_argument("--family", nargs="+", default=list(entries()), choices=list(entries()))
-    parser.add_argument("--ranks", nargs="*", type=int, default=RANKS, help="p, with m = 8p")
-    parser.add_argument(
-        "--microbatches", nargs="*", type=int, default=MICROBATCHES, help="m, with p = 8"
-    )
-    arguments = parser.parse_args(argv)
-    sizes = {(8, m) for m in arguments.microbatches} | {(p, 8 * p) for p in arguments.ranks}
+    sizes = {(8, m) for m in given.microbatches} | {(p, 8 * p) for p in given.ranks}
     grid = [
         (family, p, m)
-        for family in arguments.family
+        for family in given.family
         for p, m in sorted(sizes)
         if not entries()[family].traits.searches or (p == 8 and m <= 32)
     ]
     results: list[Measured] = []
-    # A search would find what it made the last time.
-    with tempfile.TemporaryDirectory() as cache, Progress(console=Console(stderr=True)) as progress:
-        os.environ["XDG_CACHE_HOME"] = cache
-        task = progress.add_task("schedules", total=sum(p * m for _, p, m in grid))
+
+    def rows() -> Iterator[tuple[object, ...]]:
         for family, p, m in grid:
-            progress.update(task, description=f"{family}, p={p}, m={m}")
-            results.append(measure(family, p, m))
-            progress.advance(task, p * m)
-    print(
-        f"costs {COSTS}, {platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
-        f", Python {platform.python_version()}"
-    )
-    print_tables(results)
+            one = measure(family, p, m)
+            results.append(one)
+            seconds = (one.generation, one.communication, one.proof, one.simulation, one.total)
+            per_action = f"{one.total / one.actions * 1e6:.0f}"
+            yield family, p, m, one.actions, *(f"{figure:.2f}" for figure in seconds), per_action
+
+    columns = ("generation", "communication", "proof", "simulation", "total", "us per action")
+    machine = f"{platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
+    title = f"costs {COSTS}, {machine}, Python {platform.python_version()}"
+    # A search would find what it made the last time.
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache
+        print_table(("family", "p", "m", "actions", *columns), rows(), title)
+    heads = ("family", "e of generation", "e of the total", "with p: generation", "total")
+    print_table(heads, (_growth(family, results) for family in given.family), "\nGrowth")
     return 0
 
 
-def print_tables(results: Sequence[Measured]) -> None:
-    console = Console(width=120)
-    columns = ("generation", "communication", "proof", "simulation", "total", "us per action")
-    sizes = Table("family", "p", "m", "actions", *columns, box=None)
-    for row in results:
-        seconds = [row.generation, row.communication, row.proof, row.simulation, row.total]
-        sizes.add_row(
-            row.family,
-            str(row.ranks),
-            str(row.microbatches),
-            str(row.actions),
-            *(f"{figure:.2f}" for figure in seconds),
-            f"{row.total / row.actions * 1e6:.0f}",
-        )
-    console.print(sizes)
-    heads = ("family", "e of generation", "e of the total", "with p: generation", "total")
-    growth = Table(*heads, box=None)
-    for family in dict.fromkeys(row.family for row in results):
-        own = [row for row in results if row.family == family]
-        with_m = [row for row in own if row.ranks == 8]
-        with_p = [row for row in own if row.microbatches == 8 * row.ranks]
-        fits = [
-            exponent(series, seconds)
-            for series in (with_m, with_p)
-            for seconds in (lambda row: row.generation, lambda row: row.total)
-        ]
-        growth.add_row(family, *("-" if fit is None else str(fit) for fit in fits))
-    console.print(growth)
+def _growth(family: str, results: Sequence[Measured]) -> tuple[object, ...]:
+    """Return the exponents of ``family``: with m, and with p."""
+    own = [row for row in results if row.family == family]
+    with_m = [row for row in own if row.ranks == 8]
+    with_p = [row for row in own if row.microbatches == 8 * row.ranks]
+    fits = (
+        exponent(series, seconds)
+        for series in (with_m, with_p)
+        for seconds in (lambda row: row.generation, lambda row: row.total)
+    )
+    return family, *("-" if fit is None else fit for fit in fits)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ is not counted.
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,6 +34,7 @@ from megatron_ext.search.effort import Effort, effort
 from megatron_ext.search.job_shop import JobShop, Starts, job_shop_of
 from megatron_ext.search.pack import Pack, Packed
 from megatron_ext.search.v_patterns import excluded_period
+from scripts.benchmarks.harness import arguments, print_table
 
 COSTS = (10, 12, 8, 1)  # f, i, w, comm
 CELLS = ("8:4", "8:5", "8:6", "8:8", "16:8", "16:9", "16:12", "16:16", "32:16", "32:18", "32:32")
@@ -61,28 +61,31 @@ class Counted:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = arguments(
+        __doc__,
+        argv,
+        cells=(CELLS, "p:limit"),
+        millions=(MILLIONS, "of passes"),
+        microbatches_per_rank=(4, "m over p"),
+        pattern_seconds=(3.0, "in which a shorter period is looked for"),
     )
-    parser.add_argument("--cells", nargs="+", default=CELLS, help="p:limit")
-    parser.add_argument("--millions", nargs="+", type=float, default=MILLIONS, help="of passes")
-    parser.add_argument("--microbatches-per-rank", type=int, default=4)
-    parser.add_argument("--pattern-seconds", type=float, default=3)
-    arguments = parser.parse_args(argv)
     how = effort()
     how.packer(job_shop_of(problem_of(2, 2, 2.0)))  # compiled here
-    print(
+    title = (
         f"costs {COSTS}, {how.name} effort's packer, {platform.machine()}, {os.cpu_count()} CPUs, "
         f"load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, numpy {np.__version__}"
     )
-    print("p:limit   m  M passes  search s  all s  M passes/s  makespan   bound    gap  excluded")
-    for cell in arguments.cells:
-        p, limit = cell.split(":")
-        problem = problem_of(int(p), int(p) * arguments.microbatches_per_rank, float(limit))
-        excluded = excluded_period(problem, arguments.pattern_seconds) or "-"
-        for millions in arguments.millions:
-            figures = line(problem, how, millions)
-            print(f"{cell:>7} {problem.microbatches:4} {figures} {excluded:>9}", flush=True)
+
+    def rows() -> Iterator[tuple[object, ...]]:
+        for cell in given.cells:
+            p, limit = cell.split(":")
+            problem = problem_of(int(p), int(p) * given.microbatches_per_rank, float(limit))
+            excluded = excluded_period(problem, given.pattern_seconds) or "-"
+            for millions in given.millions:
+                yield cell, problem.microbatches, *figures(problem, how, millions), excluded
+
+    columns = ("M passes", "search, s", "all, s", "M passes/s", "makespan", "bound", "gap")
+    print_table(("p:limit", "m", *columns, "excluded"), rows(), title)
     return 0
 
 
@@ -91,7 +94,7 @@ def problem_of(ranks: int, microbatches: int, limit: float) -> Problem:
     return Problem(placement, microbatches, uniform(placement, *COSTS), MemoryLimit(limit))
 
 
-def line(problem: Problem, how: Effort, millions: float) -> str:
+def figures(problem: Problem, how: Effort, millions: float) -> tuple[str, ...]:
     passes = int(millions * 1e6)
     counted = Counted(how)
     start = time.process_time()
@@ -104,8 +107,8 @@ def line(problem: Problem, how: Effort, millions: float) -> str:
     search = counted.last - counted.first
     rate = counted.passes / search / 1e6 if search else 0.0
     return (
-        f"{counted.passes / 1e6:9.1f} {search:9.2f} {seconds:6.2f} {rate:11.1f} {makespan:9g} "
-        f"{bound:7g} {1 - bound / makespan:6.1%}"
+        *(f"{counted.passes / 1e6:.1f}", f"{search:.2f}", f"{seconds:.2f}", f"{rate:.1f}"),
+        *(f"{makespan:g}", f"{bound:g}", f"{1 - bound / makespan:.1%}"),
     )
 
 

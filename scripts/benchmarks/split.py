@@ -13,7 +13,6 @@ for W then counts as a cost of the split: ``--hand-memory-back`` shows it.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib
 import os
@@ -32,34 +31,31 @@ from rich.progress import track
 
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch import CPU_PLATFORM
+from scripts.benchmarks.harness import arguments
 
 GPU = torch.cuda.is_available()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = arguments(
+        __doc__,
+        argv,
+        hidden=(512, "hidden size"),
+        sequence=(512, "tokens of a microbatch"),
+        repetitions=(100, "of each pass"),
+        hand_memory_back=(False, "on a CPU, with malloc as it comes"),
     )
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--sequence", type=int, default=512, help="tokens of a microbatch")
-    parser.add_argument("--repetitions", type=int, default=100)
-    parser.add_argument(
-        "--hand-memory-back", action="store_true", help="on a CPU, with malloc as it comes"
-    )
-    arguments = parser.parse_args(argv)
-    if not GPU and not arguments.hand_memory_back:
+    if not GPU and not given.hand_memory_back:
         keep_memory()
-    result = measure(arguments.hidden, arguments.sequence, arguments.repetitions)
+    result = measure(given.hidden, given.sequence, given.repetitions)
     settings = {
-        "hidden": arguments.hidden,
-        "sequence": arguments.sequence,
-        "repetitions": arguments.repetitions,
+        **vars(given),
         "device": torch.cuda.get_device_name() if GPU else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
     for key, value in (settings | result).items():
-        Console().print(f"{key}: {value}")
+        print(f"{key}: {value}")
     return 0
 
 

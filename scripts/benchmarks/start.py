@@ -10,7 +10,6 @@ it.
 
 from __future__ import annotations
 
-import argparse
 import threading
 import time
 from collections.abc import Sequence
@@ -23,22 +22,26 @@ from megatron_ext.compile.registry import choose
 from megatron_ext.runtime.store.agreement import Fact, agree
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
+from scripts.benchmarks.harness import arguments
 
 SPECS = ("zb-h1", "interleaved-zb", "zb-v")
 COSTS = (10, 12, 8, 1)  # F, I and W of a rank for a microbatch, and a message
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=1000, help="ranks that compare their settings")
-    parser.add_argument("--pp", type=int, default=8, help="pipeline ranks")
-    parser.add_argument("-m", type=int, default=64, help="microbatches")
-    arguments = parser.parse_args(words)
-    seconds = comparison_seconds(arguments.ranks)
-    print(f"{arguments.ranks} ranks compare their settings in {seconds:.2f} s")
+    given = arguments(
+        __doc__,
+        words,
+        ranks=(1000, "that compare their settings"),
+        pp=(8, "pipeline ranks"),
+        microbatches=(64, "of a step"),
+    )
+    p, m = given.pp, given.microbatches
+    seconds = comparison_seconds(given.ranks)
+    print(f"{given.ranks} ranks compare their settings in {seconds:.2f} s")
     for spec in SPECS:
-        seconds = program_seconds(spec, arguments.pp, arguments.m)
-        print(f"{spec}, p = {arguments.pp}, m = {arguments.m}: built and proved in {seconds:.2f} s")
+        seconds = program_seconds(spec, p, m)
+        print(f"{spec}, p = {p}, m = {m}: built and proved in {seconds:.2f} s")
 
 
 def comparison_seconds(ranks: int) -> float:

@@ -18,7 +18,6 @@ exit status is 1 if one is missed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +25,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.unequal import UnequalSteps, profile_of
@@ -41,6 +38,7 @@ from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.microbatch_costs import lognormal
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.search.for_places import program_for_places
+from scripts.benchmarks.harness import arguments, print_table
 from scripts.benchmarks.unequal_loads import KINDS, Load, batch
 
 REPLICAS, STEPS, FIRST_SEED, PROFILE_SEED = 4, 20, 700, 3000
@@ -196,27 +194,26 @@ def worst_cell(gains: Mapping[tuple[str, str], Sequence[Gain]]) -> tuple[float, 
     return max(behind)
 
 
-def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--short", action="store_true")
-    sizes = SIZES[:2] if parser.parse_args(words).short else SIZES
+def main(words: Sequence[str] | None = None) -> int:
+    given = arguments(__doc__, words, short=(False, "the first two sizes"))
+    sizes = SIZES[:2] if given.short else SIZES
     cases = [(name, spec, False) for name in KINDS for spec in SPECS]
-    cases.append((TIED, "v-auto", True))
-    table = Table("load", "schedule", *(f"p={p}, m={m}" for p, m in sizes), "left")
     found: dict[tuple[str, str], list[Gain]] = {}
-    for name, spec, tied in cases:
-        load = f"{name}, experts" if tied else name
-        gains = [gain(spec, p, m, name, tied=tied) for p, m in sizes]
-        found[load, spec] = gains
-        table.add_row(load, spec, *map(str, gains), f"{min(one.left for one in gains):.0%}")
-    console = Console(width=130)
-    console.print(
-        "ordered, ordered and dealt, and with a program for the places: steps over those in order "
-        "of arrival. Experts are over the data-parallel ranks"
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name, spec, tied in (*cases, (TIED, "v-auto", True)):
+            load = f"{name}, experts" if tied else name
+            gains = [gain(spec, p, m, name, tied=tied) for p, m in sizes]
+            found[load, spec] = gains
+            yield load, spec, *map(str, gains), f"{min(one.left for one in gains):.0%}"
+
+    title = (
+        "Ordered, ordered and dealt, and with a program for the places: steps over those in order "
+        "of arrival. Experts are over the data-parallel ranks."
     )
-    console.print(table)
+    print_table(("load", "schedule", *(f"p={p}, m={m}" for p, m in sizes), "left"), rows(), title)
     points, cell = worst_cell(found)
-    print(f"worst cell, over the trial's: {100 * points:+.2f} points (bar +2), {cell}")
+    print(f"\nworst cell, over the trial's: {100 * points:+.2f} points (bar +2), {cell}")
     missed = points > POINTS
     for size, most in SECONDS.items():
         if size in sizes:
@@ -228,4 +225,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

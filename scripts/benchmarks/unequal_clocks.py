@@ -9,10 +9,9 @@ in order of arrival, and as the flags arrange them, under a program for their pl
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from rich.console import Console
-from rich.table import Table
 
 from megatron_ext.compile.program.unequal import UnequalSteps
 from megatron_ext.compile.program.verify import Program
@@ -31,6 +28,7 @@ from megatron_ext.schedule.columns import Floats
 from megatron_ext.schedule.dealing import MicrobatchOrder, arranged
 from scripts.benchmarks.contestants import EmulatedRank, EmulatedStage
 from scripts.benchmarks.emulated import EmulatedChunk
+from scripts.benchmarks.harness import arguments, print_table
 from scripts.benchmarks.runs import on_forked_ranks
 from scripts.benchmarks.unequal import REPLICAS, _costs, _program, for_places
 from scripts.benchmarks.unequal_loads import KINDS, batch
@@ -131,20 +129,15 @@ def _stepping(first: Program) -> Callable[[Turn], float]:
     return step
 
 
-def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--loads", nargs="*", default=LOADS)
-    arguments = parser.parse_args(words)
-    table = Table("load", "schedule", "predicted", "took", "farthest", "median")
-    for name in arguments.loads:
+def rows(loads: Sequence[str], repeats: int) -> Iterator[tuple[str, ...]]:
+    for name in loads:
         for spec in SPECS:
             made = turns(spec, name)
-            taken = measure(made, arguments.repeats)
+            taken = measure(made, repeats)
             predicted = [own.predicted / arrival.predicted for arrival, own in made]
             ratios = [own / arrival for arrival, own in taken]
             errors = [100 * (took - due) for took, due in zip(ratios, predicted, strict=True)]
-            table.add_row(
+            yield (
                 name,
                 spec,
                 " ".join(f"{ratio:.3f}" for ratio in predicted),
@@ -152,11 +145,20 @@ def main(words: Sequence[str]) -> int:
                 f"{max(errors, key=abs):+.1f} points",
                 f"{np.median(ratios) * 100 - np.median(predicted) * 100:+.1f} points",
             )
-    console = Console(width=130)
-    console.print("steps of arranged microbatches over those in order of arrival, by draw")
-    console.print(table)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    given = arguments(
+        __doc__,
+        words,
+        repeats=(3, "of each step"),
+        loads=(LOADS, "to draw"),
+    )
+    head = ("load", "schedule", "predicted", "took", "farthest", "median")
+    title = "Steps of arranged microbatches over those in order of arrival, by draw."
+    print_table(head, rows(given.loads, given.repeats), title)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -10,15 +10,11 @@ slow rank or link, with the same schedule on ranks and links that are all alike.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-
-from rich.console import Console
-from rich.table import Table
 
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate
@@ -34,6 +30,7 @@ from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
+from scripts.benchmarks.harness import arguments, print_table
 
 LAYERS, RANKS = 80, 8
 COSTS = "f=10,i=12,w=8,comm=1"
@@ -127,37 +124,45 @@ def _on_even_layers(work: Work, spec: str, search: bool) -> float:
     return min(evaluate(work, one, even, search=search).seconds for one in tried)
 
 
-def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="*", default=list(range(RANKS)))
-    ranks = parser.parse_args(words).ranks
-    table = Table("", "schedule", "even layers", "laid out", "layers of the stages")
+def layout_rows(ranks: Sequence[int]) -> Iterator[tuple[str, ...]]:
+    """Yield steps with a tower, and with each of ``ranks`` slow."""
+
+    def row(name: str, spec: str, steps: Steps) -> tuple[str, ...]:
+        layers = " ".join(map(str, steps.layout.layers))
+        return name, spec, f"{steps.even:.3f}", f"{steps.laid_out:.3f}", layers
+
     for trained in TOWERS:
         for spec in ("1f1b", LINE, V):
-            _add(table, f"tower of 10 %, {trained}, m = 16", spec, with_tower(trained, spec))
+            yield row(f"tower of 10 %, {trained}, m = 16", spec, with_tower(trained, spec))
     for rank in ranks:
         for spec in (LINE, V):
             name = f"rank {rank} takes {SLOW} times as long, m = 32"
-            _add(table, name, spec, with_slow_rank(rank, spec))
-    console = Console(width=120)
-    console.print(table)
-    links = Table(
-        "slow link", "its message takes", "schedule", "order for equal links", "new order"
-    )
+            yield row(name, spec, with_slow_rank(rank, spec))
+
+
+def link_rows() -> Iterator[tuple[str, ...]]:
+    """Yield steps with a slow link."""
     for link in (0, RANKS // 2 - 1, RANKS - 2):
         for hop in (5.0, 10.0, 20.0):
             for spec in ("zb-auto", V):
                 fixed, found = with_slow_link(link, hop, spec)
-                name = f"ranks {link} and {link + 1}"
-                links.add_row(name, f"{hop:g}", spec, f"{fixed:.3f}", f"{found:.3f}")
-    console.print(links)
+                yield (
+                    f"ranks {link} and {link + 1}",
+                    f"{hop:g}",
+                    spec,
+                    f"{fixed:.3f}",
+                    f"{found:.3f}",
+                )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    given = arguments(__doc__, words, ranks=(tuple(range(RANKS)), "that are slow, one at a time"))
+    layers = ("", "schedule", "even layers", "laid out", "layers of the stages")
+    print_table(layers, layout_rows(given.ranks))
+    links = ("slow link", "its message takes", "schedule", "order for equal links", "new order")
+    print_table(links, link_rows())
     return 0
 
 
-def _add(table: Table, name: str, spec: str, steps: Steps) -> None:
-    layers = " ".join(map(str, steps.layout.layers))
-    table.add_row(name, spec, f"{steps.even:.3f}", f"{steps.laid_out:.3f}", layers)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

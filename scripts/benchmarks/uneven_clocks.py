@@ -8,13 +8,9 @@ Four ranks whose passes sleep as long as they cost, one of them 1.3 times as lon
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-
-from rich.console import Console
-from rich.table import Table
 
 from megatron_ext.compile.registry import choose
 from megatron_ext.planner.layouts.given import given_work
@@ -22,6 +18,7 @@ from megatron_ext.planner.layouts.layout import Layout, even_layout
 from megatron_ext.planner.layouts.work import Work, evaluate
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
+from scripts.benchmarks.harness import arguments, print_table
 from scripts.benchmarks.prediction import measure
 from scripts.benchmarks.uneven import best_layout
 
@@ -57,11 +54,8 @@ def took(spec: str, layout: Layout, slow_rank: int) -> float:
     return measure(spec, RANKS, MICROBATCHES, costs).comparison.measured
 
 
-def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="*", default=[0, 2, 3])
-    table = Table("slow rank", "schedule", "layers", "predicted", "took")
-    for rank in parser.parse_args(words).ranks:
+def rows(ranks: Sequence[int]) -> Iterator[tuple[object, ...]]:
+    for rank in ranks:
         work = work_of(rank)
         for spec in SPECS:
             even = even_layout(work.model, choose(spec).place(RANKS).stages)
@@ -69,12 +63,15 @@ def main(words: Sequence[str]) -> int:
             predicted = made.seconds / evaluate(work, spec, even).seconds
             measured = took(spec, made.layout, rank) / took(spec, even, rank)
             layers = " ".join(map(str, made.layout.layers))
-            table.add_row(str(rank), spec, layers, f"{predicted:.3f}", f"{measured:.3f}")
-    console = Console()
-    console.print("steps with the layout over those with as many layers on each stage")
-    console.print(table)
+            yield rank, spec, layers, f"{predicted:.3f}", f"{measured:.3f}"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    given = arguments(__doc__, words, ranks=((0, 2, 3), "that are slow, one at a time"))
+    title = "Steps with the layout over those with as many layers on each stage."
+    print_table(("slow rank", "schedule", "layers", "predicted", "took"), rows(given.ranks), title)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

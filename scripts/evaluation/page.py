@@ -9,7 +9,7 @@ from megatron_ext.planner.spread import ComparisonKind
 from scripts.evaluation.bars import BARS
 from scripts.evaluation.spreads import spread_of
 from scripts.evaluation.tables import FigureLine
-from scripts.recipes.tables import table
+from scripts.tables import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "estimated-costs.md"
 BEGIN, END = (

@@ -12,7 +12,8 @@ from statistics import median
 from scripts.recipes.counting import Row
 from scripts.recipes.gains import Gains, Option
 from scripts.recipes.prospects import Prospect
-from scripts.recipes.tables import name_of, table
+from scripts.recipes.tables import name_of
+from scripts.tables import table
 
 _HEAD = """## What a plan would gain
 

@@ -12,9 +12,10 @@ from scripts.recipes.feature import Feature
 from scripts.recipes.gains_page import gains_section
 from scripts.recipes.prospects import Prospect
 from scripts.recipes.recipe import HERE
-from scripts.recipes.tables import name_of, table
+from scripts.recipes.tables import name_of
 from scripts.recipes.tested import Evidence, Wanted, by_frequency, text_of
 from scripts.recipes.vocabulary import GRADES, KINDS, OTHER_NAMES, SETTINGS
+from scripts.tables import table
 
 _HEAD = """# Recipes
 

@@ -48,7 +48,7 @@ from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.problem import P2P, Extras, Problem, Recompute
 from megatron_ext.viz.trace import read_trace
 from scripts.benchmarks import prediction
-from scripts.benchmarks.costs_in_seconds import in_seconds
+from scripts.benchmarks.emulated import in_seconds
 from tests.helpers.combinations import at_night
 from tests.helpers.held_bytes import measure_steps, read_steps
 from tests.helpers.megatron_runs import (

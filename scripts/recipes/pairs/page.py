@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from scripts.recipes.pairs.compared import Step
 from scripts.recipes.pairs.recipes import Crossed, Found, Result
-from scripts.recipes.tables import table
+from scripts.tables import table
 
 _NONE_FITS = "none fits"
 _COLUMNS = ("recipe", "p", "m", "Megatron in pairs", "alone", "ours in pairs", "alone", "gain")

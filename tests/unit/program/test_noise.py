@@ -24,7 +24,6 @@ from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParal
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.viz.noise_text import noise_of, parse_noise
 from megatron_ext.viz.trace import TraceFile, beside
-from scripts.benchmarks import noise
 from tests.helpers.schedules import line_problem
 from tests.unit.commands.test_cli import run
 
@@ -158,13 +157,3 @@ def test_simulate_tells_of_noise() -> None:
     said = run(*words, "--noise", "0.1")
     assert "makespan with noise" in said and "90% of steps within" in said
     assert "no number from 0 to 1" in run(*words, "--noise", "7", code=2)
-
-
-def test_the_table_of_noise(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--pp", "2", "-m", "4", "--schedules", "1f1b", "zb-h1@2", "--samples", "20"]
-    assert noise.main([*words, "--noise", "0.1"]) == 0
-    _, plain, limited = map(str.split, capsys.readouterr().out.splitlines())
-    assert plain[:3] == ["1f1b", "0.1", "154"]
-    assert limited[:4] == ["zb-h1,", "limit", "2", "0.1"]
-    for *_, median, p90 in (plain, limited):
-        assert 0 < float(median.strip("+%")) < float(p90.strip("+%"))

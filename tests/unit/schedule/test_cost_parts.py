@@ -25,7 +25,7 @@ from megatron_ext.schedule.costs import (
 )
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement, line, loop, v
-from scripts.benchmarks.costs_in_seconds import in_seconds
+from scripts.benchmarks.emulated import in_seconds
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 _PLAIN = Costs(PassCosts({F: (1.0,) * 4, I: (1.0,) * 4, W: (1.0,) * 4}))

@@ -1,0 +1,45 @@
+"""Arguments and tables of the benchmarks. Tables are Markdown, as pages quote them."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from scripts.tables import row
+
+
+def arguments(
+    doc: str | None, words: Sequence[str] | None, **options: tuple[Any, str]
+) -> argparse.Namespace:
+    """Return the values of ``options`` that ``words``, or else the command line, have.
+
+    Args:
+        doc: the help: what is measured, and how.
+        options: for each its default, whose type is the option's, and its help. False is a switch;
+            a tuple takes several values.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, (default, text) in options.items():
+        sample = default[0] if isinstance(default, tuple) else default
+        how: dict[str, Any] = {"type": type(sample), "default": default}
+        if default is False:
+            how = {"action": "store_true"}
+        elif isinstance(default, tuple):
+            how["nargs"] = "*"
+        flags = [f"--{name.replace('_', '-')}"] + ["-m"] * (name == "microbatches")
+        parser.add_argument(*flags, help=text, **how)
+    return parser.parse_args(words)
+
+
+def print_table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
+) -> None:
+    """Print ``rows`` as they come, below ``title``."""
+    if title is not None:
+        print(f"{title}\n")
+    for cells in itertools.chain([head, ["-"] * len(head)], rows):
+        print(row(cells), end="", flush=True)
