@@ -34,8 +34,7 @@ from megatron_ext.words import counted, shown
 class Mark(enum.StrEnum):
     """Maturity of a schedule: its tests, and whether `plan` recommends it.
 
-    All schedules are proved for every size in `scripts/sweep_schedules.py`, and train in tests to
-    stock's bits.
+    All schedules are proved at many sizes in tests, and train there to stock's bits.
 
     - stable: trained in tests together with other features of launches (checkpoints, tensor or
       expert parallelism, vocabulary parallelism, offload); its time and memory are on its page,
