@@ -227,4 +227,4 @@ def _arguments(command: RunCommand, name: str) -> dict[str, Any] | None:
         try:
             return dict(vars(megatron_arguments.parse_arguments(command.arguments).args))
         except ValueError as error:
-            raise ValueError(f"line {name}: {error}") from None
+            raise ValueError(f"command {name}: {error}") from None

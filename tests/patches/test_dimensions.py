@@ -16,13 +16,13 @@ from megatron_ext.cost_model.description import describe, layers_of
 from megatron_ext.cost_model.execution import Execution, Precision
 from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.operations.attention import attended_tokens
-from megatron_ext.cost_model.operations.parts import flops_of
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.placement import line
 from scripts.recipes.recipe import read_models
 from tests.helpers.documents import DOCS, check_written, table
 from tests.helpers.estimated import costs_of_arguments, costs_of_model
+from tests.helpers.flops import flops_of
 from tests.helpers.megatron_runs import model_flags
 
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
@@ -75,7 +75,7 @@ HYBRID: dict[str, object] = {
 def counted(model: Model, run: Execution) -> float:
     """Operations of a sample, in F, I and W."""
     stage = Stage(model.layers, True, model.mtp_num_layers, True)
-    return sum(vars(flops_of(model, stage, run)).values())
+    return flops_of(model, stage, run)
 
 
 @pytest.mark.parametrize("symbol", "*-EGM")
@@ -243,9 +243,7 @@ def differences(model: Model) -> dict[str, float]:
         )
     if "G" in parts and depths:  # its pattern goes on over depths, the model's layer does not
         one = Stage(("*",)), Stage(("G",))
-        full, linear = (
-            sum(vars(flops_of(model, stage, Execution(TOKENS))).values()) / TOKENS for stage in one
-        )
+        full, linear = (flops_of(model, stage, Execution(TOKENS)) / TOKENS for stage in one)
         found["a depth's attention, which is full"] = depths * (full - linear)
     return {what: figure for what, figure in found.items() if figure}
 

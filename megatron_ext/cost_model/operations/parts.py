@@ -1,21 +1,15 @@
-"""Operations of the parts of a stage."""
+"""Operations of the parts of a layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
 from megatron_ext.cost_model.execution import Execution
-from megatron_ext.cost_model.model import Model, Stage
+from megatron_ext.cost_model.model import Model
 from megatron_ext.cost_model.operations.attention import attention, latent_attention
-from megatron_ext.cost_model.operations.ends import (
-    embedding,
-    mtp_projection,
-    output_layer,
-)
 from megatron_ext.cost_model.operations.mlp import experts, mlp
-from megatron_ext.cost_model.operations.operation import Part, Passes
+from megatron_ext.cost_model.operations.operation import Part
 from megatron_ext.cost_model.operations.recurrent import delta_net, mamba
 
 _CAPTURED = {"M": "mamba", "-": "mlp", "E": "moe"}  # what Megatron calls them in CUDA graphs
@@ -47,25 +41,3 @@ def part_of(symbol: str, model: Model, execution: Execution) -> Part:
         ]
         return replace(part, operations=tuple(kept))
     return part
-
-
-def flops_of(model: Model, stage: Stage, execution: Execution) -> Passes:
-    """Return the floating-point operations of a microbatch as a model's are counted: without
-    recomputation."""
-    counted = [o.flops for part in _parts_of(model, stage, execution) for o in part.operations]
-    return Passes(
-        sum(flops.forward for flops in counted),
-        sum(flops.input_gradient for flops in counted),
-        sum(flops.weight_gradient for flops in counted),
-    )
-
-
-def _parts_of(model: Model, stage: Stage, execution: Execution) -> Iterator[Part]:
-    if stage.embedding:
-        yield Part((embedding(model, execution),))
-    depths = [mtp_projection(model, execution)] * stage.depths
-    yield from depths
-    for layer in (*stage.layers, *[model.mtp_layer] * stage.depths):
-        for symbol in layer:
-            yield part_of(symbol, model, execution)
-    yield from [output_layer(model, execution)] * stage.output_runs

@@ -31,7 +31,7 @@ from megatron_ext.cost_model.links import with_links
 from megatron_ext.cost_model.model import Model, Stage, stages_of
 from megatron_ext.cost_model.operations.attention import attended_tokens
 from megatron_ext.cost_model.operations.operation import Group
-from megatron_ext.cost_model.operations.parts import flops_of, part_of
+from megatron_ext.cost_model.operations.parts import part_of
 from megatron_ext.cost_model.rates import CPU, Rates
 from megatron_ext.cost_model.stage_seconds import seconds_of_layers
 from megatron_ext.schedule.action import Action, Kind
@@ -41,6 +41,7 @@ from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
 from tests.helpers.documents import check_written, table
+from tests.helpers.flops import flops_of
 
 PAGE = "estimated-costs.md"
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
@@ -559,7 +560,7 @@ def test_what_whole_trainings_are_published_to_reach() -> None:
     70 %. Layers alone reach more."""
     model = Model(("*-",) * 8, 8192, 64, 8, 128, 28672, 128256, gated_linear_unit=True)
     run = Execution(8192, tensor_parallel=8)
-    counted = sum(vars(flops_of(model, Stage(model.layers), run)).values())
+    counted = flops_of(model, Stage(model.layers), run)
     for name, least, most in (("h100", 0.48, 0.65), ("a100", 0.6, 0.75)):
         costs = estimate(model, [Stage(model.layers)], run, GPUS[name].rates()).without_vocabulary()
         whole = costs.of(Action(0, Kind.FULL_BACKWARD, 0)) + costs.seconds[F][0]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from megatron_ext import launch_command
 from megatron_ext.cli import app
 from megatron_ext.parity import runs
-from megatron_ext.parity.run_command import RunCommand
+from megatron_ext.parity.run_command import RunCommand, read_run_command
 from tests.helpers.recordings import Course, write
 
 OURS = ["torchrun", "p.py", "--pipeline-schedule", "zb-h1"]
@@ -90,6 +92,19 @@ def test_slices_are_looked_at_before_anything_runs(
     result = parity("--", *OURS, "--pipeline-slices", "4")
     assert result.exit_code == 2 and not machine.commands
     assert "dropout draws other numbers" in result.stderr
+
+
+def test_a_command_that_megatron_rejects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message began with `line A`, and no line was meant."""
+
+    def parse(arguments: Sequence[str]) -> None:
+        raise ValueError("--num-layers: no number")
+
+    parser = SimpleNamespace(parse_arguments=parse)
+    monkeypatch.setattr(launch_command, "megatron_arguments", parser, raising=False)
+    command = read_run_command(OURS)
+    with pytest.raises(ValueError, match=r"^command A: --num-layers: no number$"):
+        runs.check_comparable(command, command)
 
 
 def test_two_commands(machine: Machine) -> None:
