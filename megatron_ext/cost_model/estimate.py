@@ -44,7 +44,7 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
     """
     layers = [seconds_of_layers(model, stage, execution, rates) for stage in stages]
     forward, input_gradient, weight_gradient = zip(*(stage.totals for stage in layers), strict=True)
-    message = execution.split_tokens * model.hidden_size * execution.element_bytes
+    message = message_bytes(model, execution)
     speed, latency = _to_neighbour(execution, rates)
     measured = rates.measured
     held = [held_of_stage(model, stage, execution, measured) for stage in stages]
@@ -82,6 +82,11 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
     assert costs.held_bytes is not None
     copies = [figure / rates.host for figure in costs.held_bytes[Held.ACTIVATION]]
     return costs.with_host(copies, copies)
+
+
+def message_bytes(model: Model, execution: Execution) -> float:
+    """Return the bytes of a message between two stages."""
+    return execution.split_tokens * model.hidden_size * execution.element_bytes
 
 
 def _attention_share(stage: PassSeconds) -> float:

@@ -125,7 +125,7 @@ def bytes_of_ranks(
     rank_bytes = []
     for own in placement.stages_of:
         chunks = [
-            _bytes_of_chunk(
+            bytes_of_chunk(
                 model,
                 stages[stage],
                 execution,
@@ -161,7 +161,7 @@ def tables_of_chunks(placement: Placement, vocabulary: VocabularyParallel) -> li
 
 
 @cache
-def _bytes_of_chunk(
+def bytes_of_chunk(
     model: Model,
     stage: Stage,
     execution: Execution,
@@ -170,6 +170,9 @@ def _bytes_of_chunk(
     tables: int,
     bucket: int,
 ) -> ModelBytes:
+    """Return the bytes of ``stage`` on one rank, without temporary tensors and context. ``tables``
+    is an entry of `tables_of_chunks`, ``bucket`` the elements after which a bucket ends; 0: there
+    is one."""
     parameters = parameters_of_chunk(model, stage, execution, tables=tables)
     frozen = sum(p.elements for p in parameters if p.is_frozen) * state.weight_bytes
     parameters = [p for p in parameters if not p.is_frozen]

@@ -39,6 +39,7 @@ from megatron_ext.planner.verdict import Alternative, Written
 from megatron_ext.written_settings import from_argv
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.ranks import running_ranks
+from tests.helpers.sized_jobs import work_of
 
 FLAGS: dict[str, Any] = {
     "tensor_model_parallel_size": 2,
@@ -182,7 +183,7 @@ def test_description_costs_what_megatrons_arguments_cost(more: dict[str, Any]) -
                 of_launch = launch.works_of(sizes).works[0]
             except ValueError:
                 continue
-            described = job.work(sizes, job.recompute[0])
+            described = work_of(job, sizes, job.recompute[0])
             placement = choose("1f1b").place(sizes.pipeline)
             if 8 % placement.stages:
                 continue

@@ -13,7 +13,7 @@ from megatron_ext.planner.layouts.hidden import Hidden
 from megatron_ext.planner.layouts.work import Work
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.columns import Floats
-from megatron_ext.schedule.costs import VocabularyCosts
+from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -132,29 +132,7 @@ class StageFigures:
 
     def _figures(self, stage: Stage) -> Floats:
         companion = Stage(self.work.model.layers[:1])  # costs of nothing at all are none
-        costs = self.work.costs_of((companion, stage), line(2))
-        ends = costs.vocabulary or VocabularyCosts()
-        layers = costs.layers_alone
-        figures = np.zeros(len(Figure))
-        figures[Figure.FORWARD] = layers.seconds[Kind.FORWARD][1]
-        figures[Figure.INPUT] = layers.seconds[Kind.BACKWARD_INPUT][1]
-        figures[Figure.WEIGHT] = layers.seconds[Kind.BACKWARD_WEIGHT][1]
-        figures[Figure.SPARED] = layers.spared_on(1)
-        if layers.held_bytes is not None:
-            figures[Figure.ACTIVATION] = layers.held_bytes[Held.ACTIVATION][1]
-            figures[Figure.LEFT] = layers.held_bytes[Held.WEIGHT_INPUTS][1]
-        if stage.embedding:
-            lookup, table_gradient = ends.embedding
-            figures[Figure.FORWARD] += lookup
-            figures[Figure.WEIGHT] += table_gradient
-        if stage.embedding and costs.tower is not None:
-            figures[[Figure.FORWARD, Figure.INPUT, Figure.WEIGHT]] += costs.tower.seconds
-            figures[Figure.ACTIVATION] += costs.tower.activation
-        if stage.head:
-            forward, input_gradient, weight_gradient = ends.head
-            figures[Figure.FORWARD] += forward
-            figures[Figure.INPUT] += input_gradient + weight_gradient
-            figures[Figure.ACTIVATION] += ends.logits_bytes
+        figures = figures_of_stage(self.work.costs_of((companion, stage), line(2)), 1, stage)
         if self._is_after_overlap:
             figures[Figure.WEIGHT] -= self.hidden.beside_itself(stage)
         # A pipeline of one rank would have no communicator.
@@ -163,6 +141,33 @@ class StageFigures:
         figures[Figure.MODEL] = of_model.stored
         figures[Figure.BESIDES] = of_model.total - of_model.stored
         return figures
+
+
+def figures_of_stage(costs: Costs, number: int, stage: Stage) -> Floats:
+    """Return the figures of ``stage``, the one of this ``number`` in ``costs``, without those of
+    the model."""
+    ends, layers = costs.vocabulary or VocabularyCosts(), costs.layers_alone
+    figures = np.zeros(len(Figure))
+    figures[Figure.FORWARD] = layers.seconds[Kind.FORWARD][number]
+    figures[Figure.INPUT] = layers.seconds[Kind.BACKWARD_INPUT][number]
+    figures[Figure.WEIGHT] = layers.seconds[Kind.BACKWARD_WEIGHT][number]
+    figures[Figure.SPARED] = layers.spared_on(number)
+    if layers.held_bytes is not None:
+        figures[Figure.ACTIVATION] = layers.held_bytes[Held.ACTIVATION][number]
+        figures[Figure.LEFT] = layers.held_bytes[Held.WEIGHT_INPUTS][number]
+    if stage.embedding:
+        lookup, table_gradient = ends.embedding
+        figures[Figure.FORWARD] += lookup
+        figures[Figure.WEIGHT] += table_gradient
+    if stage.embedding and costs.tower is not None:
+        figures[[Figure.FORWARD, Figure.INPUT, Figure.WEIGHT]] += costs.tower.seconds
+        figures[Figure.ACTIVATION] += costs.tower.activation
+    if stage.head:
+        forward, input_gradient, weight_gradient = ends.head
+        figures[Figure.FORWARD] += forward
+        figures[Figure.INPUT] += input_gradient + weight_gradient
+        figures[Figure.ACTIVATION] += ends.logits_bytes
+    return figures
 
 
 def busy(figures: Floats) -> Floats:

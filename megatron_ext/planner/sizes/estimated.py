@@ -1,39 +1,40 @@
-"""Closed-form estimates of a step for all sizes, schedules and recompute of a job.
+"""Order of all sizes, schedules and recompute of a job, by a closed form over figures of stages.
 
 A step takes the work of the fullest rank and the bubble of its schedule:
 
     microbatches x (seconds of the fullest rank) + bubble + (optimizer and exposed reductions)
 
-Layers are balanced here, and alike: of several types each counts as their mean. The estimate
-orders what is simulated afterwards, and no figure of it is printed.
+Seconds and bytes of a layer and of the ends are those that layouts are compared by. Layers are
+balanced here, and alike: of several types each counts as their mean. The best are simulated
+afterwards, and no figure of this form is printed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from math import ceil, floor, inf
 
-from megatron_ext.cost_model.activations import held_of_stage
+import numpy as np
+
 from megatron_ext.cost_model.context import context_bytes
-from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.estimate import estimate, message_bytes
 from megatron_ext.cost_model.execution import Framework
 from megatron_ext.cost_model.model import Stage
-from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState
+from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, bytes_of_chunk
 from megatron_ext.cost_model.operations.temporaries import temporary_bytes
-from megatron_ext.cost_model.parameters import Parameter, parameters_of_stage
+from megatron_ext.planner.layouts.figures import Figure, busy, figures_of_stage
 from megatron_ext.planner.layouts.recompute import FULL, LayerRecompute
 from megatron_ext.planner.outside_passes import RankPasses, seconds_outside_passes
 from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.sizes import Sizes
-from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.costs import VocabularyCosts
-from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.columns import Floats
 
 _MOST_CHUNKS = 8
 _NODE = 8  # GPUs
+_SECONDS = [Figure.FORWARD, Figure.INPUT, Figure.WEIGHT]
 
 
 @dataclass(frozen=True)
@@ -57,53 +58,48 @@ class Estimated:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Seconds of a microbatch's F, I and W, and the bytes that it leaves."""
+class _Pieces:
+    """Figures of a mean layer, and what the first and the last stage have besides; no pass has the
+    seconds of its launch."""
 
-    forward: float = 0.0
-    input_gradient: float = 0.0
-    weight_gradient: float = 0.0
-    activation: float = 0.0
+    layer: Floats
+    first: Floats
+    last: Floats
 
     @property
-    def seconds(self) -> float:
-        return self.forward + self.input_gradient + self.weight_gradient
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """A mean layer, what the first and the last stage have besides, and the bytes of a message."""
-
-    layer: _Piece
-    first: _Piece
-    last: _Piece
-    message_bytes: float
+    def activation(self) -> float:
+        """Bytes that a microbatch leaves in a mean layer."""
+        return float(self.layer[Figure.ACTIVATION])
 
 
 class Estimator:
     """Estimates of a step of a job for any of its sizes.
 
     Sizes that differ only in pipeline and data parallelism have the same pieces: a layer, and what
-    the ends of a pipeline have besides. These are estimated once.
+    the ends of a pipeline have besides. These are figures of the planner's stages of one layer,
+    made once.
     """
 
     def __init__(self, job: SizedJob) -> None:
-        self._job = job
+        types = Counter(job.model.layers)
+        self._job, self._layers = job, sum(types.values())
+        # Its model has each type of layer once.
+        self._of_types = replace(job, model=replace(job.model, layers=tuple(types)))
+        self._shares = np.array([*types.values()]) / self._layers
         self._recompute = sorted(job.recompute, key=amount_of)
-        self._models: dict[Sizes, ModelBytes] = {}
-        self._pieces: dict[tuple[Sizes, LayerRecompute], _Pieces] = {}
-        self._activations: dict[tuple[Sizes, LayerRecompute], float] = {}
-        self._temporary: dict[tuple[Sizes, LayerRecompute, bool], float] = {}
+        # Cached here, with the job.
+        self.pieces = cache(self._pieces)
+        self.model_bytes = cache(self._model_bytes)
+        self._parts = cache(self._parts_of_model)
 
     def bound(self, sizes: Sizes) -> float:
         """Return seconds that no step with ``sizes`` beats: the work of all layers without
         recompute, on ranks that never wait. Infinite if the model alone is too large for a rank."""
-        job = self._job
         left = self.left(sizes)
         if left is not None and left <= 0:
             return inf
-        layer = self.pieces(sizes, self._recompute[0]).layer.seconds
-        return job.microbatches(sizes) * len(job.model.layers) * layer / sizes.pipeline
+        layer = busy(self.pieces(replace(sizes, pipeline=1), self._recompute[0]).layer)
+        return self._job.microbatches(sizes) * self._layers * float(layer) / sizes.pipeline
 
     def estimates(self, sizes: Sizes, worse_than: float = inf) -> Iterator[Estimated]:
         """Estimate a step with ``sizes`` for each recompute and schedule; nothing if none fits.
@@ -111,11 +107,10 @@ class Estimator:
         More recompute takes longer: none is estimated beyond that with which all schedules fit, or
         with which all take more seconds than ``worse_than``.
         """
-        job = self._job
         if not self._may_fit(sizes):
             return
         for recompute in self._recompute:
-            made = list(_Sized(self, job, sizes, recompute).estimates())
+            made = list(_Sized(self, self._job, sizes, recompute).estimates())
             yield from made
             fits = not any(one.excess for one in made)
             if fits or min(one.seconds for one in made) > worse_than:
@@ -124,31 +119,15 @@ class Estimator:
     def _may_fit(self, sizes: Sizes) -> bool:
         """Whether a rank has memory for its layers with some recompute, under the schedule that
         holds least."""
-        job, free = self._job, self.left(sizes)
+        free = self.left(sizes)
         if free is None:
             return True
-        held = min(_least_in_flight(sizes.pipeline), job.microbatches(sizes))
-        layers = held * len(job.model.layers) / sizes.pipeline
-        return any(layers * self._activation(sizes, one) <= free for one in self._recompute[::-1])
-
-    def _activation(self, sizes: Sizes, recompute: LayerRecompute) -> float:
-        """Return the bytes that a microbatch leaves in a mean layer."""
-        key = replace(sizes, pipeline=1), recompute
-        if key not in self._activations:
-            job = self._job
-            types = Counter(job.model.layers)
-            model, execution = (
-                replace(job.model_of(sizes), layers=tuple(types)),
-                job.execution_of(sizes, recompute),
-            )
-            number = sum(types.values())
-            self._activations[key] = sum(
-                count
-                / number
-                * held_of_stage(model, Stage((layer,)), execution, job.rates.measured)[0]
-                for layer, count in types.items()
-            )
-        return self._activations[key]
+        held = min(_least_in_flight(sizes.pipeline), self._job.microbatches(sizes))
+        layers, alone = held * self._layers / sizes.pipeline, replace(sizes, pipeline=1)
+        return any(
+            layers * self.pieces(alone, recompute).activation <= free
+            for recompute in self._recompute[::-1]
+        )
 
     def left(self, sizes: Sizes) -> float | None:
         """Return the bytes that the model leaves for activations and temporary tensors on the
@@ -157,29 +136,58 @@ class Estimator:
         room = self._job.memory_of([model])
         return None if room is None else room - model.total
 
-    def model_bytes(self, sizes: Sizes) -> ModelBytes:
-        """Return the bytes of the model, without temporary tensors, on the fullest rank."""
-        if sizes not in self._models:
-            self._models[sizes] = _model_bytes(self._job, sizes)
-        return self._models[sizes]
-
-    def pieces(self, sizes: Sizes, recompute: LayerRecompute) -> _Pieces:
-        """Return the pieces of a stage."""
-        key = replace(sizes, pipeline=1), recompute
-        if key not in self._pieces:
-            self._pieces[key] = _pieces(self._job, sizes, recompute)
-        return self._pieces[key]
-
     def temporary(self, sizes: Sizes, recompute: LayerRecompute) -> float:
         """Return the bytes of temporary tensors on the fullest rank: the first one, which has the
         output layer only if it is alone."""
-        job, is_alone = self._job, sizes.pipeline == 1
-        key = replace(sizes, pipeline=1), recompute, is_alone
-        if key not in self._temporary:
-            stage = Stage(tuple(dict.fromkeys(job.model.layers)), head=is_alone)
-            execution = job.execution_of(sizes, recompute)
-            self._temporary[key] = temporary_bytes(job.model_of(sizes), stage, execution)
-        return self._temporary[key]
+        job = self._of_types
+        stage = Stage(job.model.layers, head=sizes.pipeline == 1)
+        return temporary_bytes(job.model_of(sizes), stage, job.execution_of(sizes, recompute))
+
+    def _pieces(self, alone: Sizes, recompute: LayerRecompute) -> _Pieces:
+        """Return the pieces of a stage with the sizes ``alone``, which have no pipeline."""
+        job = self._of_types
+        model, execution = job.model_of(alone), job.execution_of(alone, recompute)
+        stages = (
+            Stage(model.layers[:1], embedding=True),
+            *(Stage((layer,)) for layer in model.layers),
+            Stage(model.layers[-1:], depths=model.mtp_num_layers, head=True),
+        )
+        costs = estimate(model, stages, execution, job.rates)
+        made = np.stack([figures_of_stage(costs, *one) for one in enumerate(stages)])
+        made[:, Figure.INPUT] -= made[:, Figure.SPARED]
+        layer = self._shares @ made[1:-1]
+        first, last = made[0] - made[1], made[-1] - made[-2]
+        layer[[Figure.FORWARD, Figure.INPUT]] -= job.rates.launch
+        return _Pieces(layer, first, last)
+
+    def _model_bytes(self, sizes: Sizes) -> ModelBytes:
+        """Return the bytes of the model, without temporary tensors, on the fullest rank."""
+        state = self._of_types.state_of(sizes)
+        like = replace(sizes, pipeline=1, context=1, micro_batch=1)  # has the same parameters
+        layer, first, last = self._parts(like, state)
+        ends = first + last if sizes.pipeline == 1 else max(first, last, key=sum)
+        context = context_bytes(
+            self._of_types.execution_of(sizes, self._recompute[0]),
+            pipeline=sizes.pipeline,
+            data_parallel=state.data_parallel,
+            expert_data_parallel=state.expert_data_parallel,
+        )
+        on_rank = ceil(self._layers / sizes.pipeline)
+        return replace(ModelBytes(*(on_rank * layer + ends).tolist()), context=context)
+
+    def _parts_of_model(self, sizes: Sizes, state: TrainingState) -> tuple[Floats, Floats, Floats]:
+        """Return the bytes of a mean layer, and what the first and the last stage have besides, in
+        the order of `ModelBytes`."""
+        job = self._of_types
+        model, execution = job.model_of(sizes), job.execution_of(sizes, self._recompute[0])
+
+        def of(stage: Stage) -> Floats:
+            made = bytes_of_chunk(model, stage, execution, state, tables=1, bucket=0)
+            return np.array(astuple(made))
+
+        layer = self._shares @ np.stack([of(Stage((kind,))) for kind in model.layers])
+        last = Stage((), depths=model.mtp_num_layers, head=True)
+        return layer, of(Stage((), embedding=True)), of(last)
 
 
 def _least_in_flight(ranks: int) -> int:
@@ -192,26 +200,6 @@ def amount_of(recompute: LayerRecompute) -> tuple[bool, int]:
     return recompute.granularity == FULL, len(recompute.modules) + recompute.num_layers
 
 
-def _model_bytes(job: SizedJob, sizes: Sizes) -> ModelBytes:
-    """Return the bytes of the model on the fullest rank."""
-    on_rank = ceil(len(job.model.layers) / sizes.pipeline)
-    layer, first, last = _parameters(job, sizes.tensor, sizes.expert, sizes.expert_tensor)
-    state = job.state_of(sizes)
-    ends = max(first, last, key=lambda parts: sum(parts[:2]))
-    if sizes.pipeline == 1:
-        ends = tuple(map(sum, zip(first, last, strict=True)))
-    dense, experts = (on_rank * layer[n] + ends[n] for n in range(2))
-    context = context_bytes(
-        job.execution_of(sizes, job.recompute[0]),
-        pipeline=sizes.pipeline,
-        data_parallel=state.data_parallel,
-        expert_data_parallel=state.expert_data_parallel,
-    )
-    model = ModelBytes(0, 0, 0, context=context)
-    model = _with_elements(model, dense, on_rank * layer[2], False, state)
-    return _with_elements(model, experts, 0.0, True, state)
-
-
 class _Sized:
     """A job with sizes and recompute."""
 
@@ -219,18 +207,25 @@ class _Sized:
         self, estimator: Estimator, job: SizedJob, sizes: Sizes, recompute: LayerRecompute
     ) -> None:
         self._job, self._sizes, self._recompute = job, sizes, recompute
-        self._pieces = estimator.pieces(sizes, recompute)
+        self._pieces = estimator.pieces(replace(sizes, pipeline=1), recompute)
         self._layers = len(job.model.layers)
         self._ranks, self._microbatches = sizes.pipeline, job.microbatches(sizes)
-        near, far = (self._pieces.message_bytes / speed for speed in job.rates.to_neighbours)
+        execution = job.execution_of(sizes, recompute)
+        message = message_bytes(job.model, execution)
+        near, far = (message / speed for speed in job.rates.to_neighbours)
         share = min(job.stride(sizes) / _NODE, 1.0) if job.gpus > _NODE else 0.0
         self._message = near + share * (far - near)
-        model, execution = estimator.model_bytes(sizes), job.execution_of(sizes, recompute)
-        on_ranks = self._layers / self._ranks
-        forward = on_ranks * self._pieces.layer.forward
-        backward = on_ranks * self._pieces.layer.seconds - forward
+        # Seconds of a rank's layers: F, I and W.
+        self._passes: list[float] = (self._layers / self._ranks * self._pieces.layer)[
+            _SECONDS
+        ].tolist()
+        forward, *backward = self._passes
         self._outside = seconds_outside_passes(
-            model, job.state_of(sizes), execution, job.rates, RankPasses(forward, backward)
+            estimator.model_bytes(sizes),
+            job.state_of(sizes),
+            execution,
+            job.rates,
+            RankPasses(forward, sum(backward)),
         )
         self._free = estimator.left(sizes)
         if self._free is not None:
@@ -238,11 +233,8 @@ class _Sized:
 
     def estimates(self) -> Iterator[Estimated]:
         ranks, microbatches = self._ranks, self._microbatches
-        layer = self._pieces.layer
-        forward = (self._layers * layer.forward) / ranks
-        weight = (self._layers * layer.weight_gradient) / ranks
-        work = (self._layers * layer.seconds) / ranks
-        backward = work - forward - weight
+        forward, backward, weight = self._passes
+        work = sum(self._passes)
         hops = 2 * (ranks - 1) * self._message
         if ranks == 1:
             yield self._made("1f1b", True, 0.0, 1)
@@ -280,7 +272,7 @@ class _Sized:
         """Args: ``bubble`` in seconds, ``in_flight``: microbatches that the fullest rank holds,
         ``chunks``: of a rank, ``is_v``: whether the first and the last stage are on one rank."""
         pieces, ranks = self._pieces, self._ranks
-        layer, first, last = pieces.layer.seconds, pieces.first.seconds, pieces.last.seconds
+        layer, first, last = (float(busy(p)) for p in (pieces.layer, pieces.first, pieces.last))
         ends = [first + last, 0.0] if is_v or ranks == 1 else [first, last]
         slowest = least_maximum(self._layers, layer, tuple(ends), ranks)
         if self._job.execution.framework is Framework.PYTORCH:
@@ -290,9 +282,9 @@ class _Sized:
         excess = copies = 0.0
         if self._free is not None:
             at_once = min(in_flight, self._microbatches)
-            activations = at_once * self._layers / ranks * pieces.layer.activation
+            activations = at_once * self._layers / ranks * pieces.activation
             if ranks == 1:
-                activations += pieces.first.activation + pieces.last.activation
+                activations += float((pieces.first + pieces.last)[Figure.ACTIVATION])
             excess = max(activations - self._free, 0.0)
             copies = self._microbatches * excess / at_once / self._job.rates.host
         return Estimated(
@@ -314,113 +306,3 @@ def least_maximum(layers: int, layer: float, ends: tuple[float, ...], ranks: int
         if room >= layers:
             return cap
     raise AssertionError(f"{layers} layers fit nowhere")
-
-
-def _pieces(job: SizedJob, sizes: Sizes, recompute: LayerRecompute) -> _Pieces:
-    model, execution = job.model_of(sizes), job.execution_of(sizes, recompute)
-    types = Counter(model.layers)
-    model = replace(model, layers=tuple(types))  # which is hashed for each of its operations
-    kinds = [Stage((layer,)) for layer in types]
-    depths = Stage(model.layers[-1:], depths=model.mtp_num_layers, head=True)
-    stages = (Stage(model.layers[:1], embedding=True), *kinds, depths)
-    costs = estimate(model, stages, execution, job.rates)
-    ends = costs.vocabulary or VocabularyCosts()
-    tower = costs.tower
-    layers = costs.layers_alone
-    assert layers.held_bytes is not None
-    launch = job.rates.launch  # of a pass, however many layers it has
-
-    def of(stage: int) -> _Piece:
-        held = layers.held_bytes
-        assert held is not None
-        return _Piece(
-            layers.seconds[Kind.FORWARD][stage] - launch,
-            layers.seconds[Kind.BACKWARD_INPUT][stage] - layers.spared_on(stage) - launch,
-            layers.seconds[Kind.BACKWARD_WEIGHT][stage],
-            held[Held.ACTIVATION][stage],
-        )
-
-    number = sum(types.values())
-    shares = [count / number for count in types.values()]
-    of_kinds = [of(stage + 1) for stage in range(len(kinds))]
-    mean = _Piece(
-        *(
-            sum(share * getattr(piece, name) for share, piece in zip(shares, of_kinds, strict=True))
-            for name in ("forward", "input_gradient", "weight_gradient", "activation")
-        )
-    )
-    lookup, table_gradient = ends.embedding
-    first = _Piece(lookup, 0.0, table_gradient)
-    if tower is not None:
-        first = replace(
-            first,
-            forward=lookup + tower.seconds[0],
-            input_gradient=tower.seconds[1],
-            weight_gradient=table_gradient + tower.seconds[2],
-            activation=tower.activation,
-        )
-    with_depths, last_layer = of(len(stages) - 1), of_kinds[-1]
-    last = _Piece(
-        ends.head[0] + with_depths.forward - last_layer.forward,
-        ends.head[1] + with_depths.input_gradient - last_layer.input_gradient,
-        ends.head[2] + with_depths.weight_gradient - last_layer.weight_gradient,
-        ends.logits_bytes + with_depths.activation - last_layer.activation,
-    )
-    return _Pieces(mean, first, last, costs.links.message_bytes)
-
-
-Elements = tuple[float, ...]  # of dense parameters, of experts', and of the first those in matrices
-
-
-@cache
-def _parameters(
-    job: SizedJob, tensor: int, expert: int, expert_tensor: int
-) -> tuple[Elements, Elements, Elements]:
-    """Return the elements of a mean layer, and what the first and the last stage have besides."""
-    sizes = replace(job.own, tensor=tensor, expert=expert, expert_tensor=expert_tensor)
-    model = job.model_of(sizes)
-    execution = job.execution_of(sizes, job.recompute[0])
-
-    def of(stage: Stage) -> Elements:
-        parameters = list(parameters_of_stage(model, stage, execution))
-        return _counted(parameters)
-
-    types = Counter(model.layers)
-    number = sum(types.values())
-    layer = [0.0, 0.0, 0.0]
-    for kind, count in types.items():
-        for position, elements in enumerate(of(Stage((kind,)))):
-            layer[position] += elements * count / number
-    first = of(Stage((), embedding=True))
-    last = of(Stage((), depths=model.mtp_num_layers, head=True))
-    return tuple(layer), first, last
-
-
-def _counted(parameters: list[Parameter]) -> Elements:
-    dense = sum(p.elements for p in parameters if not p.of_experts)
-    experts = sum(p.elements for p in parameters if p.of_experts)
-    matrices = sum(p.elements for p in parameters if p.is_matrix)
-    return float(dense), float(experts), float(matrices)
-
-
-def _with_elements(
-    model: ModelBytes,
-    number: float,
-    matrices: float,
-    is_expert: bool,
-    state: TrainingState,
-) -> ModelBytes:
-    """Return ``model`` with ``number`` more elements, of which ``matrices`` may be in 8 bits."""
-    copies = state.expert_data_parallel if is_expert else state.data_parallel
-    more = 0.0 if state.matrix_bytes is None else state.matrix_bytes - state.weight_bytes
-    weights = number * state.weight_bytes + matrices * more
-    gradients = number * state.gradient_bytes
-    shared = number / copies if state.distributed else number
-    return ModelBytes(
-        model.weights + weights,
-        model.gradients + gradients,
-        model.optimizer + shared * state.optimizer_bytes,
-        model.expert_weights + weights * is_expert,
-        model.expert_gradients + gradients * is_expert,
-        context=model.context,
-    )

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-from megatron_ext.cost_model.estimate import estimate
-from megatron_ext.cost_model.execution import Execution, Framework
+from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.gpus import free_memory
-from megatron_ext.cost_model.links import with_links
-from megatron_ext.cost_model.messages.blocking import with_blocking_messages
-from megatron_ext.cost_model.model import Model, Stage
+from megatron_ext.cost_model.model import Model
 from megatron_ext.cost_model.model_memory import (
     ModelBytes,
     TrainingState,
@@ -19,12 +15,8 @@ from megatron_ext.cost_model.model_memory import (
     least_lasting,
 )
 from megatron_ext.cost_model.rates import Rates
-from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.recompute import LayerRecompute
-from megatron_ext.planner.layouts.work import Work
 from megatron_ext.planner.sizes.sizes import Sizes
-from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -109,32 +101,6 @@ class SizedJob:
         if self.pipeline_inside:
             return sizes.tensor * sizes.context
         return self.gpus // sizes.pipeline
-
-    def work(self, sizes: Sizes, recompute: LayerRecompute) -> Work:
-        """Return the training with ``sizes``, for any layout and schedule."""
-        model, execution = self.model_of(sizes), self.execution_of(sizes, recompute)
-        work = estimated_work(
-            model,
-            execution,
-            self.state_of(sizes),
-            self.rates,
-            ranks=sizes.pipeline,
-            microbatches=self.microbatches(sizes),
-        )
-        return replace(work, costs_of=partial(self._costs, model, execution, sizes))
-
-    def _costs(
-        self,
-        model: Model,
-        execution: Execution,
-        sizes: Sizes,
-        stages: Sequence[Stage],
-        placement: Placement,
-    ) -> Costs:
-        costs = estimate(model, stages, execution, self.rates)
-        if execution.framework is Framework.PYTORCH:
-            return with_blocking_messages(costs)
-        return with_links(costs, placement, self.rates, self.gpus, self.stride(sizes))
 
     def memory_of(self, model: Sequence[ModelBytes]) -> float | None:
         """Return the bytes that a rank may take, where ``model`` are the bytes of each rank; None:

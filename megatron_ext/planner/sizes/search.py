@@ -452,13 +452,3 @@ class _Search:
         sized = self._works(sizes)
         assert sized is not None
         return next(work for work in sized.works if work.recompute == recompute)
-
-
-def described_works(job: SizedJob, sizes: Sizes) -> SizedWorks:
-    """Return the works of ``job`` by its description alone, for callers without a launch."""
-    works = [job.work(sizes, recompute) for recompute in job.recompute]
-
-    def rule(stages: int) -> Layout:
-        return Layout(tuple(job.model.evenly(stages)))
-
-    return SizedWorks(works, rule)

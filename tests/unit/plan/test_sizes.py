@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -30,16 +31,17 @@ from megatron_ext.planner.sizes.search import (
     SizedStep,
     SizedWorks,
     adds_unchecked,
-    described_works,
     kinds_of,
     search_sizes,
 )
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
+from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.schedule.slices import LONG_ENOUGH
 from scripts.layout_order import MEASURED, model_of, read
+from tests.helpers.sized_jobs import described_works, work_of
 
 FULL = LayerRecompute("full", method="uniform", num_layers=1)
 
@@ -95,7 +97,7 @@ def estimated(job: SizedJob) -> float:
 
 
 def simulated(job: SizedJob) -> float:
-    work = job.work(job.own, NO_RECOMPUTE)
+    work = work_of(job, job.own, NO_RECOMPUTE)
     layout = evenly(len(job.model.layers), job.own.pipeline)
     return evaluate(work, "1f1b", layout, search=False).seconds
 
@@ -201,7 +203,7 @@ def test_estimate_without_a_pipeline_is_exact() -> None:
     job = small_job()
     for sizes in (Sizes(micro_batch=2), Sizes(tensor=4, sequence_parallel=True)):
         for recompute in job.recompute:
-            made = evaluate(job.work(sizes, recompute), "1f1b", evenly(8, 1), search=False)
+            made = evaluate(work_of(job, sizes, recompute), "1f1b", evenly(8, 1), search=False)
             assert made.candidate.memory is not None
             (rank,) = made.candidate.memory
             less = rank.activations / 2
@@ -246,13 +248,13 @@ def test_sizes_that_cannot_fit_are_not_estimated() -> None:
 def test_sizes_share_their_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A description is estimated once for all pipelines: 1,024 GPUs have thousands of sizes."""
     job, calls = small_job(), []
-    pieces = estimated_module._pieces
+    estimate = estimated_module.estimate
 
-    def counted(*arguments: object) -> object:
+    def counted(*arguments: Any) -> Costs:
         calls.append(arguments)
-        return pieces(*arguments)  # type: ignore[arg-type]
+        return estimate(*arguments)
 
-    monkeypatch.setattr(estimated_module, "_pieces", counted)
+    monkeypatch.setattr(estimated_module, "estimate", counted)
     estimator = Estimator(job)
     for sizes in space(job):
         estimator.bound(sizes)
@@ -321,10 +323,10 @@ def test_long_reductions_are_not_hidden() -> None:
     )
     layout = evenly(8, 1)
     steps = [
-        evaluate(one.work(sizes, NO_RECOMPUTE), "1f1b", layout, search=False).seconds
+        evaluate(work_of(one, sizes, NO_RECOMPUTE), "1f1b", layout, search=False).seconds
         for one in (hidden, slow)
     ]
-    work = slow.work(sizes, NO_RECOMPUTE)
+    work = work_of(slow, sizes, NO_RECOMPUTE)
     (model,) = work.bytes_of(layout.of(SMALL), line(1), VocabularyParallel.NONE)
     moved = 7 / 8 * (model.gradients + model.weights) / 1e8
     assert steps[1] - steps[0] == pytest.approx(moved, rel=0.05)
