@@ -6,7 +6,7 @@ from megatron_ext.cost_model.execution import Framework
 from megatron_ext.cost_model.rates import Rates
 
 # Nodes of a ring that is as fast as its links; of more nodes it is slower in proportion. An
-# assumption, which rests on one measured set of 32 nodes (scripts/layouts/a100.csv, 30B).
+# assumption, which rests on one measured set of 32 nodes (scripts/evaluation/measured.csv, 30B).
 FULL_SPEED_NODES = 8
 
 

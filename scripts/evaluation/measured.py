@@ -1,7 +1,8 @@
 """Public measurements of trainings on clusters, as measured.csv has them: one step a row.
 
-A row has the sizes of a training, its layout and schedule, the published seconds of a step, the
-published peak of the fullest rank if there is one, and where both were read.
+A row has the sizes of a training, its layout and schedule, the published seconds of a step or OOM,
+the published peak of the fullest rank if there is one, and where both were read. Rows whose job
+begins with ``passes`` have milliseconds of passes in their place (`stage_times`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from math import inf
 from pathlib import Path
 
 MEASURED = Path(__file__).with_name("measured.csv")
+PASSES = "passes, "  # begins the job of a row without a step
 GB = 2**30  # bytes: what the sources call GB is what torch.cuda's figures divide by
 
 
@@ -24,7 +26,9 @@ class PublishedStep:
         job: what was trained where; rows of one job differ in layout or schedule alone.
         cells: all columns as they stand, for settings that only one group of rows has.
         layers: layers of each stage; () if the row does not tell.
+        seconds: seconds of a step; infinite if it ran out of memory.
         peak: bytes of the fullest rank; None if nothing is published.
+        in_view: whether its figure was known here when a constant of the estimate was chosen.
     """
 
     number: int
@@ -40,7 +44,13 @@ class PublishedStep:
     layers: tuple[int, ...]
     seconds: float
     peak: float | None
+    in_view: bool
     cells: Mapping[str, str] = field(repr=False, hash=False, compare=False)
+
+    @property
+    def ran(self) -> bool:
+        """Whether it did not run out of memory."""
+        return self.seconds < inf
 
     def size(self, column: str) -> int:
         """Return the whole number in ``column``; 0 if it is empty."""
@@ -50,7 +60,7 @@ class PublishedStep:
 _NEEDED = (
     *("id", "job", "source", "where_read", "framework", "gpu", "n_gpus", "pp", "vpp", "m"),
     *("schedule", "layout", "seconds", "peak_gb", "tp", "cp", "ep", "dp", "mbs", "gbs", "seq"),
-    *("precision", "note"),
+    *("precision", "in_view", "note"),
 )
 
 
@@ -67,6 +77,8 @@ def read_measured(path: Path = MEASURED) -> list[PublishedStep]:
             raise ValueError(f"{path} has no column {', '.join(missing)}")
         steps = []
         for row in reader:
+            if row["job"].startswith(PASSES):
+                continue
             try:
                 steps.append(_step(row))
             except ValueError as error:
@@ -113,8 +125,9 @@ def _step(row: Mapping[str, str]) -> PublishedStep:
         number("m"),
         row["schedule"],
         layers,
-        amount("seconds"),
+        inf if row["seconds"] == "OOM" else amount("seconds"),
         amount("peak_gb") * GB if row["peak_gb"] else None,
+        row["in_view"] == "1",
         dict(row),
     )
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scripts.evaluation.measured import PublishedStep
-from scripts.evaluation.trainings import recipe_of, training_of
-from scripts.recipes.throughput import published
+from scripts.evaluation.trainings import training_of
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,8 @@ _JOBS = {
     "zb": "zero bubble, A100",
     "vocab artifact": "vocabulary parallelism, its artifact, A100",
     "vocab paper": "vocabulary parallelism, its paper, A100",
+    "paper Llama": "Llama 3 405B, H100",
+    "paper Nemotron": "Nemotron-4 340B, H100",
     "korthikanti": "Korthikanti et al. 2022, A100",
     "dsv3": "DeepSeek-V3, ISCA 2025, H800",
     "pr6311": "Megatron-LM #6311, H100",
@@ -84,18 +85,6 @@ def group_of(step: PublishedStep) -> str:
             return "Megatron-Bridge, containers before 26.06"
         return f"Megatron-Bridge, containers from 26.06 on, {gpu}"
     return next(name for prefix, name in _JOBS.items() if step.job.startswith(prefix))
-
-
-def is_in_view(step: PublishedStep) -> bool:
-    """Return whether the figure of ``step`` was known here when a constant of the estimate was
-    chosen: it stands in recipes/published.csv or in published_steps.py."""
-    if step.job.startswith(("korthikanti", "dsv3")):
-        return True
-    if not step.job.startswith("bridge"):
-        return False
-    known = published(recipe_of(step))
-    release = re.search(r"container ([\d.]+)", step.source)
-    return known is not None and release is not None and known.release == release[1]
 
 
 def by_group(found: Iterable[PredictedStep]) -> Mapping[str, list[PredictedStep]]:

@@ -1,6 +1,6 @@
 """Measured milliseconds of single passes on A100s, and the estimate's for the same stages.
 
-stage_times.csv has the zero-bubble paper's profiled times, and those of the artifact of vocabulary
+measured.csv has the zero-bubble paper's profiled times, and those of the artifact of vocabulary
 parallelism (its rows with 2,048 tokens): of each list of eight ranks the median of the inner six.
 """
 
@@ -18,8 +18,8 @@ from megatron_ext.cost_model.gpus import GPUS
 from megatron_ext.cost_model.model import Model
 from megatron_ext.planner.layouts.layout import evenly
 from megatron_ext.schedule.action import Kind
+from scripts.evaluation.measured import MEASURED, PASSES
 
-STAGE_TIMES = Path(__file__).with_name("stage_times.csv")
 _RANKS = 8
 _METHODS = {
     "whole": "vocabulary on the ends",
@@ -56,14 +56,14 @@ _PASSES = {
 }
 
 
-def read_stages(path: Path = STAGE_TIMES) -> list[PublishedStage]:
-    """Return the rows of ``path``."""
+def read_stages(path: Path = MEASURED) -> list[PublishedStage]:
+    """Return the rows of ``path`` that have passes."""
     with path.open(newline="") as file:
-        return [_stage(row) for row in csv.DictReader(file)]
+        return [_stage(row) for row in csv.DictReader(file) if row["job"].startswith(PASSES)]
 
 
 def _stage(row: Mapping[str, str]) -> PublishedStage:
-    hidden, heads, sequence = (int(row[name]) for name in ("hidden", "heads", "sequence"))
+    hidden, heads, sequence = (int(row[name]) for name in ("hidden", "heads", "seq"))
     layers = int(row["layers"])
     model = Model(
         layers=("*-",) * (layers * _RANKS),
@@ -72,7 +72,7 @@ def _stage(row: Mapping[str, str]) -> PublishedStage:
         num_query_groups=heads,
         kv_channels=hidden // heads,
         ffn_hidden_size=4 * hidden,
-        vocabulary=int(row["vocabulary"]),
+        vocabulary=int(row["vocab"]),
         untie_embeddings_and_output_weights=True,
         add_bias_linear=True,
         is_rotary=False,
@@ -83,14 +83,16 @@ def _stage(row: Mapping[str, str]) -> PublishedStage:
     dropout = 0.1 if has_matrix else 0.0
     execution = Execution(
         sequence,
-        micro_batch=int(row["micro_batch"]),
+        micro_batch=int(row["mbs"]),
         sequence_parallel=False,
         transformer_engine=not has_matrix,
         hidden_dropout=dropout,
         attention_dropout=dropout,
     )
     passes = {name: float(row[column]) for column, name in _PASSES.items() if row[column]}
-    return PublishedStage(row["source"], row["method"], layers, model, execution, passes)
+    return PublishedStage(
+        row["source"], row["job"].removeprefix(PASSES), layers, model, execution, passes
+    )
 
 
 def predicted_passes(stage: PublishedStage) -> dict[str, float]:

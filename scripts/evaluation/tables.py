@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.cost_model.gpus import GPUS
-from scripts import layout_order
 from scripts.evaluation.gains import StepRatio, over_1f1b, overlaps, pairs_in_order
 from scripts.evaluation.measured import PublishedStep
 from scripts.evaluation.paper_times import simulated
@@ -15,9 +12,9 @@ from scripts.evaluation.predictions import (
     Percentiles,
     PredictedStep,
     by_group,
-    is_in_view,
     predict,
 )
+from scripts.evaluation.sizes import OF_SIZES, orders, pairs_of_sizes, predict_sizes
 from scripts.evaluation.stage_times import (
     PublishedStage,
     ratios_by_pass,
@@ -80,10 +77,11 @@ def evaluate_all(
     steps: Sequence[PublishedStep], stages: Sequence[PublishedStage], report: Callable[[], None]
 ) -> Evaluation:
     """Return all figures; ``report`` is called after each step and each of `OTHER_PARTS` others."""
-    found = predict(steps, report)
-    lines = [*of_steps(found), *of_gains(found), *with_papers_times(steps, stages)]
+    of_one_size = [step for step in steps if not step.job.startswith(OF_SIZES)]
+    found = predict(of_one_size, report)
+    lines = [*of_steps(found), *of_gains(found), *with_papers_times(of_one_size, stages)]
     report()
-    ordered, sizes = of_sizes()
+    ordered, sizes = of_sizes([step for step in steps if step not in of_one_size])
     lines += [*of_passes(stages), *ordered]
     report()
     return Evaluation(found, lines, sizes)
@@ -95,7 +93,7 @@ OTHER_PARTS = 2
 def of_steps(found: Sequence[PredictedStep]) -> Iterator[FigureLine]:
     groups = by_group(found)
     for name, rows in groups.items():
-        known = sum(is_in_view(one.step) for one in rows)
+        known = sum(one.step.in_view for one in rows)
         yield _line(SECONDS, name, [one.ratio for one in rows], known)
     for name, rows in groups.items():
         ratios = [one.peak_ratio for one in rows if one.peak_ratio is not None]
@@ -133,24 +131,17 @@ def of_passes(stages: Sequence[PublishedStage]) -> Iterator[FigureLine]:
         yield _line(PASSES, f"{pass_}, {method}", ratios)
 
 
-def of_sizes() -> tuple[list[FigureLine], list[float]]:
-    """Return the lines of the A100 layouts, and predicted over measured ratios of their pairs."""
-    gpu = GPUS["a100"]
-    rows = layout_order.read(layout_order.MEASURED)
-    predicted = {row: layout_order.predict(row, gpu, gpu.rates()) for row in rows}
-    bars = layout_order.bars(rows, predicted)
-    name = "Llama 13B to 65B on A100s, pairs over "
+def of_sizes(steps: Sequence[PublishedStep]) -> tuple[list[FigureLine], list[float]]:
+    """Return the lines of ``steps`` with other sizes, and predicted over measured ratios of their
+    pairs."""
+    predicted = {step: predict_sizes(step) for step in steps}
     lines = [
-        FigureLine(
-            SIZES, f"{name}{percent} %", order.all, order.all, order=(order.right, order.all)
-        )
-        for percent, order in ((2, bars.over_2), (10, bars.over_10))
+        FigureLine(SIZES, f"Llama 13B to 65B on A100s, {name}", order[1], order[1], order=order)
+        for name, order in orders(predicted).items()
     ]
-    ran = [row for row in rows if row.seconds is not None]
     ratios = [
         (predicted[a].seconds / predicted[b].seconds) / (a.seconds / b.seconds)
-        for a, b in itertools.permutations(ran, 2)
-        if a.group == b.group and a.seconds and b.seconds and a.seconds > 1.02 * b.seconds
+        for a, b in pairs_of_sizes(predicted)
     ]
     lines.append(_line(SIZES, "the slower over the faster of them", ratios, len(ratios)))
     return lines, ratios
@@ -168,7 +159,7 @@ def as_data(made: Evaluation) -> Mapping[str, object]:
                 "predicted_seconds": one.seconds,
                 "measured_peak": one.step.peak,
                 "predicted_peak": one.peak,
-                "in_view": is_in_view(one.step),
+                "in_view": one.step.in_view,
             }
             for one in made.steps
         ],

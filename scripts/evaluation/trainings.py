@@ -2,7 +2,7 @@
 
 A step of Megatron with Transformer Engine has its row's sizes, layout, recompute and dispatcher,
 and all other settings of the public recipe that its row names. GPTs on Megatron's local layers are
-built from their sizes; papers' trainings are those of published_steps.py.
+built from their sizes; papers' trainings are those of papers.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
-from scripts import published_steps
+from scripts.evaluation import papers
 from scripts.evaluation.measured import PublishedStep
 from scripts.recipes.accepting import as_on_gpus
 from scripts.recipes.configured import configuration_of
@@ -107,25 +107,11 @@ def _of_gpt(step: PublishedStep) -> DescribedTraining:
     return DescribedTraining(work, spec, Layout(step.layers), vocabulary)
 
 
-# Which of published_steps.py's trainings a job is.
-_PAPERS = {
-    "korthikanti GPT-3 175B": "GPT 175B",
-    "korthikanti MT-NLG 530B": "GPT 530B",
-    "korthikanti 1T": "GPT 1T",
-    "dsv3 h800": "DeepSeek-V3",
-}
-
-
 def _of_paper(step: PublishedStep) -> DescribedTraining:
-    if step.job not in _PAPERS:
+    if step.job not in papers.PAPERS:
         raise ValueError(f"row {step.number}: {step.job!r} has no recipe and no numbers of layers")
-    known = {training.name: training for training in published_steps.TRAININGS}
-    training = known[_PAPERS[step.job]]
-    return DescribedTraining(
-        published_steps.work_of(training),
-        published_steps.schedule_of(training),
-        Layout(training.layers),
-    )
+    paper = papers.PAPERS[step.job]
+    return DescribedTraining(papers.work_of(paper, step), paper.schedule, Layout(paper.layers))
 
 
 _PRECISIONS = {"MXFP8": "fp8mx", "FP8": "fp8cs", "NVFP4": "nvfp4", "BF16": "bf16"}

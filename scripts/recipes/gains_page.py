@@ -51,7 +51,6 @@ _COLUMNS = (
     *("recipe", "ranks", "microbatches", "own line", "seconds", "GiB"),
     *("stock's best", "stock's gain", "stock's GiB"),
     *("best of all", "gain of all", "GiB of all"),
-    *("tokens/s/GPU", "published", "in release"),
 )
 
 
@@ -66,8 +65,7 @@ def gains_section(prospects: Sequence[Prospect]) -> str:
     parts = [
         _HEAD,
         _summary(planned),
-        _ratios(planned),
-        f"[{TABLE}]({TABLE}) has each recipe: seconds, GiB of the fullest rank, tokens a second.\n",
+        f"[{TABLE}]({TABLE}) has each recipe: seconds, and GiB of the fullest rank.\n",
         _without(prospects),
     ]
     return "\n".join(parts)
@@ -103,26 +101,6 @@ def _spread(gains: Sequence[float]) -> str:
     return f"{median(gains):.3f} [{max(gains):.2f}]"
 
 
-def _ratios(planned: Sequence[Prospect]) -> str:
-    ratios = [prospect.ratio for prospect in planned if prospect.ratio is not None]
-    if not ratios:
-        return "No throughput is published of these.\n"
-    return (
-        f"**Predicted over published throughput** of {len(ratios)} recipes, which "
-        f"Megatron-Bridge's tables have with the same settings: {min(ratios):.2f} to "
-        f"{max(ratios):.2f}, median {median(ratios):.2f}.\n"
-    )
-
-
-def _throughput(prospect: Prospect) -> list[str]:
-    """Return the three cells of a recipe's throughput: predicted, published, and the release that
-    reached it; empty ones if nothing is published."""
-    if prospect.published is None or prospect.tokens is None:
-        return ["", "", ""]
-    published = prospect.published
-    return [f"{prospect.tokens:.0f}", f"{published.tokens:.0f}", published.release]
-
-
 def gains_table(prospects: Sequence[Prospect], made: Iterable[Row]) -> str:
     """Return what each recipe would gain, as CSV, the largest gain first."""
     rows = {row.name: row for row in made}
@@ -144,7 +122,6 @@ def gains_table(prospects: Sequence[Prospect], made: Iterable[Row]) -> str:
                 _gib(own),
                 *_cells(gains.stock, gains.own),
                 *_cells(gains.ours, gains.stock, _barred(gains.ours, rows[prospect.recipe.name])),
-                *_throughput(prospect),
             ]
         )
     return text.getvalue()

@@ -40,7 +40,8 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.schedule.slices import LONG_ENOUGH
-from scripts.layout_order import MEASURED, model_of, read
+from scripts.evaluation.measured import read_measured
+from scripts.evaluation.sizes import OF_SIZES, model_of
 from tests.helpers.sized_jobs import described_works, work_of
 
 FULL = LayerRecompute("full", method="uniform", num_layers=1)
@@ -73,21 +74,21 @@ def job_of(
 def measured() -> dict[str, list[tuple[SizedJob, float]]]:
     """Each configuration of the measured sets that ran, as a job with its own sizes."""
     sets = defaultdict(list)
-    for row in read(MEASURED):
-        if row.seconds is None:
+    for row in read_measured():
+        if not row.job.startswith(OF_SIZES) or not row.ran:
             continue
         own = Sizes(
-            tensor=row.tensor_parallel,
-            pipeline=row.pipeline_parallel,
-            micro_batch=row.micro_batch,
-            sequence_parallel=row.sequence_parallel,
+            tensor=row.size("tp"),
+            pipeline=row.pipeline,
+            micro_batch=row.size("mbs"),
+            sequence_parallel=row.cells["sp"] == "1",
         )
-        job = job_of(model_of(row), own, gpus=row.gpus, global_batch=row.global_batch)
-        execution = replace(job.execution, sequence=row.sequence, framework=Framework.PYTORCH)
+        job = job_of(model_of(row), own, gpus=row.gpus, global_batch=row.size("gbs"))
+        execution = replace(job.execution, sequence=row.size("seq"), framework=Framework.PYTORCH)
         state = replace(job.state, gradient_bytes=2)
         job = replace(job, execution=execution, state=state, recompute=(NO_RECOMPUTE,))
         job = replace(job, memory=None)  # it ran
-        sets[row.group].append((job, row.seconds))
+        sets[row.job].append((job, row.seconds))
     return sets
 
 

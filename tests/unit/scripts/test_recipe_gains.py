@@ -1,4 +1,4 @@
-"""What layouts and schedules would gain recipes, and what is predicted of what is published."""
+"""What layouts and schedules would gain recipes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from scripts.recipes.prospects import Prospect, prospects_of
 from scripts.recipes.public_form import read_recipes
 from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve
 from scripts.recipes.tested import Tested
-from scripts.recipes.throughput import published
 from scripts.recipes.verdict import Verdict
 
 ALL = read_recipes(RECIPES)
@@ -37,15 +36,6 @@ CONFIGURATION = Configuration(
 
 def recipe(name: str = LLAMA, **more: Any) -> Recipe:
     return resolve(name, {**ALL[name], **more}, MODELS)
-
-
-def test_what_is_published_is_of_the_same_settings() -> None:
-    found = published(recipe())
-    assert found is not None and found.tokens == 1664
-    assert published(recipe(LLAMA, **{"train.micro_batch_size": 2})) is None
-    assert published(recipe(LLAMA.replace("fp8cs", "bf16"))) is None
-    with_a_figure = [name for name, raw in ALL.items() if published(resolve(name, raw, MODELS))]
-    assert len(with_a_figure) == 25
 
 
 def test_gains_of_a_configuration() -> None:
@@ -109,8 +99,7 @@ def test_adapters_are_told_by_the_name() -> None:
 def prospect(ours: Option, name: str = LLAMA) -> Prospect:
     own = option(1.0, "1f1b")
     found = Gains(own, option(1.05, "interleaved:vpp=2"), ours, 74 * 2**30)
-    of = recipe(name)
-    return Prospect(of, CONFIGURATION, found, published(of))
+    return Prospect(recipe(name), CONFIGURATION, found)
 
 
 def row(name: str, verdict: Verdict) -> Row:
@@ -125,10 +114,6 @@ def test_the_section_of_the_page() -> None:
     assert line["best of all"] == "zb-v, recompute: none (without tp_comm_overlap)"
     assert (line["gain of all"], line["GiB of all"]) == ("1.200*", "60.0")
     assert "| m <= 2p | 1 | 1.050 [1.05] | 1.200 [1.20] | 1 | 1 | 0 |" in text
-    tokens = 256 * 8192 / 6 / 64
-    assert line["tokens/s/GPU"] == f"{tokens:.0f}"
-    assert (line["published"], line["in release"]) == ("1664", "26.04.01")
-    assert "of 1 recipes, which" in text and f"median {tokens / 1664:.2f}." in text
     unknown = Prospect(recipe(), None, "nothing is known of its GPU: vr200")
     why = (
         "1 recipes are not planned; the most frequent reason (1): "
