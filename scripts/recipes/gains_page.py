@@ -32,8 +32,8 @@ one. All of this is estimated, nothing measured:
 - For a schedule that searches, the one used instead of a search is counted; a search may gain more.
   The vocabulary is divided if that is faster. Megatron's recompute is the best of nothing,
   modules, and all layers.
-- The overlap of experts' communication with other microbatches is counted for no schedule:
-  [pairs](pairs.md#on-public-recipes) have figures of their own.
+- The overlap of experts' communication with other microbatches ([pairs](pairs.md)) is counted for
+  no schedule.
 - A [vision tower](uneven-stages.md#towers) counts with as many patches as the language model has
   tokens. Passes of adapters and of frozen models are counted without weight gradients.
 
