@@ -25,10 +25,11 @@ from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 from megatron_ext.schedule.slices import Lengths, Slices
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
+from scripts import tables
 from scripts.benchmarks.unequal import over_another
 from scripts.benchmarks.uneven import V, with_tower
-from scripts.recipes.readme import README, part, with_part
-from scripts.tables import table
+from scripts.evaluation.recipes.readme import README
+from scripts.tables import part, table, with_part
 
 _HEAD = ("where", "Megatron's best schedule", "with ours", "shown by")
 _COSTS = "f=10,i=12,w=8,comm=1"
@@ -237,7 +238,7 @@ def rows_of(readme: str) -> Mapping[str, str]:
 
 def line_of(row: Row) -> str:
     """Return ``row`` as the table has it."""
-    return table(row.cells(), []).splitlines()[0]
+    return tables.row(row.cells()).strip()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Tables in Markdown, as pages have them."""
+"""Tables in Markdown, and parts of pages that scripts write, between marks."""
 
 from __future__ import annotations
 
@@ -12,3 +12,33 @@ def row(cells: Iterable[object]) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "".join(map(row, (head, ["-"] * len(head), *rows)))
+
+
+def part(page: str, name: str) -> str:
+    """Return what stands between the marks of ``name``."""
+    return _divided(page, name)[1].strip()
+
+
+def with_part(page: str, name: str, text: str) -> str:
+    """Return ``page`` with ``text`` between the marks of ``name``."""
+    before, _, after = _divided(page, name)
+    begin, end = _marks(name)
+    return f"{before}{begin}\n{text.strip()}\n{end}{after}"
+
+
+def _divided(page: str, name: str) -> tuple[str, str, str]:
+    """Return what stands before, between and after the marks of ``name``.
+
+    Raises:
+        ValueError: ``page`` has no such marks.
+    """
+    begin, end = _marks(name)
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"the page needs the marks {begin} and {end}, once each")
+    before, rest = page.split(begin)
+    between, after = rest.split(end)
+    return before, between, after
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: written by a script -->", f"<!-- end of {name} -->"

@@ -10,7 +10,7 @@ An output stands beneath its command, in a block with this mark above it:
     ```
 
 ``<!-- slow output: ... -->`` marks what takes longer than some seconds; --quick leaves it as it
-stands, and so it does docs/recipes.md, which scripts/recipe_coverage.py writes.
+stands, and so it does docs/recipes.md, which scripts/evaluation writes.
 ``<!-- output | sed 9q: ... -->`` shortens what is shown. A page's commands run in one
 shell, in a folder with the files that the page shows (blocks whose first line is ``# NAME.py``,
 ``# NAME.sh`` or ``# NAME.log``) and a ``pretrain_gpt.py``; outputs are what they print to stdout on
@@ -62,7 +62,8 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="leave slow outputs as they stand")
     arguments = parser.parse_args(words)
     if not arguments.quick and RECIPES in arguments.pages:
-        subprocess.run([sys.executable, ROOT / "scripts" / "recipe_coverage.py"], check=True)
+        command = [sys.executable, "-m", "scripts.evaluation", "recipes"]
+        subprocess.run(command, cwd=ROOT, check=True)
     for page in arguments.pages:
         text = page.read_text()
         if not list(blocks(text)):

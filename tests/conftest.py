@@ -16,8 +16,8 @@ import pytest
 
 from megatron_ext.search import best
 from megatron_ext.search.effort import small_effort
-from scripts.recipes.vocabulary import features_of_flags
 from tests.helpers import documents, skips, witnesses
+from tests.helpers.covers.vocabulary import features_of_flags
 from tests.helpers.skips import pytest_make_collect_report, pytest_runtest_makereport
 
 __all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]  # hooks

@@ -118,7 +118,7 @@ def parse_tower(text: str) -> dict[str, Any]:
 
 
 def tower_of(sizes: Mapping[str, Any], hidden: int, patches: int) -> Tower:
-    """Return the tower of these ``sizes``, as models.json and `parse_tower` have them.
+    """Return the tower of these ``sizes``, as recipes.json and `parse_tower` have them.
 
     Args:
         hidden: width of the language model.

@@ -34,9 +34,9 @@ from megatron_ext.launch_planner.launch_plan import plan_launch  # noqa: E402
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest  # noqa: E402
 from megatron_ext.planner.planning_time import LIMIT, planning  # noqa: E402
 from scripts.benchmarks.harness import arguments, print_table  # noqa: E402
-from scripts.recipes.accepting import argument_values, as_on_gpus, others  # noqa: E402
-from scripts.recipes.public_form import read_recipes  # noqa: E402
-from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve  # noqa: E402
+from scripts.evaluation.recipes.accepting import argument_values, as_on_gpus, others  # noqa: E402
+from scripts.evaluation.recipes.public_form import read_recipes  # noqa: E402
+from scripts.evaluation.recipes.recipe import RECIPES, Recipe, read_models, resolve  # noqa: E402
 
 # Of a launch, which models have in common.
 _LAUNCH = """--train-iters 1000 --lr 1e-4 --eval-interval 1000 --eval-iters 0 --mock-data --bf16

@@ -1,8 +1,18 @@
-"""How far predicted steps are from published ones, and whether they have the measured order.
+"""Comparison of predictions with what was measured, and of public recipes with what we accept.
 
-python -m scripts.evaluation            prints the tables, two minutes
-python -m scripts.evaluation --write    writes them into docs/estimated-costs.md
-python -m scripts.evaluation --json FILE
+python -m scripts.evaluation            prints how far predicted steps are from measured.csv's, and
+                                        whether they have the measured order; two minutes
+python -m scripts.evaluation --write    writes that into docs/estimated-costs.md
+python -m scripts.evaluation recipes    counts which of recipes.json are accepted, plans them, and
+                                        writes the tables of docs/recipes.md and the headline of
+                                        README.md; forty minutes on two cores
+python -m scripts.evaluation recipes --keep-plans       counts alone; minutes
+python -m scripts.evaluation recipes --file FILE.json   counts those of another file, writes nothing
+
+FILE has recipes as they are public: by name, each with its settings by dotted names or nested, with
+values of JSON or as text, layouts as text or nested lists; or these as "recipes", and "models". One
+with a key, a value or a model that is not understood is named as such, counts as not accepted, and
+makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -25,29 +35,46 @@ from scripts.evaluation.tables import OTHER_PARTS, as_data, evaluate_all
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--csv", type=Path, default=MEASURED, help="File of published steps.")
-    parser.add_argument("--json", type=Path, help="File to write all figures to, row by row.")
-    parser.add_argument("--write", action="store_true", help="Write the tables into the page.")
-    arguments = parser.parse_args(words)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=("steps", "recipes"), default="steps")
+    parser.add_argument("--file", type=Path, help="of measured steps, or of recipes")
+    parser.add_argument("--json", type=Path, help="file to write all figures to, row by row")
+    parser.add_argument("--write", action="store_true", help="steps: write the tables")
+    parser.add_argument("--keep-plans", action="store_true", help="recipes: keep their gains")
+    given = parser.parse_args(words)
     console = Console(stderr=True)
+    data: object
     try:
-        steps, stages = read_measured(arguments.csv), read_stages()
+        if given.what == "recipes":
+            from scripts.evaluation.recipes.evaluated import evaluate_recipes  # which has Megatron
+
+            lines, data, status = evaluate_recipes(given.file, console, plans=not given.keep_plans)
+            print("\n".join(lines))
+        else:
+            data, status = _evaluate_steps(given.file or MEASURED, console, writes=given.write)
     except (OSError, ValueError) as error:
-        parser.error(f"--csv: {error}")
+        parser.error(str(error))
+    if given.json is not None:
+        given.json.write_text(json.dumps(data, indent=1) + "\n")
+    return status
+
+
+def _evaluate_steps(file: Path, console: Console, *, writes: bool) -> tuple[object, int]:
+    """Print the tables of steps, and return their data and an exit status."""
+    steps, stages = read_measured(file), read_stages(file)
     with Progress(console=console) as progress:
         task = progress.add_task("published steps", total=len(steps) + OTHER_PARTS)
         made = evaluate_all(steps, stages, lambda: progress.advance(task))
     text = text_of(made.lines, measured_errors(made.steps, made.sizes))
     print(text)
-    if arguments.write:
+    if writes:
         write(text)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(as_data(made), indent=1) + "\n")
     broken = [f"{bar.text}: {why}" for bar in BARS if (why := bar.broken_by(made.lines))]
     for line in broken:
         console.print(f"below its bar: {line}", markup=False)
-    return int(bool(broken))
+    return as_data(made), int(bool(broken))
 
 
 if __name__ == "__main__":

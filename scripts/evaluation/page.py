@@ -9,13 +9,10 @@ from megatron_ext.planner.spread import ComparisonKind
 from scripts.evaluation.bars import BARS
 from scripts.evaluation.spreads import spread_of
 from scripts.evaluation.tables import FigureLine
-from scripts.tables import table
+from scripts.tables import table, with_part
 
+PART = "evaluation"
 PAGE = Path(__file__).parents[2] / "docs" / "estimated-costs.md"
-BEGIN, END = (
-    "<!-- evaluation: python -m scripts.evaluation --write -->",
-    "<!-- end of evaluation -->",
-)
 _HEAD = ("compared", "", "rows", "in view", "median", "10 % to 90 %", "in the right order")
 
 
@@ -47,22 +44,9 @@ off the measured ones. `plan` says of a gain within its spread that it may be no
 _BARS = "At night a test runs all this and fails unless:\n"
 
 
-def write(text: str, page: Path = PAGE) -> None:
-    """Write ``text`` between the marks of ``page``."""
-    page.write_text(with_part(page.read_text(), text))
-
-
-def with_part(whole: str, text: str) -> str:
-    """Return the page ``whole`` with ``text`` between its marks.
-
-    Raises:
-        ValueError: the page has no such marks.
-    """
-    if whole.count(BEGIN) != 1 or whole.count(END) != 1:
-        raise ValueError(f"the page needs the marks {BEGIN} and {END}, once each")
-    before, rest = whole.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{text.strip()}\n{END}{after}"
+def write(text: str) -> None:
+    """Write ``text`` into the page."""
+    PAGE.write_text(with_part(PAGE.read_text(), PART, text))
 
 
 def _with_kinds_once(lines: Sequence[FigureLine]) -> list[tuple[str, FigureLine]]:

@@ -23,11 +23,11 @@ from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from scripts.evaluation import papers
 from scripts.evaluation.measured import PublishedStep
-from scripts.recipes.accepting import as_on_gpus
-from scripts.recipes.configured import configuration_of
-from scripts.recipes.gains import work_of
-from scripts.recipes.public_form import flat, read_recipes
-from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve
+from scripts.evaluation.recipes.accepting import as_on_gpus
+from scripts.evaluation.recipes.configured import configuration_of
+from scripts.evaluation.recipes.gains import work_of
+from scripts.evaluation.recipes.public_form import flat, read_recipes
+from scripts.evaluation.recipes.recipe import RECIPES, Recipe, read_models, resolve
 
 
 @dataclass(frozen=True)

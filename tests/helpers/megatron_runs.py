@@ -45,8 +45,8 @@ from megatron_ext.patches import engine
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.recordings.piece import Piece, Place
 from megatron_ext.recordings.recording import readable_name
-from scripts.recipes.feature import Feature
 from tests.helpers import witnesses
+from tests.helpers.covers.feature import Feature
 from tests.helpers.ranks import (
     RankResult,
     agent_store,

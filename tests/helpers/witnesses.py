@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-from scripts.recipes.feature import Feature
+from tests.helpers.covers.feature import Feature
 
 # A night test has a setting switched off in our trainings, and sees that marked tests fail.
 SWITCHED_OFF = "SETTING_SWITCHED_OFF"  # the launcher refuses unknown names that begin with ours

@@ -19,7 +19,7 @@ from megatron_ext.cost_model.operations.attention import attended_tokens
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.placement import line
-from scripts.recipes.recipe import read_models
+from scripts.evaluation.recipes.recipe import read_models
 from tests.helpers.documents import DOCS, check_written, table
 from tests.helpers.estimated import costs_of_arguments, costs_of_model
 from tests.helpers.flops import flops_of

@@ -5,10 +5,8 @@ Megatron builds its models on the meta device, with groups that nobody is behind
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,13 +24,13 @@ from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.model import stages_of
 from megatron_ext.cost_model.parameters import parameters_of_stage
 from megatron_ext.launch_command import megatron_arguments
+from scripts.evaluation.recipes.recipe import read_models
 from tests.helpers import meta_models
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.latent_attention import take_local_attention
 from tests.helpers.megatron_runs import model_flags
 
 Setting = dict[str, Any]
-ROOT = Path(__file__).parents[2]
 BASE: Setting = {
     "pipeline_model_parallel_size": 2,
     "num_layers": 4,
@@ -211,7 +209,7 @@ _NO_ARGUMENTS = re.compile(r"parameters_|published_|source|.*_note|vocab_size|vi
 @nightly("by day small ones")
 @pytest.mark.parametrize("name", REAL)
 def test_real_models_to_the_byte(name: str) -> None:
-    models = json.loads((ROOT / "scripts" / "recipes" / "models.json").read_text())
+    models = read_models()
     values = {k: v for k, v in models[name].items() if not _NO_ARGUMENTS.match(k)}
     values.setdefault("add_bias_linear", False)
     pipeline, tensor, experts = REAL[name]

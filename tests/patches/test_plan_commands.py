@@ -39,9 +39,9 @@ from megatron_ext.planner.candidate import Plan, VocabMethod
 from megatron_ext.planner.layouts import candidates, comparison, descent
 from megatron_ext.planner.planning_time import planning
 from megatron_ext.planner.verdict import Written
-from scripts.recipes.accepting import argument_values, as_on_gpus, others
-from scripts.recipes.public_form import read_recipes
-from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve
+from scripts.evaluation.recipes.accepting import argument_values, as_on_gpus, others
+from scripts.evaluation.recipes.public_form import read_recipes
+from scripts.evaluation.recipes.recipe import RECIPES, Recipe, read_models, resolve
 from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags

@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from scripts.recipes.accepting import as_on_gpus, judge, judge_on_v, others
-from scripts.recipes.configured import configuration_of
-from scripts.recipes.public_form import read_recipes
-from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve
-from scripts.recipes.verdict import Verdict
+from scripts.evaluation.recipes.accepting import as_on_gpus, judge, judge_on_v, others
+from scripts.evaluation.recipes.configured import configuration_of
+from scripts.evaluation.recipes.public_form import read_recipes
+from scripts.evaluation.recipes.recipe import RECIPES, Recipe, read_models, resolve
+from scripts.evaluation.recipes.verdict import Verdict
 
 LLAMA = "recipes.llama.h100.llama3:llama3_8b_pretrain_16gpu_h100_bf16_16k_config"
 MODELS = read_models()
@@ -55,6 +55,12 @@ def test_what_stock_cannot_run_is_told_apart() -> None:
     assert not verdict.without
     assert judge_on_v(recipe(num_layers=31)).why_stock
     assert judge(recipe(enable_hyper_connections=True)).why_stock
+
+
+def test_a_value_that_megatron_does_not_know_is_told() -> None:
+    verdict = judge(recipe(recompute_method="some"))
+    assert verdict.why_stock and "recompute_method is 'some', and Megatron's" in verdict.why_stock
+    assert not verdict.is_accepted
 
 
 DEEPSEEK = "perf_recipes.deepseek.b200.deepseek_v3:deepseek_v3_pretrain_256gpu_b200_bf16_config"

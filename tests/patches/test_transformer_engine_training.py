@@ -13,7 +13,7 @@ from megatron_ext.runtime.host.offload import OffloadedStep
 from tests.helpers import megatron_runs
 from tests.helpers import transformer_engine_on_cpu as on_cpu
 from tests.helpers.combinations import IS_NIGHT, nightly
-from tests.helpers.covered import covers
+from tests.helpers.covers.marks import covers
 from tests.helpers.megatron_runs import losses
 from tests.helpers.trainings import Training
 from tests.helpers.transformer_engine_gpt import provide, use_transformer_engine

@@ -38,7 +38,7 @@ from tests.helpers.adapters import (
 )
 from tests.helpers.callers import assert_same, draw_by_name, named_parameters
 from tests.helpers.combinations import at_night, nightly
-from tests.helpers.covered import kinds
+from tests.helpers.covers.marks import kinds
 from tests.helpers.estimated import costs_of_model
 from tests.helpers.ranks import run_ranks, values
 from tests.pipeline.test_callers import (

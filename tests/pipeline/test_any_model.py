@@ -40,7 +40,7 @@ from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line, v
-from scripts.recipes.recipe import expanded
+from scripts.evaluation.recipes.recipe import expanded
 from tests.helpers import callers
 from tests.helpers.callers import (
     assert_same,
@@ -50,7 +50,7 @@ from tests.helpers.callers import (
     small_config,
 )
 from tests.helpers.combinations import at_night
-from tests.helpers.covered import kinds
+from tests.helpers.covers.marks import kinds
 from tests.helpers.documents import check_written, table
 from tests.helpers.ranks import run_ranks, values
 from tests.pipeline import test_adapters

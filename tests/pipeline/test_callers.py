@@ -49,7 +49,7 @@ from tests.helpers.callers import (
     whole_step,
 )
 from tests.helpers.combinations import at_night, nightly
-from tests.helpers.covered import kinds
+from tests.helpers.covers.marks import kinds
 from tests.helpers.ranks import run_ranks, running_ranks, values
 
 RANKS = 4

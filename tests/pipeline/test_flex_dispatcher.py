@@ -18,7 +18,7 @@ from megatron_ext.runtime.stage_passes import StagePasses
 from megatron_ext.schedule.action import Action
 from tests.helpers import deep_ep_on_cpu
 from tests.helpers.combinations import IS_NIGHT, at_night
-from tests.helpers.covered import covers
+from tests.helpers.covers.marks import covers
 from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.helpers.ranks import HANGS, run_ranks, values

@@ -35,7 +35,7 @@ from tests.helpers.callers import (
     whole_step,
 )
 from tests.helpers.combinations import at_night
-from tests.helpers.covered import covers
+from tests.helpers.covers.marks import covers
 from tests.helpers.documents import check_written, table
 from tests.helpers.hybrid import DELTA_NET, hybrid_model, stub_kernels
 from tests.helpers.megatron_runs import Run, losses, model_flags, train

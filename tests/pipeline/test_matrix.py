@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_ext.adapter.step.model_stage import ModelStage
 from scripts.pretrain_gpt import model_provider
 from tests.helpers.combinations import IS_NIGHT, at_night
-from tests.helpers.covered import covers
+from tests.helpers.covers.marks import covers
 from tests.helpers.documents import check_written, table
 from tests.helpers.trainings import Training
 

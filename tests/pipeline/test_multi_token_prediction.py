@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.combinations import at_night, nightly
-from tests.helpers.covered import covers
+from tests.helpers.covers.marks import covers
 from tests.helpers.documents import check_written, table
 from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.fetched import megatron_sources

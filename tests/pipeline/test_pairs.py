@@ -18,7 +18,7 @@ from megatron_ext.adapter.pairs.planned_stage import PlannedStage
 from megatron_ext.adapter.step.training import PipelineTraining
 from tests.helpers import deep_ep_on_cpu
 from tests.helpers.combinations import at_night, nightly
-from tests.helpers.covered import covers
+from tests.helpers.covers.marks import covers
 from tests.helpers.drawn_models import drawn_by_name, say_there_is_no_fp8
 from tests.helpers.megatron_runs import EXPERTS, Run, assert_same, losses, model_flags, train
 from tests.helpers.noted_streams import given, note_streams

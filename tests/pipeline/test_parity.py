@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.combinations import at_night, in_pairs, nightly
-from tests.helpers.covered import covers
+from tests.helpers.covers.marks import covers
 from tests.helpers.fetched import megatron_sources
 from tests.helpers.megatron_runs import Run, assert_same, evaluations, losses
 from tests.helpers.trainings import Training

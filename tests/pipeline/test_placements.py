@@ -21,7 +21,7 @@ from megatron_ext.compile.auto_spec import is_open
 from scripts.prepare_text import write
 from scripts.pretrain_gpt import model_provider
 from tests.helpers.combinations import IS_NIGHT, at_night, each_once, nightly
-from tests.helpers.covered import covers
+from tests.helpers.covers.marks import covers
 from tests.helpers.fetched import megatron_sources
 from tests.helpers.megatron_runs import Run, assert_same, evaluations, losses, whole_state
 from tests.helpers.short_search import shorten_search

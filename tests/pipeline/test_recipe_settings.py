@@ -23,7 +23,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from scripts.pretrain_gpt import model_provider
 from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.combinations import at_night, nightly
-from tests.helpers.covered import covers
+from tests.helpers.covers.marks import covers
 from tests.helpers.drawn_models import say_there_is_no_fp8
 from tests.helpers.latent_attention import take_local_attention
 from tests.helpers.megatron_runs import (

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts.recipes.markers import NIGHT, collect
-from scripts.recipes.public_form import read_recipes
-from scripts.recipes.recipe import RECIPES, read_models, resolve
+from scripts.evaluation.recipes.public_form import read_recipes
+from scripts.evaluation.recipes.recipe import RECIPES, read_models, resolve
 from tests.helpers.combinations import nightly
+from tests.helpers.covers.markers import NIGHT, collect
+from tests.helpers.covers.tested import features_of
 from tests.helpers.ranks import HANGS
 from tests.helpers.transformer_engine_on_cpu import VERSIONS
 from tests.helpers.witnesses import SWITCHED_OFF, WITNESSES
@@ -144,7 +145,7 @@ def test_each_setting_that_recipes_count_is_switched_off_or_named() -> None:
     """A setting whose marks nobody has looked at is told, and a test that has not its mark."""
     models = read_models()
     recipes = [resolve(name, raw, models) for name, raw in read_recipes(RECIPES).items()]
-    used = {feature for recipe in recipes for feature in recipe.features}
+    used = {feature for recipe in recipes for feature in features_of(recipe)}
     shown: dict[str, set[str]] = {}
     for mark in collect():
         if mark.grade != "C":

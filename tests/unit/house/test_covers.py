@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.recipes.collecting import marks_of
-from scripts.recipes.feature import Feature
-from scripts.recipes.markers import read_mark
-from scripts.recipes.vocabulary import features, may_wait_for_a_gpu
+from scripts.evaluation.recipes.public_form import read_recipes
+from scripts.evaluation.recipes.recipe import RECIPES, Recipe, read_models, resolve
 from tests.helpers import witnesses
+from tests.helpers.combinations import nightly
+from tests.helpers.covers.collecting import marks_of
+from tests.helpers.covers.feature import Feature
+from tests.helpers.covers.markers import Shown, collect, read_mark
+from tests.helpers.covers.tested import Evidence, features_of, kind_of
+from tests.helpers.covers.vocabulary import GRADES, KINDS, features, may_wait_for_a_gpu
+from tests.helpers.documents import check_written, table
 
 LINE = ("line",)
 
@@ -130,3 +138,85 @@ def test_the_tests_that_nothing_watches_exist() -> None:
         file, _, function = test.partition("::")
         assert reason and (root / file).exists(), test
         assert not function or f"def {function}" in (root / file).read_text(), test
+
+
+# ---- What tests show of public recipes
+
+ALL = read_recipes(RECIPES)
+MODELS = read_models()
+LLAMA = "recipes.llama.h100.llama3:llama3_70b_pretrain_32gpu_h100_bf16_16k_config"
+
+
+@functools.cache
+def resolved() -> tuple[Recipe, ...]:
+    return tuple(resolve(name, raw, MODELS) for name, raw in ALL.items())
+
+
+@functools.cache
+def everything() -> tuple[Shown, ...]:
+    """A test for each feature that a recipe has, and one of all at once."""
+    found = {feature for recipe in resolved() for feature in features_of(recipe)}
+    one_by_one = [Shown(str(feature), "B", KINDS, frozenset({feature})) for feature in found]
+    return (*one_by_one, Shown("all", "B", KINDS, frozenset(found)))
+
+
+def grades_of(tests: Sequence[Shown], recipes: Sequence[Recipe], kind: str = "") -> Counter[str]:
+    """How many ``recipes`` are shown, by their grade, under ``kind`` or their own stages."""
+    evidence = Evidence(tests)
+    of_recipes = (evidence.of(kind or kind_of(one), features_of(one)) for one in recipes)
+    return Counter(found.grade for found in of_recipes if found.grade is not None)
+
+
+def test_a_mark_that_is_removed_lowers_the_figure() -> None:
+    evidence = everything()[:-1]
+    together = Shown(
+        "together",
+        "B",
+        KINDS,
+        frozenset(
+            Feature(name, text)
+            for name, text in (
+                ("mtp_num_layers", ">= 1"),
+                ("context_parallel_size", ">= 2"),
+                ("packed", ""),
+            )
+        ),
+    )
+    assert grades_of([*evidence, together], resolved()) == {"B": len(ALL)}
+    low = Feature("precision", "nvfp4")
+    recipes = sum(low in features_of(recipe) for recipe in resolved())
+    without = [shown for shown in evidence if shown.features != {low}]
+    assert grades_of([*without, together], resolved()) == {"B": len(ALL) - recipes}
+    assert recipes > 20
+    # Features that one test must have together are not shown by one test each.
+    assert grades_of(evidence, resolved()).total() < len(ALL)
+
+
+def test_a_recipe_has_the_grade_of_its_worst_feature() -> None:
+    recipe = resolve(LLAMA, ALL[LLAMA], MODELS)
+    worst, *others = sorted(features_of(recipe))
+    shown = [Shown("others", "A", KINDS, frozenset(others))]
+    for grade in ("C", "B", "A"):
+        shown.append(Shown("worst", grade, KINDS, frozenset({worst})))
+        assert grades_of(shown, [recipe]) == {grade: 1}
+    elsewhere = Evidence([shown[0], Shown("worst", "A", ("v",), frozenset({worst}))])
+    assert elsewhere.of(kind_of(recipe), features_of(recipe)).missing == ((worst,),)
+    assert elsewhere.of("v", features_of(recipe)).missing == ()
+
+
+def test_settings_that_only_megatron_has_are_not_shown() -> None:
+    raw = {**ALL[LLAMA], "model.qk_clip": True}
+    recipe = resolve(LLAMA, raw, MODELS, {"qk_clip": False})
+    missing = Evidence(everything()).of(kind_of(recipe), features_of(recipe)).missing
+    assert (Feature("qk_clip"),) in missing
+
+
+@nightly("marks are understood, and counted, in the tests above")
+def test_the_page_has_what_tests_show_of_recipes() -> None:
+    shown = collect()
+    rows = []
+    for name, kind in (("own stages", ""), ("v-auto", "v")):
+        grades = grades_of(shown, resolved(), kind)
+        cells = [name, len(ALL), grades.total(), *(grades[grade] for grade in GRADES)]
+        rows.append(list(map(str, cells)))
+    check_written("shown", table(["", "recipes", "shown", *GRADES], rows), "recipes.md")

@@ -21,7 +21,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import VocabularyParallel
-from scripts.recipes.recipe import read_models
+from scripts.evaluation.recipes.recipe import read_models
 
 H100 = GPUS["h100"].rates()
 GPT = parse_model("layers=8,hidden=4096,heads=32,sequence=4096,vocabulary=32000,gated=true")

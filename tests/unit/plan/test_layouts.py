@@ -41,7 +41,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement, line, loop
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.search import best as search
-from scripts.recipes.recipe import expanded
+from scripts.evaluation.recipes.recipe import expanded
 from tests.helpers.combinations import at_night
 
 GPT = parse_model("layers=16,hidden=1024,heads=8,sequence=2048,vocabulary=32768")

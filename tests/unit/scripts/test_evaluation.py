@@ -13,7 +13,7 @@ from scripts.evaluation import tables
 from scripts.evaluation.bars import BARS
 from scripts.evaluation.gains import StepRatio, over_1f1b, pairs_in_order
 from scripts.evaluation.measured import MEASURED, read_measured
-from scripts.evaluation.page import PAGE, text_of, with_part
+from scripts.evaluation.page import PAGE, PART, text_of
 from scripts.evaluation.paper_times import simulated
 from scripts.evaluation.predictions import Percentiles, PredictedStep, group_of, predict
 from scripts.evaluation.sizes import OF_SIZES
@@ -21,6 +21,7 @@ from scripts.evaluation.spreads import measured_errors, spread_of
 from scripts.evaluation.stage_times import ratios_by_pass, read_stages
 from scripts.evaluation.tables import FigureLine, evaluate_all
 from scripts.evaluation.trainings import recipe_of
+from scripts.tables import with_part
 from tests.helpers.combinations import nightly
 
 STEPS = read_measured()
@@ -146,8 +147,6 @@ def test_a_bar_is_broken_by_its_line_alone() -> None:
 def test_the_page_has_the_bars() -> None:
     written = PAGE.read_text()
     assert all(f"- {bar.text}\n" in written for bar in BARS)
-    with pytest.raises(ValueError, match="needs the marks"):
-        with_part("a page", "text")
     assert all(
         f"| {kind} | {one.pairs} | {one.share:.1%} |" in written for kind, one in SPREADS.items()
     )
@@ -163,4 +162,4 @@ def test_all_figures_keep_their_bars_and_stand_on_the_page() -> None:
         kind: (one.pairs, one.share) for kind, one in SPREADS.items()
     }
     text = text_of(made.lines, errors)
-    assert with_part(PAGE.read_text(), text) == PAGE.read_text()
+    assert with_part(PAGE.read_text(), PART, text) == PAGE.read_text()

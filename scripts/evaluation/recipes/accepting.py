@@ -33,10 +33,10 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_command.importing import quickly, silently
 from megatron_ext.patches import engine
 from megatron_ext.schedule.problem import Problem
-from scripts.recipes.feature import Value
-from scripts.recipes.recipe import Recipe, in_effect
-from scripts.recipes.verdict import Verdict
-from scripts.recipes.vocabulary import WHOLE_LAYERS
+from scripts.evaluation.recipes.public_form import Value
+from scripts.evaluation.recipes.recipe import Recipe, in_effect
+from scripts.evaluation.recipes.settings import WHOLE_LAYERS
+from scripts.evaluation.recipes.verdict import Verdict
 
 with quickly():
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -270,8 +270,8 @@ def _defaults() -> Any:
 def others() -> Mapping[str, Value]:
     """Return Megatron's arguments, and the fields of its configs, with their defaults.
 
-    A recipe may have them even if the vocabulary has no line for them. All checks apply to them as
-    to any other setting, and no test shows them.
+    A recipe may have them even if `NAMES` does not. All checks apply to them as to any other
+    setting.
     """
     configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     of_configs = {field.name: field.default for config in configs for field in fields(config)}
@@ -285,7 +285,7 @@ def _arguments(recipe: Recipe, settings: Mapping[str, Value]) -> Any:
     for name, value in given.items():
         name = _ARGUMENTS.get(name, name)
         if hasattr(args, name) and name not in (*_NOT_VALIDATED, *_OF_GPUS):
-            setattr(args, name, _as_argument(name, value))
+            setattr(args, name, _chosen(name, _as_argument(name, value)))
     for name, value in _PRECISIONS[settings["precision"]].items():
         setattr(args, name, value)
     args.grad_reduce_in_bf16 = settings["grad_reduce_in_fp32"] is False
@@ -306,6 +306,24 @@ def argument_values(recipe: Recipe) -> dict[str, Value]:
     values = {name: args[name] for name, value in defaults.items() if args[name] != value}
     vocabulary = recipe.dimensions.get("vocab_size")
     return values | ({"padded_vocab_size": -(-vocabulary // 1024) * 1024} if vocabulary else {})
+
+
+@cache
+def _choices() -> Mapping[str, Sequence[Value]]:
+    """Return the values that Megatron's own parser allows, by argument."""
+    actions = megatron_arguments.parser()._actions
+    return {action.dest: [*action.choices] for action in actions if action.choices}
+
+
+def _chosen(name: str, value: Value) -> Value:
+    """Return ``value``. Raises ValueError if Megatron's parser does not allow it."""
+    choices = _choices().get(name)
+    given = value if isinstance(value, list) else [value]
+    wrong = [one for one in given if choices and one not in (*choices, None, False)]
+    if wrong:
+        words = ", ".join(map(str, choices or ()))
+        raise ValueError(f"{name} is {wrong[0]!r}, and Megatron's parser allows {words}")
+    return value
 
 
 _DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
-from scripts.recipes.feature import Feature
-from scripts.recipes.markers import Shown
-from scripts.recipes.vocabulary import GRADES, TOGETHER
+from scripts.evaluation.recipes.recipe import Recipe
+from tests.helpers.covers.feature import Feature
+from tests.helpers.covers.markers import Shown
+from tests.helpers.covers.vocabulary import GRADES, TOGETHER, features, is_known
 
 # Features that one test has to show: one, or two at once.
 Wanted = tuple[Feature, ...]
@@ -72,19 +73,13 @@ def wanted_of(features: frozenset[Feature]) -> list[Wanted]:
     return wanted
 
 
-def text_of(wanted: Wanted) -> str:
-    """Return ``wanted`` in words."""
-    return " with ".join(map(str, wanted))
+def features_of(recipe: Recipe) -> frozenset[Feature]:
+    """Features that ``recipe`` switches on, and that a test has to show. No test shows a setting
+    that only Megatron has."""
+    named = {name: value for name, value in recipe.settings.items() if is_known(name)}
+    return features(named) | {Feature(name) for name in recipe.settings.keys() - named.keys()}
 
 
-def by_frequency(missing: Mapping[str, Sequence[Wanted]]) -> list[tuple[Wanted, int, int]]:
-    """Return the recipes' ``missing`` evidence, the most frequent first: what is missing, how many
-    recipes miss it, and how many of these miss nothing else."""
-    count: dict[Wanted, int] = {}
-    alone: dict[Wanted, int] = {}
-    for wants in missing.values():
-        for wanted in wants:
-            count[wanted] = count.get(wanted, 0) + 1
-            alone[wanted] = alone.get(wanted, 0) + (len(wants) == 1)
-    ordered = sorted(count, key=lambda wanted: (-count[wanted], wanted))
-    return [(wanted, count[wanted], alone[wanted]) for wanted in ordered]
+def kind_of(recipe: Recipe) -> str:
+    """The kind of schedule with the stages of ``recipe``."""
+    return "line" if recipe.chunks == 1 else "loop"

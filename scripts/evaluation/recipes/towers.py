@@ -1,31 +1,23 @@
 """Gains of layouts for public models with a vision tower.
 
-    python -m scripts.recipes.towers          writes scripts/recipes/towers.csv, ten minutes
-
 One recipe of each model, with the tower and the language model trained, and with nothing but the
 projector trained. The tower sees as many patches as the language model tokens.
 """
 
 from __future__ import annotations
 
-import csv
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from pathlib import Path
-
-from rich.console import Console
 
 from megatron_ext.cost_model.tower import TowerTraining
 from megatron_ext.planner.planning_time import planning, start_planning_time
-from scripts.recipes.accepting import as_on_gpus, others
-from scripts.recipes.configured import configuration_of
-from scripts.recipes.gains import PROCESSES, Configuration, Gains, gains_of
-from scripts.recipes.public_form import read_recipes
-from scripts.recipes.recipe import RECIPES, read_models, resolve
+from scripts.evaluation.recipes.accepting import as_on_gpus, others
+from scripts.evaluation.recipes.configured import configuration_of
+from scripts.evaluation.recipes.gains import PROCESSES, Configuration, Gains, gains_of
+from scripts.evaluation.recipes.public_form import read_recipes
+from scripts.evaluation.recipes.recipe import RECIPES, read_models, resolve
 
-TABLE = Path(__file__).with_name("towers.csv")
 _SECONDS = 120.0  # CPU seconds for each case
 _COLUMNS = (
     *("model", "recipe", "trained", "own line"),
@@ -60,12 +52,11 @@ def cases() -> Iterator[Case]:
             if tower is None or configuration.ranks == 1 or recipe.model is None:
                 continue
             seen.add(recipe.model)
-            short = name.rpartition(":")[2].removesuffix("_config")
             for trained, is_frozen in (("all", False), ("the projector", True)):
                 part = TowerTraining.PROJECTOR if is_frozen else TowerTraining.ALL
                 model = replace(configuration.model, tower=replace(tower, trained=part))
                 changed = replace(configuration, model=model, is_frozen=is_frozen, recompute=())
-                yield Case(recipe.model, short, trained, changed)
+                yield Case(recipe.model, recipe.short_name, trained, changed)
 
 
 def _row(case: Case) -> list[str]:
@@ -85,18 +76,8 @@ def _row(case: Case) -> list[str]:
     return row
 
 
-def main() -> int:
-    console = Console(stderr=True)
-    made = list(cases())
-    rows = []
+def tower_rows() -> Iterator[list[str]]:
+    """Yield the rows of docs/tower-gains.csv, its columns first."""
+    yield list(_COLUMNS)
     with get_context("spawn").Pool(PROCESSES) as pool:
-        for row in pool.imap(_row, made):
-            rows.append(row)
-            console.print(row[0], row[2], *row[3:], markup=False)
-    with TABLE.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([_COLUMNS, *rows])
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        yield from pool.imap(_row, list(cases()))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from megatron_ext.adapter.layout_arguments import ENDS, ENDS_IN_CONFIGS
-from scripts.recipes.feature import (
+from tests.helpers.covers.feature import (
     Feature,
     Setting,
     Value,
@@ -307,8 +307,13 @@ def setting(name: str) -> Setting:
         return _BY_NAME[OTHER_NAMES.get(name, name)]
     except KeyError:
         raise ValueError(
-            f"there is no setting {name!r}: scripts/recipes/vocabulary.py has them all"
+            f"there is no setting {name!r}: tests/helpers/covers/vocabulary.py has them all"
         ) from None
+
+
+def is_known(name: str) -> bool:
+    """Whether there is a setting that is called ``name``."""
+    return OTHER_NAMES.get(name, name) in _BY_NAME
 
 
 def features(settings: Mapping[str, Value]) -> frozenset[Feature]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from _pytest.skipping import evaluate_skip_marks
 
-from scripts.recipes.markers import OUTPUT
+from tests.helpers.covers.markers import OUTPUT
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

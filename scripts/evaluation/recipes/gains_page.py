@@ -1,4 +1,4 @@
-"""The section of docs/recipes.md on what layouts and schedules would gain."""
+"""Tables on what layouts and schedules would gain: in docs/recipes.md, and its CSV file."""
 
 from __future__ import annotations
 
@@ -9,37 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from scripts.recipes.counting import Row
-from scripts.recipes.gains import Gains, Option
-from scripts.recipes.prospects import Prospect
-from scripts.recipes.tables import name_of
+from scripts.evaluation.recipes.counting import Row
+from scripts.evaluation.recipes.gains import Gains, Option
+from scripts.evaluation.recipes.prospects import Prospect
 from scripts.tables import table
-
-_HEAD = """## What a plan would gain
-
-The tables compare the step time of each recipe's own command with the best of stock's schedules,
-with any layout, number of virtual stages or recompute, and with the best of all schedules.
-A gain of 1.08 means that a step of the recipe's own command takes 1.08 times as long as the better
-one. All of this is estimated, nothing measured:
-
-- Seconds and bytes are those of [estimated costs](estimated-costs.md): from the model's dimensions
-  and the GPU's data sheet. Every step includes the optimizer and the part of the gradients'
-  reduction that no pass hides. A gain may be none if it is within the
-  [spread](estimated-costs.md#spread) of its kind of comparison.
-- One memory bound holds for all: the larger of what a rank [may take](estimated-costs.md#memory),
-  and what the fullest rank of the recipe's own command takes. A gain that is gone with 2 GiB less
-  has an asterisk.
-- For a schedule that searches, the one used instead of a search is counted; a search may gain more.
-  The vocabulary is divided if that is faster. Megatron's recompute is the best of nothing,
-  modules, and all layers.
-- The overlap of experts' communication with other microbatches ([pairs](pairs.md)) is counted for
-  no schedule.
-- A [vision tower](uneven-stages.md#towers) counts with as many patches as the language model has
-  tokens. Passes of adapters and of frozen models are counted without weight gradients.
-
-`megatron-ext plan -- COMMAND` says which [layout to write](planning.md#line); with `--json` this
-script writes the layers of each stage.
-"""
 
 _CLASSES = (
     ("m <= 2p", 0, 2),
@@ -54,21 +27,10 @@ _COLUMNS = (
 )
 
 
-TABLE = "recipe-gains.csv"  # next to the page
-
-
 def gains_section(prospects: Sequence[Prospect]) -> str:
-    """Return the text of it; "" if nothing was planned."""
+    """Return the table of gains, and how many recipes have none."""
     planned = [prospect for prospect in prospects if isinstance(prospect.gains, Gains)]
-    if not planned:
-        return ""
-    parts = [
-        _HEAD,
-        _summary(planned),
-        f"[{TABLE}]({TABLE}) has each recipe: seconds, and GiB of the fullest rank.\n",
-        _without(prospects),
-    ]
-    return "\n".join(parts)
+    return f"{_summary(planned)}\n{_without(prospects)}"
 
 
 def _summary(planned: Sequence[Prospect]) -> str:
@@ -114,7 +76,7 @@ def gains_table(prospects: Sequence[Prospect], made: Iterable[Row]) -> str:
         own = gains.own
         lines.writerow(
             [
-                name_of(prospect.recipe.name),
+                prospect.recipe.short_name,
                 configuration.ranks,
                 configuration.microbatches,
                 own.schedule,
@@ -148,10 +110,10 @@ def _cells(option: Option, before: Option, barred: str = "") -> list[str]:
 def _barred(option: Option, row: Row) -> str:
     """Return the settings to drop for ``option``, in words; empty for stock's schedules."""
     is_stock = option.schedule.partition(":")[0] in ("1f1b", "interleaved")
-    if is_stock or row.own is None or row.own.verdict.why is None:
+    if is_stock or row.own is None or row.own.why is None:
         return ""
-    named = re.search(r"does not go with (\w+)=", row.own.verdict.why)
-    without = row.own.verdict.without or ((named[1],) if named else ())
+    named = re.search(r"does not go with (\w+)=", row.own.why)
+    without = row.own.without or ((named[1],) if named else ())
     return f" (without {', '.join(without)})" if without else " (refused)"
 
 
@@ -162,6 +124,6 @@ def _gib(option: Option) -> str:
 def _without(prospects: Sequence[Prospect]) -> str:
     whys = Counter(p.gains.partition(";")[0] for p in prospects if isinstance(p.gains, str))
     if not whys:
-        return "Every recipe is planned.\n"
+        return "Every recipe is planned."
     why, number = whys.most_common(1)[0]
-    return f"{whys.total()} recipes are not planned; the most frequent reason ({number}): {why}.\n"
+    return f"{whys.total()} recipes are not planned; the most frequent reason ({number}): {why}."

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.recipes.feature import Value
-
+Value = Any  # of a setting: a bool, number, text or a list, as JSON has them
 Settings = Mapping[str, Value]
 
 _LONGEST = 10_000  # elements of a list that a product writes, as [0] * 3 does
@@ -22,6 +21,7 @@ _LONGEST = 10_000  # elements of a list that a product writes, as [0] * 3 does
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 # Megatron's layer types, and its symbols for them in the text of a layout.
 _SYMBOLS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_PARTS = {"models", "recipes"}  # of a file
 _NAMES = ("name", "recipe")  # of a recipe, in a list of them
 _AROUND = ("cfg", "config", "recipe")  # variables that hold a recipe's config
 
@@ -29,7 +29,8 @@ _AROUND = ("cfg", "config", "recipe")  # variables that hold a recipe's config
 def read_recipes(path: Path) -> dict[str, Any]:
     """Return the recipes of a file by name, each in the form it has there.
 
-    The file is JSON: a mapping of names to settings, or a list of settings with a name each.
+    The file is JSON: a mapping of names to settings, or a list of settings with a name each; or a
+    mapping with these as ``recipes``, and their models as ``models``.
 
     Raises:
         ValueError: the file cannot be read, or is neither.
@@ -38,7 +39,7 @@ def read_recipes(path: Path) -> dict[str, Any]:
         recipes = json.loads(path.read_text(), object_pairs_hook=_without_repetition)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    if isinstance(recipes, dict) and list(recipes) == ["recipes"]:
+    if isinstance(recipes, dict) and "recipes" in recipes and set(recipes) <= _PARTS:
         recipes = recipes["recipes"]
     if isinstance(recipes, list):
         return _without_repetition([_with_name(path, recipe) for recipe in recipes])

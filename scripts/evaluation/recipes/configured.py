@@ -11,9 +11,9 @@ from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.gpus import GPUS
 from megatron_ext.planner.layouts.recompute import LayerRecompute, recompute_options
-from scripts.recipes.accepting import stock_arguments
-from scripts.recipes.gains import Configuration
-from scripts.recipes.recipe import Recipe
+from scripts.evaluation.recipes.accepting import stock_arguments
+from scripts.evaluation.recipes.gains import Configuration
+from scripts.evaluation.recipes.recipe import Recipe
 
 
 def configuration_of(recipe: Recipe) -> Configuration:

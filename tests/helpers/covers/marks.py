@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.compile.registry import choose
-from scripts.recipes.vocabulary import OTHER_NAMES, SETTINGS
+from tests.helpers.covers.vocabulary import OTHER_NAMES, SETTINGS
 
 _KNOWN = {setting.name for setting in SETTINGS} | set(OTHER_NAMES)
 _KINDS = {"line": "line", "loop": "loop", "v": "v", "wave": "v"}

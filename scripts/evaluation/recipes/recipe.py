@@ -10,15 +10,18 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from scripts.recipes.feature import Feature, Value
-from scripts.recipes.public_form import Settings, flat, layout_text, read_recipes
-from scripts.recipes.vocabulary import OTHER_NAMES, WHOLE_LAYERS, features, setting
+from scripts.evaluation.recipes.public_form import (
+    Settings,
+    Value,
+    flat,
+    layout_text,
+    read_recipes,
+)
+from scripts.evaluation.recipes.settings import NAMES, OTHER_NAMES, WHOLE_LAYERS
 
-HERE = Path(__file__).parent
-RECIPES = HERE / "recipes.json"
-MODELS = HERE / "models.json"
+RECIPES = Path(__file__).parents[1] / "recipes.json"
 
-# The configs of a recipe of which no schedule sees anything but what has a name in the vocabulary.
+# The configs of a recipe of which no schedule sees anything but what `NAMES` has.
 _NOT_OF_SCHEDULES = (
     *("checkpoint", "dataset", "env_vars", "logger", "profiling", "scheduler", "straggler"),
     *("tokenizer", "validation"),
@@ -81,11 +84,10 @@ class Recipe:
     """A recipe of Megatron-Bridge's, in resolved form.
 
     Attributes:
-        settings: settings by the vocabulary's names, as they take effect.
+        settings: settings by `NAMES` or Megatron's, as they take effect. Of those that only
+            Megatron has, these are the ones that differ from its defaults.
         model: the name of its model; ``dimensions`` are by the names of Megatron's arguments.
         gpus, gpu: number and type of GPUs in its name; None if it has none.
-        others: the ``settings`` that are Megatron's and not the vocabulary's, and differ from
-            Megatron's defaults. No test shows them.
     """
 
     name: str
@@ -94,7 +96,11 @@ class Recipe:
     dimensions: Settings
     gpus: int | None
     gpu: str | None
-    others: frozenset[str] = frozenset()
+
+    @property
+    def short_name(self) -> str:
+        """Name of the function that makes it."""
+        return self.name.partition(":")[2].removesuffix("_config") or self.name
 
     @property
     def ranks(self) -> int:
@@ -119,16 +125,6 @@ class Recipe:
             return "zb-h1"
         group = self.settings.get("microbatch_group_size_per_vp_stage")
         return f"interleaved-zb:vpp={self.chunks}" + (f",group={group}" if group else "")
-
-    @property
-    def kind(self) -> str:
-        return "line" if self.chunks == 1 else "loop"
-
-    @cached_property
-    def features(self) -> frozenset[Feature]:
-        """Features that it switches on, and that a test has to show."""
-        named = {name: value for name, value in self.settings.items() if name not in self.others}
-        return features(named) | {Feature(name) for name in self.others}
 
     @property
     def parallel_copies(self) -> int | None:
@@ -164,10 +160,11 @@ def expanded(layout: str) -> str:
     return text
 
 
-def read_models(path: Path = MODELS) -> dict[str, Settings]:
-    """Return the models by name. Their key ``recipe`` names a recipe that does not name its
-    model."""
-    models: dict[str, Settings] = json.loads(path.read_text())
+def read_models(path: Path = RECIPES) -> dict[str, Settings]:
+    """Return the models of a file of recipes by name, if it has any. Their key ``recipe`` names a
+    recipe that does not name its model."""
+    whole = json.loads(path.read_text())
+    models: dict[str, Settings] = whole.get("models", {}) if isinstance(whole, dict) else {}
     return models
 
 
@@ -177,7 +174,7 @@ def resolve(
     """Return the recipe ``name`` with the settings ``raw``, which may have any public form.
 
     Args:
-        others: the defaults of Megatron's settings in addition to the vocabulary's.
+        others: the defaults of Megatron's settings in addition to `NAMES`.
 
     Raises:
         ValueError: a key, a value or the model is unknown, or something is missing.
@@ -201,12 +198,12 @@ def resolve(
     _check_sizes(settings)
     gpus = re.search(r"_(\d+)gpu_([a-z]+\d+)", name)
     number, gpu = (int(gpus[1]), gpus[2]) if gpus else (None, None)
-    unnamed = {key for key in settings if not _is_named(key)}
-    of_others = {key for key in unnamed if settings[key] != (others or {}).get(key)}
-    settings = {key: value for key, value in settings.items() if key not in unnamed - of_others}
-    recipe = Recipe(name, settings, model, dimensions, number, gpu, frozenset(of_others))
-    recipe.features  # noqa: B018  names and values are understood here, and not later
-    return recipe
+    given = {
+        key: value
+        for key, value in settings.items()
+        if _is_named(key) or value != (others or {}).get(key)
+    }
+    return Recipe(name, given, model, dimensions, number, gpu)
 
 
 def _by_name(raw: Settings, others: Container[str]) -> dict[str, Value]:
@@ -249,16 +246,12 @@ def _named(key: str, value: Value, others: Container[str]) -> tuple[str, str | N
         return config, None
     if name in others:
         return config, name
-    raise ValueError(f"{key} is unknown: neither scripts/recipes/vocabulary.py nor Megatron has it")
+    raise ValueError(f"{key} is unknown: neither `NAMES` of the recipes nor Megatron has it")
 
 
 def _is_named(name: str) -> bool:
-    """Whether the vocabulary has ``name``."""
-    try:
-        setting(name)
-    except ValueError:
-        return False
-    return True
+    """Whether schedules may depend on ``name``, which may not be Megatron's."""
+    return OTHER_NAMES.get(name, name) in NAMES
 
 
 def _check_sizes(settings: Settings) -> None:
@@ -300,7 +293,7 @@ def _model_of(
         raise ValueError(
             f"its model is unknown: it names none, and has not {', '.join(_DIMENSIONS)}"
         )
-    raise ValueError(f"the model {given} is unknown: scripts/recipes/models.json has it not")
+    raise ValueError(f"the model {given} is unknown: recipes.json has it not")
 
 
 # Fine-tuned and quantised variants of a model, which have its dimensions.

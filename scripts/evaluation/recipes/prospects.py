@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from scripts.recipes.gains import Configuration, Found, Gains
-from scripts.recipes.recipe import Recipe
+from scripts.evaluation.recipes.gains import Configuration, Found, Gains
+from scripts.evaluation.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)

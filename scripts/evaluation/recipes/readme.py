@@ -1,4 +1,4 @@
-"""Parts of README.md that scripts write: the headline on recipes, and others by their marks."""
+"""Figures of docs/recipes.md in README.md: its headline, and how many recipes are accepted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 import textwrap
 from pathlib import Path
 
-_ROOT = Path(__file__).parents[2]
+from scripts.tables import with_part
+
+_ROOT = Path(__file__).parents[3]
 README, RECIPES_PAGE = _ROOT / "README.md", _ROOT / "docs" / "recipes.md"
 _HEADLINE = "headline"
 _WIDTH = 120
@@ -25,8 +27,8 @@ def headline(page: str) -> str:
         f"Often not: tuned virtual stages and many microbatches leave little bubble. On {number:g} "
         f"public configurations Megatron's own schedules gain a median of {stock} from another "
         f"layout of the layers, and layouts and our schedules together gain {ours} "
-        f"([estimated](docs/recipes.md), `python scripts/recipe_coverage.py`); on the {few:g} with "
-        f"at most two microbatches a rank the medians are {stock_few} and {ours_few}."
+        f"([estimated](docs/recipes.md), `python -m scripts.evaluation recipes`); on the {few:g} "
+        f"with at most two microbatches a rank the medians are {stock_few} and {ours_few}."
     )
 
 
@@ -38,23 +40,6 @@ def _medians(page: str, row: str) -> tuple[int, float, float]:
     if found is None:
         raise ValueError(f"docs/recipes.md has no gains in a row {row!r}")
     return int(found[1]), float(found[2]) - 1, float(found[3]) - 1
-
-
-def part(readme: str, name: str) -> str:
-    """Return what stands between the marks of ``name``."""
-    begin, end = _marks(name)
-    return readme.split(begin)[1].split(end)[0].strip()
-
-
-def with_part(readme: str, name: str, text: str) -> str:
-    """Return ``readme`` with ``text`` between the marks of ``name``."""
-    begin, end = _marks(name)
-    before, rest = readme.split(begin)
-    return f"{before}{begin}\n{text.strip()}\n{end}{rest.split(end)[1]}"
-
-
-def _marks(name: str) -> tuple[str, str]:
-    return f"<!-- {name}: written by a script -->", f"<!-- end of {name} -->"
 
 
 def accepted(page: str) -> tuple[int, int]:

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.recipes.feature import Feature, Value
-from scripts.recipes.vocabulary import (
+from tests.helpers.covers.feature import Feature, Value
+from tests.helpers.covers.vocabulary import (
     GRADES,
     KINDS,
     features_of_flags,
@@ -26,9 +26,9 @@ from scripts.recipes.vocabulary import (
     may_wait_for_a_gpu,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NIGHT = {"MEGATRON_EXT_NIGHTLY": "1"}
-PLUGIN = "scripts.recipes.collecting"
+PLUGIN = "tests.helpers.covers.collecting"
 OUTPUT = "MEGATRON_EXT_COVERS"  # the variable by which the plugin is told where to write
 
 

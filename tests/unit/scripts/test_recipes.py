@@ -1,24 +1,22 @@
-"""The count of recipes: what it makes of a recipe, and that it cannot be raised by leaving out."""
+"""Public recipes: what is made of each, and how many are accepted."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.recipes.counting import Row, count, rows
-from scripts.recipes.feature import Feature
-from scripts.recipes.gains_page import TABLE
-from scripts.recipes.markers import ROOT, Shown
-from scripts.recipes.page import details, own, page, plans_of, rules, summary
-from scripts.recipes.public_form import flat, layout_text, plain, read_recipes
-from scripts.recipes.recipe import RECIPES, Recipe, expanded, read_models, resolve
-from scripts.recipes.tested import Evidence
-from scripts.recipes.verdict import Verdict
-from scripts.recipes.vocabulary import KINDS
+from scripts.evaluation.recipes.counting import Row, count, rows
+from scripts.evaluation.recipes.page import own, refusals, summary, totals
+from scripts.evaluation.recipes.public_form import flat, layout_text, plain, read_recipes
+from scripts.evaluation.recipes.readme import RECIPES_PAGE
+from scripts.evaluation.recipes.recipe import RECIPES, Recipe, expanded, read_models, resolve
+from scripts.evaluation.recipes.settings import NAMES, OTHER_NAMES, WHOLE_LAYERS
+from scripts.evaluation.recipes.verdict import Verdict
+from scripts.tables import part
+from tests.helpers.covers import vocabulary
+from tests.helpers.covers.vocabulary import SETTINGS
 
 ALL = read_recipes(RECIPES)
 MODELS = read_models()
@@ -30,69 +28,13 @@ def accepted(recipe: Recipe) -> Verdict:
     return Verdict(recipe.schedule)
 
 
-def made(evidence: Sequence[Shown], recipes: Any = ALL, verdict: Any = accepted) -> list[Row]:
-    return rows(recipes, Evidence(evidence), verdict, verdict)
-
-
-@functools.cache
-def untested() -> list[Row]:
-    """The rows of all recipes if no test shows anything."""
-    return made([])
-
-
-@functools.cache
-def everything() -> tuple[Shown, ...]:
-    """A test for each feature that a recipe has, and one of all at once."""
-    features = {
-        feature for name, raw in ALL.items() for feature in resolve(name, raw, MODELS).features
-    }
-    one_by_one = [Shown(str(feature), "B", KINDS, frozenset({feature})) for feature in features]
-    return (*one_by_one, Shown("all", "B", KINDS, frozenset(features)))
+def made(recipes: Any = ALL, verdict: Any = accepted) -> list[Row]:
+    return rows(recipes, verdict, verdict)
 
 
 def test_all_recipes_are_understood() -> None:
-    assert not [row.unknown for row in untested() if row.unknown]
+    assert not [row.unknown for row in made() if row.unknown]
     assert len(ALL) == 243
-
-
-def test_a_mark_that_is_removed_lowers_the_figure() -> None:
-    evidence = everything()[:-1]
-    together = Shown(
-        "together",
-        "B",
-        KINDS,
-        frozenset(
-            Feature(name, text)
-            for name, text in (
-                ("mtp_num_layers", ">= 1"),
-                ("context_parallel_size", ">= 2"),
-                ("packed", ""),
-            )
-        ),
-    )
-    whole = made([*evidence, together])
-    assert sum(count(whole, own).covered.values()) == len(ALL)
-    low = Feature("precision", "nvfp4")
-    recipes = sum(low in row.recipe.features for row in whole if row.recipe)
-    without = [shown for shown in evidence if shown.features != {low}]
-    figure = count(made([*without, together]), own)
-    assert sum(figure.covered.values()) == len(ALL) - recipes and recipes > 20
-    # Features that one test must have together are not shown by one test each.
-    assert sum(count(made(evidence), own).covered.values()) < len(ALL)
-
-
-def test_a_recipe_has_the_grade_of_its_worst_feature() -> None:
-    features = resolve(LLAMA, ALL[LLAMA], MODELS).features
-    worst, *others = sorted(features)
-    shown = [Shown("others", "A", KINDS, frozenset(others))]
-    for grade in ("C", "B", "A"):
-        shown.append(Shown("worst", grade, KINDS, frozenset({worst})))
-        (row,) = made(shown, {LLAMA: ALL[LLAMA]})
-        assert row.own and row.own.tested.grade == grade
-    elsewhere = Shown("worst", "A", ("v",), frozenset({worst}))
-    (row,) = made([shown[0], elsewhere], {LLAMA: ALL[LLAMA]})
-    assert row.own and row.own.tested.missing == ((worst,),)
-    assert row.v and row.v.tested.missing == ()
 
 
 @pytest.mark.parametrize(
@@ -105,18 +47,16 @@ def test_a_recipe_has_the_grade_of_its_worst_feature() -> None:
         ("train.micro_batch_size", None, "micro_batch_size is missing"),
         ("model.pipeline_model_parallel_size", 1, "it has no pipeline"),
         ("model.pipeline_model_parallel_size", "eight", "pipeline_model_parallel_size='eight'"),
-        ("optimizer.optimizer", "lion", "optimizer='lion' is not known"),
         ("model.HF", "meta-llama/Llama-9", "the model meta-llama/Llama-9 is unknown"),
         ("mixed_precision", "fp2_mixed", "mixed_precision='fp2_mixed' is unknown"),
     ],
 )
 def test_what_is_unknown_fails(key: str, value: Any, told: str) -> None:
     raw = {**ALL[DEEPSEEK], key: value}
-    (row,) = made(everything(), {DEEPSEEK: raw})
+    (row,) = made({DEEPSEEK: raw})
     assert row.unknown and told in row.unknown
     total = count([row], own)
-    assert (total.recipes, total.unknown) == (1, 1)
-    assert not total.accepted and not sum(total.covered.values())
+    assert (total.recipes, total.unknown, total.accepted) == (1, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -199,14 +139,10 @@ def test_models_that_recipes_do_not_name() -> None:
     assert own_sizes.model == "its own dimensions" and own_sizes.settings["num_layers"] == 8
 
 
-def test_settings_that_only_megatron_knows_are_asked_and_not_shown() -> None:
+def test_settings_that_only_megatron_knows_are_asked() -> None:
     raw = {**ALL[LLAMA], "model.qk_clip": True, "train.exit_interval": None, "optimizer.lr": 1e-4}
     recipe = resolve(LLAMA, raw, MODELS, {"qk_clip": False, "lr": 1e-4})
     assert recipe.settings["qk_clip"] is True and "lr" not in recipe.settings
-    (row,) = rows(
-        {LLAMA: raw}, Evidence(everything()), accepted, accepted, others={"qk_clip": 0, "lr": 1}
-    )
-    assert row.own and (Feature("qk_clip"),) in row.own.tested.missing
 
 
 def test_no_recipe_ends_the_others() -> None:
@@ -218,10 +154,10 @@ def test_no_recipe_ends_the_others() -> None:
         return accepted(recipe)
 
     recipes = {"list": [1], DEEPSEEK: ALL[DEEPSEEK], LLAMA: ALL[LLAMA]}
-    first, second, third = rows(recipes, Evidence([]), ended, ended)
+    first, second, third = rows(recipes, ended, ended)
     assert first.unknown and "no mapping" in first.unknown
     assert second.unknown == "TypeError: no such thing" and second.own is None
-    assert third.own and third.own.verdict.is_accepted
+    assert third.own and third.own.is_accepted
     text = "\n".join(summary([first, second, third]))
     assert "3 recipes: 1 accepted" in text and "2 not understood" in text
     assert f"not understood: {DEEPSEEK}: TypeError: no such thing" in text
@@ -256,16 +192,17 @@ def test_files_that_are_no_recipes(tmp_path: Path, text: str, told: str) -> None
         read_recipes(path)
 
 
-def test_what_is_refused_or_what_stock_cannot_run_is_not_covered() -> None:
+def test_what_is_refused_or_what_stock_cannot_run_is_not_accepted() -> None:
     for verdict in (
         Verdict("zb-h1", why="no"),
         Verdict("zb-h1", why="no", without=("tp_comm_overlap",)),
         Verdict("zb-h1", why_stock="its layers do not divide"),
     ):
-        (row,) = made(everything(), {LLAMA: ALL[LLAMA]}, lambda recipe, verdict=verdict: verdict)
+        (row,) = made({LLAMA: ALL[LLAMA]}, lambda recipe, verdict=verdict: verdict)
         total = count([row], own)
-        assert sum(total.tested.values()) == 1 and not sum(total.covered.values())
+        assert (total.recipes, total.accepted) == (1, 0)
         assert total.after_dropping == bool(verdict.without)
+        assert ("| no | 1 |" in refusals([row])) == (verdict.why is not None)
 
 
 def understood(name: str, **more: Any) -> Recipe:
@@ -277,7 +214,7 @@ def test_what_name_model_and_bridge_say_besides() -> None:
     recipe = understood(DEEPSEEK)
     assert recipe.settings["precision"] == "bf16" and recipe.gpus == 256
     assert recipe.settings["multi_latent_attention"] is True
-    assert (recipe.kind, recipe.schedule, recipe.ranks) == ("line", "zb-h1", 16)
+    assert (recipe.schedule, recipe.ranks) == ("zb-h1", 16)
     assert recipe.bubble == pytest.approx(15 / (256 + 15))
     # its layout has an m; without both, its model has one depth; and a name may say that it has not
     no_depths = {"model.mtp_num_layers": None}
@@ -299,7 +236,7 @@ def test_what_name_model_and_bridge_say_besides() -> None:
 )
 def test_some_switches_need_others(settings: dict[str, Any], is_on: bool) -> None:
     recipe = understood(LLAMA, **settings, **{"comm_overlap.tp_comm_overlap": True})
-    assert (Feature("tp_comm_overlap") in recipe.features) == is_on
+    assert bool(recipe.settings.get("tp_comm_overlap")) == is_on
 
 
 def test_layouts_are_written_out() -> None:
@@ -316,24 +253,19 @@ def test_of_a_loop_the_schedule_has_its_chunks_and_group() -> None:
             "model.pipeline_model_parallel_size": 4,
         },
     )
-    assert (recipe.kind, recipe.schedule) == ("loop", "interleaved-zb:vpp=5,group=8")
+    assert recipe.schedule == "interleaved-zb:vpp=5,group=8"
 
 
-def test_a_page_may_keep_its_plans() -> None:
-    """They take half an hour, and what is accepted takes minutes."""
-    text = Path(ROOT / "docs" / "recipes.md").read_text()
-    plans = plans_of(text)
-    assert plans and plans.count("\n## ") == 0 and TABLE in plans
-    again = page(untested(), plans=plans)
-    assert plans_of(again) == plans and plans_of(page(untested())) is None
+def test_the_page_counts_these_recipes() -> None:
+    page = RECIPES_PAGE.read_text()
+    head, _, first = totals(made()).splitlines()[:3]
+    assert part(page, "accepted").splitlines()[0] == head
+    assert first.startswith(f"| all, own stages | {len(ALL)} | {len(ALL)} (100%)")
+    assert f"\n| all, own stages | {len(ALL)} |" in page
+    assert part(page, "refused").splitlines()[0] == refusals([]).splitlines()[0]
 
 
-def test_the_page_is_of_these_recipes_and_rules() -> None:
-    """Its figures are written anew by scripts/write_outputs.py."""
-    text = Path(ROOT / "docs" / "recipes.md").read_text()
-    behind = Path(ROOT / "scripts" / "recipes" / "coverage.md").read_text()
-    assert rules() in behind and details(untested(), Evidence([])).split("\n| ")[0] in behind
-    assert f"| all, own stages | {len(ALL)} |" in text
-    for model in {row.recipe.model for row in untested() if row.recipe}:
-        assert f"| {model} |" in behind
-    assert page(untested()).splitlines()[:20] == text.splitlines()[:20]
+def test_settings_are_those_of_the_marks_of_tests() -> None:
+    """Recipes may have the settings that tests can show."""
+    assert set(NAMES) == {setting.name for setting in SETTINGS} and len(NAMES) == len(SETTINGS)
+    assert OTHER_NAMES == vocabulary.OTHER_NAMES and WHOLE_LAYERS == vocabulary.WHOLE_LAYERS

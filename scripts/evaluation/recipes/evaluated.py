@@ -1,0 +1,82 @@
+"""Public recipes: which are accepted, what a plan would gain, and the pages that say so."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from scripts.evaluation.recipes.accepting import as_on_gpus, judge, judge_on_v, others
+from scripts.evaluation.recipes.configured import configuration_of
+from scripts.evaluation.recipes.counting import Row, as_json, count, rows
+from scripts.evaluation.recipes.gains import Configuration, Found, all_gains
+from scripts.evaluation.recipes.gains_page import gains_section, gains_table
+from scripts.evaluation.recipes.page import own, refusals, summary, totals
+from scripts.evaluation.recipes.prospects import Prospect, prospects_of
+from scripts.evaluation.recipes.public_form import read_recipes
+from scripts.evaluation.recipes.readme import RECIPES_PAGE, write_headline
+from scripts.evaluation.recipes.recipe import RECIPES, read_models
+from scripts.evaluation.recipes.towers import tower_rows
+from scripts.tables import with_part
+
+GAINS, TOWERS = (RECIPES_PAGE.with_name(name) for name in ("recipe-gains.csv", "tower-gains.csv"))
+
+
+def evaluate_recipes(
+    file: Path | None, console: Console, *, plans: bool
+) -> tuple[list[str], list[dict[str, Any]], int]:
+    """Return the counts in lines, the data of each recipe, and an exit status.
+
+    Args:
+        file: recipes of others; None: those of the repository, of which the pages are written.
+        plans: whether these are planned anew.
+
+    Raises:
+        ValueError: the file is not understood.
+    """
+    recipes = read_recipes(file or RECIPES)
+    models = {**read_models(), **(read_models(file) if file else {})}
+    prospects: list[Prospect] = []
+    with Progress(console=console) as progress, as_on_gpus():
+        task = progress.add_task("recipes", total=len(recipes))
+        report = partial(progress.advance, task)
+        made = rows(recipes, judge, judge_on_v, report, others=others(), models=models)
+        if file is None and plans:
+            understood = [row.recipe for row in made if row.recipe]
+            planned = partial(_plans, progress, progress.add_task("plans", total=None))
+            prospects = prospects_of(understood, configuration_of, planned)
+    if file is None:
+        _write(made, prospects, console)
+    of_recipes = {prospect.recipe.name: prospect.as_data() for prospect in prospects}
+    data = [{**as_json(row), "plan": of_recipes.get(row.name)} for row in made]
+    return summary(made), data, int(count(made, own).unknown > 0)
+
+
+def _write(made: Sequence[Row], prospects: Sequence[Prospect], console: Console) -> None:
+    """Write the parts of docs/recipes.md, its CSV files, and the headline of README.md."""
+    parts = {"accepted": totals(made), "refused": refusals(made)}
+    if prospects:
+        parts["gains"] = gains_section(prospects)
+        GAINS.write_text(gains_table(prospects, made))
+        with console.status("planning models with a vision tower"):
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerows(tower_rows())
+            TOWERS.write_text(text.getvalue())
+    page = RECIPES_PAGE.read_text()
+    for name, part in parts.items():
+        page = with_part(page, name, part)
+    RECIPES_PAGE.write_text(page)
+    write_headline()
+
+
+def _plans(
+    progress: Progress, task: TaskID, configurations: Sequence[Configuration]
+) -> dict[Configuration, Found]:
+    progress.update(task, total=len(set(configurations)))
+    return all_gains(configurations, lambda: progress.advance(task))
