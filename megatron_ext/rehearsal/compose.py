@@ -10,16 +10,14 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron_ext.compile.program.simulate import simulate_passes
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.rehearsal.classes import RankClass
 from megatron_ext.rehearsal.record import RankRecord
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.schedule.timeline import Event, Timeline
 
 _Place = tuple[int, Kind, int]  # chunk of the rank, kind, microbatch
 
@@ -67,11 +65,14 @@ def compose(
             for action in program.schedule.compute_rows[rank]:
                 found = _of(measured, _place(program, rank, action))
                 seconds[action], after[action] = found.seconds + found.after, found.after
-    whole = simulate_passes(program, without_transfers(program.problem.costs), seconds)
+    _, graph = program.as_run
+    times = graph.longest_paths([seconds.get(action, 0.0) for action in graph.actions])
     passes = [
-        event._replace(end=event.end - after[event.action])
-        for row in whole.compute
-        for event in row
+        Event(rank, action, start, end - after[action])
+        for rank, action, start, end in zip(
+            graph.ranks.tolist(), graph.actions, *times, strict=True
+        )
+        if action in seconds
     ]
     outside = max(map(seconds_outside, records.values()))
     return ComposedStep(Timeline(program.schedule, tuple(passes)), outside)
@@ -117,15 +118,6 @@ def seconds_outside(record: RankRecord) -> float:
     return statistics.median(
         step.seconds - (step.passes[-1].end - step.passes[0].start) for step in record.steps
     )
-
-
-def without_transfers(costs: Costs) -> Costs:
-    """Return ``costs`` with messages and copies that take no time."""
-    costs = costs.without_messages()
-    if costs.host is None:
-        return costs
-    free = {kind: (0.0,) * len(figures) for kind, figures in costs.host.seconds.items()}
-    return replace(costs, host=replace(costs.host, seconds=free, ranks_per_link=1, duplex=True))
 
 
 def _place(program: Program, rank: int, action: Action) -> _Place:

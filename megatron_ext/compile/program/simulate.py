@@ -41,13 +41,6 @@ def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -
     return _run(graph, schedule, costs)
 
 
-def simulate_passes(program: Program, costs: Costs, seconds: Mapping[Action, float]) -> Timeline:
-    """Return the timeline of `simulate` in which each pass takes its own ``seconds``. All other
-    actions, and passes without seconds of their own, take what ``costs`` say."""
-    schedule, graph = program.as_run
-    return _run(graph, schedule, costs, seconds=seconds)
-
-
 def simulate_steps(program: Program, costs: Costs, steps: int) -> tuple[Timeline, ...]:
     """Simulate ``steps`` steps, one after the other on one clock.
 
@@ -116,31 +109,19 @@ def simulate_messages(schedule: Schedule, problem: Problem) -> Timeline:
 
 
 def _run(
-    graph: Graph,
-    schedule: Schedule,
-    costs: Costs,
-    free: Sequence[float] | None = None,
-    seconds: Mapping[Action, float] | None = None,
+    graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
 ) -> Timeline:
-    """Return the timeline of ``graph``. ``free`` is the earliest start of each rank, if not 0, and
-    ``seconds`` is that of `simulate_passes`."""
-    starts, ends = times(graph, schedule, costs, free, seconds)
+    """Return the timeline of ``graph``. ``free`` is the earliest start of each rank, if not 0."""
+    starts, ends = times(graph, schedule, costs, free)
     events = zip(graph.ranks.tolist(), graph.actions, starts, ends, strict=True)
     return Timeline(schedule, tuple(map(_event, events)))
 
 
 def times(
-    graph: Graph,
-    schedule: Schedule,
-    costs: Costs,
-    free: Sequence[float] | None = None,
-    seconds: Mapping[Action, float] | None = None,
+    graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
 ) -> tuple[list[float], list[float]]:
-    """Return the start and the end of each node. Arguments as in `_run`."""
+    """Return the start and the end of each node."""
     lasts = seconds_of(graph, schedule, costs)
-    if seconds:
-        pairs = zip(graph.actions, lasts, strict=True)
-        lasts = [seconds.get(action, by_costs) for action, by_costs in pairs]
     links = links_of(graph, costs)
     earliest = [0.0] * len(lasts) if free is None else _earliest(graph, free)
     if links:

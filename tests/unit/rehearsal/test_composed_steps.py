@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 
 from megatron_ext.compile.build import build_program, prove_built
-from megatron_ext.compile.program.simulate import simulate, simulate_passes
+from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
 from megatron_ext.rehearsal.classes import RankClass, classes_of
 from megatron_ext.rehearsal.compose import compose
 from megatron_ext.rehearsal.record import RankRecord, RehearsedPass, RehearsedStep
-from megatron_ext.schedule.action import Action, parse_action
-from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.problem import Extras, Problem, Recompute
 from megatron_ext.schedule.schedule import is_compute
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
@@ -65,28 +65,27 @@ def records_of(
     }
 
 
-def by_microbatch(program: Program) -> Callable[[Action], float]:
-    """Passes that differ by their stage's class, and by +-10 % by microbatch."""
+def by_microbatch(program: Program) -> Costs:
+    """Passes that differ by their stage's class, and by +-10 % by microbatch; free messages."""
     draws = random.Random(1)
-    kinds = {"first": 0.9, "middle": 1.0, "last": 1.25}
-    factors = [draws.uniform(0.9, 1.1) for _ in range(program.problem.microbatches)]
-    described, costs = stages_of(program), program.problem.costs
-
-    def seconds(action: Action) -> float:
-        factor = kinds[described[action.stage]] * factors[action.microbatch]
-        return costs.of(action) * factor
-
-    return seconds
+    of_class = {"first": 0.9, "middle": 1.0, "last": 1.25}
+    stages = [of_class[one] for one in stages_of(program)]
+    factors = tuple(draws.uniform(0.9, 1.1) for _ in range(program.problem.microbatches))
+    costs = program.problem.costs.without_messages()
+    seconds = {
+        kind: tuple(one * factor for one, factor in zip(figures, stages, strict=True))
+        for kind, figures in costs.seconds.items()
+    }
+    at_places = dict.fromkeys(seconds, factors)
+    return replace(costs.with_passes(seconds=seconds), at_places=at_places)
 
 
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "zb-v", "v-half", "interleaved-zb", "gis"])
 def test_the_step_is_as_long_as_if_each_rank_had_been_measured(spec: str) -> None:
     program = program_of(spec)
-    seconds = by_microbatch(program)
-    step = compose(program, classes(program), records_of(program, seconds))
-    passes = {a: seconds(a) for row in program.schedule.rows for a in row if is_compute(a)}
-    free = replace(program.problem.costs, links=replace(program.problem.costs.links, hop=0.0))
-    assert step.timeline.makespan == pytest.approx(simulate_passes(program, free, passes).makespan)
+    costs = by_microbatch(program)
+    step = compose(program, classes(program), records_of(program, costs.of))
+    assert step.timeline.makespan == pytest.approx(simulate(program, costs).makespan)
     assert step.outside == pytest.approx(OUTSIDE)
     assert step.seconds == pytest.approx(step.timeline.makespan + OUTSIDE)
 
@@ -155,22 +154,13 @@ def test_the_fullest_rank_of_a_class_runs() -> None:
     assert [one.sends_both for one in made] == [True, False, False]
 
 
-def test_passes_without_seconds_of_their_own_take_what_costs_say() -> None:
-    program = program_of("1f1b", comm=0.0)
-    costs = program.problem.costs
-    longer = {parse_action("3B7"): costs.of(parse_action("3B7")) + 11.0}
-    before, after = simulate(program, costs), simulate_passes(program, costs, longer)
-    assert after.makespan == pytest.approx(before.makespan + 11.0)
-
-
 def test_megatrons_own_ranks_wait_as_megatron_does() -> None:
     """A composed step of Megatron's own schedule was one that our executor would run."""
     ours = program_of("interleaved:vpp=2", microbatches=16, comm=0.0)
     problem = replace(ours.problem, stock=STOCK_EXECUTOR)
     stock = prove_built(ours.schedule, problem)
-    seconds = by_microbatch(ours)
-    each = {action: seconds(action) for row in ours.schedule.compute_rows for action in row}
-    expected = simulate_passes(stock, stock.problem.costs, each).makespan
-    composed = compose(stock, classes(stock), records_of(stock, seconds))
+    costs = by_microbatch(ours)
+    expected = simulate(stock, costs).makespan
+    composed = compose(stock, classes(stock), records_of(stock, costs.of))
     assert composed.timeline.makespan == pytest.approx(expected)
-    assert expected > 1.005 * simulate_passes(ours, ours.problem.costs, each).makespan
+    assert expected > 1.005 * simulate(ours, costs).makespan
