@@ -43,7 +43,14 @@ _SWITCHES = {
 
 def refuse_untried(args: Any, config: PipelineConfig) -> None:
     """Raise ValueError if a rank of validated ``args`` under ``config`` cannot run alone yet."""
-    for refusal in (*_of_megatron(args), *_of_ours(config)):
+    for refusal in _of_megatron(args):
+        raise ValueError(refusal)
+    refuse_untried_settings(config)
+
+
+def refuse_untried_settings(config: PipelineConfig) -> None:
+    """Raise ValueError if a rank cannot run alone under ``config`` yet."""
+    for refusal in _of_ours(config):
         raise ValueError(refusal)
 
 

@@ -31,6 +31,7 @@ from megatron_ext.patches.megatron.core.models.common.language_module import las
 from megatron_ext.patches.megatron.core.pipeline_parallel import p2p_communication
 from megatron_ext.patches.megatron.core.pipeline_parallel.schedules import stock
 from megatron_ext.patches.megatron.training.training import rehearsal
+from megatron_ext.rehearsal.arguments import refuse_untried_settings
 from megatron_ext.rehearsal.peers import rehearsed_peers
 from megatron_ext.rehearsal.record import (
     RankRecord,
@@ -296,8 +297,10 @@ class _RehearsedRank(StepObserver[ObservedStep]):
 
 
 def _refuse(config: PipelineConfig) -> None:
-    """Raise ValueError for settings that other ranks would have to take part in."""
-    for name in ("race", "trace", "metrics", "post_validation", "report_split"):
+    """Raise ValueError for settings that other ranks would have to take part in, some of which the
+    command drops."""
+    refuse_untried_settings(config)
+    for name in ("trace", "metrics", "report_split"):
         if getattr(config, name):
             raise ValueError(f"{flag(name)} is not rehearsed: drop it")
     if config.costs.profile is not None:

@@ -33,13 +33,11 @@ class RehearsedStep:
         seconds: seconds of the whole training step, with the optimizer.
         host_seconds: seconds of the host from the first pass's launch to the last one's, without
             those inside passes.
-        is_finite: whether all values that the rank sent, its loss and its gradient norm are finite.
     """
 
     passes: tuple[RehearsedPass, ...]
     seconds: float
     host_seconds: float = 0.0
-    is_finite: bool = True
 
 
 @dataclass(frozen=True)
@@ -85,10 +83,6 @@ class RankRecord:
     pool: int = 0
     lasting: int | None = None
     sent: tuple[SentValues, ...] = ()
-
-    @property
-    def is_finite(self) -> bool:
-        return all(step.is_finite for step in self.steps)
 
 
 def save_rank_record(record: RankRecord, path: Path) -> None:
@@ -138,10 +132,7 @@ def _step(record: Record) -> RehearsedStep:
     if not isinstance(passes, list) or not all(_is_row(row, 3) for row in passes):
         raise ValueError(f"{record.where}: passes are no list of actions with start and end")
     return RehearsedStep(
-        _passes(passes, record.where),
-        record.number("seconds"),
-        record.number("host_seconds"),
-        record.truth("is_finite"),
+        _passes(passes, record.where), record.number("seconds"), record.number("host_seconds")
     )
 
 

@@ -258,18 +258,6 @@ def test_a_record_that_shows_nothing_ends_the_rehearsal(
         rehearse(request(tmp_path, "zb-h1"), run.start, print)
 
 
-def test_values_that_are_not_finite_end_the_rehearsal(tmp_path: Path) -> None:
-    run = stand_in(tmp_path, "zb-h1")
-
-    def change(record: RankRecord) -> RankRecord:
-        first, second, third = record.steps
-        return replace(record, steps=(first, replace(second, is_finite=False), third))
-
-    run.change = change
-    with pytest.raises(ValueError, match="values in timed step 2 are not finite"):
-        rehearse(request(tmp_path, "zb-h1"), run.start, print)
-
-
 @pytest.mark.parametrize(
     ("schedules", "ranks", "number"), [("stock", 16, 3), ("zb-h1", 16, 3), ("zb-v v-half", 16, 4)]
 )

@@ -35,7 +35,7 @@ RECORD = RankRecord(
     schedule="zb-v",
     digest="abc",
     trained=5,
-    steps=(STEP, replace(STEP, is_finite=False)),
+    steps=(STEP, replace(STEP, seconds=1.5)),
     allocated=1 << 40,
     pool=7,
     sent=(SentValues("forward", 0.25, (16, 2, 8), "torch.bfloat16"),),
@@ -62,7 +62,7 @@ def test_a_record_comes_back(tmp_path: Path) -> None:
     # Slices are equal by what their text names.
     assert [str(one.action) for one in found.steps[0].passes] == ["0F0.1", "0B0.0"]
     assert replace(found, steps=()) == replace(RECORD, steps=())
-    assert [step.is_finite for step in found.steps] == [True, False] and not found.is_finite
+    assert [step.seconds for step in found.steps] == [1.25, 1.5]
     assert found.steps[0].passes[1].end == 1.5
 
 
