@@ -342,9 +342,9 @@ def _step_of(timed: _TimedStep, began: float, seconds: float) -> RehearsedStep:
     """Return the record of a step that ``began`` then."""
     if timed.recording is None:
         raise ValueError("the passes of the step were not seen")
-    events, _ = timed.recording.read()
-    passes = [RehearsedPass(one.action, one.start - began, one.end - began) for one in events]
     between = sum(timed.marks[2::2]) - sum(timed.marks[1:-1:2])
+    events, _ = timed.recording.read()  # which makes one more mark on a GPU
+    passes = [RehearsedPass(one.action, one.start - began, one.end - began) for one in events]
     return RehearsedStep(tuple(passes), seconds, between - timed.waited)
 
 

@@ -44,8 +44,13 @@ from megatron_ext.words import counted
 # takes both.
 _IMPORTS, _FORK = 20.0, 9.0
 
-# As torchrun sets it for several ranks of a node, unless the user has.
-_THREADS = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+_ENVIRONMENT = {
+    # As torchrun sets it for several ranks of a node, unless the user has.
+    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    # Megatron asks torch for a GPU as it is imported. torch would ask the driver, after which no
+    # process can be forked; so it asks NVML.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
 
 StartProcesses = Callable[
     [Mapping[str, str], Path], AbstractContextManager[RankProcesses | RunsRanks]
@@ -110,7 +115,7 @@ def rehearse(
             raise ValueError(refusal)
     device = "the CPU" if gpu is None else gpu.name
     tell(_announcement(request, prepared, device))
-    environment = {**_THREADS, **request.launch.environment}
+    environment = {**_ENVIRONMENT, **request.launch.environment}
     if request.is_cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     schedules: list[ScheduleFigures] = []

@@ -10,6 +10,7 @@ is a JSON object: first how the process is, then the exit status of each rank.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -31,7 +32,8 @@ _EVERYTHING = (
     "megatron_ext.adapter.step.training",
 )
 LOG = "log.txt"  # output of a rank, in its folder
-_DEVICES = "/dev/nvidia"
+_DEVICES, _DRIVER = "/dev/nvidia", "libcuda.so.1"
+_NOT_BEGUN = 3  # CUDA_ERROR_NOT_INITIALIZED
 _LONGEST = 2000  # characters of a failure
 
 
@@ -62,8 +64,8 @@ def _reply(replies: IO[str], data: dict[str, object]) -> None:
 def cuda_use(open_files: Path = Path("/proc/self/fd")) -> str:
     """Return how this process has used CUDA, in words; "" if it has not.
 
-    torch does not know of a driver that a library has begun to use by itself, but the open devices
-    tell.
+    torch does not know of a driver that a library has begun to use by itself, but open devices
+    tell, unless NVML alone has opened them.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -74,8 +76,16 @@ def cuda_use(open_files: Path = Path("/proc/self/fd")) -> str:
         except OSError:  # it was closed meanwhile
             continue
         if device.startswith(_DEVICES):
-            return f"{device} is open"
+            return f"{device} is open" if _has_driver_begun() else ""
     return ""
+
+
+def _has_driver_begun() -> bool:
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+    except OSError:
+        return True  # something else has opened a device
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_BEGUN)
 
 
 def _in_fork(path: Path) -> int:

@@ -14,10 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext.rehearsal.rank import _DeviceMarks, _step_of, _TimedStep
 from megatron_ext.rehearsal.record import RankRecord, load_rank_record
 from megatron_ext.rehearsal.request import RECORD
 from megatron_ext.rehearsal.values import BACKWARD, FORWARD, Values
 from megatron_ext.runtime.device_progress import DeviceProgress
+from megatron_ext.runtime.recording import Recording
+from megatron_ext.schedule.action import parse_action
 from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import model_flags
 from tests.helpers.rehearsals import rehearsed, rehearsed_or_fail
@@ -129,6 +132,38 @@ def test_waits_for_the_device_are_no_time_of_the_host(monkeypatch: pytest.Monkey
     monkeypatch.setattr(DeviceProgress, "hold_back", lambda progress: time.sleep(0.05))
     (step,) = rehearsed(1, RANKS, flags("1f1b")).steps
     assert 0 < step.host_seconds < 0.05 * len(step.passes) / 2
+
+
+class HostEvent:
+    """`torch.cuda.Event` of a device that is never behind its host."""
+
+    def __init__(self, **options: object) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: HostEvent) -> float:
+        return 1000 * (later.at - self.at)
+
+
+def test_marks_of_a_gpu_end_with_the_last_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read its events makes one more, long after the passes: the optimizer's seconds were those
+    of a host between passes."""
+    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timed, began = _TimedStep(), time.perf_counter()
+    timed.recording = Recording(0, _DeviceMarks(timed.marks))
+    for text in ("0F0", "0B0"):
+        timed.recording.add_pass(parse_action(text), timed.recording.clock.mark())
+    time.sleep(0.2)
+    step = _step_of(timed, began, 0.25)
+    assert [str(one.action) for one in step.passes] == ["0F0", "0B0"]
+    assert 0 <= step.passes[0].start <= step.passes[-1].end < 0.1
+    assert 0 <= step.host_seconds < 0.1
 
 
 def test_a_torch_whose_fake_group_leaves_results_uninitialised_is_refused(

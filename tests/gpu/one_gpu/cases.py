@@ -69,5 +69,5 @@ def parts(kind: str) -> dict[str, Part]:
         ),
         "streams": part(480, trial, *streams),
         "layers": part(95, *(case(60, "layers", *precision.split()) for precision in LAYERS)),
-        "rehearsal": part(480, *(case(200, "rehearsal", name) for name in ("line", "v", "truth"))),
+        "rehearsal": part(530, *(case(270, "rehearsal", name) for name in ("line", "v", "truth"))),
     }

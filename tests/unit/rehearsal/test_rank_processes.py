@@ -24,6 +24,18 @@ def test_an_open_device_is_a_use_of_cuda(tmp_path: Path, monkeypatch: pytest.Mon
     assert server.cuda_use(tmp_path) == ""
     (tmp_path / "7").symlink_to("/dev/nvidiactl")
     assert server.cuda_use(tmp_path) == "/dev/nvidiactl is open"
+    driver = SimpleNamespace(cuDeviceGetCount=lambda count: 0)
+    monkeypatch.setattr(server.ctypes, "CDLL", lambda name: driver)
+    assert server.cuda_use(tmp_path) == "/dev/nvidiactl is open"
+
+
+def test_nvml_is_no_use_of_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron calls torch.cuda.is_available as it is imported. That began the driver, so that each
+    rank would have started anew; NVML, which torch is told to use, opens the same devices."""
+    driver = SimpleNamespace(cuDeviceGetCount=lambda count: 3)
+    monkeypatch.setattr(server.ctypes, "CDLL", lambda name: driver)
+    (tmp_path / "7").symlink_to("/dev/nvidiactl")
+    assert server.cuda_use(tmp_path) == ""
 
 
 def test_torch_says_that_it_has_started_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
