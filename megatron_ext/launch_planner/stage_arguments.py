@@ -6,7 +6,6 @@ All arguments are as the command gives them, not validated.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -31,7 +30,7 @@ from megatron_ext.adapter.layout_arguments import (
     PATTERN,
     VIRTUAL_STAGES,
 )
-from megatron_ext.compile.registry import choose, entry_of
+from megatron_ext.compile.registry import choose, options_of
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.words import argument_flag
 
@@ -69,8 +68,7 @@ def with_chunks(args: Any, name: str) -> str:
     """Return the family ``name``, with the chunks of ``args`` if it takes any number of chunks and
     ``name`` has none."""
     chunks = chunks_of(args)
-    takes_any = "vpp" in inspect.signature(entry_of(name).place).parameters
-    if chunks > 1 and takes_any and ":" not in name:
+    if chunks > 1 and ":" not in name and "vpp" in options_of(name)[0]:
         return f"{name}:vpp={chunks}"
     return name
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.adapter.pairs.overlap_setting import FLAG as PAIRS
 from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
-from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.config import PipelineConfig, flag, variable
 from megatron_ext.launch import without
 from megatron_ext.words import argument_flag
+from megatron_ext.written_settings import given_beside, words_of
 
 MOCK_DATA = "--mock-data"
 BALANCED, BIASED = "--moe-router-force-load-balancing", "--moe-router-force-biased"
@@ -92,6 +94,16 @@ def _of_ours(config: PipelineConfig) -> Iterator[str]:
         )
     if config.rank_speeds is not None:
         yield f"{flag('rank_speeds')} {_UNTRIED}: all ranks run on one device; drop it"
+
+
+def refuse_variables(environment: Mapping[str, str]) -> None:
+    """Raise ValueError if a variable in ``environment`` replaces a flag of ours: each rank would
+    read it, under Megatron's own schedule too, and the launch command is judged by its flags."""
+    for name, value in given_beside({}, environment)[0].items():
+        raise ValueError(
+            f"{variable(name)} is set, and a rehearsal takes settings from flags alone: unset it, "
+            f"and write {shlex.join(words_of({name: value}))} behind the script"
+        )
 
 
 def replaced_flags(words: Sequence[str]) -> tuple[str, ...]:

@@ -1,17 +1,20 @@
 """Launch command made ready to be rehearsed: programs, costs and words of each schedule.
 
-Nothing here runs a rank. Programs and costs are those of the launch command's judgement, and
-travel to the ranks in files, so that no rank searches or asks another one.
+Nothing here runs a rank. Programs and costs are those of the launch command's judgement. Costs, and
+the passes that a search has found, travel to the ranks in files, so that no rank searches or asks
+another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.compile.output_layer import output_layer_waits, place_output_layer
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
@@ -19,6 +22,7 @@ from megatron_ext.config import CostsSource, flag
 from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.estimate import waiting_shares
 from megatron_ext.cost_model.measured.layer_costs import Basis
+from megatron_ext.launch import without
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.candidate import RankMemory, VocabMethod
 from megatron_ext.planner.outside_passes import rank_passes, seconds_outside_passes
@@ -27,7 +31,10 @@ from megatron_ext.rehearsal.classes import RankClass, classes_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.kinds import RULES
-from megatron_ext.schedule.schedule import is_compute
+from megatron_ext.schedule.problem import Problem, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule, is_compute
+from megatron_ext.schedule.schedule_csv import to_csv
+from megatron_ext.text_file import write_text_file
 from megatron_ext.words import shown
 from megatron_ext.written_settings import given_in, words_of
 
@@ -37,7 +44,8 @@ if TYPE_CHECKING:
 
 STOCK = "stock"
 ESTIMATE = "estimate.json"  # costs of the programs, in the folder of a schedule
-_EXAMPLE = 'write schedules between blanks, such as --schedules "stock zb-h1 zb-v"'
+PASSES = "schedule.csv"  # passes that a search has found
+_EXAMPLE = 'write names separated by spaces, such as --schedules "stock zb-h1 zb-v"'
 
 
 @dataclass(frozen=True)
@@ -200,15 +208,16 @@ def _schedule(
 ) -> PreparedSchedule:
     from megatron_ext.launch_planner.command_line import arguments_with
     from megatron_ext.launch_planner.launch_job import judgement_of
+    from megatron_ext.launch_planner.stage_arguments import with_chunks
 
     assert request.launch is not None
-    is_stock = name == STOCK
-    written = _written(request, parsed, name)
-    variants = parsed.variants
+    is_stock, variants = name == STOCK, parsed.variants
+    spec = name if is_stock else with_chunks(variants.args, name)
+    written = _written(request, parsed, spec)
     if not is_stock:
         path = folder / ESTIMATE
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_costs(_costs_of(parsed, name), path)
+        save_costs(_costs_of(parsed, spec), path)
         # The file rounds, so the program is made from it, as each rank makes it.
         source = CostsSource(str(path))
         parsed = replace(
@@ -216,20 +225,52 @@ def _schedule(
         )
     judged = judgement_of(request, parsed, written)
     words = arguments_with(request.launch, written)
+    if judged.choice.takes_long and _has_table(judged, folder / PASSES):
+        schedule = flag("schedule")
+        words = (*without(words, (schedule,)), schedule, str(folder / PASSES))
     return _of_judgement(name, judged, words, is_stock=is_stock)
 
 
-def _written(request: LaunchRequest, parsed: ParsedLaunch, name: str) -> Written:
-    """Return what makes the launch run the schedule ``name`` with the options that it has."""
+def _has_table(judged: Judgement, path: Path) -> bool:
+    """Write the passes that the search of ``judged`` has found to ``path``. Return False if a rank
+    would make another program from them."""
+    program = judged.program
+    for passes in _tables(judged):
+        write_text_file(path, to_csv(passes))
+        with contextlib.suppress(ValueError):
+            made = place_output_layer(choose(str(path)), judged.problem)
+            if made.digest == program.digest:
+                return output_layer_waits(made) == output_layer_waits(program)
+    return False
+
+
+def _tables(judged: Judgement) -> Iterator[Schedule]:
+    """Yield passes, some of which are those that a family has made for ``judged``."""
+    if judged.problem.extras.vocab_parallel is VocabularyParallel.NONE:
+        yield judged.program.schedule
+        return
+    # The program has them at other times, by the vocabulary's passes: the family makes them again.
+    made: list[Schedule] = []
+
+    def build(problem: Problem) -> Schedule:
+        made.append(judged.choice.build(problem))
+        return made[-1]
+
+    place_output_layer(replace(judged.choice, build=build), judged.problem)
+    yield from reversed(made)
+
+
+def _written(request: LaunchRequest, parsed: ParsedLaunch, spec: str) -> Written:
+    """Return what makes the launch run the schedule ``spec`` with the options that it has."""
     from megatron_ext.launch_planner.stage_arguments import rewritten
 
     assert request.launch is not None
-    if name == STOCK:
+    if spec == STOCK:
         return Written(dropped=(flag("schedule"),))
     given = given_in(request.launch.arguments)
     options = {key: given[key] for key in _OPTIONS if key in given}
-    changed = rewritten(parsed.variants.args, name)
-    return Written((flag("schedule"), name, *words_of(options), *changed.added), changed.dropped)
+    changed = rewritten(parsed.variants.args, spec)
+    return Written((flag("schedule"), spec, *words_of(options), *changed.added), changed.dropped)
 
 
 # Options of a schedule that the launch command keeps under each one that is rehearsed.
@@ -239,16 +280,18 @@ _OPTIONS = (
 )
 
 
-def _costs_of(parsed: ParsedLaunch, name: str) -> Costs:
-    """Return the costs for which the launch makes the program of the schedule ``name``."""
+def _costs_of(parsed: ParsedLaunch, spec: str) -> Costs:
+    """Return the costs for which the launch makes the program of the schedule ``spec``."""
+    from megatron_ext.adapter.arguments import problems
+
     variants = parsed.variants
-    variant = variants.variant(name, VocabMethod.of(variants.config.vocab_parallel))
-    if variant is None:
+    method = VocabMethod.of(variants.config.vocab_parallel)
+    if method not in variants.methods:
         raise ValueError(
-            f"{flag('vocab_parallel')} {variants.config.vocab_parallel} needs the size of the "
-            f"vocabulary: add --padded-vocab-size N"
+            f"{flag('vocab_parallel')} {method} needs the size of the vocabulary: add "
+            f"--padded-vocab-size N"
         )
-    return variant.problem.costs
+    return problems(*variants.validated(spec, method))[0].costs
 
 
 def _of_judgement(

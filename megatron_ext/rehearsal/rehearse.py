@@ -13,7 +13,7 @@ from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest
 from megatron_ext.planner.mixed_gpus import ASSUMED_GPU
 from megatron_ext.progress import duration, task
-from megatron_ext.rehearsal.arguments import words_alone
+from megatron_ext.rehearsal.arguments import refuse_variables, words_alone
 from megatron_ext.rehearsal.classes import RankClass
 from megatron_ext.rehearsal.compose import compose
 from megatron_ext.rehearsal.gpu_here import GpuHere, gpu_here
@@ -97,6 +97,7 @@ def rehearse(
         PatchError: there is no Megatron to ask.
         OSError: a file cannot be written.
     """
+    refuse_variables({**os.environ, **request.launch.environment})
     gpu = None if request.is_cpu else _gpu()
     folder = request.folder.absolute()
     known = None if gpu is None else gpu_named(gpu.name)
@@ -115,9 +116,7 @@ def rehearse(
             raise ValueError(refusal)
     device = "the CPU" if gpu is None else gpu.name
     tell(_announcement(request, prepared, device))
-    environment = {**_ENVIRONMENT, **request.launch.environment}
-    if request.is_cpu:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment = _environment(request)
     schedules: list[ScheduleFigures] = []
     ranks: list[RankResult] = []
     with start(environment, folder / "processes.txt") as run:
@@ -159,6 +158,20 @@ def _gpu() -> GpuHere:
             "it on a node with a GPU, or write --cpu to see that the ranks run"
         )
     return found
+
+
+def _environment(request: RehearsalRequest) -> dict[str, str]:
+    """Return the variables of the process that imports what ranks need. It searches modules where
+    the ranks would, and where their command was judged."""
+    launch = request.launch
+    environment = {**_ENVIRONMENT, **launch.environment}
+    if launch.installs is False and not launch.is_module:
+        own = environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+        folders = (str(Path(launch.script).parent.absolute()), own)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    if request.is_cpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
 
 
 def _announcement(request: RehearsalRequest, prepared: Preparation, device: str) -> str:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from megatron_ext.viz.trace import read_trace
 from megatron_ext.viz.trace_report import trace_report
 from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags
+from tests.helpers.short_search import shorten_search
 
 FLAGS: dict[str, Any] = {
     "pipeline_model_parallel_size": 4,
@@ -79,6 +81,7 @@ class StandIn:
     known: Mapping[str, Program]
     stride: int
     requests: list[RankRequest]
+    environment: dict[str, str] = field(default_factory=dict)
     change: Callable[[RankRecord], RankRecord] = lambda record: record
 
     def __call__(self, request: RankRequest) -> RankRecord:
@@ -110,6 +113,7 @@ class StandIn:
 
     @contextlib.contextmanager
     def start(self, environment: Mapping[str, str], log: Path) -> Iterator[RunsRanks]:
+        self.environment.update(environment)
         yield self
 
 
@@ -178,6 +182,59 @@ def test_programs_and_costs_travel_as_files(tmp_path: Path) -> None:
     # Ends of a line send in one direction: what the middle has sent is the size of the other.
     assert middle.neighbour is None
     assert first.neighbour == last.neighbour == middle.folder / "record.json"
+
+
+def test_ranks_import_what_the_command_was_judged_by(tmp_path: Path) -> None:
+    """A checkout of Megatron in the script's folder was judged, and an installed one was run."""
+    run = stand_in(tmp_path, "stock")
+    own = request(tmp_path, "stock")
+    launch = replace(own.launch, environment={"PYTHONPATH": "more"})
+    rehearse(replace(own, launch=launch), run.start, print)
+    assert run.environment["PYTHONPATH"] == f"{SCRIPT.parent}{os.pathsep}more"
+    rehearse(replace(own, launch=replace(launch, installs=True)), run.start, print)
+    assert run.environment["PYTHONPATH"] == "more"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"pipeline_schedule": "zb-h1", "pipeline_vocab_parallel": 1}], ids=str
+)
+def test_what_a_search_has_found_travels_as_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Each rank searched again, for as long as the command itself."""
+    shorten_search(monkeypatch)
+    options = {"vocab_size": 4096, **options}
+    made = prepared(tmp_path, "zb-auto v-auto", **options).schedules
+    for one in made:
+        file = tmp_path / one.name / "schedule.csv"
+        assert one.arguments[-2:] == ("--pipeline-schedule", str(file))
+        assert one.arguments.count("--pipeline-schedule") == 1
+        (table,) = prepared(tmp_path, str(file), **options).schedules
+        assert table.program.digest == one.program.digest
+    assert len({one.program.digest for one in made}) == 2
+
+
+def test_a_schedule_has_the_chunks_of_the_launch_command(tmp_path: Path) -> None:
+    """Costs for four chunks of a rank were given to a schedule of two, and refused."""
+    made = prepared(
+        *(tmp_path, "stock interleaved-zb"), num_layers=16, num_virtual_stages_per_pipeline_rank=4
+    )
+    assert [one.spec for one in made.schedules] == ["interleaved:vpp=4", "interleaved-zb:vpp=4"]
+    assert {one.program.schedule.placement.chunks for one in made.schedules} == {4}
+
+
+def test_variables_in_place_of_flags_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank read them, stock's too, and the command did not."""
+    monkeypatch.setenv("MEGATRON_EXT_ALLOW_UNKNOWN", "1")  # no setting
+    run = stand_in(tmp_path, "stock")
+    own = request(tmp_path, "stock")
+    rehearse(own, run.start, print)
+    launch = replace(own.launch, environment={"MEGATRON_EXT_SCHEDULE": "zb-v"})
+    words = "MEGATRON_EXT_SCHEDULE is set.* unset it, and write --pipeline-schedule zb-v behind"
+    with pytest.raises(ValueError, match=words):
+        rehearse(replace(own, launch=launch), run.start, print)
 
 
 def test_the_costs_file_is_a_profile_of_layers(

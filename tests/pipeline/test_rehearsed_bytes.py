@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from megatron_ext.adapter import programs
+from megatron_ext.launch_command.words import read_launch
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest
+from megatron_ext.rehearsal.arguments import words_alone
+from megatron_ext.rehearsal.prepare import ESTIMATE, prepare
 from tests.helpers.combinations import IS_NIGHT, at_night
 from tests.helpers.live_bytes import CountedStep, count_bytes, counted
-from tests.helpers.megatron_runs import model_flags, train
+from tests.helpers.megatron_runs import SCRIPT, model_flags, train
 from tests.helpers.rehearsals import rehearsed
 from tests.helpers.short_search import shorten_search
 
@@ -34,23 +40,22 @@ def flags(spec: str | None, **overrides: object) -> list[str]:
     )
 
 
-def among_others_and_alone(
-    words: list[str], ranks: range
-) -> tuple[list[CountedStep], list[CountedStep]]:
-    """The second steps of ``ranks`` in a training of all ranks, and of each alone."""
-    steps = []
-    for is_alone in (False, True):
-        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-            count_bytes(patch, Path(folder))
-            if is_alone:
-                for rank in ranks:
-                    record = rehearsed(rank, RANKS, words)
-                    assert (record.trained, record.pipeline_rank) == (2, rank)
-            else:
-                train(RANKS, words)
-            steps.append(counted(Path(folder), ranks))
-    among, alone = steps
-    return among, alone
+def among_others(words: list[str], ranks: range) -> list[CountedStep]:
+    """The second steps of ``ranks`` in a training of all ranks."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        count_bytes(patch, Path(folder))
+        train(RANKS, words)
+        return counted(Path(folder), ranks)
+
+
+def alone(words: Sequence[str], ranks: range) -> list[CountedStep]:
+    """The second steps of ``ranks``, each without the others."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        count_bytes(patch, Path(folder))
+        for rank in ranks:
+            record = rehearsed(rank, RANKS, words)
+            assert (record.trained, record.pipeline_rank) == (2, rank)
+        return counted(Path(folder), ranks)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +80,9 @@ def among_others_and_alone(
 def test_bytes_after_every_action_are_those_among_others(
     spec: str, overrides: dict[str, object]
 ) -> None:
-    among, alone = among_others_and_alone(flags(spec, **overrides), range(RANKS))
-    for rank, (real, own) in enumerate(zip(among, alone, strict=True)):
+    words, ranks = flags(spec, **overrides), range(RANKS)
+    steps = zip(among_others(words, ranks), alone(words, ranks), strict=True)
+    for rank, (real, own) in enumerate(steps):
         differing = [
             pair for pair in zip(real.samples, own.samples, strict=True) if len({*pair}) > 1
         ]
@@ -87,10 +93,11 @@ def test_bytes_after_every_action_are_those_among_others(
 
 @pytest.mark.parametrize("overrides", [{}, *at_night(STOCKS_LOOP)])
 def test_peaks_of_megatrons_own_are_those_among_others(overrides: dict[str, object]) -> None:
-    among, alone = among_others_and_alone(flags(None, **overrides), range(RANKS))
-    print([(real.peak, own.peak) for real, own in zip(among, alone, strict=True)])
-    assert [own.peak for own in alone] == [real.peak for real in among]
-    assert [len(own.samples) for own in alone] == [len(real.samples) for real in among]
+    words, ranks = flags(None, **overrides), range(RANKS)
+    together, each = among_others(words, ranks), alone(words, ranks)
+    print([(real.peak, own.peak) for real, own in zip(together, each, strict=True)])
+    assert [own.peak for own in each] == [real.peak for real in together]
+    assert [len(own.samples) for own in each] == [len(real.samples) for real in together]
 
 
 def costs_file(stages: int, folder: Path) -> Path:
@@ -121,15 +128,28 @@ UNEQUAL_V = {
         *at_night((UNEQUAL_V, "estimate"), (UNEQUAL_LINE, "file"), (UNEQUAL_V, "file")),
     ],
 )
-def test_a_search_alone_finds_the_program_of_the_training(
+def test_a_rank_alone_runs_what_the_training_searches_for(
     overrides: dict[str, object], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes of stages were gathered: alone, every stage had the size of the rank's own, and the
-    search found another program, in silence."""
+    search found another program, in silence. Now the launch command's program travels to the ranks,
+    none of which searches again."""
     shorten_search(monkeypatch)
     stages = 8 if overrides is UNEQUAL_V else 4
     costs = "estimate" if source == "estimate" else costs_file(stages, tmp_path)
     words = flags(None, **{**overrides, "pipeline_costs": costs})
-    ranks = range(RANKS)
-    among, alone = among_others_and_alone(words, ranks if IS_NIGHT else ranks[1:2])
-    assert {step.digest for step in alone} == {among[0].digest} != {""}
+    launch = read_launch(["torchrun", "--nproc-per-node", str(RANKS), str(SCRIPT), *words])
+    name = str(overrides["pipeline_schedule"])
+    (schedule,) = prepare(LaunchRequest(launch), (name,), tmp_path).schedules
+    estimate = tmp_path / name / ESTIMATE
+    own = words_alone(schedule.arguments, estimate, balances_experts=False, is_cpu=True)
+    if source == "estimate":  # of a GPU: the training here would estimate this CPU
+        words = flags(None, **{**overrides, "pipeline_costs": estimate})
+    ranks = range(RANKS) if IS_NIGHT else range(1, 2)
+    together = among_others(words, ranks)
+    monkeypatch.setattr(programs, "_search", _no_search)
+    assert {step.digest for step in alone(own, ranks)} == {together[0].digest} != {""}
+
+
+def _no_search(*given: object) -> None:
+    raise AssertionError("a rank alone searches")
