@@ -28,8 +28,9 @@ def rehearse(
         str,
         typer.Option(
             metavar="'NAME ...'",
-            help="Schedules to rehearse, between blanks. stock is the launch command without our "
-            "flags. The other steps are compared with the first schedule's.",
+            help="Schedules to rehearse, separated by spaces: names that 'megatron-ext schedules' "
+            "lists, and stock, which is the launch command without our flags. The other steps are "
+            "compared with the first schedule's.",
         ),
     ] = "stock zb-h1",
     cpu: Annotated[
