@@ -16,12 +16,11 @@ def test_a_composed_step_takes_as_long_as_a_real_one(spec: str) -> None:
     assert abs(measure(spec).error) < 0.013
 
 
-WITHIN = {"v-half": 0.04}  # whose passes wait most often; others are within 0.03
-
-
 @nightly("a composed step is compared by day with passes that always take as long")
 @pytest.mark.parametrize("spec", SCHEDULES.split())
 def test_passes_that_are_slower_after_a_wait_are_missed_in_part(spec: str) -> None:
-    """Alone no pass waits, so none of them is 4 ms longer."""
-    error = measure(spec, slower_after_wait=0.004).error
-    assert -WITHIN.get(spec, 0.03) < error < 0.013
+    """Alone no pass but the first of a step waits, so no other is 4 ms longer. Composed of the
+    passes of ranks together, which are longer, the step is as long as a real one."""
+    found = measure(spec, slower_after_wait=0.004)
+    assert -0.03 < found.error < 0.013
+    assert abs(found.error_of_real_passes) < 0.013
