@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.compile.auto_spec import is_open
-from megatron_ext.compile.registry import Choice, choose
+from megatron_ext.compile.registry import ResolvedSpec, choose
 from megatron_ext.race.contestants import Contestants, RaceThen, contestants
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.dealing import MicrobatchOrder
@@ -18,10 +18,10 @@ from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import (
     P2P,
-    Extras,
     Offload,
     Problem,
     Recompute,
+    ScheduleOptions,
     VocabularyParallel,
     parse_recompute,
 )
@@ -535,7 +535,7 @@ class PipelineConfig:
         return _is_chosen_later(self.schedule)
 
     @cached_property
-    def choice(self) -> Choice:
+    def choice(self) -> ResolvedSpec:
         """Chosen schedule. Raises ValueError if it does not exist or is still to be chosen."""
         assert self.schedule is not None
         if self.is_chosen_later:
@@ -548,7 +548,7 @@ class PipelineConfig:
         return choose(self.schedule)
 
     @property
-    def choices(self) -> tuple[Choice, ...]:
+    def choices(self) -> tuple[ResolvedSpec, ...]:
         """All schedules under which steps may run: one, or those of a race. Raises as `choice`."""
         return (self.choice,) if self.race is None else self.race.choices
 
@@ -563,12 +563,12 @@ class PipelineConfig:
         return self.recompute != Recompute() or any(choice.recomputes for choice in self.choices)
 
     @property
-    def extras(self) -> Extras:
+    def extras(self) -> ScheduleOptions:
         """Options of the schedule that are settings of ours: all except overlapped passes, which
         Megatron's settings request."""
-        names = {extra.name for extra in fields(Extras)} - {"pairs"}
+        names = {extra.name for extra in fields(ScheduleOptions)} - {"pairs"}
         given = {name: getattr(self, name) for name in names}
-        return Extras(**given | {"slices": Slices(self.slices, self.slice_lengths)})
+        return ScheduleOptions(**given | {"slices": Slices(self.slices, self.slice_lengths)})
 
     def problem(
         self,

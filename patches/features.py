@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_ext.compile.registry import Choice
+from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, PatchError
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
@@ -24,7 +24,7 @@ class Feature:
 
     name: str
     modules: tuple[str, ...]
-    wanted: Callable[[Choice], bool] | None
+    wanted: Callable[[ResolvedSpec], bool] | None
     asked_for: Callable[[PipelineConfig], bool] = lambda config: True
 
     def is_wanted(self, config: PipelineConfig) -> bool:

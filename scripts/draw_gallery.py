@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_ext.compile.build import build_program
-from megatron_ext.compile.registry import Mark, choose, entries
+from megatron_ext.compile.registry import Maturity, choose, entries
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.viz.page.run import Run, simulated_run
@@ -63,7 +63,7 @@ def draw(
 
 def stable() -> tuple[str, ...]:
     """Return all stable schedules, with those of `FIRST` before the others."""
-    names = [name for name, entry in entries().items() if entry.mark is Mark.STABLE]
+    names = [name for name, entry in entries().items() if entry.mark is Maturity.STABLE]
     return (*FIRST, *(name for name in names if name not in FIRST))
 
 

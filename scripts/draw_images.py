@@ -33,7 +33,7 @@ from megatron_ext.cost_model.gpus import GPU
 from megatron_ext.cost_model.model import stages_of
 from megatron_ext.cost_model.short_form import Described
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.viz.draw import draw
 from megatron_ext.viz.svg import save
 
@@ -209,7 +209,7 @@ def share_of_work(
     gpt = Described(sum(layers), hidden=3072, heads=24, sequence=2048, vocabulary=vocabulary)
     choice = choose(spec)
     costs = estimate(gpt.model, stages_of(gpt.model, layers), gpt.execution(), GPU)
-    problem = Problem(choice.place(8), 128, costs, extras=Extras(vocab_parallel=how))
+    problem = Problem(choice.place(8), 128, costs, extras=ScheduleOptions(vocab_parallel=how))
     return 1 - report(choice, problem)[1].bubble_share_makespan
 
 

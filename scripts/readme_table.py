@@ -22,7 +22,7 @@ from megatron_ext.planner.stock import run_by_stock
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.slices import Lengths, Slices
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 from scripts import tables
@@ -34,7 +34,7 @@ from scripts.tables import part, table, with_part
 _HEAD = ("where", "Megatron's best schedule", "with ours", "shown by")
 _COSTS = "f=10,i=12,w=8,comm=1"
 _OURS = "interleaved-zb"
-_PLAIN = Extras()
+_PLAIN = ScheduleOptions()
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,12 @@ class Step:
 
 
 def _step(
-    spec: str, costs: str, ranks: int, microbatches: int, extras: Extras = _PLAIN, limit: str = ""
+    spec: str,
+    costs: str,
+    ranks: int,
+    microbatches: int,
+    extras: ScheduleOptions = _PLAIN,
+    limit: str = "",
 ) -> Step:
     """Return the step of ``spec`` at ``costs``, within a memory ``limit`` if one is given.
 
@@ -105,13 +110,13 @@ def _half_memory(ranks: int, microbatches: int) -> tuple[str, str]:
 
 def _slices() -> tuple[str, str]:
     costs = f"{_COSTS},attention=0.3,latency=0.02"
-    cut = Extras(slices=Slices(4, Lengths.BALANCED))
+    cut = ScheduleOptions(slices=Slices(4, Lengths.BALANCED))
     stock, ours = _step("interleaved:vpp=4", costs, 8, 8), _step("zb-v", costs, 8, 8, cut)
     return stock.text("four stages a rank"), ours.text("`zb-v`")
 
 
 def _in_pairs() -> tuple[str, str]:
-    costs, pairs = "f=10,i=12,w=8,comm=0.2,hidden=5", Extras(pairs=True)
+    costs, pairs = "f=10,i=12,w=8,comm=0.2,hidden=5", ScheduleOptions(pairs=True)
     stock, ours = (_step(f"{spec}:vpp=4", costs, 8, 32, pairs) for spec in ("interleaved", _OURS))
     return stock.text(), ours.text(f"`{_OURS}`")
 
@@ -126,7 +131,7 @@ def _vocabulary() -> tuple[str, str]:
         return Layout((*[32 // stages] * (stages - 1), 32 // stages - 1))
 
     made = compare_layouts([work], ("1f1b", rule(8)), rule, search=False)
-    divided = Extras(vocab_parallel=VocabularyParallel.TWO)
+    divided = ScheduleOptions(vocab_parallel=VocabularyParallel.TWO)
     ours = _step("zb-v", text, 8, 32, divided)
     return f"{made.stock.seconds:.4g} (`{made.stock.schedule}`, layers moved)", (
         f"{ours.makespan:.4g} (`zb-v`, divided)"

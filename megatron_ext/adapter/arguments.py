@@ -23,7 +23,7 @@ from megatron_ext.compile.output_layer import place_output_layer
 from megatron_ext.compile.overlap import check_overlaps
 from megatron_ext.compile.program.memory import check_one_microbatch
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.compile.registry import Choice
+from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.config import COSTS_FILE, PROFILE, TRACED_OF_RUN, PipelineConfig, flag
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.measure import profile
@@ -56,7 +56,7 @@ def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
         args.num_virtual_stages_per_pipeline_rank = chunks
 
 
-def _divided(pattern: str, args: Any, choice: Choice) -> str:
+def _divided(pattern: str, args: Any, choice: ResolvedSpec) -> str:
     """Return ``pattern`` with a separator after each stage. Megatron itself splits a pattern
     without separators over ranks."""
     placement = choice.place(args.pipeline_model_parallel_size)
@@ -73,7 +73,7 @@ def _divided(pattern: str, args: Any, choice: Choice) -> str:
     return divided + slash + depths
 
 
-Prove = Callable[[Choice, Sequence[Problem]], list[Program]]
+Prove = Callable[[ResolvedSpec, Sequence[Problem]], list[Program]]
 
 
 def check_parsed_arguments(args: Any, config: PipelineConfig, prove: Prove) -> list[Program]:
@@ -117,7 +117,7 @@ def _check_evaluation(args: Any, config: PipelineConfig) -> None:
         ) from error
 
 
-def prove_without_search(choice: Choice, problems: Sequence[Problem]) -> list[Program]:
+def prove_without_search(choice: ResolvedSpec, problems: Sequence[Problem]) -> list[Program]:
     """Return programs of ``choice`` which show that ``problems`` can be solved, without a search.
 
     If ``choice`` needs a search, the programs are those of its substitute without a search. A
@@ -142,7 +142,7 @@ def prove_without_search(choice: Choice, problems: Sequence[Problem]) -> list[Pr
     return proved
 
 
-def search_for_first(choice: Choice, problems: Sequence[Problem]) -> list[Program]:
+def search_for_first(choice: ResolvedSpec, problems: Sequence[Problem]) -> list[Program]:
     """Return programs of ``choice``. The first one is exactly as it will run, for callers that
     report its figures.
 
@@ -222,7 +222,7 @@ def programs(
 
 
 def _programs_of(
-    choice: Choice,
+    choice: ResolvedSpec,
     args: Any,
     config: PipelineConfig,
     prove: Prove,

@@ -10,18 +10,18 @@ from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_requested_pair
 from megatron_ext.adapter.refusals import GRAPHS, REFUSALS, RefusalGroup
 from megatron_ext.adapter.transformer_engine.capture_order import capture_order, check_capture
 from megatron_ext.adapter.transformer_engine.captured import captures
-from megatron_ext.compile.registry import Choice, with_option
+from megatron_ext.compile.registry import ResolvedSpec, with_option
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement, is_line_or_v
-from megatron_ext.schedule.problem import Extras, VocabularyParallel
+from megatron_ext.schedule.problem import ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.words import counted
 
-_NO_EXTRAS = Extras()
+_NO_EXTRAS = ScheduleOptions()
 
 
-def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
+def refuse(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions = _NO_EXTRAS) -> None:
     """Raise ValueError for the first of ``settings`` that does not work with ``choice`` and
     ``extras``.
 
@@ -47,7 +47,7 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
         _refuse_barriers(settings, "--pipeline-post-validation")
 
 
-def _refuse_pairs(settings: Any, choice: Choice, extras: Extras) -> None:
+def _refuse_pairs(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> None:
     if choice.has_pairs and not with_requested_pairs(extras, settings).pairs:
         raise ValueError(
             f"--pipeline-schedule {choice.spec} overlaps forward and backward passes: add {FLAG}, "
@@ -55,7 +55,9 @@ def _refuse_pairs(settings: Any, choice: Choice, extras: Extras) -> None:
         )
 
 
-def _refuse_divided_vocabulary(choice: Choice, placement: Placement, extras: Extras) -> None:
+def _refuse_divided_vocabulary(
+    choice: ResolvedSpec, placement: Placement, extras: ScheduleOptions
+) -> None:
     if extras.vocab_parallel is not VocabularyParallel.NONE and not is_line_or_v(placement):
         raise ValueError(
             f"--pipeline-vocab-parallel {extras.vocab_parallel} does not go with "
@@ -74,7 +76,9 @@ def _refuse_barriers(settings: Any, ours: str) -> None:
         )
 
 
-def _refuse_settings(settings: Any, choice: Choice, extras: Extras, group: RefusalGroup) -> None:
+def _refuse_settings(
+    settings: Any, choice: ResolvedSpec, extras: ScheduleOptions, group: RefusalGroup
+) -> None:
     requested = group.requested(settings, choice, extras)
     if requested is None:
         return
@@ -99,7 +103,7 @@ def refuse_order(settings: Any, schedule: Schedule) -> None:
     if getattr(settings, "transformer_impl", None) != "transformer_engine":
         return
     is_quantised = any(getattr(settings, name, None) for name in ("fp8", "fp4"))
-    is_sliced = schedule.columns.slices > 1  # `SlicedStage` handles unquantised weights itself
+    is_sliced = schedule.arrays.slices > 1  # `SlicedStage` handles unquantised weights itself
     if settings.gradient_accumulation_fusion and (is_quantised or not is_sliced):
         _refuse_first_weight_gradient(schedule)
     scales_lag = bool(getattr(settings, "fp8", None)) and settings.fp8_recipe == "delayed"
@@ -160,11 +164,11 @@ def _in_order(schedule: Schedule, kind: Kind) -> dict[int, list[Action]]:
     return passes
 
 
-def _with_chunks(choice: Choice, chunks: int) -> str:
+def _with_chunks(choice: ResolvedSpec, chunks: int) -> str:
     return with_option(choice.spec.split(":")[0], "vpp", chunks)
 
 
-def _refuse_placement(choice: Choice, placement: Placement) -> None:
+def _refuse_placement(choice: ResolvedSpec, placement: Placement) -> None:
     """Refuse placements that Megatron does not support; only a schedule file can have one."""
     counts = [len(stages) for stages in placement.stages_of]
     if len(set(counts)) > 1:

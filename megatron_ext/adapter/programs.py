@@ -38,7 +38,7 @@ from megatron_ext.compile.build import prove_built
 from megatron_ext.compile.output_layer import better_of, place_output_layer
 from megatron_ext.compile.program.unequal import median_makespan
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.compile.registry import Choice
+from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.measured.layer_costs import Basis
 from megatron_ext.cost_model.measured.places import MeasuredPlaces
@@ -335,7 +335,7 @@ class Programs:
             for key in [key for key, known in programs.items() if known is program]:
                 del programs[key]
 
-    def _choice_for(self, microbatches: int, forward_only: bool) -> Choice:
+    def _choice_for(self, microbatches: int, forward_only: bool) -> ResolvedSpec:
         """Return the schedule for this number of microbatches. It is a substitute without a search
         if the search was for another number, or in an evaluation, which gains nothing by a search.
         """
@@ -356,7 +356,7 @@ class Programs:
             )
         return self._made_longer_or_shorter(self.choice.without_search)
 
-    def _made_longer_or_shorter(self, choice: Choice) -> Choice:
+    def _made_longer_or_shorter(self, choice: ResolvedSpec) -> ResolvedSpec:
         """Return ``choice`` with the result of an earlier search for another number of
         microbatches, extended or shortened, if there is one of enough microbatches. All ranks
         derive the same schedule from it."""
@@ -367,7 +367,7 @@ class Programs:
 
         return replace(choice, build=build)
 
-    def _placed(self, choice: Choice, problem: Problem) -> Program:
+    def _placed(self, choice: ResolvedSpec, problem: Problem) -> Program:
         """Return the program of ``choice`` for ``problem``.
 
         If ``choice`` needs a search, one rank of the job searches for all ranks with the same
@@ -547,7 +547,9 @@ class _Result:
     passes: dict[tuple[str, str], Schedule]
 
 
-def _search(choice: Choice, problem: Problem) -> tuple[Program, dict[tuple[str, str], Schedule]]:
+def _search(
+    choice: ResolvedSpec, problem: Problem
+) -> tuple[Program, dict[tuple[str, str], Schedule]]:
     """Return the program of ``choice``, and the passes that can be extended or shortened. If the
     search takes long, a log line says how to avoid it."""
     passes: dict[tuple[str, str], Schedule] = {}
@@ -571,7 +573,7 @@ def _search(choice: Choice, problem: Problem) -> tuple[Program, dict[tuple[str, 
     return program, passes
 
 
-def _but_for_length(choice: Choice, problem: Problem) -> tuple[str, str]:
+def _but_for_length(choice: ResolvedSpec, problem: Problem) -> tuple[str, str]:
     """Return a key of ``choice`` and ``problem`` that does not depend on the number of
     microbatches."""
     return choice.spec, repr(replace(problem, microbatches=1))

@@ -17,15 +17,15 @@ from megatron_ext.adapter import document_masks
 from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_requested_pairs
 from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.adapter.transformer_engine.captured import IMPLEMENTATION, captures
-from megatron_ext.compile.registry import Choice
+from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.config import flag, flag_with_value
 from megatron_ext.runtime.messages.peers import are_rehearsed
-from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
+from megatron_ext.schedule.problem import Offload, Recompute, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 from megatron_ext.words import argument_flag
 
 
-def _every_schedule(choice: Choice) -> bool:
+def _every_schedule(choice: ResolvedSpec) -> bool:
     return True
 
 
@@ -53,12 +53,12 @@ class RefusedSetting:
     setting: str
     unsupported: Callable[[Any], bool]
     instead: str
-    by: Callable[[Choice], bool] = _every_schedule
+    by: Callable[[ResolvedSpec], bool] = _every_schedule
     matters: Callable[[Any], bool] = _always
 
 
 def _drop(
-    setting: str, why: str = "", by: Callable[[Choice], bool] = _every_schedule
+    setting: str, why: str = "", by: Callable[[ResolvedSpec], bool] = _every_schedule
 ) -> RefusedSetting:
     """Return the refusal of a switch whose flag has the setting's name: the user should drop the
     flag."""
@@ -66,27 +66,29 @@ def _drop(
     return RefusedSetting(setting, bool, f"drop {flag}: {why}" if why else f"drop {flag}", by)
 
 
-_splits: Callable[[Choice], bool] = attrgetter("traits.splits_backward")
-_moves_first_stage: Callable[[Choice], bool] = attrgetter("moves_first_stage")
+_splits: Callable[[ResolvedSpec], bool] = attrgetter("traits.splits_backward")
+_moves_first_stage: Callable[[ResolvedSpec], bool] = attrgetter("moves_first_stage")
 
 
-def _moves_stages(choice: Choice) -> bool:
+def _moves_stages(choice: ResolvedSpec) -> bool:
     return not choice.example.in_turn
 
 
-def _has_one_stage(choice: Choice) -> bool:
+def _has_one_stage(choice: ResolvedSpec) -> bool:
     return choice.example.chunks == 1
 
 
-def _has_several_stages(choice: Choice) -> bool:
+def _has_several_stages(choice: ResolvedSpec) -> bool:
     return not _has_one_stage(choice)
 
 
-def _parts_the_ends(choice: Choice) -> bool:
+def _parts_the_ends(choice: ResolvedSpec) -> bool:
     return choice.example.rank_of[0] != choice.example.rank_of[-1]
 
 
-def _only_torch_dist(why: str, by: Callable[[Choice], bool] = _every_schedule) -> RefusedSetting:
+def _only_torch_dist(
+    why: str, by: Callable[[ResolvedSpec], bool] = _every_schedule
+) -> RefusedSetting:
     return RefusedSetting(
         "ckpt_format",
         lambda value: value != "torch_dist",
@@ -618,10 +620,10 @@ POST_VALIDATION_REFUSALS = (
 )
 
 
-_NO_EXTRAS = Extras()
+_NO_EXTRAS = ScheduleOptions()
 
 # Returns the flags that request a feature, None if it is absent: of settings, choice and options.
-Requested = Callable[[Any, Choice, Extras], str | None]
+Requested = Callable[[Any, ResolvedSpec, ScheduleOptions], str | None]
 GRAPHS = f"--cuda-graph-impl {IMPLEMENTATION}"
 
 
@@ -640,42 +642,42 @@ class RefusalGroup:
     refusals: tuple[RefusedSetting, ...]
     requested: Requested
     settings: Mapping[str, Any] = field(default_factory=dict)
-    extras: Extras = _NO_EXTRAS
+    extras: ScheduleOptions = _NO_EXTRAS
 
 
 def _by_option(name: str) -> Requested:
     """Return the request of a feature that is an option of the schedule among our settings."""
 
-    def requested(settings: Any, choice: Choice, extras: Extras) -> str | None:
+    def requested(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> str | None:
         value = getattr(extras, name)
         return None if value == getattr(_NO_EXTRAS, name) else flag_with_value(name, value)
 
     return requested
 
 
-def _schedule(settings: Any, choice: Choice, extras: Extras) -> str:
+def _schedule(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> str:
     return f"{flag('schedule')} {choice.spec}"
 
 
-def _no_offload(settings: Any, choice: Choice, extras: Extras) -> str | None:
+def _no_offload(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> str | None:
     is_absent = extras.activation_offload is Offload.NONE
     return _schedule(settings, choice, extras) if is_absent else None
 
 
-def _pairs(settings: Any, choice: Choice, extras: Extras) -> str | None:
+def _pairs(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> str | None:
     return FLAG if with_requested_pairs(extras, settings).pairs else None
 
 
-def _graphs(settings: Any, choice: Choice, extras: Extras) -> str | None:
+def _graphs(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> str | None:
     return GRAPHS if captures(settings) else None
 
 
-def _slices(settings: Any, choice: Choice, extras: Extras) -> str | None:
+def _slices(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> str | None:
     count = extras.slices.count
     return flag_with_value("slices", count) if count > 1 else None
 
 
-def _recompute(settings: Any, choice: Choice, extras: Extras) -> str | None:
+def _recompute(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> str | None:
     if extras.recompute == Recompute() and choice.recomputes:
         return f"{flag('schedule')} {choice.spec}, which recomputes,"
     return _by_option("recompute")(settings, choice, extras)
@@ -683,32 +685,34 @@ def _recompute(settings: Any, choice: Choice, extras: Extras) -> str | None:
 
 REFUSALS = (
     RefusalGroup("refusals", SCHEDULE_REFUSALS, _schedule),
-    RefusalGroup("pairs refusals", PAIRS_REFUSALS, _pairs, extras=Extras(pairs=True)),
+    RefusalGroup("pairs refusals", PAIRS_REFUSALS, _pairs, extras=ScheduleOptions(pairs=True)),
     RefusalGroup("graph refusals", GRAPH_REFUSALS, _graphs, {"cuda_graph_impl": IMPLEMENTATION}),
     RefusalGroup(
         "vocabulary refusals",
         VOCABULARY_REFUSALS,
         _by_option("vocab_parallel"),
-        extras=Extras(vocab_parallel=VocabularyParallel.ONE),
+        extras=ScheduleOptions(vocab_parallel=VocabularyParallel.ONE),
     ),
     RefusalGroup("refusals without offload", WITHOUT_OFFLOAD_REFUSALS, _no_offload),
     RefusalGroup(
         "offload refusals",
         OFFLOAD_REFUSALS,
         _by_option("activation_offload"),
-        extras=Extras(activation_offload=Offload.FULL),
+        extras=ScheduleOptions(activation_offload=Offload.FULL),
     ),
     RefusalGroup(
         "recompute refusals",
         RECOMPUTE_REFUSALS,
         _recompute,
-        extras=Extras(recompute=Recompute(first=1)),
+        extras=ScheduleOptions(recompute=Recompute(first=1)),
     ),
-    RefusalGroup("slices refusals", SLICES_REFUSALS, _slices, extras=Extras(slices=Slices(4))),
+    RefusalGroup(
+        "slices refusals", SLICES_REFUSALS, _slices, extras=ScheduleOptions(slices=Slices(4))
+    ),
     RefusalGroup(
         "post-validation refusals",
         POST_VALIDATION_REFUSALS,
         _by_option("post_validation"),
-        extras=Extras(post_validation=True),
+        extras=ScheduleOptions(post_validation=True),
     ),
 )

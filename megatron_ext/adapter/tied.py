@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.adapter.programs import gather
-from megatron_ext.compile.registry import Choice
+from megatron_ext.compile.registry import ResolvedSpec
 
 
 def tied_weights(
@@ -66,7 +66,7 @@ def refuse_different_copies(pipeline: dist.ProcessGroup, model: Sequence[torch.n
 
 
 def check_embedding_group(
-    group: dist.ProcessGroup | None, pipeline: dist.ProcessGroup, choice: Choice
+    group: dist.ProcessGroup | None, pipeline: dist.ProcessGroup, choice: ResolvedSpec
 ) -> None:
     """Raise ValueError if ``group`` has ranks without a copy of the embedding."""
     if group is None or pipeline.size() == 1:

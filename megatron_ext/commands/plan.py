@@ -65,7 +65,7 @@ from megatron_ext.planner.training_job import TrainingJob, training_job_of
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.problem import Extras, VocabularyParallel
+from megatron_ext.schedule.problem import ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.rank_speeds import RankSpeeds, parse_rank_speeds
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 from megatron_ext.text_file import LARGEST_JSON, parse_json, read_text_file
@@ -215,7 +215,7 @@ def plan(
     source = _Source(context.args, config, megatron_args, bridge, world_size)
     try:
         pictures.check()
-        extras = Extras(
+        extras = ScheduleOptions(
             post_validation=post_validation,
             slices=Slices(slices, parse_lengths(slice_lengths, "--slice-lengths")),
             pairs=pairs,
@@ -372,7 +372,7 @@ class _Settings:
     gpu: str | None
     vision: str | None
     vision_tokens: int | None
-    extras: Extras
+    extras: ScheduleOptions
     seen: _Seen
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from megatron_ext.commands.output import print_table
-from megatron_ext.compile.registry import Mark
+from megatron_ext.compile.registry import Maturity
 from megatron_ext.cost_model.gpus import FreeMemory
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.planner.figures import bytes_of, slower_by
@@ -123,7 +123,7 @@ def _plan_row(candidate: Candidate, job: JobPlan) -> dict[str, Any]:
     is_best = candidate is choice
     return {
         "schedule": made.schedule,
-        "mark": None if candidate.mark is Mark.STABLE else candidate.mark,
+        "mark": None if candidate.mark is Maturity.STABLE else candidate.mark,
         "vocabulary": _VOCABULARY[candidate.method] if len(plan.methods) > 1 else None,
         "offload": None if made.offload is Offload.NONE else made.offload.value,
         "recomputed": f"{made.made_again:.0%}" if made.made_again else None,

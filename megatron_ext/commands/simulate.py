@@ -36,7 +36,7 @@ from megatron_ext.compile.program.noise import Spread, spread
 from megatron_ext.compile.program.simulate import simulate as simulate_program
 from megatron_ext.compile.program.unequal import UnequalMicrobatches, profile_of
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.compile.registry import Choice, choose, with_option
+from megatron_ext.compile.registry import ResolvedSpec, choose, with_option
 from megatron_ext.compile.report import ScheduleReport, report
 from megatron_ext.planner.auto import AS_1F1B, take
 from megatron_ext.planner.candidate import Variant
@@ -47,9 +47,9 @@ from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.microbatch_costs import MicrobatchLoads, parse_microbatch_costs
 from megatron_ext.schedule.problem import (
     P2P,
-    Extras,
     Offload,
     Problem,
+    ScheduleOptions,
     VocabularyParallel,
     parse_recompute,
 )
@@ -233,7 +233,7 @@ def simulate(
         files.check()
         varying = None if noise is None else parse_noise(noise)
         differing = _differing(microbatch_costs, microbatches, deal)
-        extras = Extras(
+        extras = ScheduleOptions(
             p2p=p2p,
             vocab_parallel=vocab_parallel,
             activation_offload=offload,
@@ -277,7 +277,7 @@ def simulate(
     files.name(program)
 
 
-def _under_megatron(program: Program, choice: Choice) -> float | None:
+def _under_megatron(program: Program, choice: ResolvedSpec) -> float | None:
     """Return the makespan of ``program`` if Megatron itself runs it, with its default settings;
     None if it cannot."""
     problem = run_by_stock(program.problem, choice.spec, STOCK_EXECUTOR)
@@ -319,10 +319,10 @@ class _Request:
     microbatches: int
     costs: str
     limit: str | None
-    extras: Extras
+    extras: ScheduleOptions
     speeds: tuple[float, ...] = ()
 
-    def choice(self, spec: str) -> tuple[Choice, Problem, str]:
+    def choice(self, spec: str) -> tuple[ResolvedSpec, Problem, str]:
         """Return the schedule that ``spec`` names, its problem, and why it was taken of several.
 
         The reason is "" if ``spec`` names one schedule.
@@ -340,7 +340,7 @@ class _Request:
         choice = choose(taken.spec)
         return choice, within.problem(choice), taken.why
 
-    def problem(self, choice: Choice) -> Problem:
+    def problem(self, choice: ResolvedSpec) -> Problem:
         placement = choice.place(self.ranks)
         limit = None
         if self.limit is not None:

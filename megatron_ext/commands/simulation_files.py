@@ -11,7 +11,7 @@ from megatron_ext.commands.output import command_line
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate_steps
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.compile.registry import Choice
+from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule_csv import to_csv, to_torch_csv
 from megatron_ext.schedule.timeline import Timeline
@@ -46,7 +46,7 @@ class SimulationFiles:
         if self.page is not None:
             check_page(self.page)
 
-    def write(self, choice: Choice, problem: Problem, program: Program, steps: int) -> None:
+    def write(self, choice: ResolvedSpec, problem: Problem, program: Program, steps: int) -> None:
         """Write the requested files about ``program``, pictures with so many ``steps`` of it.
 
         The pictures compare ``program`` with a reference of ``choice`` and ``problem``.
@@ -88,7 +88,9 @@ class SimulationFiles:
             typer.echo(f"page: {self.page}")
 
 
-def _runs(choice: Choice, reference: Program, program: Program, steps: int) -> tuple[Run, ...]:
+def _runs(
+    choice: ResolvedSpec, reference: Program, program: Program, steps: int
+) -> tuple[Run, ...]:
     """Return the runs of a page: ``program`` below ``reference``, if the two differ."""
     run = simulated_run(title_of(choice.spec, program.problem.extras), program, steps)
     if reference.digest == program.digest:
@@ -97,7 +99,7 @@ def _runs(choice: Choice, reference: Program, program: Program, steps: int) -> t
     return simulated_run(title, reference, steps), run
 
 
-def _reference_program(choice: Choice, problem: Problem) -> Program:
+def _reference_program(choice: ResolvedSpec, problem: Problem) -> Program:
     """Return the program that is drawn above the schedule's, for comparison."""
     if problem.extras.post_validation:
         return build_program(choice, problem.with_extras(post_validation=False))

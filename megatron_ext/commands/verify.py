@@ -11,7 +11,7 @@ from megatron_ext.commands.progress import showing_progress
 from megatron_ext.compile.registry import choose
 from megatron_ext.compile.report import ScheduleReport, report
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.problem import Extras, Problem
+from megatron_ext.schedule.problem import Problem, ScheduleOptions
 from megatron_ext.schedule.slices import Slices
 from megatron_ext.words import counted
 
@@ -60,7 +60,7 @@ def verify(
         cut = Slices(choice.slices or 1)
         costs = uniform(placement, 1, 1, 1)
         problem = Problem(
-            placement, of_step, costs, extras=Extras(slices=cut, pairs=choice.has_pairs)
+            placement, of_step, costs, extras=ScheduleOptions(slices=cut, pairs=choice.has_pairs)
         )
         with showing_progress():
             _, made = report(choice, problem)

@@ -23,7 +23,7 @@ from megatron_ext.compile.program.verify import (
     within_limit,
 )
 from megatron_ext.compile.program.waits import await_sends
-from megatron_ext.compile.registry import Choice, entries
+from megatron_ext.compile.registry import ResolvedSpec, entries
 from megatron_ext.compile.size import check_size, problem_size
 from megatron_ext.compile.transforms.offload import offload
 from megatron_ext.compile.transforms.omitted_backward import (
@@ -47,7 +47,7 @@ _NOT_MUCH_LESS = 0.8  # times what a schedule needs: lower end of the search for
 _LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # factors of the memory limit for families, see _looser_limits
 
 
-def build_program(choice: Choice, problem: Problem) -> Program:
+def build_program(choice: ResolvedSpec, problem: Problem) -> Program:
     """Return the proved program of ``choice`` for ``problem``.
 
     The costs of the program's own problem may differ: with vocabulary parallelism they have a
@@ -84,7 +84,7 @@ def prove_built(schedule: Schedule, problem: Problem) -> Program:
         return prove(schedule, problem)
 
 
-def _made(choice: Choice, problem: Problem) -> tuple[Schedule, Problem, Schedule | None]:
+def _made(choice: ResolvedSpec, problem: Problem) -> tuple[Schedule, Problem, Schedule | None]:
     """Return the family's passes within the memory limit, the problem, and the same passes
     transformed, if they are."""
     limit = _limit_of_passes(choice, problem)
@@ -94,7 +94,7 @@ def _made(choice: Choice, problem: Problem) -> tuple[Schedule, Problem, Schedule
     return passes, problem, schedule
 
 
-def _first_with_offload(choice: Choice, problem: Problem) -> Program:
+def _first_with_offload(choice: ResolvedSpec, problem: Problem) -> Program:
     """Return the program of the first passes that fit into the memory limit with copies to the
     host. The family makes its passes within looser limits than the problem's, the loosest first,
     and at last those that fit without copies.
@@ -175,7 +175,7 @@ def _limit_inserts(problem: Problem) -> bool:
     return extras.activation_offload is not Offload.NONE or extras.recompute != Recompute()
 
 
-def _check_slices(choice: Choice, problem: Problem) -> None:
+def _check_slices(choice: ResolvedSpec, problem: Problem) -> None:
     if problem.slices.count > 1 and not choice.traits.takes_slices:
         others = [name for name, entry in entries().items() if entry.traits.takes_slices]
         raise ValueError(
@@ -184,7 +184,7 @@ def _check_slices(choice: Choice, problem: Problem) -> None:
         )
 
 
-def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
+def _shortest_with_recompute(choice: ResolvedSpec, problem: Problem) -> Program:
     """Return the shortest program that fits into the memory limit with recompute. The family makes
     its passes within looser limits than the problem's, and recompute reduces their memory.
 
@@ -206,7 +206,9 @@ def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
     raise over[0].naming(least, problem.memory_limit)
 
 
-def _with_recompute(choice: Choice, problem: Problem) -> tuple[list[Program], list[ValueError]]:
+def _with_recompute(
+    choice: ResolvedSpec, problem: Problem
+) -> tuple[list[Program], list[ValueError]]:
     """Build the family's passes within each looser limit, and return the programs and the refusals.
     The first of these is for the passes without a limit, if they can be made."""
     tried: set[Schedule] = set()
@@ -224,7 +226,7 @@ def _with_recompute(choice: Choice, problem: Problem) -> tuple[list[Program], li
 
 
 def _least_that_is_enough(
-    choice: Choice, problem: Problem, limit: MemoryLimit, over: Sequence[OverLimit]
+    choice: ResolvedSpec, problem: Problem, limit: MemoryLimit, over: Sequence[OverLimit]
 ) -> float:
     """Return the least sufficient memory limit that a few tries find. ``limit`` is not sufficient.
 
@@ -329,19 +331,19 @@ def _for_training(problem: Problem) -> list[Transform]:
     return transforms
 
 
-def _places_recompute(choice: Choice, problem: Problem) -> bool:
+def _places_recompute(choice: ResolvedSpec, problem: Problem) -> bool:
     """Return whether the family itself chooses the activations to recompute."""
     is_whole = problem.slices.count == 1  # a search of slices recomputes none
     return choice.traits.fits_recompute and problem.extras.recompute.fit and is_whole
 
 
-def _adds_recompute(choice: Choice, problem: Problem) -> bool:
+def _adds_recompute(choice: ResolvedSpec, problem: Problem) -> bool:
     """Return whether recompute is added to the family's passes afterwards."""
     is_requested = problem.extras.recompute != Recompute()
     return is_requested and not _places_recompute(choice, problem)
 
 
-def _limit_of_passes(choice: Choice, problem: Problem) -> MemoryLimit | None:
+def _limit_of_passes(choice: ResolvedSpec, problem: Problem) -> MemoryLimit | None:
     """Return the memory limit of the family's passes: the problem's, less the additional memory of
     vocabulary parallelism. None with recompute, whose savings are not known yet, and in an
     evaluation, which holds nothing for a backward pass."""
@@ -354,7 +356,7 @@ def _limit_of_passes(choice: Choice, problem: Problem) -> MemoryLimit | None:
 
 
 def _with_memory_for_messages(
-    choice: Choice, problem: Problem, allowed: int, passes: Schedule
+    choice: ResolvedSpec, problem: Problem, allowed: int, passes: Schedule
 ) -> tuple[Schedule, Schedule]:
     """Return passes that leave enough memory for their messages, and the same passes transformed.
     If messages bring ``passes`` over the memory limit, the family makes others that hold less by
@@ -385,7 +387,7 @@ def _with_memory_for_messages(
     return first
 
 
-def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
+def _compute(choice: ResolvedSpec, problem: Problem, limit: MemoryLimit | None) -> Schedule:
     """Return the compute actions that the family makes within ``limit``."""
     alone = replace(_for_family(problem), memory_limit=limit)
     if _places_recompute(choice, problem):

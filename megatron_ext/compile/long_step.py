@@ -21,7 +21,7 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.memory import Amount, held_during, in_bytes, in_microbatches
 from megatron_ext.compile.program.repeating_part import SAME, RepeatingPart, repeating_part
 from megatron_ext.compile.program.verify import InvalidSchedule, Program
-from megatron_ext.compile.registry import Choice
+from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.compile.report import ScheduleReport, report
 from megatron_ext.compile.size import check_size
 from megatron_ext.schedule.columns import KINDS, by_kind
@@ -57,9 +57,9 @@ class HoldsMore(ValueError):
 
 
 def simulate_step(
-    choice: Choice,
+    choice: ResolvedSpec,
     problem: Problem,
-    build: Callable[[Choice, Problem], Program] = build_program,
+    build: Callable[[ResolvedSpec, Problem], Program] = build_program,
     *,
     whole: bool = False,
     most: Sequence[float] | None = None,
@@ -114,7 +114,7 @@ def _check_growth(
             )
 
 
-def _fewer(choice: Choice, problem: Problem) -> Iterator[int]:
+def _fewer(choice: ResolvedSpec, problem: Problem) -> Iterator[int]:
     """Yield numbers of microbatches to try, the smallest first."""
     period = _period(choice, problem)
     number = _PERIODS * period + problem.microbatches % period
@@ -123,7 +123,7 @@ def _fewer(choice: Choice, problem: Problem) -> Iterator[int]:
         number += number // period * period
 
 
-def _period(choice: Choice, problem: Problem) -> int:
+def _period(choice: ResolvedSpec, problem: Problem) -> int:
     """Return the number of microbatches after which a schedule of the family may repeat itself: a
     group."""
     group = re.search(r"\bgroup=(\d+)", choice.spec)
@@ -133,7 +133,10 @@ def _period(choice: Choice, problem: Problem) -> int:
 
 
 def _shorter(
-    choice: Choice, problem: Problem, number: int, build: Callable[[Choice, Problem], Program]
+    choice: ResolvedSpec,
+    problem: Problem,
+    number: int,
+    build: Callable[[ResolvedSpec, Problem], Program],
 ) -> tuple[Program, ScheduleReport] | None:
     """Return the step of ``number`` microbatches; None if it is refused with a text that may name
     the number.
@@ -175,7 +178,7 @@ def _with_periods(
     makespan, span = made.makespan + more, made.span + more
     work = made.work + times * part.work / made.pp
     schedule, _ = program.as_run
-    recomputes, originals = (flags[schedule.columns.kind] for flags in (_RECOMPUTES, _MADE))
+    recomputes, originals = (flags[schedule.arrays.kind] for flags in (_RECOMPUTES, _MADE))
     counts = [
         int(flags.sum() + times * (flags & part.is_in_period).sum())
         for flags in (recomputes, originals)
@@ -204,7 +207,9 @@ def _holds_as_much(schedule: Schedule, part: RepeatingPart, amount: Amount) -> b
 
 
 def simulated_in_full(
-    choice: Choice, problem: Problem, build: Callable[[Choice, Problem], Program] = build_program
+    choice: ResolvedSpec,
+    problem: Problem,
+    build: Callable[[ResolvedSpec, Problem], Program] = build_program,
 ) -> Simulated:
     """Return the figures of ``choice`` for ``problem``, built whole. Raises as `report`."""
     program, made = report(choice, problem, build)

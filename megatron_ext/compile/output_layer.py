@@ -15,7 +15,7 @@ from megatron_ext.compile.build import build_program, complete
 from megatron_ext.compile.program.memory import in_bytes, peaks
 from megatron_ext.compile.program.simulate import step_seconds
 from megatron_ext.compile.program.verify import InvalidSchedule, Program
-from megatron_ext.compile.registry import Choice
+from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.compile.transforms.vocabulary_costs import share_vocabulary
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs
@@ -23,7 +23,7 @@ from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 
 
-def place_output_layer(choice: Choice, problem: Problem) -> Program:
+def place_output_layer(choice: ResolvedSpec, problem: Problem) -> Program:
     """Return the program of ``choice`` with the output layer's weight gradient in I or in W,
     whichever takes less time.
 
@@ -38,7 +38,7 @@ def place_output_layer(choice: Choice, problem: Problem) -> Program:
     return _better_placed(partial(build_program, choice), problem, choice.traits.splits_backward)
 
 
-def better_of(now: Program, before: Program, choice: Choice, problem: Problem) -> Program:
+def better_of(now: Program, before: Program, choice: ResolvedSpec, problem: Problem) -> Program:
     """Return ``now``, or a program with the order of passes of ``before`` if that takes less time.
 
     A family that searches does not always find the best order.

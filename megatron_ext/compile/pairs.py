@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from megatron_ext.compile.program.memory import in_microbatches, limited_amount, peaks
 from megatron_ext.compile.program.simulate import simulate_unproved
-from megatron_ext.compile.registry import Choice, entries, on_placement
+from megatron_ext.compile.registry import ResolvedSpec, entries, on_placement
 from megatron_ext.compile.transforms.pairs import pair_up
 from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
 
-def check_pairs(choice: Choice, problem: Problem) -> None:
+def check_pairs(choice: ResolvedSpec, problem: Problem) -> None:
     """Raise ValueError if pairs are requested of a schedule that can have none."""
     if problem.extras.pairs and problem.placement.chunks < 2:
         others = [name for name, entry in entries().items() if entry.traits.keeps_pairs]
@@ -32,7 +32,7 @@ def with_pairs(schedule: Schedule, problem: Problem) -> Schedule:
     return pair_up(schedule, problem)
 
 
-def built_with_pairs(choice: Choice, alone: Problem, problem: Problem) -> Schedule:
+def built_with_pairs(choice: ResolvedSpec, alone: Problem, problem: Problem) -> Schedule:
     """Return the passes of ``choice`` for ``problem``, which its family sees as ``alone``.
 
     A search does not know of pairs. With pairs the result is therefore the fastest of its schedule

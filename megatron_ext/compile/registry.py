@@ -31,7 +31,7 @@ from megatron_ext.text_file import read_text_file
 from megatron_ext.words import counted, shown
 
 
-class Mark(enum.StrEnum):
+class Maturity(enum.StrEnum):
     """Maturity of a schedule: its tests, and whether `plan` recommends it.
 
     All schedules are proved at many sizes in tests, and train there to stock's bits.
@@ -86,7 +86,7 @@ class FamilyEntry:
     build: Callable[..., Schedule]
     place: Callable[..., Placement]
     source: str
-    mark: Mark = Mark.EXPERIMENTAL
+    mark: Maturity = Maturity.EXPERIMENTAL
     traits: Traits = Traits()
     aliases: tuple[str, ...] = ()
     at_once: Callable[..., Schedule] | None = None
@@ -102,7 +102,7 @@ def family(
     place: Callable[..., Placement],
     *,
     source: str,
-    mark: Mark = Mark.EXPERIMENTAL,
+    mark: Maturity = Maturity.EXPERIMENTAL,
     aliases: tuple[str, ...] = (),
     at_once: Callable[..., Schedule] | None = None,
     **traits: bool,
@@ -148,7 +148,7 @@ def entries() -> dict[str, FamilyEntry]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ResolvedSpec:
     """A chosen schedule before its problem is known: a family with options, or a table.
 
     ``at_once`` is used instead where steps cannot wait for a search; None if the choice needs no
@@ -172,7 +172,7 @@ class Choice:
         return self.traits.searches or self.at_once is not None
 
     @property
-    def without_search(self) -> Choice:
+    def without_search(self) -> ResolvedSpec:
         """This choice, or the one that is used instead of its search."""
         if self.at_once is None:
             return self
@@ -190,7 +190,7 @@ class Choice:
         return self.example.rank_of[0] != 0
 
 
-def choose(spec: str) -> Choice:
+def choose(spec: str) -> ResolvedSpec:
     """Return the schedule that ``spec`` names: ``zb-h1``, ``name:key=value,...``, the path of a CSV
     file, or that of a Python file that registers a family, ``mine.py:key=value,...``.
 
@@ -209,7 +209,7 @@ def choose(spec: str) -> Choice:
     place = functools.cache(functools.partial(entry.place, **accepted(entry.place, options)))
     build = functools.partial(entry.build, **accepted(entry.build, options))
     at_once = entry.at_once and functools.partial(entry.at_once, **accepted(entry.at_once, options))
-    return Choice(spec, place, build, entry.traits, at_once=at_once)
+    return ResolvedSpec(spec, place, build, entry.traits, at_once=at_once)
 
 
 def _named(spec: str) -> str:
@@ -238,7 +238,7 @@ def entry_of(spec: str) -> FamilyEntry:
     return _entry_and_options(_named(spec))[0]
 
 
-def on_placement(placement: Placement) -> Iterator[Choice]:
+def on_placement(placement: Placement) -> Iterator[ResolvedSpec]:
     """Yield our families without a search that can use ``placement``."""
     numbers = {"vpp": placement.chunks, "waves": max(placement.chunks // 2, 1)}
     for entry in entries().values():
@@ -324,10 +324,10 @@ def _all_names() -> list[str]:
     return [*entries(), AUTO, *(alias for entry in entries().values() for alias in entry.aliases)]
 
 
-def _from_csv_file(path: Path) -> Choice:
+def _from_csv_file(path: Path) -> ResolvedSpec:
     schedule, is_folded = _in_csv_file(path)
     microbatches = schedule.microbatches
-    slices = schedule.columns.slices
+    slices = schedule.arrays.slices
 
     def place(ranks: int) -> Placement:
         if ranks != len(schedule.rows):
@@ -359,7 +359,7 @@ def _from_csv_file(path: Path) -> Choice:
             f"half of its microbatches each; so it is folded",
         )
     kinds = {action.kind for row in schedule.rows for action in row}
-    return Choice(
+    return ResolvedSpec(
         str(path),
         place,
         build,

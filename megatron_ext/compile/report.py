@@ -15,7 +15,7 @@ from megatron_ext.compile.program.memory import (
 )
 from megatron_ext.compile.program.simulate import simulate, step_seconds
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.compile.registry import Choice
+from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.progress import task
 from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.schedule import bitwise_order
@@ -72,7 +72,9 @@ class ScheduleReport:
 
 
 def report(
-    choice: Choice, problem: Problem, build: Callable[[Choice, Problem], Program] = build_program
+    choice: ResolvedSpec,
+    problem: Problem,
+    build: Callable[[ResolvedSpec, Problem], Program] = build_program,
 ) -> tuple[Program, ScheduleReport]:
     """Build, prove and simulate ``choice``, and return its program and the report.
 

@@ -19,7 +19,7 @@ from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
 from megatron_ext.adapter.stock.executor import stock_executor
 from megatron_ext.compile.long_step import simulated_in_full
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.compile.registry import Choice
+from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.model_memory import ModelBytes
 from megatron_ext.launch_command import megatron_arguments
@@ -45,7 +45,7 @@ class Judgement:
     """
 
     args: Any
-    choice: Choice
+    choice: ResolvedSpec
     problem: Problem
     programs: Sequence[Program]
     model: Sequence[ModelBytes] | None

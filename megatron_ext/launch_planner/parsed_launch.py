@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.compile.registry import Mark, choose
+from megatron_ext.compile.registry import Maturity, choose
 from megatron_ext.config import ESTIMATE, PLAN, CostsSource, PipelineConfig, flag
 from megatron_ext.cost_model.assumptions import assumptions
 from megatron_ext.cost_model.description import describe
@@ -215,7 +215,7 @@ def _read(
         methods,
         tokens,
         own,
-        frozenset(Mark),
+        frozenset(Maturity),
         tries_recompute=not says(words, "recompute"),
         is_whole=request.launch is not None,
     )

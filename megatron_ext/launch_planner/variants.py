@@ -13,7 +13,7 @@ from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.adapter.stock.executor import stock_executor
-from megatron_ext.compile.registry import Mark, entry_of
+from megatron_ext.compile.registry import Maturity, entry_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.judgement import Judgement, check_arguments, judged
@@ -25,7 +25,7 @@ from megatron_ext.planner.verdict import Written
 from megatron_ext.schedule.problem import Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 
-STABLE = frozenset([Mark.STABLE])
+STABLE = frozenset([Maturity.STABLE])
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LaunchVariants:
     methods: frozenset[VocabMethod]
     tokens: int | None
     own: str | None = None
-    marks: frozenset[Mark] = STABLE
+    marks: frozenset[Maturity] = STABLE
     tries_recompute: bool = False
     is_whole: bool = True
 

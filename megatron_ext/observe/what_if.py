@@ -19,7 +19,7 @@ from megatron_ext.compile.build import build_program, complete
 from megatron_ext.compile.program.memory import in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.compile.registry import FamilyEntry, Mark, choose, entries
+from megatron_ext.compile.registry import FamilyEntry, Maturity, choose, entries
 from megatron_ext.compile.size import seconds_to_build
 from megatron_ext.observe.model_parts import BACKWARD, FORWARD, WEIGHT, ModelParts
 from megatron_ext.progress import task
@@ -225,7 +225,7 @@ def _specs(placement: Placement) -> Iterator[tuple[FamilyEntry, str]]:
     last."""
     for entry in sorted(entries().values(), key=lambda entry: entry.traits.searches):
         has_chunks = "vpp" in inspect.signature(entry.place).parameters
-        if entry.mark is Mark.LABORATORY or (has_chunks and placement.chunks == 1):
+        if entry.mark is Maturity.LABORATORY or (has_chunks and placement.chunks == 1):
             continue
         yield entry, f"{entry.name}:vpp={placement.chunks}" if has_chunks else entry.name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.compile.registry import Choice, choose, entry_of
+from megatron_ext.compile.registry import ResolvedSpec, choose, entry_of
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.figures import slower_by
 from megatron_ext.planner.planner import make_plan
@@ -23,7 +23,7 @@ class Taken:
     why: str
 
 
-def take(searches: Sequence[str], problem_of: Callable[[Choice], Problem]) -> Taken:
+def take(searches: Sequence[str], problem_of: Callable[[ResolvedSpec], Problem]) -> Taken:
     """Return the one of ``searches`` whose step is the shortest.
 
     Args:

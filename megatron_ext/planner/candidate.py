@@ -10,7 +10,7 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.output_layer import place_output_layer
 from megatron_ext.compile.overlap import is_gain
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.compile.registry import Choice, Mark, entries, entry_of
+from megatron_ext.compile.registry import Maturity, ResolvedSpec, entries, entry_of
 from megatron_ext.compile.report import ScheduleReport
 from megatron_ext.cost_model.model_memory import ModelBytes
 from megatron_ext.schedule.limit import MemoryLimit
@@ -52,14 +52,14 @@ class Variant:
         layers: of the model; None: not known.
     """
 
-    choice: Choice
+    choice: ResolvedSpec
     problem: Problem
     model: Sequence[ModelBytes] | None = None
     may_recompute: bool = False
     layers: int | None = None
 
     @property
-    def build(self) -> Callable[[Choice, Problem], Program]:
+    def build(self) -> Callable[[ResolvedSpec, Problem], Program]:
         """Function that makes its program."""
         return build_program if self.problem.costs.held_bytes is None else place_output_layer
 
@@ -70,13 +70,13 @@ class Variant:
             raise ValueError("its vocabulary cannot be divided: only that of a line or a V can")
 
 
-def goes_with(slices: Slices, choice: Choice, vocabulary: VocabularyParallel) -> bool:
+def goes_with(slices: Slices, choice: ResolvedSpec, vocabulary: VocabularyParallel) -> bool:
     """Return whether a schedule can have ``slices`` with ``vocabulary``."""
     is_whole = vocabulary is VocabularyParallel.NONE
     return slices.count == 1 or (choice.traits.takes_slices and is_whole)
 
 
-def keeps_pairs(choice: Choice, vocabulary: VocabularyParallel) -> bool:
+def keeps_pairs(choice: ResolvedSpec, vocabulary: VocabularyParallel) -> bool:
     """Return whether a schedule with ``vocabulary`` overlaps most F with backward passes if overlap
     is requested."""
     return entry_of(choice.spec).traits.keeps_pairs and vocabulary is VocabularyParallel.NONE
@@ -129,7 +129,7 @@ class Candidate:
         return self.schedule.partition(":")[0]
 
     @property
-    def mark(self) -> Mark:
+    def mark(self) -> Maturity:
         return entries()[self.family].mark
 
     @property
@@ -205,7 +205,7 @@ class Plan:
 
 
 def stable_of(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    return tuple(candidate for candidate in candidates if candidate.mark is Mark.STABLE)
+    return tuple(candidate for candidate in candidates if candidate.mark is Maturity.STABLE)
 
 
 def pareto_front(

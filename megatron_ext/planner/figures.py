@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from megatron_ext.compile.registry import Mark
+from megatron_ext.compile.registry import Maturity
 from megatron_ext.planner.candidate import Candidate, Plan, RankMemory, VocabMethod
 from megatron_ext.schedule.problem import Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Lengths
@@ -43,7 +43,7 @@ class Figures:
     """
 
     schedule: str
-    mark: Mark
+    mark: Maturity
     vocabulary: VocabMethod
     offload: Offload
     recompute: str

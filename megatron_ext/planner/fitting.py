@@ -18,7 +18,7 @@ from megatron_ext.planner.candidate import (
     by_time,
 )
 from megatron_ext.planner.limits import least_time, limit_left
-from megatron_ext.schedule.problem import Extras, Offload, Recompute
+from megatron_ext.schedule.problem import Offload, Recompute, ScheduleOptions
 from megatron_ext.words import bytes_text
 
 
@@ -103,7 +103,7 @@ def _is_slowed_by_memory(variant: Variant, candidate: Candidate) -> bool:
     return candidate.step > SLOWED * least_time(unlimited, variant.choice.traits.splits_backward)
 
 
-def _ways_to_fit(variant: Variant, may_offload: bool) -> Iterator[Extras]:
+def _ways_to_fit(variant: Variant, may_offload: bool) -> Iterator[ScheduleOptions]:
     """Yield the options of offload or recompute with which ``variant`` may fit into its limit."""
     problem = variant.problem
     if may_offload and problem.costs.host is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_ext.compile.auto_spec import SEARCHES
-from megatron_ext.compile.registry import Mark, entries, entry_of
+from megatron_ext.compile.registry import Maturity, entries, entry_of
 from megatron_ext.planner.candidate import (
     Candidate,
     Plan,
@@ -27,7 +27,7 @@ from megatron_ext.schedule.limit import MemoryLimit
 VariantOf = Callable[[str, VocabMethod], Variant | None]
 SpecWithMethod = tuple[str, VocabMethod]  # a spec, and what is done about the vocabulary
 
-_MARKS = tuple(Mark)  # the stable ones are compared first
+_MARKS = tuple(Maturity)  # the stable ones are compared first
 SEARCHED = 2  # with each method, of all that search
 _WHATEVER = ", whatever its order"  # so ends a refusal of what a bound proves to take longer
 NO_TIME = "not compared: the time of the plan was over"
@@ -191,7 +191,7 @@ class _Comparison:
             elif variant.choice.traits.searches:
                 variant = self._within_the_best(variant)
             at_most = best.step if best is not None and self._is_long else math.inf
-            if entry_of(spec).mark is Mark.LABORATORY or not may_be_made_to_fit:
+            if entry_of(spec).mark is Maturity.LABORATORY or not may_be_made_to_fit:
                 at_most = 0.0
             return consider(variant, method, self._room, self._may_offload, at_most)
         except TooFull as error:

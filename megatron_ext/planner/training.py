@@ -29,11 +29,11 @@ from megatron_ext.planner.stock import run_by_stock
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import Extras, Problem
+from megatron_ext.schedule.problem import Problem, ScheduleOptions
 from megatron_ext.schedule.rank_speeds import RankSpeeds, at_speeds
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 
-_NO_EXTRAS = Extras()
+_NO_EXTRAS = ScheduleOptions()
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Training:
     costs: Callable[[Placement], Costs] | None = None
     trained: TrainedModel | None = None
     limit: MemoryLimit | None = None
-    extras: Extras = _NO_EXTRAS
+    extras: ScheduleOptions = _NO_EXTRAS
     layers: int | None = None
     speeds: RankSpeeds | None = None
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_ext.compile.registry import Choice, choose
+from megatron_ext.compile.registry import ResolvedSpec, choose
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.stock_executor import STOCK
 from megatron_ext.words import counted
@@ -47,7 +47,7 @@ class Contestants:
         return "stock's order" if name in STOCK else "no order of stock's, which has no such stages"
 
     @cached_property
-    def choices(self) -> tuple[Choice, ...]:
+    def choices(self) -> tuple[ResolvedSpec, ...]:
         return tuple(map(choose, self.specs))
 
 

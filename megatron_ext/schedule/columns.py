@@ -34,11 +34,11 @@ IS_SEND = by_kind(lambda rule: rule.lane is Lane.SEND)
 IS_RECEIVE = by_kind(lambda rule: rule.lane is Lane.RECEIVE)
 IS_COLLECTIVE = by_kind(lambda rule: rule.lane is Lane.COLLECTIVE)
 IN_EVALUATION = by_kind(lambda rule: rule.in_evaluation)
-HOLDS_UP = by_kind(lambda rule: rule.holds_up)
+IS_BLOCKING = by_kind(lambda rule: rule.is_blocking)
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
+class ActionArrays:
     """Structure of arrays over the actions of a schedule: entry n of each array describes the n-th
     action, rank after rank.
 
@@ -66,15 +66,15 @@ class Columns:
         return np.arange(len(self), dtype=np.int32)
 
     @cached_property
-    def pairs(self) -> tuple[tuple[int, Kind], ...]:
+    def stage_kinds(self) -> tuple[tuple[int, Kind], ...]:
         """The stages and kinds that occur. Properties that all microbatches share are computed once
         for each of them."""
         codes = self._codes_in_use.tolist()
         return tuple((code // len(KINDS), KINDS[code % len(KINDS)]) for code in codes)
 
     @cached_property
-    def pair(self) -> Ints:
-        """The position in `pairs` of each action's stage and kind."""
+    def stage_kind(self) -> Ints:
+        """The position in `stage_kinds` of each action's stage and kind."""
         place = np.zeros(self._codes.max(initial=-1) + 1, dtype=np.int32)
         place[self._codes_in_use] = np.arange(len(self._codes_in_use))
         return place[self._codes]
@@ -93,11 +93,11 @@ class Columns:
         numbers of the one or two that it does. The second number is -1 if the action does only
         one."""
         numbers: dict[tuple[int, Kind], int] = {}
-        of_pairs = np.full((len(self.pairs), 2), -1, dtype=np.int32)
-        for row, (stage, kind) in zip(of_pairs, self.pairs, strict=True):
+        numbers_of = np.full((len(self.stage_kinds), 2), -1, dtype=np.int32)
+        for row, (stage, kind) in zip(numbers_of, self.stage_kinds, strict=True):
             for place, part in enumerate(RULES[kind].covers):
                 row[place] = numbers.setdefault((stage, part), len(numbers))
-        return numbers, of_pairs[self.pair]
+        return numbers, numbers_of[self.stage_kind]
 
     @property
     def slices(self) -> int:
@@ -113,45 +113,45 @@ class Columns:
         """Return the value of ``of`` for each action. It is called once for all microbatches of a
         stage, kind and slice, unless ``by_place`` it differs from microbatch to microbatch."""
         if by_place:
-            pairs = map(self.pairs.__getitem__, self.pair.tolist())
+            kinds = map(self.stage_kinds.__getitem__, self.stage_kind.tolist())
             microbatches = self.microbatch.tolist()
-            return [of(Action(*pair, k)) for pair, k in zip(pairs, microbatches, strict=True)]
-        of_pairs = [[of(action) for action in row] for row in self.examples]
+            return [of(Action(*kind, k)) for kind, k in zip(kinds, microbatches, strict=True)]
+        of_kinds = [[of(action) for action in row] for row in self.examples]
         if self.slices == 1:
-            return [of_pairs[pair][0] for pair in self.pair.tolist()]
-        places = zip(self.pair.tolist(), self.slice.tolist(), strict=True)
-        return [of_pairs[pair][number] for pair, number in places]
+            return [of_kinds[kind][0] for kind in self.stage_kind.tolist()]
+        places = zip(self.stage_kind.tolist(), self.slice.tolist(), strict=True)
+        return [of_kinds[kind][number] for kind, number in places]
 
     @cached_property
     def examples(self) -> list[list[Action]]:
-        """The actions of microbatch 0 for each of `pairs`: one action, or one for each slice."""
+        """The actions of microbatch 0 for each of `stage_kinds`: one, or one for each slice."""
         parts = slices_of(0, self.slice_ends)
-        return [[Action(stage, kind, part) for part in parts] for stage, kind in self.pairs]
+        return [[Action(stage, kind, part) for part in parts] for stage, kind in self.stage_kinds]
 
-    def of_pairs(self, pairs: Ints, shifts: Ints | None = None) -> Ints:
+    def of_stage_kinds(self, others: Ints, shifts: Ints | None = None) -> Ints:
         """Return for each action the number of a related action of the same microbatch, or -1 if
         there is none.
 
         Args:
-            pairs: for each entry of `pairs`, the entry of the related action, or -1.
-            shifts: for each entry of `pairs`, how many slices later the related action is.
+            others: for each entry of `stage_kinds`, the entry of the related action, or -1.
+            shifts: for each entry of `stage_kinds`, how many slices later the related action is.
         """
-        pair, microbatch = pairs[self.pair], self.microbatch
+        related, microbatch = others[self.stage_kind], self.microbatch
         if shifts is not None:
-            shift = shifts[self.pair]
+            shift = shifts[self.stage_kind]
             number = self.slice + shift
             is_there = (number >= 0) & (number < self.slices)
-            pair = np.where(is_there, pair, np.int32(-1))
+            related = np.where(is_there, related, np.int32(-1))
             microbatch = np.where(is_there, microbatch + shift, microbatch)
-        return np.where(pair < 0, np.int32(-1), self.table[pair, microbatch])
+        return np.where(related < 0, np.int32(-1), self.table[related, microbatch])
 
     @cached_property
     def table(self) -> Ints:
-        """Numbers of the actions, an array of shape (pairs, microbatches); -1 if there is no such
-        action."""
+        """Numbers of the actions, an array of shape (stages and kinds, microbatches); -1 if there
+        is no such action."""
         microbatches = self.microbatch.max(initial=0) + 1
-        table = np.full((max(len(self.pairs), 1), microbatches), -1, dtype=np.int32)
-        table[self.pair, self.microbatch] = self.numbers
+        table = np.full((max(len(self.stage_kinds), 1), microbatches), -1, dtype=np.int32)
+        table[self.stage_kind, self.microbatch] = self.numbers
         return table
 
     def latest(self, flags: Flags) -> Ints:
@@ -161,8 +161,8 @@ class Columns:
         return np.where(latest < self.first, np.int32(-1), latest)
 
 
-def columns_of(rows: Sequence[Sequence[Action]]) -> Columns:
-    """Return the `Columns` of the actions of ``rows``, which have one row per rank."""
+def action_arrays_of(rows: Sequence[Sequence[Action]]) -> ActionArrays:
+    """Return the `ActionArrays` of the actions of ``rows``, which have one row per rank."""
     lengths = [len(row) for row in rows]
     count = sum(lengths)
 
@@ -172,7 +172,7 @@ def columns_of(rows: Sequence[Sequence[Action]]) -> Columns:
     kinds = map(_NUMBERS.__getitem__, column(1))
     a_part = next((action.microbatch for row in rows for action in row), 0)
     firsts = np.cumsum([0, *lengths[:-1]], dtype=np.int32)[: len(lengths)]
-    return Columns(
+    return ActionArrays(
         rank=np.repeat(np.arange(len(rows), dtype=np.int32), lengths),
         stage=np.fromiter(column(0), np.int32, count),
         kind=np.fromiter(kinds, np.int32, count),

@@ -124,7 +124,7 @@ class Rule:
         beside: the kinds of pass of its rank with one of which it can run as one (`action.Pair`).
         by_optimizer: whether the optimizer's step does it, after the run of the schedule. It is in
             the schedule for the proof, the simulator and pictures.
-        option: the field of `Extras` that requests it; empty for passes and their messages.
+        option: the field of `ScheduleOptions` that requests it; "" for passes and messages.
         cost: rule for the time that it takes.
         colour: fill of the kind's boxes in pictures, if it computes: Okabe and Ito's palette
             (2008), to which B, R and the embedding's weight gradient are added. People with any
@@ -174,7 +174,7 @@ class Rule:
         return self.partner is not None
 
     @property
-    def holds_up(self) -> bool:
+    def is_blocking(self) -> bool:
         """Whether later actions of the rank wait for this action's end."""
         return self.lane in (Lane.COMPUTE, Lane.WAIT)
 

@@ -81,7 +81,7 @@ def parse_recompute(text: str, name: str = "recompute") -> Recompute:
 
 
 @dataclass(frozen=True)
-class Extras:
+class ScheduleOptions:
     """Options of a schedule in addition to the order of its passes, named as the settings are.
 
     A field's ``phrase`` is the name of the option in errors, with {} for its value.
@@ -126,7 +126,7 @@ class Extras:
 
     def requests(self, extra: str) -> bool:
         """Return whether the option ``extra`` differs from its default."""
-        return bool(getattr(self, extra) != getattr(Extras, extra))
+        return bool(getattr(self, extra) != getattr(ScheduleOptions, extra))
 
     def phrase(self, extra: str) -> str:
         """Return the option ``extra`` with its value, as errors name it."""
@@ -138,13 +138,13 @@ class Extras:
         return _PHRASES[extra].removesuffix(" {}")
 
 
-_PHRASES = {extra.name: extra.metadata["phrase"] for extra in fields(Extras)}
+_PHRASES = {extra.name: extra.metadata["phrase"] for extra in fields(ScheduleOptions)}
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two options in `Extras` that do not go together. ``why`` is the end of an error about
-    them."""
+    """Two options in `ScheduleOptions` that do not go together. ``why`` is the end of an error
+    about them."""
 
     extras: tuple[str, str]
     why: str
@@ -216,7 +216,7 @@ class Problem:
     costs: Costs
     memory_limit: MemoryLimit | None = None
     forward_only: bool = False
-    extras: Extras = Extras()
+    extras: ScheduleOptions = ScheduleOptions()
     first_trained: int = 0
     stock: StockExecutor | None = None
 
@@ -285,7 +285,7 @@ class Problem:
 
     @property
     def slices(self) -> Slices:
-        """The slices of a microbatch (`Extras.slices`)."""
+        """The slices of a microbatch (`ScheduleOptions.slices`)."""
         return self.extras.slices
 
     @property

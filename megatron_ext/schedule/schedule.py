@@ -11,7 +11,14 @@ from itertools import chain
 import numpy as np
 
 from megatron_ext.schedule.action import Action, Kind, OverlappedPasses, whole_of
-from megatron_ext.schedule.columns import IN_EVALUATION, IS_PASS, KINDS, Columns, Ints, columns_of
+from megatron_ext.schedule.columns import (
+    IN_EVALUATION,
+    IS_PASS,
+    KINDS,
+    ActionArrays,
+    Ints,
+    action_arrays_of,
+)
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
@@ -67,9 +74,9 @@ class Schedule:
         ]
 
     @cached_property
-    def columns(self) -> Columns:
+    def arrays(self) -> ActionArrays:
         """The actions of all rows as numbers. Stages and microbatches have to fit into 32 bits."""
-        return columns_of(self.rows)
+        return action_arrays_of(self.rows)
 
 
 Family = Callable[[Problem], Schedule]
@@ -87,17 +94,17 @@ def followed_by_own_w(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
     """Return the stage and microbatch of each input-gradient pass (I) of a rank's ``row`` that is
     directly followed by the weight-gradient pass (W) of the same stage and microbatch."""
     return frozenset(
-        (row[n].stage, row[n].microbatch) for n in right_behind_own_input(columns_of([row]))
+        (row[n].stage, row[n].microbatch) for n in right_behind_own_input(action_arrays_of([row]))
     )
 
 
-def right_behind_own_input(columns: Columns) -> Ints:
+def right_behind_own_input(arrays: ActionArrays) -> Ints:
     """Return the numbers of the W whose own I is the previous pass of their rank."""
-    passes = columns.numbers[IS_PASS[columns.kind]]
+    passes = arrays.numbers[IS_PASS[arrays.kind]]
     before, after = passes[:-1], passes[1:]
-    is_it = columns.kind[before] == KINDS.index(Kind.BACKWARD_INPUT)
-    is_it &= columns.kind[after] == KINDS.index(Kind.BACKWARD_WEIGHT)
-    for figures in (columns.stage, columns.microbatch):
+    is_it = arrays.kind[before] == KINDS.index(Kind.BACKWARD_INPUT)
+    is_it &= arrays.kind[after] == KINDS.index(Kind.BACKWARD_WEIGHT)
+    for figures in (arrays.stage, arrays.microbatch):
         is_it &= figures[before] == figures[after]
     return after[is_it]
 
@@ -120,7 +127,7 @@ def bitwise_order(schedule: Schedule) -> bool:
     microbatches have to come in order in F, and in reverse order in I (or B) and in W: the results
     are then those of every such schedule with these slices.
     """
-    rules = (RULES[kind] for _, kind in schedule.columns.pairs)
+    rules = (RULES[kind] for _, kind in schedule.arrays.stage_kinds)
     if any(rule.lane is Lane.COMPUTE and rule.where is not Where.STAGE for rule in rules):
         return False
     return in_microbatch_order(schedule)
@@ -129,18 +136,18 @@ def bitwise_order(schedule: Schedule) -> bool:
 def in_microbatch_order(schedule: Schedule) -> bool:
     """Return whether the passes of each kind of each stage run in microbatch order. The results are
     then to the last bit those of any other such schedule of the same placement and extras."""
-    columns = schedule.columns
-    _, work = columns.work
-    is_done = IS_PASS[columns.kind][:, np.newaxis] & (work >= 0)
-    turn = np.broadcast_to(_turns(columns)[:, np.newaxis], work.shape)[is_done]
+    arrays = schedule.arrays
+    _, work = arrays.work
+    is_done = IS_PASS[arrays.kind][:, np.newaxis] & (work >= 0)
+    turn = np.broadcast_to(_turns(arrays)[:, np.newaxis], work.shape)[is_done]
     of_work = work[is_done]
     order = np.argsort(of_work, kind="stable")
     goes_back = (np.diff(of_work[order]) == 0) & (np.diff(turn[order]) < 0)
     return not goes_back.any()
 
 
-def _turns(columns: Columns) -> Ints:
+def _turns(arrays: ActionArrays) -> Ints:
     """Return for each action the position that it should have among its stage's passes of its
     kind."""
-    back = columns.microbatch + np.int32(columns.slices - 1) - 2 * columns.slice
-    return np.where(IN_EVALUATION[columns.kind], columns.microbatch, back)
+    back = arrays.microbatch + np.int32(arrays.slices - 1) - 2 * arrays.slice
+    return np.where(IN_EVALUATION[arrays.kind], arrays.microbatch, back)

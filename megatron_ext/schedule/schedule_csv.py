@@ -59,7 +59,7 @@ def to_torch_csv(schedule: Schedule) -> str:
             f"torch has no pass like {unknown} ({RULES[unknown.kind].does}): it knows F, I, W and "
             f"B; torch.utils.checkpoint recomputes a stage's activations in its backward pass"
         )
-    if schedule.columns.slices > 1:
+    if schedule.arrays.slices > 1:
         raise ValueError(
             f"torch has no slices of a microbatch, and reads {rows[0][0]} as a whole one: drop the "
             f"slices, or write a table for megatron_ext (to_csv, simulate --csv)"

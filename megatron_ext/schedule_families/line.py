@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from megatron_ext.compile.eager import eager_or_not
-from megatron_ext.compile.registry import Mark, family
+from megatron_ext.compile.registry import Maturity, family
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
@@ -17,7 +17,7 @@ from megatron_ext.schedule.schedule import Schedule
     "gpipe",
     line,
     source="Huang et al. 2019, arXiv:1811.06965",
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     takes_slices=True,
     aliases=("ScheduleGPipe",),
 )
@@ -46,7 +46,7 @@ def gpipe(problem: Problem) -> Schedule:
     "1f1b",
     line,
     source="Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1 (PipeDream-flush)",
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     takes_slices=True,
     aliases=("Schedule1F1B",),
 )

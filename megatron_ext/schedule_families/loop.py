@@ -13,7 +13,7 @@ from functools import partial
 from itertools import batched
 
 from megatron_ext.compile.program.pass_graph import pass_graph
-from megatron_ext.compile.registry import Mark, family
+from megatron_ext.compile.registry import Maturity, family
 from megatron_ext.schedule.action import Action, Kind, Rows, token_share
 from megatron_ext.schedule.placement import loop
 from megatron_ext.schedule.problem import Problem
@@ -31,7 +31,7 @@ from megatron_ext.search.weight_gradient_filling import (
     "interleaved",
     loop,
     source="Narayanan et al. 2021, arXiv:2104.04473, section 2.2.2",
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     takes_slices=True,
     aliases=("ScheduleInterleaved1F1B", "Interleaved1F1B", "slimpipe"),
     keeps_pairs=True,
@@ -83,7 +83,7 @@ def breadth_first(problem: Problem) -> Schedule:
     "units",
     loop,
     source="Tang et al. 2024, arXiv:2402.03791 (ZeroPP), from its abstract",
-    mark=Mark.LABORATORY,
+    mark=Maturity.LABORATORY,
     splits_backward=True,
     uses_costs=True,
     takes_slices=True,
@@ -150,7 +150,7 @@ def _units(problem: Problem, u: int, backward: Kind) -> Rows:
     "interleaved-zb",
     loop,
     source="Narayanan et al. 2021, arXiv:2104.04473, with W as in Qi et al. 2024, arXiv:2401.10241",
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     splits_backward=True,
     uses_costs=True,
     takes_slices=True,
@@ -178,7 +178,7 @@ def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
     "gis",
     loop,
     source="Wan et al. 2025, arXiv:2503.01328 (PipeOffload), section 3.1",
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     splits_backward=True,
     uses_costs=True,
     takes_slices=True,
@@ -205,7 +205,7 @@ def gis(problem: Problem, *, group: int = 0) -> Schedule:
     "gis-h",
     loop,
     source="Wan et al. 2025, arXiv:2503.01328 (PipeOffload), section 3.2",
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     splits_backward=True,
     uses_costs=True,
     takes_slices=True,
@@ -228,7 +228,7 @@ def gis_h(problem: Problem) -> Schedule:
     "loop-auto",
     loop,
     source="ours; loops are those of Narayanan et al. 2021, arXiv:2104.04473",
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     splits_backward=True,
     uses_costs=True,
     searches=True,

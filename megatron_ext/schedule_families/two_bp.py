@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.compile.registry import Mark, entries, family
+from megatron_ext.compile.registry import Maturity, entries, family
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
@@ -13,7 +13,7 @@ from megatron_ext.schedule.schedule import Schedule
     "2bp",
     line,
     source="Rae et al. 2024, arXiv:2405.18047",
-    mark=Mark.LABORATORY,
+    mark=Maturity.LABORATORY,
     splits_backward=True,
     takes_slices=True,
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from operator import itemgetter
 
-from megatron_ext.compile.registry import Mark, family
+from megatron_ext.compile.registry import Maturity, family
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import Placement, v, wave
 from megatron_ext.schedule.problem import Problem
@@ -22,7 +22,7 @@ from megatron_ext.schedule.schedule import Schedule
     "chimera",
     v,
     source="Li and Hoefler 2021, arXiv:2107.06925",
-    mark=Mark.LABORATORY,
+    mark=Maturity.LABORATORY,
     takes_slices=True,
 )
 def chimera(problem: Problem) -> Schedule:
@@ -48,7 +48,7 @@ def two_waves(ranks: int) -> Placement:
     "bitpipe",
     two_waves,
     source="Wu et al. 2024, arXiv:2410.19367",
-    mark=Mark.LABORATORY,
+    mark=Maturity.LABORATORY,
     takes_slices=True,
 )
 def bitpipe(problem: Problem) -> Schedule:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from megatron_ext.compile.registry import Mark, family
+from megatron_ext.compile.registry import Maturity, family
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import v
@@ -31,7 +31,7 @@ Pass = tuple[int, Kind]  # chunk, kind
     "zb-v",
     v,
     source="Qi et al. 2024, arXiv:2401.10241, section 6",
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     splits_backward=True,
     steps_overlap=True,
     takes_slices=True,
@@ -75,7 +75,7 @@ def zb_v(problem: Problem) -> Schedule:
     "v-half",
     v,
     source=f"{_CONTROLLABLE_MEMORY}, section 3.2, V-Half",
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     splits_backward=True,
     takes_slices=True,
 )
@@ -280,7 +280,7 @@ def _from_block(
     "v-auto",
     v,
     source="ours; the V is that of Qi et al. 2024, arXiv:2405.15362",
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     splits_backward=True,
     uses_costs=True,
     searches=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from functools import partial
 
-from megatron_ext.compile.registry import Mark, family
+from megatron_ext.compile.registry import Maturity, family
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import wave
 from megatron_ext.schedule.problem import Problem
@@ -19,7 +19,7 @@ _SLOTS = {Kind.FORWARD: 1, Kind.FULL_BACKWARD: 2}
     "hanayo",
     wave,
     source="Liu et al. 2023, arXiv:2308.15762",
-    mark=Mark.LABORATORY,
+    mark=Maturity.LABORATORY,
     takes_slices=True,
 )
 def hanayo(problem: Problem) -> Schedule:
@@ -88,7 +88,7 @@ def _other_kind(kind: Kind) -> Kind:
     "wave-auto",
     wave,
     source="ours; waves are those of Liu et al. 2023, arXiv:2308.15762",
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     splits_backward=True,
     uses_costs=True,
     searches=True,

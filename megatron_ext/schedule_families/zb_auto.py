@@ -17,7 +17,7 @@ from itertools import accumulate
 from megatron_ext.compile.build import complete
 from megatron_ext.compile.program.memory import peaks
 from megatron_ext.compile.program.simulate import step_seconds
-from megatron_ext.compile.registry import Mark, entries, family
+from megatron_ext.compile.registry import Maturity, entries, family
 from megatron_ext.schedule.action import Action, Kind, token_share
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
@@ -54,7 +54,7 @@ def line_at_once(problem: Problem) -> Schedule:
     "zb-auto",
     line,
     source=_SOURCE,
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     splits_backward=True,
     uses_costs=True,
     steps_overlap=True,
@@ -119,7 +119,7 @@ def _step(schedule: Schedule, problem: Problem) -> float:
     "zb-1p",
     line,
     source=_SOURCE,
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     splits_backward=True,
     uses_costs=True,
     takes_slices=True,
@@ -143,7 +143,7 @@ def zb_1p(problem: Problem) -> Schedule:
     "zb-2p",
     line,
     source=_SOURCE,
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     splits_backward=True,
     uses_costs=True,
     steps_overlap=True,

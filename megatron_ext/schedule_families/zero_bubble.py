@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ext.compile.eager import eager_or_not
-from megatron_ext.compile.registry import Mark, family
+from megatron_ext.compile.registry import Maturity, family
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
@@ -17,7 +17,7 @@ from megatron_ext.schedule.schedule import Schedule
     "zb-h1",
     line,
     source="Qi et al. 2024, arXiv:2401.10241, section 2.1",
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     splits_backward=True,
     takes_slices=True,
 )
@@ -52,7 +52,7 @@ def zb_h1(problem: Problem, *, eager: str = "auto") -> Schedule:
     "zb-h2",
     line,
     source="Qi et al. 2024, arXiv:2401.10241, section 2.2",
-    mark=Mark.STABLE,
+    mark=Maturity.STABLE,
     splits_backward=True,
     takes_slices=True,
 )

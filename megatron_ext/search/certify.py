@@ -74,7 +74,7 @@ def certify(program: Program, seconds: float) -> Certificate:
         )
     if problem.slices.count > 1:
         raise ValueError("--certify knows no bound with slices: drop --certify or --slices")
-    kinds = {kind for _, kind in program.schedule.columns.pairs}
+    kinds = {kind for _, kind in program.schedule.arrays.stage_kinds}
     if any(RULES[kind].repeats for kind in kinds):
         raise ValueError("--certify knows no bound with recompute: drop --certify or --recompute")
     splits = any(

@@ -22,7 +22,7 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.columns import Floats
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.problem import Extras, Problem
+from megatron_ext.schedule.problem import Problem, ScheduleOptions
 from megatron_ext.search.best import searched_briefly
 from megatron_ext.search.job_shop import job_shop_of
 
@@ -76,7 +76,7 @@ def at_places_of(program: Program, at_places: PlaceCosts) -> Program:
 def problem_for_places(program: Program, at_places: PlaceCosts) -> Problem | None:
     """Return the problem of `program_for_places`; None if it cannot be searched."""
     problem, schedule = program.problem, program.schedule
-    splits = any(kind is Kind.BACKWARD_WEIGHT for _, kind in schedule.columns.pairs)
+    splits = any(kind is Kind.BACKWARD_WEIGHT for _, kind in schedule.arrays.stage_kinds)
     is_even = {len(stages) for stages in problem.placement.stages_of} == {problem.placement.chunks}
     is_trained = not (problem.forward_only or problem.first_trained)
     if not (splits and is_even and is_trained and _is_plain(problem)):
@@ -91,4 +91,4 @@ def problem_for_places(program: Program, at_places: PlaceCosts) -> Problem | Non
 
 def _is_plain(problem: Problem) -> bool:
     """Whether there are no options in addition to the order of passes."""
-    return replace(problem.extras, p2p=Extras.p2p) == Extras()
+    return replace(problem.extras, p2p=ScheduleOptions.p2p) == ScheduleOptions()

@@ -46,7 +46,7 @@ import numpy.typing as npt
 
 from megatron_ext.compile.program.memory import INPUT_SHARE, bytes_for, in_bytes
 from megatron_ext.schedule.action import Action, Kind, Rows, token_share
-from megatron_ext.schedule.columns import columns_of
+from megatron_ext.schedule.columns import action_arrays_of
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import with_rounding
 from megatron_ext.schedule.placement import Neighbour, Placement
@@ -707,14 +707,14 @@ def _orders_in(rows: Sequence[Sequence[Action]], shop: JobShop) -> Orders:
     """Return the passes of ``rows``. Each pass of R that is no action follows directly after its
     F."""
     op_of = {key: op for op, key in enumerate(shop.operations)}
-    actions = columns_of(rows)
-    of_pairs = np.full((len(actions.pairs), 2), _NONE)
-    for row, (stage, kind) in zip(of_pairs, actions.pairs, strict=True):
+    actions = action_arrays_of(rows)
+    of_pairs = np.full((len(actions.stage_kinds), 2), _NONE)
+    for row, (stage, kind) in zip(of_pairs, actions.stage_kinds, strict=True):
         parts = RULES[kind].covers
         if shop.recompute_deltas is not None and kind is F:
             parts = (F, R)
         row[: len(parts)] = [op_of[stage, part] for part in parts]
-    operations, pieces = of_pairs[actions.pair], actions.microbatch[:, None]
+    operations, pieces = of_pairs[actions.stage_kind], actions.microbatch[:, None]
     opposite = np.array(shop.opposite_columns)[pieces]
     columns = np.where(np.array(shop.is_forward)[operations], pieces, opposite)
     is_there = operations != _NONE

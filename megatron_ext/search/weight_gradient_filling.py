@@ -152,17 +152,17 @@ def time(rows: Sequence[Sequence[Action]], problem: Problem) -> TimedOrder:
         Deadlock: they cannot run.
     """
     schedule = Schedule("timed", problem.placement, tuple(map(tuple, rows)))
-    columns = schedule.columns
+    arrays = schedule.arrays
     graph, seconds = with_messages(schedule, problem.costs)
     if graph.stuck:
-        is_stuck = np.isin(columns.numbers, graph.stuck)
-        _, firsts = np.unique(columns.rank[is_stuck], return_index=True)
+        is_stuck = np.isin(arrays.numbers, graph.stuck)
+        _, firsts = np.unique(arrays.rank[is_stuck], return_index=True)
         actions = list(chain.from_iterable(rows))
-        stuck = [str(actions[node]) for node in columns.numbers[is_stuck][firsts].tolist()]
+        stuck = [str(actions[node]) for node in arrays.numbers[is_stuck][firsts].tolist()]
         raise Deadlock(f"the order would hang at {', '.join(stuck)}")
     starts, ends = graph.longest_paths(seconds)
-    firsts = np.unique(columns.first)
-    lasts = np.append(firsts[1:], len(columns)) - 1
+    firsts = np.unique(arrays.first)
+    lasts = np.append(firsts[1:], len(arrays)) - 1
     begins, free = np.array(starts)[firsts], np.array(ends)[lasts]
     return TimedOrder(schedule.rows, float(free.max() - begins.min()), float((free - begins).max()))
 

@@ -191,7 +191,7 @@ def _places_in_pairs(timeline: Timeline) -> dict[Action, PassBox]:
 
 
 def _named(schedule: Schedule) -> str:
-    slices = schedule.columns.slices
+    slices = schedule.arrays.slices
     return schedule.name if slices == 1 else f"{schedule.name}, {counted(slices, 'slice')}"
 
 

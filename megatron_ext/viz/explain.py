@@ -197,10 +197,10 @@ class _Step:
                 groups[event.rank, self.sender.get(action)].append(event)
         for (rank, sender), events in groups.items():
             actions = [event.action for event in events]
-            held_up = set(actions)
+            blocked = set(actions)
 
-            def at_once(action: Action, held_up: set[Action] = held_up) -> float:
-                return 0.0 if action in held_up else self.delays[action]
+            def at_once(action: Action, blocked: set[Action] = blocked) -> float:
+                return 0.0 if action in blocked else self.delays[action]
 
             worst = max(actions, key=self.delay)  # the first of equals, in every process
             total = _ms(sum(map(self.delay, actions)))

@@ -14,7 +14,7 @@ from megatron_ext.compile.build import build_program, complete
 from megatron_ext.compile.program.graph import channels
 from megatron_ext.compile.program.simulate import step_seconds
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.compile.registry import Choice, choose
+from megatron_ext.compile.registry import ResolvedSpec, choose
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.messages.peers import peers
 from megatron_ext.runtime.messages.transport import Boundary, Transport
@@ -23,7 +23,7 @@ from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import from_csv
 from scripts.benchmarks.emulated import (
@@ -39,7 +39,7 @@ from scripts.benchmarks.emulated import (
 )
 
 CPU = torch.device("cpu")
-NO_EXTRAS = Extras()
+NO_EXTRAS = ScheduleOptions()
 TORCH = {
     "1F1B": pipelining.Schedule1F1B,
     "Interleaved1F1B": pipelining.ScheduleInterleaved1F1B,
@@ -50,11 +50,11 @@ TORCH = {
 
 
 def program_of(
-    choice: Choice,
+    choice: ResolvedSpec,
     ranks: int,
     microbatches: int,
     costs: str,
-    extras: Extras = NO_EXTRAS,
+    extras: ScheduleOptions = NO_EXTRAS,
 ) -> Program:
     """Return the program of ``choice`` for emulated ``costs`` in milliseconds, with free
     messages."""
@@ -168,7 +168,9 @@ class EmulatedRank:
         queue.splitting = False
 
 
-def ours(spec: str, ranks: int, microbatches: int, costs: str, extras: Extras) -> Contender:
+def ours(
+    spec: str, ranks: int, microbatches: int, costs: str, extras: ScheduleOptions
+) -> Contender:
     """Return the contender of our executor and transport under ``spec``."""
     choice = choose(spec)
     divides = extras.vocab_parallel is not VocabularyParallel.NONE

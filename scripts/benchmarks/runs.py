@@ -29,7 +29,7 @@ from megatron_ext.launch import CPU_PLATFORM
 from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.problem import Extras, VocabularyParallel
+from megatron_ext.schedule.problem import ScheduleOptions, VocabularyParallel
 from scripts.benchmarks.contestants import ours, program_of, torchs
 from scripts.benchmarks.emulated import (
     Contender,
@@ -76,15 +76,17 @@ class Setting:
     pairs: bool = False
 
     @property
-    def ours(self) -> list[tuple[str, Extras]]:
+    def ours(self) -> list[tuple[str, ScheduleOptions]]:
         """Return the specs and options of our own contenders."""
         vocabularies = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
-        combined = [Extras(vocab_parallel=vocabulary) for vocabulary in vocabularies]
+        combined = [ScheduleOptions(vocab_parallel=vocabulary) for vocabulary in vocabularies]
         if self.post_validation:
-            combined.append(Extras(post_validation=True))
+            combined.append(ScheduleOptions(post_validation=True))
         made = []
         for spec in self.specs:
-            in_pairs = [Extras(pairs=True)] * (self.pairs and choose(spec).example.chunks > 1)
+            in_pairs = [ScheduleOptions(pairs=True)] * (
+                self.pairs and choose(spec).example.chunks > 1
+            )
             made += [(spec, extras) for extras in (*combined, *in_pairs)]
         return made
 

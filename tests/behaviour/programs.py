@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.registry import choose, entries
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import P2P, Problem, ScheduleOptions, VocabularyParallel
 from tests.behaviour.inputs import COSTS, HEAD, HOST, own_families, run, write_inputs
 from tests.behaviour.record import Subject, digest
 
@@ -113,6 +113,10 @@ def _evaluated(name: str, p2p: P2P, vocabulary: VocabularyParallel) -> str:
     placement = choice.place(4)
     costs = parse_costs(HEAD.split()[1], placement)
     problem = Problem(
-        placement, 8, costs, forward_only=True, extras=Extras(p2p=p2p, vocab_parallel=vocabulary)
+        placement,
+        8,
+        costs,
+        forward_only=True,
+        extras=ScheduleOptions(p2p=p2p, vocab_parallel=vocabulary),
     )
     return _described(build_program(choice, problem).text)

@@ -11,10 +11,10 @@ from typing import Any
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.refusals import REFUSALS, RefusalGroup, RefusedSetting
-from megatron_ext.compile.registry import Choice, choose, entries
+from megatron_ext.compile.registry import ResolvedSpec, choose, entries
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.features import FEATURES
-from megatron_ext.schedule.problem import Extras, VocabularyParallel
+from megatron_ext.schedule.problem import ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import from_csv
 from megatron_ext.written_settings import from_argv, from_environment
@@ -83,12 +83,12 @@ def _is_refused(refusal: RefusedSetting, value: object) -> bool:
         return False
 
 
-def _refuse(name: str, settings: dict[str, Any], extras: Extras) -> None:
+def _refuse(name: str, settings: dict[str, Any], extras: ScheduleOptions) -> None:
     choice = choose(name)
     refuse(_megatrons(choice, settings), choice, extras)
 
 
-def _megatrons(choice: Choice, settings: dict[str, Any]) -> SimpleNamespace:
+def _megatrons(choice: ResolvedSpec, settings: dict[str, Any]) -> SimpleNamespace:
     """Megatron's arguments on two ranks, as far as they are given."""
     chunks = choice.place(2).chunks
     sizes = {
@@ -124,17 +124,25 @@ def _of_schedules() -> Subject:
     """What `refuse` says of placements and chunks, and `refuse_order` of orders."""
     Path("uneven.csv").write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n")
     Path("turned.csv").write_text("1F0,1B0\n0F0,0B0\n")
-    cases: dict[str, tuple[str, dict[str, Any], Extras]] = {
-        "stages of ranks": ("uneven.csv", {}, Extras()),
-        "last stage": ("turned.csv", {}, Extras()),
-        "chunks": ("zb-v", {"virtual_pipeline_model_parallel_size": 3}, Extras()),
-        "chunks of a loop": ("interleaved", {"virtual_pipeline_model_parallel_size": 3}, Extras()),
-        "group": ("interleaved:group=6", {"microbatch_group_size_per_vp_stage": 4}, Extras()),
-        "vocabulary": ("interleaved", {}, Extras(vocab_parallel=VocabularyParallel.ONE)),
+    cases: dict[str, tuple[str, dict[str, Any], ScheduleOptions]] = {
+        "stages of ranks": ("uneven.csv", {}, ScheduleOptions()),
+        "last stage": ("turned.csv", {}, ScheduleOptions()),
+        "chunks": ("zb-v", {"virtual_pipeline_model_parallel_size": 3}, ScheduleOptions()),
+        "chunks of a loop": (
+            "interleaved",
+            {"virtual_pipeline_model_parallel_size": 3},
+            ScheduleOptions(),
+        ),
+        "group": (
+            "interleaved:group=6",
+            {"microbatch_group_size_per_vp_stage": 4},
+            ScheduleOptions(),
+        ),
+        "vocabulary": ("interleaved", {}, ScheduleOptions(vocab_parallel=VocabularyParallel.ONE)),
         "barriers": (
             "zb-h1",
             {"timing_log_level": 1, "barrier_with_L1_time": True},
-            Extras(post_validation=True),
+            ScheduleOptions(post_validation=True),
         ),
     }
     orders = {

@@ -33,7 +33,7 @@ from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, OverlappedPasses
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.problem import P2P, Extras, Problem
+from megatron_ext.schedule.problem import P2P, Problem, ScheduleOptions
 from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.stages import LinearStage, SplitLinear, world
 from tests.helpers.storages import LiveStorages, messages_on_their_way
@@ -311,7 +311,9 @@ def program_of(spec: str, ranks: int, p2p: P2P) -> Program:
     placement = choice.place(ranks)
     return build_program(
         choice,
-        Problem(placement, 2 * ranks, uniform(placement, 10, 12, 8, 1), extras=Extras(p2p=p2p)),
+        Problem(
+            placement, 2 * ranks, uniform(placement, 10, 12, 8, 1), extras=ScheduleOptions(p2p=p2p)
+        ),
     )
 
 

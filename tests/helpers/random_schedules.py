@@ -15,7 +15,7 @@ from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts
 from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import P2P, Extras, Problem
+from megatron_ext.schedule.problem import P2P, Problem, ScheduleOptions
 from megatron_ext.schedule.schedule import Schedule
 
 # A loaded machine must not fail a property.
@@ -66,7 +66,10 @@ def random_problem(random: Random) -> Problem:
     placement = random_placement(random)
     p2p = random.choice(list(P2P))
     return Problem(
-        placement, random.randint(1, 5), random_costs(random, placement), extras=Extras(p2p=p2p)
+        placement,
+        random.randint(1, 5),
+        random_costs(random, placement),
+        extras=ScheduleOptions(p2p=p2p),
     )
 
 

@@ -17,7 +17,7 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.graph import Channel, channels
 from megatron_ext.compile.program.speculation import settles_at
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.compile.registry import Choice, Traits
+from megatron_ext.compile.registry import ResolvedSpec, Traits
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.host.copies import HostCopies
 from megatron_ext.runtime.host.offload import ActivationOffload
@@ -32,7 +32,7 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import RULES, Where
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, Recompute
+from megatron_ext.schedule.problem import P2P, Offload, Problem, Recompute, ScheduleOptions
 from megatron_ext.schedule.schedule import Schedule, is_compute, recomputed
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 
@@ -98,7 +98,7 @@ def problem_for(placement: Placement, microbatches: int, forward_only: bool = Fa
 
 
 def program_for(
-    choice: Choice,
+    choice: ResolvedSpec,
     ranks: int,
     microbatches: int,
     forward_only: bool = False,
@@ -109,7 +109,7 @@ def program_for(
     pairs: bool = False,
 ) -> Program:
     problem = problem_for(choice.place(ranks), microbatches, forward_only)
-    extras = Extras(
+    extras = ScheduleOptions(
         p2p=p2p,
         activation_offload=offload,
         recompute=recompute,
@@ -119,10 +119,10 @@ def program_for(
     return build_program(choice, replace(problem, extras=extras))
 
 
-def as_file(schedule: Schedule) -> Choice:
+def as_file(schedule: Schedule) -> ResolvedSpec:
     """``schedule`` by way of its CSV, its placement read off the table."""
     read = from_csv(to_csv(schedule), schedule.name)
-    return Choice(
+    return ResolvedSpec(
         schedule.name,
         lambda ranks: read.placement,
         lambda problem: read,

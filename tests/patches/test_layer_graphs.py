@@ -43,7 +43,7 @@ from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.core.tensor_parallel import layers as split_layers
 from megatron_ext.patches.megatron.core.transformer import cuda_graphs as patched
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.problem import Extras, Offload, VocabularyParallel
+from megatron_ext.schedule.problem import Offload, ScheduleOptions, VocabularyParallel
 from tests.helpers import graphs_on_cpu
 from tests.helpers import transformer_engine_on_cpu as on_cpu
 from tests.helpers.combinations import nightly
@@ -242,20 +242,32 @@ def test_what_is_split_beside_graphs_has_its_gradients(
 @pytest.mark.parametrize(
     ("settings", "extras", "why"),
     [
-        ({"cuda_graph_impl": "local"}, Extras(), "made at the end of Megatron's own step"),
-        ({"cuda_graph_impl": "full_iteration"}, Extras(), "has no place for the host"),
-        ({"cuda_graph_warmup_steps": 0}, Extras(), "write --cuda-graph-warmup-steps 1 or more"),
-        ({"rampup_batch_size": [2, 2, 8]}, Extras(), "drop --rampup-batch-size"),
-        ({"step_batch_size_schedule": "0:2 8:4"}, Extras(), "drop --step-batch-size-schedule"),
-        ({"variable_seq_lengths": True}, Extras(), "a graph has one shape"),
-        ({}, Extras(activation_offload=Offload.FULL), "stays in its memory"),
-        ({}, Extras(post_validation=True), "not the order that CUDA graphs are captured in"),
-        ({}, Extras(vocab_parallel=VocabularyParallel.ONE), None),
-        ({"recompute_granularity": "selective"}, Extras(), None),
+        ({"cuda_graph_impl": "local"}, ScheduleOptions(), "made at the end of Megatron's own step"),
+        ({"cuda_graph_impl": "full_iteration"}, ScheduleOptions(), "has no place for the host"),
+        (
+            {"cuda_graph_warmup_steps": 0},
+            ScheduleOptions(),
+            "write --cuda-graph-warmup-steps 1 or more",
+        ),
+        ({"rampup_batch_size": [2, 2, 8]}, ScheduleOptions(), "drop --rampup-batch-size"),
+        (
+            {"step_batch_size_schedule": "0:2 8:4"},
+            ScheduleOptions(),
+            "drop --step-batch-size-schedule",
+        ),
+        ({"variable_seq_lengths": True}, ScheduleOptions(), "a graph has one shape"),
+        ({}, ScheduleOptions(activation_offload=Offload.FULL), "stays in its memory"),
+        (
+            {},
+            ScheduleOptions(post_validation=True),
+            "not the order that CUDA graphs are captured in",
+        ),
+        ({}, ScheduleOptions(vocab_parallel=VocabularyParallel.ONE), None),
+        ({"recompute_granularity": "selective"}, ScheduleOptions(), None),
     ],
 )
 def test_what_goes_beside_graphs(
-    settings: dict[str, object], extras: Extras, why: str | None
+    settings: dict[str, object], extras: ScheduleOptions, why: str | None
 ) -> None:
     given = SimpleNamespace(
         pipeline_model_parallel_size=2,

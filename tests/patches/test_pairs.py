@@ -19,7 +19,7 @@ from megatron_ext.adapter.pairs.callers import refuse_unplanned, takes_plans
 from megatron_ext.adapter.pairs.overlap_setting import SETTING, has_pairs, refuse_measuring
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.schedule.problem import Extras, Offload
+from megatron_ext.schedule.problem import Offload, ScheduleOptions
 from tests.helpers.accepting import accepts
 
 
@@ -49,7 +49,7 @@ def test_a_line_says_which_schedules_have_pairs(schedule: str) -> None:
 def test_another_extra_is_refused_by_its_flag() -> None:
     flags = r"^--overlap-moe-\S+ does not go with --pipeline-activation-offload: "
     with pytest.raises(ValueError, match=flags):
-        refuse(asking("zb-v"), choose("zb-v"), Extras(activation_offload=Offload.FULL))
+        refuse(asking("zb-v"), choose("zb-v"), ScheduleOptions(activation_offload=Offload.FULL))
 
 
 def test_packed_sequences_are_refused() -> None:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.compile.registry import Choice, choose, entries
-from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
+from megatron_ext.compile.registry import ResolvedSpec, choose, entries
+from megatron_ext.schedule.problem import Offload, Recompute, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 from tests.helpers.accepting import accepts
 from tests.helpers.documents import check_written, table
@@ -101,7 +101,7 @@ def refused(refusal: RefusedSetting, group: RefusalGroup) -> None:
     assert texts & wanted
 
 
-def _text(settings: dict[str, object], choice: Choice, group: RefusalGroup) -> str | None:
+def _text(settings: dict[str, object], choice: ResolvedSpec, group: RefusalGroup) -> str | None:
     try:
         refuse(SimpleNamespace(**settings), choice, group.extras)
     except ValueError as error:
@@ -158,8 +158,8 @@ def test_recompute_refuses_what_cannot_run_again(setting: dict[str, object]) -> 
     }
     choice = choose("1f1b")
     refuse(SimpleNamespace(**settings, **setting), choice)
-    again = Extras(recompute=Recompute(first=1))
-    for asked, extras in ((choice, again), (replace(choice, recomputes=True), Extras())):
+    again = ScheduleOptions(recompute=Recompute(first=1))
+    for asked, extras in ((choice, again), (replace(choice, recomputes=True), ScheduleOptions())):
         with pytest.raises(ValueError, match=r"^--pipeline-(recompute|schedule) .* does not go"):
             refuse(SimpleNamespace(**settings, **setting), asked, extras)
         harmless = {
@@ -197,7 +197,7 @@ def test_post_validation_refuses_what_waits(schedule: str, setting: dict[str, ob
     )
     refuse(settings, choice)
     with pytest.raises(ValueError, match=r"^--pipeline-post-validation does not go with"):
-        refuse(settings, choice, Extras(post_validation=True))
+        refuse(settings, choice, ScheduleOptions(post_validation=True))
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_post_validation_refuses_what_waits(schedule: str, setting: dict[str, ob
 def test_post_validation_takes_what_does_not_wait(setting: dict[str, object]) -> None:
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     settings = SimpleNamespace(**sizes, transformer_impl="local", **setting)
-    assert accepts(refuse, settings, choose("zb-v"), Extras(post_validation=True))
+    assert accepts(refuse, settings, choose("zb-v"), ScheduleOptions(post_validation=True))
     settings.log_params_norm = True
-    assert not accepts(refuse, settings, choose("zb-v"), Extras(post_validation=True))
+    assert not accepts(refuse, settings, choose("zb-v"), ScheduleOptions(post_validation=True))
 
 
 def test_sequences_are_divided_beside_all_of_ours() -> None:
@@ -222,9 +222,9 @@ def test_sequences_are_divided_beside_all_of_ours() -> None:
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     settings = SimpleNamespace(**sizes, transformer_impl="local", context_parallel_size=2)
     for extras in (
-        Extras(vocab_parallel=VocabularyParallel.ONE),
-        Extras(vocab_parallel=VocabularyParallel.TWO, activation_offload=Offload.FULL),
-        Extras(post_validation=True),
+        ScheduleOptions(vocab_parallel=VocabularyParallel.ONE),
+        ScheduleOptions(vocab_parallel=VocabularyParallel.TWO, activation_offload=Offload.FULL),
+        ScheduleOptions(post_validation=True),
     ):
         assert accepts(refuse, settings, choose("zb-v"), extras)
         unsupported = SimpleNamespace(**vars(settings), hybrid_context_parallel=True)
@@ -234,7 +234,7 @@ def test_sequences_are_divided_beside_all_of_ours() -> None:
 def test_slices_of_ranks_that_share_sequences_look_no_further_ahead() -> None:
     """Context parallelism was refused, and so were repeated layers and experts made again."""
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": None}
-    sliced = Extras(slices=Slices(4))
+    sliced = ScheduleOptions(slices=Slices(4))
     accepted: dict[str, object] = {
         "context_parallel_size": 2,
         "num_experts": 4,
@@ -255,7 +255,7 @@ def test_offload_refuses_what_nobody_has_tried(setting: dict[str, object]) -> No
     settings = SimpleNamespace(**sizes, transformer_impl="local", **setting)
     refuse(settings, choose("zb-h1"))
     with pytest.raises(ValueError, match=r"^--pipeline-activation-offload full does not go with"):
-        refuse(settings, choose("zb-h1"), Extras(activation_offload=Offload.FULL))
+        refuse(settings, choose("zb-h1"), ScheduleOptions(activation_offload=Offload.FULL))
 
 
 def test_a_v_refuses_other_formats_where_something_is_loaded_or_saved() -> None:

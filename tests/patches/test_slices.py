@@ -59,7 +59,7 @@ from megatron_ext.patches.megatron.core.utils import batches_by_slices
 from megatron_ext.runtime.slices.running_slice import Span, running_slice, spans
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.problem import Extras, Problem
+from megatron_ext.schedule.problem import Problem, ScheduleOptions
 from megatron_ext.schedule.slices import Slices
 from tests.helpers import context_parallel
 from tests.helpers.accepting import accepts
@@ -685,7 +685,9 @@ def test_a_model_that_is_not_known_is_refused(
 
 def test_weights_that_are_quantised_want_their_first_gradient_first() -> None:
     """With slices it is the first slice's, which comes last. Other weights' are all added."""
-    problem = Problem(line(2), 4, uniform(line(2), 1, 1, 1), extras=Extras(slices=Slices(2)))
+    problem = Problem(
+        line(2), 4, uniform(line(2), 1, 1, 1), extras=ScheduleOptions(slices=Slices(2))
+    )
     schedule = build_program(choose("zb-h1"), problem).schedule
     settings = SimpleNamespace(
         transformer_impl="transformer_engine",

@@ -32,7 +32,7 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 
 import megatron_ext
-from megatron_ext.compile.registry import Choice, choose
+from megatron_ext.compile.registry import ResolvedSpec, choose
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.measure.profile import STEPS
@@ -554,7 +554,9 @@ def test_the_tower_is_measured(tmp_path: Path) -> None:
     assert costs.seconds[Kind.FORWARD][:3] == pytest.approx([first, *written["f"][1:3]])
 
 
-def check_put_off(choice: Choice, put_off: set[torch.Tensor], rank: int, is_frozen: bool) -> None:
+def check_put_off(
+    choice: ResolvedSpec, put_off: set[torch.Tensor], rank: int, is_frozen: bool
+) -> None:
     """The tower's linear layers are split as any: a frozen one has no W, nor has one whose input
     needs no gradient."""
     shapes = {tuple(weight.shape) for weight in put_off}

@@ -12,7 +12,7 @@ import torch
 from megatron_ext.compile.registry import choose
 from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
-from megatron_ext.schedule.problem import Extras
+from megatron_ext.schedule.problem import ScheduleOptions
 from scripts.benchmarks import emulated
 from scripts.benchmarks.contestants import EmulatedStage, program_of
 from scripts.benchmarks.emulated import EmulatedChunk
@@ -70,7 +70,11 @@ def test_a_pair_takes_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     queue.clear()
     assert taken == pytest.approx([0.004, 0.004 + 0.003 - 0.002])
     ours = Setting(2, 4, "f=1,i=1,w=1", ("1f1b", "zb-v"), 1, pairs=True).ours
-    assert ours == [("1f1b", Extras()), ("zb-v", Extras()), ("zb-v", Extras(pairs=True))]
+    assert ours == [
+        ("1f1b", ScheduleOptions()),
+        ("zb-v", ScheduleOptions()),
+        ("zb-v", ScheduleOptions(pairs=True)),
+    ]
 
 
 def test_a_schedule_that_does_not_exist() -> None:

@@ -27,7 +27,7 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs_text import load_costs
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.schedule.problem import Extras, Offload, Problem, Recompute
+from megatron_ext.schedule.problem import Offload, Problem, Recompute, ScheduleOptions
 from tests.helpers.combinations import IS_NIGHT, at_night, nightly
 from tests.helpers.held_bytes import (
     Measured,
@@ -136,7 +136,9 @@ def predicted(
     choice = choose(spec)
     placement = choice.place(RANKS)
     known = load_costs(costs, placement)
-    problem = Problem(placement, microbatches, known, limit, extras=Extras(activation_offload=way))
+    problem = Problem(
+        placement, microbatches, known, limit, extras=ScheduleOptions(activation_offload=way)
+    )
     program = build_program(choice, problem)
     return program, [round(peak) for peak in peaks(program.schedule, in_bytes(problem.costs))]
 
@@ -250,7 +252,7 @@ def test_a_pass_that_runs_again_leaves_its_input_alone(spec: str) -> None:
     first = stages - 1
     choice = choose(spec)
     known = load_costs(costs, choice.place(RANKS))
-    extras = Extras(recompute=Recompute(first=first))
+    extras = ScheduleOptions(recompute=Recompute(first=first))
     program = build_program(
         choice, Problem(choice.place(RANKS), MICROBATCHES, known, extras=extras)
     )

@@ -45,7 +45,7 @@ from megatron_ext.schedule.action import Kind, parse_action
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import load_costs, parse_costs
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.problem import P2P, Extras, Problem, Recompute
+from megatron_ext.schedule.problem import P2P, Problem, Recompute, ScheduleOptions
 from megatron_ext.viz.trace import read_trace
 from scripts.benchmarks import prediction
 from scripts.benchmarks.emulated import in_seconds
@@ -170,7 +170,7 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     if spec in ("1f1b", "zb-h1"):  # which have one order of passes, whatever they cost
         p2p = P2P(str(more.get("pipeline_p2p", P2P.ASYNC)))
         again = place_output_layer(
-            choose(spec), Problem(placement, 4, costs, extras=Extras(p2p=p2p))
+            choose(spec), Problem(placement, 4, costs, extras=ScheduleOptions(p2p=p2p))
         )
         predicted = 1e3 * simulate(again, again.problem.costs).makespan
         said_so = re.search(r"step predicted ([\d.e+]+) ms", predictions[0])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.compile.registry import Choice, choose, options_of, with_option
+from megatron_ext.compile.registry import ResolvedSpec, choose, options_of, with_option
 
 _OPTION = "group"
 _SETTING = "microbatch_group_size_per_vp_stage"
 
 
-def with_megatrons_group(choice: Choice, settings: Any) -> Choice:
+def with_megatrons_group(choice: ResolvedSpec, settings: Any) -> ResolvedSpec:
     """Return ``choice`` with the group size of ``settings``: the number of microbatches that a rank
     runs consecutively in a virtual stage.
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ext.config import PipelineConfig, flag
-from megatron_ext.schedule.problem import Extras
+from megatron_ext.schedule.problem import ScheduleOptions
 from megatron_ext.words import argument_flag
 
 SETTING = "overlap_moe_expert_parallel_comm"
@@ -32,7 +32,7 @@ def has_pairs(settings: Any, microbatches: int) -> bool:
     return requests_pairs(settings) and microbatches > 1
 
 
-def with_requested_pairs(extras: Extras, settings: Any) -> Extras:
+def with_requested_pairs(extras: ScheduleOptions, settings: Any) -> ScheduleOptions:
     """Return ``extras`` with overlapped passes if ``settings`` request them.
 
     Raises:

@@ -40,11 +40,11 @@ from megatron_ext.compile.program.longest_paths import Precedence
 from megatron_ext.compile.program.node_lists import NodeLists
 from megatron_ext.schedule.action import Action, Kind, Slice
 from megatron_ext.schedule.columns import (
-    HOLDS_UP,
+    IS_BLOCKING,
     IS_COLLECTIVE,
     IS_RECEIVE,
     IS_SEND,
-    Columns,
+    ActionArrays,
     Ints,
 )
 from megatron_ext.schedule.kinds import (
@@ -261,23 +261,23 @@ class Needs(dict[tuple[int, Kind], list[tuple[int, Kind, Neighbour | None]]]):
 _needs_on = lru_cache(maxsize=8)(Needs)  # the graphs of a program are made one after the other
 
 
-def needed_numbers(columns: Columns, placement: Placement) -> Iterator[Ints]:
+def needed_numbers(arrays: ActionArrays, placement: Placement) -> Iterator[Ints]:
     """Yield the numbers of the actions that actions need, as far as they exist: the first need of
     each action, then the second of each, and so on; -1 if there is none."""
-    needs, place = _needs_on(placement), {pair: at for at, pair in enumerate(columns.pairs)}
-    is_cut = columns.slices > 1
+    needs, place = _needs_on(placement), {pair: at for at, pair in enumerate(arrays.stage_kinds)}
+    is_cut = arrays.slices > 1
     wanted = [
         [
             (place[stage, kind], part or 0)
             for stage, kind, part in needs[pair]
             if (stage, kind) in place and (is_cut or part is None)
         ]
-        for pair in columns.pairs
+        for pair in arrays.stage_kinds
     ]
     for turn in range(max(map(len, wanted), default=0)):
         row = [row[turn] if turn < len(row) else (-1, 0) for row in wanted]
         pairs, shifts = np.array(row, dtype=np.int32).T
-        yield columns.of_pairs(pairs, shifts if is_cut else None)
+        yield arrays.of_stage_kinds(pairs, shifts if is_cut else None)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -344,68 +344,68 @@ def build_graph(
 ) -> Graph:
     """Return the graph of ``schedule``, whose actions are complete and include all that they
     need."""
-    placement, columns = schedule.placement, schedule.columns
-    waits, nodes = _Waits(len(columns)), columns.numbers
-    held_up_by = held_up(columns, device)
+    placement, arrays = schedule.placement, schedule.arrays
+    waits, nodes = _Waits(len(arrays)), arrays.numbers
+    held_up_by = blocking_actions(arrays, device)
     waits.add(nodes, held_up_by)
     if device is not Device.ONE_QUEUE:
         # On one queue the needs of an action have ended, because they come before it in its row.
-        waits.add(nodes, _before_in_queue(columns, placement))
+        waits.add(nodes, _before_in_queue(arrays, placement))
         if device is Device.WAITS_AT_PASSES:
-            waits.add(*_waited_for_at_passes(columns))
-        for earlier in needed_numbers(columns, placement):
+            waits.add(*_waited_for_at_passes(arrays))
+        for earlier in needed_numbers(arrays, placement):
             waits.add(nodes, earlier)
             # A pair begins when the needs of both its passes are done.
             waits.add(schedule.paired, earlier[schedule.paired + 1])
-    partners = partners_of(columns, placement)
-    sends, receives = (nodes[flags[columns.kind]] for flags in (IS_SEND, IS_RECEIVE))
+    partners = partners_of(arrays, placement)
+    sends, receives = (nodes[flags[arrays.kind]] for flags in (IS_SEND, IS_RECEIVE))
     waits.add(receives, partners[receives])
     waits.add(sends, held_up_by[partners[sends]])
     batches = _move_in_batches(schedule, partners, waits) if p2p is P2P.BATCHED else {}
-    leaders = _move_together(columns, waits)
+    leaders = _move_together(arrays, waits)
     return Graph(
         before=waits.before,
         known_order=known_order,
         actions=tuple(chain.from_iterable(schedule.rows)),
-        ranks=columns.rank,
+        ranks=arrays.rank,
         partners=partners,
         batches=batches,
         leaders=leaders,
     )
 
 
-def held_up(columns: Columns, device: Device = Device.PARALLEL) -> Ints:
+def blocking_actions(arrays: ActionArrays, device: Device = Device.PARALLEL) -> Ints:
     """Return, for each action, the last blocking action before it in its row; -1 if there is
     none."""
-    before = columns.numbers - 1
+    before = arrays.numbers - 1
     if device is not Device.ONE_QUEUE:
-        before = np.append(np.int32(-1), columns.latest(HOLDS_UP[columns.kind]))[:-1]
-    return np.where(before < columns.first, np.int32(-1), before)
+        before = np.append(np.int32(-1), arrays.latest(IS_BLOCKING[arrays.kind]))[:-1]
+    return np.where(before < arrays.first, np.int32(-1), before)
 
 
-def _waited_for_at_passes(columns: Columns) -> tuple[Ints, Ints]:
+def _waited_for_at_passes(arrays: ActionArrays) -> tuple[Ints, Ints]:
     """Return two arrays of numbers: blocking actions, and with each an action that was posted
     between the previous blocking action and this one."""
-    holds_up = HOLDS_UP[columns.kind]
-    posted, held = columns.numbers[~holds_up], columns.numbers[holds_up]
-    next_held = np.append(held, np.int32(len(columns)))[np.searchsorted(held, posted)]
-    rank = np.append(columns.rank, np.int32(-1))
-    is_of_row = rank[next_held] == columns.rank[posted]
+    is_blocking = IS_BLOCKING[arrays.kind]
+    posted, held = arrays.numbers[~is_blocking], arrays.numbers[is_blocking]
+    next_held = np.append(held, np.int32(len(arrays)))[np.searchsorted(held, posted)]
+    rank = np.append(arrays.rank, np.int32(-1))
+    is_of_row = rank[next_held] == arrays.rank[posted]
     return next_held[is_of_row], posted[is_of_row]
 
 
-def _before_in_queue(columns: Columns, placement: Placement) -> Ints:
+def _before_in_queue(arrays: ActionArrays, placement: Placement) -> Ints:
     """Return, for each action, the previous action in its queue (`_queue`); -1 if there is none."""
     queues: dict[tuple[int, Channel | Kind | Lane | None], int] = {}
     of_pairs = []
-    for stage, kind in columns.pairs:
+    for stage, kind in arrays.stage_kinds:
         queue = _queue(Action(stage, kind, 0), placement)
         which = placement.rank_of[stage], queue
         of_pairs.append(-1 if queue is None else queues.setdefault(which, len(queues)))
-    queue_of = np.array(of_pairs, dtype=np.int32)[columns.pair]
-    queued = columns.numbers[queue_of >= 0]
+    queue_of = np.array(of_pairs, dtype=np.int32)[arrays.stage_kind]
+    queued = arrays.numbers[queue_of >= 0]
     queued = queued[np.argsort(queue_of[queued], kind="stable")]
-    before = np.full(len(columns), -1, dtype=np.int32)
+    before = np.full(len(arrays), -1, dtype=np.int32)
     is_next = queue_of[queued[1:]] == queue_of[queued[:-1]]
     before[queued[1:][is_next]] = queued[:-1][is_next]
     return before
@@ -421,23 +421,23 @@ def _queue(action: Action, placement: Placement) -> Channel | Kind | Lane | None
     return rule.lane if rule.lane in HOST_LANES else None
 
 
-def partners_of(columns: Columns, placement: Placement) -> Ints:
-    """Return `Graph.partners` of the actions in ``columns``."""
-    place = {pair: at for at, pair in enumerate(columns.pairs)}
+def partners_of(arrays: ActionArrays, placement: Placement) -> Ints:
+    """Return `Graph.partners` of the actions in ``arrays``."""
+    place = {pair: at for at, pair in enumerate(arrays.stage_kinds)}
     others = [-1] * len(place)
     for (stage, kind), at in place.items():
         if RULES[kind].is_message:
             others[at] = place[partner_of(Action(stage, kind, 0), placement)[:2]]
-    return columns.of_pairs(np.array(others, dtype=np.int32))
+    return arrays.of_stage_kinds(np.array(others, dtype=np.int32))
 
 
-def _move_together(columns: Columns, waits: _Waits) -> Ints:
+def _move_together(arrays: ActionArrays, waits: _Waits) -> Ints:
     """Add to ``waits`` that a collective ends on all ranks together; return `Graph.leaders`."""
-    leaders = columns.numbers.copy()
-    nodes = columns.numbers[IS_COLLECTIVE[columns.kind]]
+    leaders = arrays.numbers.copy()
+    nodes = arrays.numbers[IS_COLLECTIVE[arrays.kind]]
     if not len(nodes):
         return leaders
-    calls = columns.microbatch[nodes].astype(np.int64) * len(RULES) + columns.kind[nodes]
+    calls = arrays.microbatch[nodes].astype(np.int64) * len(RULES) + arrays.kind[nodes]
     _, first, call = np.unique(calls, return_index=True, return_inverse=True)
     leaders[nodes] = nodes[first[call]]
     before = waits.before
@@ -466,7 +466,7 @@ def _move_in_batches(schedule: Schedule, partners: Ints, waits: _Waits) -> dict[
             previous = batch
         start += len(row)
     before = waits.before
-    ends_batch = HOLDS_UP[schedule.columns.kind[before.owners]]
+    ends_batch = IS_BLOCKING[schedule.arrays.kind[before.owners]]
     for node, message in zip(
         before.owners[ends_batch].tolist(), before.nodes[ends_batch].tolist(), strict=True
     ):

@@ -40,7 +40,7 @@ from megatron_ext.schedule.columns import (
     IS_RECEIVE,
     IS_SEND,
     KINDS,
-    Columns,
+    ActionArrays,
     Ints,
 )
 from megatron_ext.schedule.costs import Costs
@@ -65,12 +65,12 @@ def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
 
     A schedule with a cyclic wait is returned unchanged, so that `prove` shows the cycle.
     """
-    graph, columns = build_graph(schedule), schedule.columns
+    graph, arrays = build_graph(schedule), schedule.arrays
     if len(graph.order) < len(graph.actions):
         return schedule
     keys = _batched if problem.extras.p2p is P2P.BATCHED else _in_sequence
     times, firsts, places = keys(graph, schedule, problem.costs)
-    ordered = [graph.actions[n] for n in np.lexsort((places, firsts, times, columns.rank)).tolist()]
+    ordered = [graph.actions[n] for n in np.lexsort((places, firsts, times, arrays.rank)).tolist()]
     bounds = pairwise(accumulate(map(len, schedule.rows), initial=0))
     return replace(schedule, rows=tuple(tuple(ordered[start:end]) for start, end in bounds))
 
@@ -78,16 +78,16 @@ def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
 def _in_sequence(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
     """Return the keys that sort nodes into the sequence. The two ends of a message share a key, and
     so do all calls of a collective."""
-    columns = schedule.columns
+    arrays = schedule.arrays
     starts, ends = _times(graph, schedule, costs, _LEAST_HOP)
-    kind, nodes = columns.kind, columns.numbers
+    kind, nodes = arrays.kind, arrays.numbers
     is_collective, is_message = IS_COLLECTIVE[kind], IS_SEND[kind] | IS_RECEIVE[kind]
     send = np.where(IS_RECEIVE[kind], graph.partners, nodes)
     place = np.empty_like(nodes)
     place[graph.order] = nodes
     return (
         np.select(
-            [is_message, is_collective], [_made(columns, ends)[send], starts[graph.leaders]], ends
+            [is_message, is_collective], [_made(arrays, ends)[send], starts[graph.leaders]], ends
         ),
         np.select([is_message, is_collective], [1, 2], 0),
         np.select([is_message, is_collective], [send, place[graph.leaders]], nodes),
@@ -96,18 +96,18 @@ def _in_sequence(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
 
 def _batched(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
     """Return the keys for messages that share one communicator."""
-    columns, paired = schedule.columns, schedule.paired
+    arrays, paired = schedule.arrays, schedule.paired
     _, ends = _times(graph, schedule, costs, least_hop=0.0)
-    kind = columns.kind
-    send = np.where(IS_RECEIVE[kind], graph.partners, columns.numbers)
-    by_name = np.lexsort((columns.microbatch, _BY_NAME[kind], columns.stage))
+    kind = arrays.kind
+    send = np.where(IS_RECEIVE[kind], graph.partners, arrays.numbers)
+    by_name = np.lexsort((arrays.microbatch, _BY_NAME[kind], arrays.stage))
     place = np.empty_like(by_name)
-    place[by_name] = 2 * columns.numbers
+    place[by_name] = 2 * arrays.numbers
     place[paired + 1] = place[paired] + 1
     turn = np.select([IS_PASS[kind], IS_RECEIVE[kind]], [0, 1], 2)
     if len(paired):
         turn = np.where(IS_PASS[kind], 0, turn + 2 * _links(schedule))
-    return _made(columns, ends)[send], turn, place
+    return _made(arrays, ends)[send], turn, place
 
 
 def _links(schedule: Schedule) -> Ints:
@@ -117,9 +117,9 @@ def _links(schedule: Schedule) -> Ints:
     A pair sends both ways at once, and each send swaps with a message in the other direction. All
     ranks take their links in one order; otherwise they would wait for one another.
     """
-    columns, placement = schedule.columns, schedule.placement
+    arrays, placement = schedule.arrays, schedule.placement
     links = []
-    for stage, kind in columns.pairs:
+    for stage, kind in arrays.stage_kinds:
         if not RULES[kind].is_message:
             links.append(0)
             continue
@@ -127,7 +127,7 @@ def _links(schedule: Schedule) -> Ints:
         low, high = sorted((sender, receiver))
         is_downwards = (sender == low) is (send is Kind.SEND_F)
         links.append(2 * (low * placement.ranks + high) + is_downwards)
-    return np.array(links, dtype=np.int32)[columns.pair]
+    return np.array(links, dtype=np.int32)[arrays.stage_kind]
 
 
 def _times(
@@ -135,17 +135,17 @@ def _times(
 ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
     """Return the start and the end of each node, in ticks; the two passes of a pair end together.
     ``least_hop`` is a share of the longest pass of a mean microbatch."""
-    columns, paired = schedule.columns, schedule.paired
-    actions = chain.from_iterable(columns.examples)
+    arrays, paired = schedule.arrays, schedule.paired
+    actions = chain.from_iterable(arrays.examples)
     longest = max(costs.alike.of(action) for action in actions if is_compute(action))
     least = longest * least_hop
     hops = tuple(max(hop, least) for hop in costs.links.hops)
     costs = costs.with_links(hop=max(costs.links.hop, least), hops=hops)
     tick = longest / _TICKS or 1.0  # the passes of an evaluation may cost nothing
-    ticks = columns.of_each(
+    ticks = arrays.of_each(
         lambda a: max(round(costs.of(a) / tick), int(is_compute(a))), bool(costs.at_places)
     )
-    for node in columns.numbers[graph.leaders != columns.numbers].tolist():
+    for node in arrays.numbers[graph.leaders != arrays.numbers].tolist():
         ticks[node] = 0
     for node, first, second in seconds_in_pairs(schedule, costs):
         ticks[node] = max(round(first / tick), 1)
@@ -155,7 +155,7 @@ def _times(
     return starts, ends
 
 
-def _made(columns: Columns, ends: NDArray[np.generic]) -> NDArray[np.generic]:
+def _made(arrays: ActionArrays, ends: NDArray[np.generic]) -> NDArray[np.generic]:
     """Return, for each node, the end of the latest pass of its rank at or before the node."""
-    latest = columns.latest(IS_PASS[columns.kind])
+    latest = arrays.latest(IS_PASS[arrays.kind])
     return np.where(latest < 0, 0, ends[latest])

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_ext.compile.program.rank_times import RankTimes
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.schedule.columns import IS_PASS, Columns, Floats
+from megatron_ext.schedule.columns import IS_PASS, ActionArrays, Floats
 from megatron_ext.schedule.microbatch_costs import lognormal
 
 SAMPLES = 1000
@@ -62,10 +62,10 @@ class Spread:
 def spread(program: Program, noise: Noise, samples: int = SAMPLES) -> Spread:
     """Return the spread over ``samples`` steps of ``program`` with its own costs under
     ``noise``."""
-    columns = program.as_run[0].columns
+    arrays = program.as_run[0].arrays
     times = RankTimes(program)
     makespans, spans = [], []
-    for factors in factors_of(columns, noise, samples):
+    for factors in factors_of(arrays, noise, samples):
         starts, ends = times.of(factors)
         makespans.append(ends.max(axis=1) - starts.min(axis=1))
         spans.append((ends - starts).max(axis=1))
@@ -77,25 +77,25 @@ def _quantiles(parts: list[Floats]) -> Quantiles:
     return Quantiles(float(median), float(most))
 
 
-def factors_of(columns: Columns, noise: Noise, samples: int) -> Iterator[Floats]:
+def factors_of(arrays: ActionArrays, noise: Noise, samples: int) -> Iterator[Floats]:
     """Yield factors of durations for ``samples`` samples, as arrays of shape (samples, actions).
 
     The samples come in batches that fit into memory; their size changes no factor.
     """
-    at_once = max(_TIMES // len(columns), 1)
-    passes = columns.numbers[IS_PASS[columns.kind]]
-    by_name = (columns.microbatch[passes], columns.kind[passes], columns.stage[passes])
+    at_once = max(_TIMES // len(arrays), 1)
+    passes = arrays.numbers[IS_PASS[arrays.kind]]
+    by_name = (arrays.microbatch[passes], arrays.kind[passes], arrays.stage[passes])
     passes = passes[np.lexsort(by_name)]
     of_passes, of_ranks = np.random.default_rng(0).spawn(2)
-    ranks = int(columns.rank.max()) + 1
+    ranks = int(arrays.rank.max()) + 1
     for first in range(0, samples, at_once):
         count = min(at_once, samples - first)
-        factors = np.ones((count, len(columns)))
+        factors = np.ones((count, len(arrays)))
         size = count, len(passes)
         if noise.seen:
             drawn = np.array(noise.seen)[of_passes.integers(len(noise.seen), size=size)]
         else:
             drawn = lognormal(of_passes, noise.passes, size)
         rank_wide = lognormal(of_ranks, noise.ranks, (count, ranks))
-        factors[:, passes] = drawn * rank_wide[:, columns.rank[passes]]
+        factors[:, passes] = drawn * rank_wide[:, arrays.rank[passes]]
         yield factors

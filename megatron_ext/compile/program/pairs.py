@@ -55,7 +55,7 @@ def seconds_in_pairs(schedule: Schedule, costs: Costs) -> Iterator[tuple[int, fl
         first = both * alone / apart if apart else 0.0
         return first, both - first
 
-    columns = schedule.columns
+    arrays = schedule.arrays
     for node in schedule.paired.tolist():
-        stage, kind = columns.pairs[columns.pair[node + 1]]
-        yield node, *shares(int(columns.stage[node]), stage, kind)
+        stage, kind = arrays.stage_kinds[arrays.stage_kind[node + 1]]
+        yield node, *shares(int(arrays.stage[node]), stage, kind)

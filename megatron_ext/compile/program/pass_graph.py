@@ -39,8 +39,8 @@ class PassGraph(Precedence):
 def pass_graph(schedule: Schedule, costs: Costs) -> PassGraph:
     """Return the graph of the passes of ``schedule``, with messages that do not wait for one
     another."""
-    columns = schedule.columns
-    is_second = np.zeros(len(columns), dtype=bool)
+    arrays = schedule.arrays
+    is_second = np.zeros(len(arrays), dtype=bool)
     is_second[schedule.paired + 1] = True
     nodes = (np.cumsum(~is_second) - 1).astype(np.int32)
     (own, previous), links = _within_ranks(schedule), _links(schedule, costs)
@@ -56,14 +56,14 @@ def with_messages(schedule: Schedule, costs: Costs) -> tuple[Precedence, list[fl
     """Return a graph of the passes of ``schedule`` followed by its messages, which wait for one
     another on each channel, and the seconds of each node. Savings of adjacent or overlapping passes
     do not count. Messages that take no time are no nodes."""
-    columns = schedule.columns
+    arrays = schedule.arrays
     (own, previous), links = _within_ranks(schedule), _links(schedule, costs)
     at_once = links.seconds == 0
-    channel = np.stack([links.send, columns.rank[links.later], columns.rank[links.earlier]])
+    channel = np.stack([links.send, arrays.rank[links.later], arrays.rank[links.earlier]])
     order = np.lexsort((links.earlier, *channel))
     order = order[~at_once[order]]
     follows = (np.diff(channel[:, order]) == 0).all(axis=0)
-    messages = np.arange(len(columns), len(columns) + len(order), dtype=np.int32)
+    messages = np.arange(len(arrays), len(arrays) + len(order), dtype=np.int32)
     waits = (
         (own, previous),
         (links.later[at_once], links.earlier[at_once]),
@@ -72,20 +72,20 @@ def with_messages(schedule: Schedule, costs: Costs) -> tuple[Precedence, list[fl
         (messages[1:][follows], messages[:-1][follows]),
     )
     later, earlier = (np.concatenate(part) for part in zip(*waits, strict=True))
-    before = NodeLists.of(later, earlier, len(columns) + len(order))
-    seconds = columns.of_each(costs.of, bool(costs.at_places))
+    before = NodeLists.of(later, earlier, len(arrays) + len(order))
+    seconds = arrays.of_each(costs.of, bool(costs.at_places))
     return Precedence(before=before), seconds + links.seconds[order].tolist()
 
 
 def _within_ranks(schedule: Schedule) -> tuple[Ints, Ints]:
     """Return passes with the previous pass on their rank, and passes with a pass that they need
     although it comes after them on their rank, which cannot run."""
-    columns = schedule.columns
-    own = columns.numbers[columns.numbers > columns.first]
+    arrays = schedule.arrays
+    own = arrays.numbers[arrays.numbers > arrays.first]
     waits = [(own, own - np.int32(1))]
-    for earlier in needed_numbers(columns, schedule.placement):
-        is_late = earlier > columns.numbers
-        waits.append((columns.numbers[is_late], earlier[is_late]))
+    for earlier in needed_numbers(arrays, schedule.placement):
+        is_late = earlier > arrays.numbers
+        waits.append((arrays.numbers[is_late], earlier[is_late]))
     later, earlier = (np.concatenate(part) for part in zip(*waits, strict=True))
     return later, earlier
 
@@ -101,15 +101,15 @@ class _Links(NamedTuple):
 
 
 def _links(schedule: Schedule, costs: Costs) -> _Links:
-    columns, place = schedule.columns, {pair: n for n, pair in enumerate(schedule.columns.pairs)}
-    parts = slices_of(0, columns.slice_ends)
+    arrays, place = schedule.arrays, {pair: n for n, pair in enumerate(schedule.arrays.stage_kinds)}
+    parts = slices_of(0, arrays.slice_ends)
     wanted = [
         [
             (place[maker.stage, maker.kind], send)
             for maker, send in senders(Action(*pair, 0), schedule.placement)
             if (maker.stage, maker.kind) in place
         ]
-        for pair in columns.pairs
+        for pair in arrays.stage_kinds
     ]
     found = []
     for turn in range(max(map(len, wanted))):
@@ -121,12 +121,12 @@ def _links(schedule: Schedule, costs: Costs) -> _Links:
                 pairs[n], send = row[turn]
                 kinds[n] = KINDS.index(send.kind)
                 seconds[n] = [costs.of(send._replace(microbatch=part)) for part in parts]
-        earlier = columns.of_pairs(pairs)
-        later = columns.numbers[earlier >= 0]
-        pair = columns.pair[later]
-        found.append((later, earlier[later], kinds[pair], seconds[pair, columns.slice[later]]))
+        earlier = arrays.of_stage_kinds(pairs)
+        later = arrays.numbers[earlier >= 0]
+        pair = arrays.stage_kind[later]
+        found.append((later, earlier[later], kinds[pair], seconds[pair, arrays.slice[later]]))
     if not found:
-        found = [(columns.numbers[:0],) * 3 + (np.zeros(0),)]
+        found = [(arrays.numbers[:0],) * 3 + (np.zeros(0),)]
     return _Links(*(np.concatenate(part) for part in zip(*found, strict=True)))
 
 

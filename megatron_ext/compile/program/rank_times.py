@@ -22,9 +22,9 @@ class RankTimes:
         self._seconds = np.array(seconds_of(self._graph, schedule, costs))
         self._links = links_of(self._graph, costs)
         self._times = None if self._links else BatchedTimes(self._graph)
-        columns = schedule.columns
-        passes = columns.numbers[IS_PASS[columns.kind]]
-        _, self._first = np.unique(columns.rank[passes], return_index=True)
+        arrays = schedule.arrays
+        passes = arrays.numbers[IS_PASS[arrays.kind]]
+        _, self._first = np.unique(arrays.rank[passes], return_index=True)
         self._last = np.append(self._first[1:], len(passes)) - 1
         self._passes = passes
 

@@ -76,11 +76,11 @@ class _Cuts:
 
     def __init__(self, program: Program) -> None:
         schedule, self._graph = program.as_run
-        self._problem, self._columns = program.problem, schedule.columns
+        self._problem, self._arrays = program.problem, schedule.arrays
         starts, ends = times(self._graph, schedule, program.problem.costs)
         self._starts, self._ends = np.array(starts), np.array(ends)
         self._rounding = SAME * float(self._ends.max())
-        place = {pair: number for number, pair in enumerate(self._columns.pairs)}
+        place = {pair: number for number, pair in enumerate(self._arrays.stage_kinds)}
         self._first_forwards = [
             place[min(row), Kind.FORWARD] for row in self._problem.placement.stages_of
         ]
@@ -88,13 +88,13 @@ class _Cuts:
     def at(self, microbatch: int, period: int) -> RepeatingPart | None:
         """Return the repeating part between F of ``microbatch`` and F of the one ``period`` later;
         None if these are no cuts."""
-        columns, numbers = self._columns, self._columns.table
-        microbatches, first = period, microbatch * columns.slices
-        period = microbatches * columns.slices  # actions are counted by slices, if there are any
+        arrays, numbers = self._arrays, self._arrays.table
+        microbatches, first = period, microbatch * arrays.slices
+        period = microbatches * arrays.slices  # actions are counted by slices, if there are any
         begins = numbers[self._first_forwards, first]
         ends = numbers[self._first_forwards, first + period]
-        is_early = columns.numbers < begins[columns.rank]
-        is_late = columns.numbers >= ends[columns.rank]
+        is_early = arrays.numbers < begins[arrays.rank]
+        is_late = arrays.numbers >= ends[arrays.rank]
         if not (
             self._is_done_alike(is_early, ~is_late, period)
             and self._follows_the_same(begins, ends, period)
@@ -114,8 +114,8 @@ class _Cuts:
         if np.ptp(differences) > self._rounding:
             return None
         is_in_period = ~is_early & ~is_late
-        passes = is_in_period & IS_PASS[columns.kind]
-        rows = zip(begins - columns.first[begins], ends - columns.first[ends], strict=True)
+        passes = is_in_period & IS_PASS[arrays.kind]
+        rows = zip(begins - arrays.first[begins], ends - arrays.first[ends], strict=True)
         return RepeatingPart(
             microbatches,
             float(differences.mean()),
@@ -128,7 +128,7 @@ class _Cuts:
         """Return whether the actions of ``is_done``, before the second cut, are those of
         ``is_early``, before the first, for microbatches a ``period`` later, and all actions of the
         first microbatches."""
-        numbers = self._columns.table
+        numbers = self._arrays.table
         is_there = numbers >= 0
         early, done = (flags[numbers] & is_there for flags in (is_early, is_done))
         is_twice = is_there[:, period:] & is_there[:, :-period]
@@ -138,12 +138,12 @@ class _Cuts:
     def _follows_the_same(self, begins: Ints, ends: Ints, period: int) -> bool:
         """Return whether each rank runs the same actions right before both cuts. As many actions
         are compared as one microbatch, or slice, of the ``period`` has."""
-        columns = self._columns
+        arrays = self._arrays
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-            length = min(-((begin - end) // period), begin - int(columns.first[begin]))
+            length = min(-((begin - end) // period), begin - int(arrays.first[begin]))
             here, there = slice(begin - length, begin), slice(end - length, end)
-            is_same = (columns.pair[here] == columns.pair[there]) & (
-                columns.microbatch[here] + period == columns.microbatch[there]
+            is_same = (arrays.stage_kind[here] == arrays.stage_kind[there]) & (
+                arrays.microbatch[here] + period == arrays.microbatch[there]
             )
             if not is_same.all():
                 return False
@@ -161,8 +161,8 @@ class _Cuts:
     def _moved(self, period: int) -> Ints:
         """Return for each action the number of the same action of the microbatch ``period`` later;
         -1 if there is none."""
-        columns = self._columns
-        microbatch = columns.microbatch + np.int32(period)
-        is_there = (microbatch >= 0) & (microbatch < columns.table.shape[1])
-        found = columns.table[columns.pair, np.where(is_there, microbatch, 0)]
+        arrays = self._arrays
+        microbatch = arrays.microbatch + np.int32(period)
+        is_there = (microbatch >= 0) & (microbatch < arrays.table.shape[1])
+        found = arrays.table[arrays.stage_kind, np.where(is_there, microbatch, 0)]
         return np.where(is_there, found, np.int32(-1))

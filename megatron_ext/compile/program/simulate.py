@@ -74,7 +74,7 @@ def _makespan(program: Program, costs: Costs) -> float:
     """Return `Timeline.makespan` without making the events, for searches that need nothing else."""
     schedule, graph = program.as_run
     starts, ends = map(np.array, times(graph, schedule, costs))
-    is_pass = IS_PASS[schedule.columns.kind]
+    is_pass = IS_PASS[schedule.arrays.kind]
     return float(ends[is_pass].max() - starts[is_pass].min())
 
 
@@ -87,7 +87,7 @@ def _one_after_the_other(program: Program, costs: Costs) -> Iterator[tuple[Timel
         timeline = _run(graph, schedule, costs, free)
         free = list(free)
         for event in timeline.events:
-            if RULES[event.action.kind].holds_up:
+            if RULES[event.action.kind].is_blocking:
                 free[event.rank] = max(free[event.rank], event.end)
         if not program.problem.extras.post_validation:
             free = [max(free)] * len(free)
@@ -131,12 +131,12 @@ def times(
 
 def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
     """Return the seconds of each node of ``graph`` under ``costs``."""
-    columns = schedule.columns
-    lasts = columns.of_each(costs.of, bool(costs.at_places))
-    for node in columns.numbers[graph.leaders != columns.numbers].tolist():
+    arrays = schedule.arrays
+    lasts = arrays.of_each(costs.of, bool(costs.at_places))
+    for node in arrays.numbers[graph.leaders != arrays.numbers].tolist():
         lasts[node] = 0.0
     if any(costs.passes.spared):
-        for node in right_behind_own_input(columns).tolist():
+        for node in right_behind_own_input(arrays).tolist():
             lasts[node] -= costs.spared_by(graph.actions[node])
     for node, first, second in seconds_in_pairs(schedule, costs):
         lasts[node], lasts[node + 1] = first, second

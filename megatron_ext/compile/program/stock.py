@@ -63,23 +63,23 @@ def stock_pass_graph(schedule: Schedule, costs: Costs, executor: StockExecutor) 
     if run is None:
         return None
     made, graph = run
-    columns = made.columns
-    is_second = np.zeros(len(columns), dtype=bool)
+    arrays = made.arrays
+    is_second = np.zeros(len(arrays), dtype=bool)
     is_second[made.paired + 1] = True
     nodes = (np.cumsum(~is_second) - 1).astype(np.int32)
     hops = np.array(
         [
             costs.of(action) if RULES[action.kind].lane is Lane.SEND else 0.0
-            for row in columns.examples
+            for row in arrays.examples
             for action in row
         ]
-    )[columns.pair]
+    )[arrays.stage_kind]
     later, earlier = nodes[graph.before.owners], nodes[graph.before.nodes]
     waits = later != earlier  # the second of a pair does not wait for the first
     before = NodeLists.of(later[waits], earlier[waits], int(nodes[-1]) + 1)
     lags = hops[graph.before.nodes][waits]
     order = np.argsort(later[waits], kind="stable")
-    return PassGraph(before=before, nodes=nodes[IS_PASS[columns.kind]], lags=lags[order])
+    return PassGraph(before=before, nodes=nodes[IS_PASS[arrays.kind]], lags=lags[order])
 
 
 @dataclass(frozen=True)
@@ -344,10 +344,10 @@ def _flush(
 
 def _graph(schedule: Schedule, programs: Sequence[_Program], *, are_posted_alone: bool) -> Graph:
     """Return the graph of ``schedule``, which ``programs`` make."""
-    columns, placement = schedule.columns, schedule.placement
+    arrays, placement = schedule.arrays, schedule.placement
     first = [*map(int, np.cumsum([0, *(len(program.actions) for program in programs)]))]
-    partners = partners_of(columns, placement)
-    is_send = IS_SEND[columns.kind]
+    partners = partners_of(arrays, placement)
+    is_send = IS_SEND[arrays.kind]
     later: list[int] = []
     earlier: list[int] = []
 
@@ -377,13 +377,13 @@ def _graph(schedule: Schedule, programs: Sequence[_Program], *, are_posted_alone
             # A message moves at the node of its send, and its receive ends then.
             add(node if is_send[node] else int(partners[node]), [previous])
     before = NodeLists.of(
-        np.array(later, dtype=np.int32), np.array(earlier, dtype=np.int32), len(columns)
+        np.array(later, dtype=np.int32), np.array(earlier, dtype=np.int32), len(arrays)
     )
     return Graph(
         before=before,
         actions=tuple(chain.from_iterable(schedule.rows)),
-        ranks=columns.rank,
+        ranks=arrays.rank,
         partners=partners,
         batches={},
-        leaders=columns.numbers,
+        leaders=arrays.numbers,
     )

@@ -61,10 +61,10 @@ class UnequalSteps:
 
     def __init__(self, program: Program, expert_replicas: int = 1) -> None:
         self._expert_replicas = expert_replicas
-        columns = program.as_run[0].columns
-        self._microbatch = columns.microbatch // columns.slices
+        arrays = program.as_run[0].arrays
+        self._microbatch = arrays.microbatch // arrays.slices
         self._of_kind = {
-            kind: np.flatnonzero(columns.kind == code)
+            kind: np.flatnonzero(arrays.kind == code)
             for code, kind in enumerate(KINDS)
             if IS_PASS[code]
         }

@@ -38,7 +38,7 @@ from megatron_ext.schedule.kinds import (
     Where,
 )
 from megatron_ext.schedule.limit import MemoryLimit, fits
-from megatron_ext.schedule.problem import P2P, Extras, Problem
+from megatron_ext.schedule.problem import P2P, Problem, ScheduleOptions
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.words import counted
 
@@ -252,7 +252,7 @@ def _check_places(schedule: Schedule, problem: Problem) -> None:
 
 def _check_slices(schedule: Schedule, problem: Problem) -> None:
     count = problem.slices.count
-    if count == schedule.columns.slices == 1:
+    if count == schedule.arrays.slices == 1:
         return
     for action in chain.from_iterable(schedule.rows):
         part = action.microbatch
@@ -290,7 +290,7 @@ def _required_work(
 ) -> dict[int, dict[Kind, Kind]]:
     """Return the work of each stage per microbatch, with the kind of action that would do it: one
     that the schedule uses, if there is one. Optional work (`Rule.all_or_none`) is included."""
-    used = {kind for _, kind in schedule.columns.pairs}
+    used = {kind for _, kind in schedule.arrays.stage_kinds}
     kinds = [kind for kind, rule in RULES.items() if rule.lane in lanes]
     kinds.sort(key=lambda kind: kind not in used)
     to_do: dict[int, dict[Kind, Kind]] = defaultdict(dict)
@@ -320,7 +320,7 @@ def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
 def _why_not(kind: Kind, stage: int, problem: Problem) -> str:
     rule = RULES[kind]
     if rule.option and not problem.extras.requests(rule.option):
-        return f"belongs to {Extras.name_of(rule.option)}, which is not requested"
+        return f"belongs to {ScheduleOptions.name_of(rule.option)}, which is not requested"
     if problem.forward_only and not rule.in_evaluation:
         return "has no place in an evaluation"
     if problem.first_trained and has_place(kind, stage, problem.placement):
@@ -355,11 +355,11 @@ def _done(schedule: Schedule, problem: Problem) -> _Done:
 
     Rejects work that is done twice or on a stage where it does not belong.
     """
-    columns, microbatches = schedule.columns, problem.pieces
-    work, parts = columns.work
-    which = parts * microbatches + columns.microbatch[:, np.newaxis]
+    arrays, microbatches = schedule.arrays, problem.pieces
+    work, parts = arrays.work
+    which = parts * microbatches + arrays.microbatch[:, np.newaxis]
     times = np.bincount(which[parts >= 0], minlength=len(work) * microbatches)
-    belong = all(_belongs(kind, stage, problem) for stage, kind in columns.pairs)
+    belong = all(_belongs(kind, stage, problem) for stage, kind in arrays.stage_kinds)
     if not belong or times.max(initial=0) > 1:
         _reject_what_is_too_much(schedule, problem)
     done: _Done = defaultdict(lambda: np.zeros(microbatches, dtype=bool))
@@ -394,8 +394,8 @@ def _is_missing(stage: int, kind: Kind, microbatch: int, done: _Done) -> bool:
 
 
 def _check_needs(schedule: Schedule) -> None:
-    columns, placement = schedule.columns, schedule.placement
-    if all((at < columns.numbers).all() for at in needed_numbers(columns, placement)):
+    arrays, placement = schedule.arrays, schedule.placement
+    if all((at < arrays.numbers).all() for at in needed_numbers(arrays, placement)):
         return
     wanted = Needs(placement)
     for row in schedule.rows:
@@ -416,11 +416,11 @@ def _check_data_order(schedule: Schedule, problem: Problem, lanes: set[Lane]) ->
     Each stage has a data iterator of its own. If two stages read in different orders, the hidden
     states of one microbatch meet the labels, masks or positions of another, and nothing fails.
     """
-    columns = schedule.columns
-    reads = [RULES[kind].reads_data and RULES[kind].lane in lanes for _, kind in columns.pairs]
-    nodes = columns.numbers[np.array(reads, dtype=bool)[columns.pair]]
-    nodes = nodes[np.argsort(columns.pair[nodes], kind="stable")].reshape(-1, problem.pieces)
-    orders = columns.microbatch[nodes]
+    arrays = schedule.arrays
+    reads = [RULES[kind].reads_data and RULES[kind].lane in lanes for _, kind in arrays.stage_kinds]
+    nodes = arrays.numbers[np.array(reads, dtype=bool)[arrays.stage_kind]]
+    nodes = nodes[np.argsort(arrays.stage_kind[nodes], kind="stable")].reshape(-1, problem.pieces)
+    orders = arrays.microbatch[nodes]
     differs = orders != orders[0]
     if not differs.any():
         return
@@ -480,28 +480,28 @@ def _ends_meet(schedule: Schedule, ends: int) -> bool:
         ends: how many entries of a `Channel` have to be equal for messages to share an order: 2
             for sender and receiver, or all of them.
     """
-    columns, placement = schedule.columns, schedule.placement
+    arrays, placement = schedule.arrays, schedule.placement
     numbers: dict[tuple[object, ...], int] = {}
     ways = [
         numbers.setdefault(channel_of(Action(stage, kind, 0), placement)[:ends], len(numbers))
         if RULES[kind].is_message
         else -1
-        for stage, kind in columns.pairs
+        for stage, kind in arrays.stage_kinds
     ]
-    way_of = np.array(ways, dtype=np.int32)[columns.pair]
+    way_of = np.array(ways, dtype=np.int32)[arrays.stage_kind]
 
     def of_each_way(is_lane: Flags) -> Ints:
-        nodes = columns.numbers[is_lane[columns.kind]]
+        nodes = arrays.numbers[is_lane[arrays.kind]]
         return nodes[np.argsort(way_of[nodes], kind="stable")]
 
     sends, receives = of_each_way(IS_SEND), of_each_way(IS_RECEIVE)
-    return np.array_equal(partners_of(columns, placement)[sends], receives)
+    return np.array_equal(partners_of(arrays, placement)[sends], receives)
 
 
 def _check_collectives(schedule: Schedule) -> None:
     """Check that each kind of collective, which has its own communicator, is called in one order on
     all ranks."""
-    if not IS_COLLECTIVE[schedule.columns.kind].any():
+    if not IS_COLLECTIVE[schedule.arrays.kind].any():
         return
     called: list[dict[Kind, list[Action]]] = [defaultdict(list) for _ in schedule.rows]
     for row, calls in zip(schedule.rows, called, strict=True):

@@ -27,15 +27,15 @@ import numpy as np
 from megatron_ext.compile.program.graph import (
     Channel,
     Graph,
+    blocking_actions,
     build_graph,
     channel_of,
     has_place,
-    held_up,
 )
 from megatron_ext.compile.program.node_lists import NodeLists
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.columns import (
-    HOLDS_UP,
+    IS_BLOCKING,
     IS_COLLECTIVE,
     IS_PASS,
     IS_RECEIVE,
@@ -58,13 +58,15 @@ _WAIT_FOR: dict[Kind, Kind] = {
 def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has its messages, with a wait for each send, and for each input to
     a collective whose result the rank does not use."""
-    graph, columns = build_graph(schedule, problem.extras.p2p), schedule.columns
-    ways = [_way(Action(stage, kind, 0), problem) for stage, kind in columns.pairs]
-    is_given = np.array([way is not None for way in ways], dtype=bool)[columns.pair]
+    graph, arrays = build_graph(schedule, problem.extras.p2p), schedule.arrays
+    ways = [_way(Action(stage, kind, 0), problem) for stage, kind in arrays.stage_kinds]
+    is_given = np.array([way is not None for way in ways], dtype=bool)[arrays.stage_kind]
     has_gone = _known_by_batches if problem.extras.p2p is P2P.BATCHED else _known_by_clocks
-    given = columns.numbers[is_given]
+    given = arrays.numbers[is_given]
     known_at: list[int] = has_gone(schedule, graph, given).tolist()
-    _in_order(known_at, [(node, ways[columns.pair[node]], columns.rank[node]) for node in given])
+    _in_order(
+        known_at, [(node, ways[arrays.stage_kind[node]], arrays.rank[node]) for node in given]
+    )
     in_step = _in_step(graph, schedule) if problem.forward_only else []
     place = {node: place for place, node in enumerate(in_step)}
 
@@ -76,7 +78,7 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
         moves = graph.batches.get(sends[0], (sends[0],))
         return all(n in place and place[n] < place[node] for n in moves)
 
-    rows, pair = [], iter(columns.pair.tolist())
+    rows, pair = [], iter(arrays.stage_kind.tolist())
     second_of_two = set((schedule.paired + 1).tolist())
     node = -1
     for row in schedule.rows:
@@ -125,7 +127,7 @@ def _in_order(known_at: list[int], given: Sequence[tuple[int, Channel | Kind | N
 def _in_step(graph: Graph, schedule: Schedule) -> list[int]:
     """Return the nodes, each after all it waits for, in the order in which they would run if every
     pass took one unit of time."""
-    is_pass = IS_PASS[schedule.columns.kind]
+    is_pass = IS_PASS[schedule.arrays.kind]
     begins, _ = graph.longest_paths(is_pass.astype(float).tolist())
     return sorted(graph.order.tolist(), key=begins.__getitem__)
 
@@ -139,30 +141,30 @@ def _known_by_batches(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
     """Return for each of ``given`` the first pass of its rank, as a node, at which its completion
     is known; the number of nodes if it never is. This is for batched messages: a later message of
     its rank, or one of its batch, has been used."""
-    columns = schedule.columns
-    batched = np.zeros(len(columns), dtype=bool)
+    arrays = schedule.arrays
+    batched = np.zeros(len(arrays), dtype=bool)
     batched[list(graph.batches)] = True
-    is_used = IS_PASS[columns.kind[graph.before.owners]] & batched[graph.before.nodes]
-    used = np.full(len(columns), -1, dtype=np.int32)
+    is_used = IS_PASS[arrays.kind[graph.before.owners]] & batched[graph.before.nodes]
+    used = np.full(len(arrays), -1, dtype=np.int32)
     np.maximum.at(used, graph.before.owners[is_used], graph.before.nodes[is_used])
     used = np.maximum.accumulate(used)  # nodes of earlier ranks are below all of this rank's
-    passes = columns.numbers[IS_PASS[columns.kind]]
-    known_at = np.full(len(columns), len(columns), dtype=np.int32)
-    known_at[given] = _first(used[passes], given, passes, len(columns))
+    passes = arrays.numbers[IS_PASS[arrays.kind]]
+    known_at = np.full(len(arrays), len(arrays), dtype=np.int32)
+    known_at[given] = _first(used[passes], given, passes, len(arrays))
     return known_at
 
 
 def _known_by_clocks(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
     """Return the same for async messages: a pass that needs the message has ended."""
-    columns = schedule.columns
+    arrays = schedule.arrays
     given, users = _users(schedule, graph, given)
-    ranks, user_ranks = columns.rank[given], columns.rank[users]
+    ranks, user_ranks = arrays.rank[given], arrays.rank[users]
     others = [np.unique(user_ranks[ranks == rank]) for rank in range(len(schedule.rows))]
-    known_at = np.full(len(columns), len(columns), dtype=np.int32)
+    known_at = np.full(len(arrays), len(arrays), dtype=np.int32)
     for rank, (passes, clocks) in enumerate(_clocks(schedule, graph, others)):
         for place, other in enumerate(others[rank]):
             of_both = (ranks == rank) & (user_ranks == other)
-            at = _first(clocks[:, place], users[of_both], passes, len(columns))
+            at = _first(clocks[:, place], users[of_both], passes, len(arrays))
             np.minimum.at(known_at, given[of_both], at)
     return known_at
 
@@ -176,11 +178,11 @@ def _first(rising: Ints, wanted: Ints, nodes: Ints, never: int) -> Ints:
 def _users(schedule: Schedule, graph: Graph, given: Ints) -> tuple[Ints, Ints]:
     """Return nodes of ``given``, and at the same positions passes, as nodes, that need their
     messages."""
-    columns, before = schedule.columns, graph.before
-    kind = columns.kind[before.nodes]
-    is_use = IS_PASS[columns.kind[before.owners]] & (IS_RECEIVE[kind] | IS_COLLECTIVE[kind])
+    arrays, before = schedule.arrays, graph.before
+    kind = arrays.kind[before.nodes]
+    is_use = IS_PASS[arrays.kind[before.owners]] & (IS_RECEIVE[kind] | IS_COLLECTIVE[kind])
     users, used = before.owners[is_use], graph.leaders[before.nodes[is_use]]
-    users_of = NodeLists.of(used, users, len(columns))
+    users_of = NodeLists.of(used, users, len(arrays))
     received = np.where(graph.partners < 0, graph.leaders, graph.partners)[given]
     return users_of.joined(given, received)
 
@@ -194,21 +196,23 @@ def _clocks(schedule: Schedule, graph: Graph, others: list[Ints]) -> list[tuple[
     now. An action that needs a message learns what its sender knew before the send, and one that
     needs a collective what all ranks knew. The order of a channel gives no further knowledge.
     """
-    columns, nodes = schedule.columns, schedule.columns.numbers
-    kind = columns.kind
-    holds_up, is_collective = HOLDS_UP[kind], IS_COLLECTIVE[kind]
+    arrays, nodes = schedule.arrays, schedule.arrays.numbers
+    kind = arrays.kind
+    is_blocking, is_collective = IS_BLOCKING[kind], IS_COLLECTIVE[kind]
     sends = np.where(IS_RECEIVE[kind], graph.partners, nodes)
-    before_sends = held_up(columns)[sends]
-    tells = np.where(holds_up, nodes, np.where(is_collective, graph.leaders, before_sends))
-    hears = holds_up | (is_collective & (graph.leaders == nodes))
+    before_sends = blocking_actions(arrays)[sends]
+    tells = np.where(is_blocking, nodes, np.where(is_collective, graph.leaders, before_sends))
+    hears = is_blocking | (is_collective & (graph.leaders == nodes))
 
     owners, told = graph.before.owners, tells[graph.before.nodes]
     is_news = hears[owners] & (told >= 0)
-    is_news &= ~(holds_up[owners] & holds_up[told] & (columns.rank[owners] == columns.rank[told]))
-    lists = NodeLists.of(owners[is_news], told[is_news], len(columns))
+    is_news &= ~(
+        is_blocking[owners] & is_blocking[told] & (arrays.rank[owners] == arrays.rank[told])
+    )
+    lists = NodeLists.of(owners[is_news], told[is_news], len(arrays))
     bounds, heard = lists.bounds.tolist(), lists.nodes.tolist()
-    uses: list[int] = np.bincount(lists.nodes, minlength=len(columns)).tolist()
-    ranks, is_pass, holds = columns.rank.tolist(), IS_PASS[kind].tolist(), holds_up.tolist()
+    uses: list[int] = np.bincount(lists.nodes, minlength=len(arrays)).tolist()
+    ranks, is_pass, holds = arrays.rank.tolist(), IS_PASS[kind].tolist(), is_blocking.tolist()
 
     clocks = list(np.full((len(others), len(others)), -1, dtype=np.int32))
     left: dict[int, Ints] = {}  # the clocks that later actions will read

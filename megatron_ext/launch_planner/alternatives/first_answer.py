@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.adapter.step_sizes import main_size
-from megatron_ext.compile.registry import Mark, entry_of
+from megatron_ext.compile.registry import Maturity, entry_of
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.planner.planner import NO_TIME, all_specs, make_plan
 from megatron_ext.planner.planning_time import answered, within
@@ -75,7 +75,9 @@ def whole_plan(parsed: ParsedLaunch, first: Plan) -> Plan:
     if not is_long(parsed.validated):
         return make_plan(variants.variant, parsed.room, may_offload=True)
     own = (variants.own or "").partition(":")[0]
-    stable = [s for s in all_specs() if entry_of(s).mark is Mark.STABLE or entry_of(s).name == own]
+    stable = [
+        s for s in all_specs() if entry_of(s).mark is Maturity.STABLE or entry_of(s).name == own
+    ]
     others = [spec for spec in all_specs() if spec not in stable]
     compare = partial(
         make_plan,

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from megatron_ext.adapter.pairs.overlap_setting import DELAY, SETTING, requests_pairs
-from megatron_ext.compile.registry import Mark, entries
+from megatron_ext.compile.registry import Maturity, entries
 from megatron_ext.launch_planner.alternatives.changed import Changed
 from megatron_ext.planner.candidate import Plan
 from megatron_ext.planner.planner import make_plan
@@ -42,7 +42,7 @@ def other_pairs(
         changes[SHARED] = False
     other = variants.with_values(changes)
     if is_long:
-        other = replace(other, marks=frozenset([Mark.STABLE]), tries_recompute=False)
+        other = replace(other, marks=frozenset([Maturity.STABLE]), tries_recompute=False)
     if room is None and plan.best is not None:
         room = plan.best.fullest
     specs = list(_specs(with_pairs=not is_asked))

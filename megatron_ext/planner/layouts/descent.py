@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_ext.compile.output_layer import with_input_gradient
 from megatron_ext.compile.pairs import with_pairs
-from megatron_ext.compile.registry import Choice, entry_of
+from megatron_ext.compile.registry import ResolvedSpec, entry_of
 from megatron_ext.planner.layouts.figures import Counts, StageFigures, busy
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.minimax import is_layout, least_seconds, moves
@@ -176,7 +176,7 @@ class Timed:
         return moved[np.argsort(promises, kind="stable")[:_TIMED]]
 
 
-def _ordered(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
+def _ordered(choice: ResolvedSpec, problem: Problem, limit: MemoryLimit | None) -> Schedule:
     """Return the passes of ``choice`` within ``limit``; if it needs more, which other layouts may
     leave, within that of ``problem``. Passes are overlapped if that is requested. A schedule that
     ignores costs overlaps all it can, whatever memory that takes, as Megatron's does."""

@@ -18,7 +18,7 @@ from megatron_ext.compile.program.stock import stock_pass_graph
 from megatron_ext.planner.layouts.figures import Counts, Figure, StageFigures
 from megatron_ext.planner.layouts.hidden import PairedStages
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.columns import KINDS, Columns, Floats, Ints
+from megatron_ext.schedule.columns import KINDS, ActionArrays, Floats, Ints
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule, right_behind_own_input
@@ -51,7 +51,7 @@ class Order:
         by_stock = None if executor is None else stock_pass_graph(schedule, costs, executor)
         graph = pass_graph(schedule, costs) if by_stock is None else by_stock
         self._times = BatchedTimes(graph, graph.lags)
-        places, codes = self._times.place[graph.nodes], _codes(schedule.columns)
+        places, codes = self._times.place[graph.nodes], _codes(schedule.arrays)
         second = schedule.paired + 1
         is_first = np.ones(len(codes), dtype=bool)
         is_first[second] = False
@@ -64,7 +64,7 @@ class Order:
         self._shares = None if self._pairs else _shares_of_ranks(schedule, codes)
         middle = _MIDDLE_IN_PAIRS if self._pairs else _MIDDLE
         microbatches = [k * self._placement.ranks for k in middle]
-        self._ways_back = places[_ways_back(schedule.columns, microbatches)]
+        self._ways_back = places[_ways_back(schedule.arrays, microbatches)]
 
     def seconds(self, of_stages: StageFigures, counts: Counts, more: int = 0) -> Floats:
         """Return the seconds of a step, by layout, with so many ``more`` microbatches, each of
@@ -105,38 +105,38 @@ class Order:
         return np.stack(peaks, axis=1)
 
 
-def _codes(columns: Columns) -> NDArray[np.intp]:
+def _codes(arrays: ActionArrays) -> NDArray[np.intp]:
     """Return the stage and kind of each pass, as one number."""
-    codes = _CODES[columns.kind]
+    codes = _CODES[arrays.kind]
     assert (codes >= 0).all()
-    codes[right_behind_own_input(columns)] = _RIGHT_BEHIND
-    return np.asarray(columns.stage * _PER_STAGE + codes)
+    codes[right_behind_own_input(arrays)] = _RIGHT_BEHIND
+    return np.asarray(arrays.stage * _PER_STAGE + codes)
 
 
 def _paired_stages(schedule: Schedule) -> tuple[list[PairedStages], NDArray[np.intp]]:
     """Return the stages of overlapped passes, and for each such pair the place of its own."""
-    columns = schedule.columns
-    back = [columns.pairs[pair] for pair in columns.pair[schedule.paired + 1].tolist()]
-    forwards = columns.stage[schedule.paired].tolist()
+    arrays = schedule.arrays
+    back = [arrays.stage_kinds[pair] for pair in arrays.stage_kind[schedule.paired + 1].tolist()]
+    forwards = arrays.stage[schedule.paired].tolist()
     pairs = [(there, stage, kind) for there, (stage, kind) in zip(forwards, back, strict=True)]
     distinct = sorted(set(pairs))
     place = {pair: n for n, pair in enumerate(distinct)}
     return distinct, np.array([place[pair] for pair in pairs], dtype=np.intp)
 
 
-def _ways_back(columns: Columns, microbatches: Sequence[int]) -> Ints:
+def _ways_back(arrays: ActionArrays, microbatches: Sequence[int]) -> Ints:
     """Return the passes with which ``microbatches``, as far as they exist, leave the first
     stage."""
-    is_back = (columns.stage == 0) & np.isin(columns.kind, (_INPUT, _FULL))
-    return columns.numbers[is_back & np.isin(columns.microbatch, microbatches)]
+    is_back = (arrays.stage == 0) & np.isin(arrays.kind, (_INPUT, _FULL))
+    return arrays.numbers[is_back & np.isin(arrays.microbatch, microbatches)]
 
 
 def _shares_of_ranks(schedule: Schedule, codes: NDArray[np.intp]) -> Floats:
     """Return how often each rank runs each kind of pass of each stage for a microbatch."""
     placement = schedule.placement
     shares = np.zeros((placement.ranks, placement.stages * _PER_STAGE))
-    np.add.at(shares, (schedule.columns.rank, codes), 1.0)
-    return np.asarray(shares / (1 + schedule.columns.microbatch.max()))
+    np.add.at(shares, (schedule.arrays.rank, codes), 1.0)
+    return np.asarray(shares / (1 + schedule.arrays.microbatch.max()))
 
 
 def _share_under_way(placement: Placement) -> float:

@@ -18,7 +18,7 @@ from megatron_ext.planner.stock import run_by_stock
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.rank_speeds import at_speeds
 from megatron_ext.schedule.slices import UNCUT, Slices
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR, StockExecutor
@@ -82,7 +82,7 @@ class Work:
             self.microbatches,
             at_speeds(self.costs_of(stages, placement), placement, self.speeds),
             self.limit,
-            extras=Extras(
+            extras=ScheduleOptions(
                 vocab_parallel=method.vocabulary,
                 post_validation=self.post_validation,
                 slices=self.slices,

@@ -15,7 +15,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import Extras
+from megatron_ext.schedule.problem import ScheduleOptions
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Event, Timeline
 from megatron_ext.viz.page.boxes import Box, Track, TrackGroup, critical_path
@@ -77,7 +77,7 @@ class Run:
         return sum(box.track.group is TrackGroup.PASSES for box in self.boxes)
 
 
-def title_of(name: str, extras: Extras) -> str:
+def title_of(name: str, extras: ScheduleOptions) -> str:
     """Return the title of a run of the schedule ``name``: the name and its requested options."""
     return ", ".join([name, *map(extras.phrase, extras.requested)])
 

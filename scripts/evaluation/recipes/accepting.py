@@ -28,7 +28,7 @@ from megatron_ext.adapter.layout_arguments import (
 )
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.compile.registry import Choice, choose
+from megatron_ext.compile.registry import ResolvedSpec, choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_command.importing import quickly, silently
 from megatron_ext.patches import engine
@@ -362,11 +362,11 @@ _AS_SEARCHED = "zb-v"
 _PROVED: dict[tuple[object, ...], Program] = {}
 
 
-def _all_proved(choice: Choice, problems: Sequence[Problem]) -> list[Program]:
+def _all_proved(choice: ResolvedSpec, problems: Sequence[Problem]) -> list[Program]:
     return [_proved(choice, problem) for problem in problems]
 
 
-def _proved(choice: Choice, problem: Problem) -> Program:
+def _proved(choice: ResolvedSpec, problem: Problem) -> Program:
     """Return the program of ``choice``, proved once for its ranks, chunks and microbatches.
 
     It is proved at equal costs, whatever the layers; another order of W for other costs is proved

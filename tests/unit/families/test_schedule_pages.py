@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ext.compile.program.memory import in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate
-from megatron_ext.compile.registry import Mark, choose, entries
+from megatron_ext.compile.registry import Maturity, choose, entries
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.fitting import consider
 from megatron_ext.planner.training import Training
@@ -167,7 +167,7 @@ def test_what_a_newcomer_is_told_to_write_is_stable(page: Path) -> None:
     rows = page.read_text().partition("| memory | write |")[2].partition("\n\n")[0]
     names = re.findall(r"`(?:--pipeline-schedule )?([\w-]+)[ `]", rows)
     assert {"v-auto", "zb-h1"} <= set(names)
-    assert {entries()[name].mark for name in names} == {Mark.STABLE}
+    assert {entries()[name].mark for name in names} == {Maturity.STABLE}
 
 
 # Those of searches are for their own tests: they may improve.

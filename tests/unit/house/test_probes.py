@@ -105,13 +105,13 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.problem import Extras, Problem, Recompute
+from megatron_ext.schedule.problem import ScheduleOptions, Problem, Recompute
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.viz.draw import COLOURS, draw
 
 place = line(2)
 costs = parse_costs("f=1,i=1,w=1", place)
-extras = Extras(recompute=Recompute(first=1))
+extras = ScheduleOptions(recompute=Recompute(first=1))
 program = build_program(choose("1f1b"), Problem(place, 3, costs, extras=extras))
 dummies = [a for row in program.schedule.rows for a in row if a.kind is Kind.DUMMY]
 assert len(dummies) == 6, dummies
@@ -204,12 +204,12 @@ def late_weights(schedule, problem):
     ),
     (
         "adapter/refusals.py",
-        '    RefusalGroup("slices refusals"',
+        '    RefusalGroup(\n        "slices refusals"',
         """    RefusalGroup(
         "late weights refusals",
         (_drop("moe_dummy", "this is a dummy"),),
         _by_option("late_weights"),
-        extras=Extras(late_weights=True),
+        extras=ScheduleOptions(late_weights=True),
     ),
 """,
     ),
@@ -261,7 +261,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.compile.build import build_program
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.problem import Extras
+from megatron_ext.schedule.problem import ScheduleOptions
 from megatron_ext.viz.page.run import title_of
 from megatron_ext.written_settings import add_flags, from_argv, from_environment
 
@@ -359,7 +359,7 @@ _RUN_REFUSAL = """
 from types import SimpleNamespace
 from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.compile.registry import choose
-from megatron_ext.schedule.problem import Extras
+from megatron_ext.schedule.problem import ScheduleOptions
 from megatron_ext.schedule.slices import Slices
 settings = SimpleNamespace(
     pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None,
@@ -367,7 +367,7 @@ settings = SimpleNamespace(
 )
 refuse(settings, choose("1f1b"))
 try:
-    refuse(settings, choose("1f1b"), Extras(slices=Slices(4)))
+    refuse(settings, choose("1f1b"), ScheduleOptions(slices=Slices(4)))
 except ValueError as error:
     assert str(error).endswith("does not go with moe_dummy=True: drop --moe-dummy: this is a dummy")
 else:

@@ -31,7 +31,7 @@ from megatron_ext.schedule.costs_text import load_costs, save_costs
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line
-from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.viz.prediction import RankStep, compare_prediction
 from megatron_ext.viz.program_summary import stock_1f1b, summary_of_change
 
@@ -67,7 +67,8 @@ def placed(spec: str, vocabulary: VocabularyParallel = NONE, rows: int = 2000) -
     placement = choice.place(RANKS)
     costs = estimated(placement, rows)
     return place_output_layer(
-        choice, Problem(placement, MICROBATCHES, costs, extras=Extras(vocab_parallel=vocabulary))
+        choice,
+        Problem(placement, MICROBATCHES, costs, extras=ScheduleOptions(vocab_parallel=vocabulary)),
     )
 
 

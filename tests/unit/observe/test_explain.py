@@ -14,7 +14,7 @@ from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import VocabularyCosts, uniform
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Event, Timeline
 from megatron_ext.viz.explain import TOP, Explanation, MakespanPart, explain
@@ -195,7 +195,7 @@ def test_a_replay_knows_what_collectives_bring(how: VocabularyParallel) -> None:
     costs = replace(
         uniform(placement, 9, 12, 6), vocabulary=VocabularyCosts((3, 3, 3), (1, 1), 0.0)
     )
-    made = program("zb-v", Problem(placement, 6, costs, extras=Extras(vocab_parallel=how)))
+    made = program("zb-v", Problem(placement, 6, costs, extras=ScheduleOptions(vocab_parallel=how)))
     passes = Schedule("passes", placement, made.schedule.compute_rows)
     replayed, costs = Replay(passes), made.problem.costs
     assert Kind.LOGITS_INPUT in {

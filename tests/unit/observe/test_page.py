@@ -22,7 +22,7 @@ from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Offload, Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 from megatron_ext.viz.draw import COLOURS
 from megatron_ext.viz.page.boxes import LEFT_OUT, Box, TrackGroup, before, critical_path
@@ -50,7 +50,7 @@ def program_of(name: str, p: int = 4, m: int = 6, **extras: Any) -> Program:
     costs = "f=10,i=12,w=8,comm=1,head=6/6/6,embedding=1/2,d2h=4"
     choice = choose(name)
     placement = choice.place(p)
-    problem = Problem(placement, m, parse_costs(costs, placement), extras=Extras(**extras))
+    problem = Problem(placement, m, parse_costs(costs, placement), extras=ScheduleOptions(**extras))
     return build_program(choice, problem)
 
 

@@ -17,7 +17,7 @@ from megatron_ext.cli import app
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.long_step import simulate_step
 from megatron_ext.compile.program.simulate import simulate
-from megatron_ext.compile.registry import Mark, choose, entries, entry_of
+from megatron_ext.compile.registry import Maturity, choose, entries, entry_of
 from megatron_ext.cost_model.gpus import GPUS, RESERVED_SHARE, USABLE, parse_gpu
 from megatron_ext.cost_model.model import stages_of
 from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
@@ -36,7 +36,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import Placement, line, v
-from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Offload, Problem, ScheduleOptions, VocabularyParallel
 from tests.helpers.combinations import IS_NIGHT, at_night
 from tests.helpers.few_families import only_families, specs_with_few_chunks
 from tests.helpers.short_search import shorten_search
@@ -243,13 +243,13 @@ def test_stable_schedules_are_recommended_and_others_apart() -> None:
     """A schedule that hardly anybody has trained with was the choice where it was a little faster;
     it is taken only where no other fits."""
     made = plan()
-    shortest = min((c for c in made.candidates if c.mark is Mark.EXPERIMENTAL), key=step_of)
-    others = [c for c in made.candidates if c.mark is Mark.STABLE and c.step > shortest.step]
+    shortest = min((c for c in made.candidates if c.mark is Maturity.EXPERIMENTAL), key=step_of)
+    others = [c for c in made.candidates if c.mark is Maturity.STABLE and c.step > shortest.step]
     mixed = Plan((shortest, *others), {})
     assert best_of(mixed) is others[0] and shortest not in mixed.front
     pool = [Alternative(one, one.step, Written) for one in mixed.candidates]
     taken = verdict_of(None, pool).taken
-    assert taken is not None and taken.candidate.mark is Mark.STABLE
+    assert taken is not None and taken.candidate.mark is Maturity.STABLE
     assert best_of(Plan((shortest,), {})) is shortest
 
 
@@ -452,7 +452,7 @@ def test_what_takes_longer_than_a_later_schedule_is_not_made_to_fit(
     assert fullest is not None
     tried: list[str] = []
 
-    def noting(variant: Variant, *given: object) -> Iterator[Extras]:
+    def noting(variant: Variant, *given: object) -> Iterator[ScheduleOptions]:
         tried.append(variant.choice.spec)
         return iter(())
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate, step_seconds
-from megatron_ext.compile.registry import Mark, choose
+from megatron_ext.compile.registry import Maturity, choose
 from megatron_ext.planner.candidate import Plan, VocabMethod, stable_of
 from megatron_ext.planner.limits import least_time
 from megatron_ext.planner.planner import all_specs, make_plan
@@ -63,7 +63,7 @@ def test_every_family_is_compared_or_says_why_not() -> None:
     assert compared | {name for name, _ in made.refusals} == set(all_specs())
     makespans = [candidate.report.makespan for candidate in made.candidates]
     assert makespans == sorted(makespans)
-    assert made.best is not None and made.best.mark is Mark.STABLE
+    assert made.best is not None and made.best.mark is Maturity.STABLE
 
 
 def test_the_front_falls_in_memory_as_it_rises_in_time() -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.commands.plan_tables import print_refusals
 from megatron_ext.commands.verdict_text import verdict_lines
-from megatron_ext.compile.registry import Mark
+from megatron_ext.compile.registry import Maturity
 from megatron_ext.cost_model.gpus import FreeMemory
 from megatron_ext.planner.candidate import Plan, VocabMethod
 from megatron_ext.planner.job_plan import JobPlan
@@ -32,7 +32,7 @@ GIB = 2.0**30
 
 
 def way(
-    schedule: str, seconds: float, gib: float, *, pairs: int = 0, mark: Mark = Mark.STABLE
+    schedule: str, seconds: float, gib: float, *, pairs: int = 0, mark: Maturity = Maturity.STABLE
 ) -> Alternative:
     """A way to train, as its figures alone tell it."""
     made = SimpleNamespace(
@@ -230,7 +230,7 @@ def test_what_fits_is_taken_though_it_is_longer_than_what_does_not() -> None:
 
 
 def test_only_stable_schedules_are_taken_where_there_are_some() -> None:
-    own, best = way("1f1b", 2.0, 30), way("dualpipe-v", 1.0, 20, mark=Mark.EXPERIMENTAL)
+    own, best = way("1f1b", 2.0, 30), way("dualpipe-v", 1.0, 20, mark=Maturity.EXPERIMENTAL)
     other = way("zb-v", 1.5, 30)
     assert verdict_of(own, [best, other]).taken is other
     assert verdict_of(own, [best]).taken is best

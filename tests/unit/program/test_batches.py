@@ -16,7 +16,7 @@ from megatron_ext.compile.transforms.omitted_backward import keep_forward
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import P2P, Extras, Problem
+from megatron_ext.schedule.problem import P2P, Problem, ScheduleOptions
 from tests.helpers.random_schedules import (
     PROPERTY,
     random_costs,
@@ -190,7 +190,7 @@ def test_every_order_of_passes_is_sound_whatever_ends_together(seed: int) -> Non
         random.randint(1, 12 if forward_only else 5),
         costs_with_ties(random, placement),
         forward_only=forward_only,
-        extras=Extras(p2p=P2P.BATCHED),
+        extras=ScheduleOptions(p2p=P2P.BATCHED),
     )
     schedule = random_schedule(random, problem)
     if forward_only:

@@ -25,7 +25,7 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
-from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import P2P, Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from tests.helpers.random_schedules import random_placement
 
@@ -73,7 +73,8 @@ def program_of(
     placement = choice.place(ranks)
     costs = parse_costs("f=2,i=2,w=2,head=1/1/1,embedding=1/1", placement)
     return build_program(
-        choice, Problem(placement, 4, costs, extras=Extras(p2p=p2p, vocab_parallel=vocabulary))
+        choice,
+        Problem(placement, 4, costs, extras=ScheduleOptions(p2p=p2p, vocab_parallel=vocabulary)),
     )
 
 

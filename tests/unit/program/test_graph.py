@@ -21,7 +21,7 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.columns import KINDS
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import RULES, Lane
-from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import P2P, Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from tests.helpers.random_schedules import PROPERTY, Case, random_case, seeds
 from tests.helpers.schedules import line_problem, program, rows_of, with_messages, without_waits
@@ -29,20 +29,20 @@ from tests.helpers.schedules import line_problem, program, rows_of, with_message
 
 def test_columns_say_what_the_actions_do() -> None:
     (row, other) = rows_of("0F0 0SEND_F0 0F1\n1RECV_F0 1F0")
-    columns = Schedule("written", line_problem(2, 2).placement, (row, other)).columns
-    entries = zip(columns.stage, columns.kind, columns.microbatch, strict=True)
+    arrays = Schedule("written", line_problem(2, 2).placement, (row, other)).arrays
+    entries = zip(arrays.stage, arrays.kind, arrays.microbatch, strict=True)
     assert tuple(Action(int(s), KINDS[k], int(m)) for s, k, m in entries) == row + other
-    assert columns.rank.tolist() == [0, 0, 0, 1, 1]
-    assert columns.first.tolist() == [0, 0, 0, 3, 3]
-    assert columns.latest(columns.numbers % 2 == 1).tolist() == [-1, 1, 1, 3, 3]
-    assert len(Schedule("empty", line_problem(2, 1).placement, ((), ())).columns) == 0
+    assert arrays.rank.tolist() == [0, 0, 0, 1, 1]
+    assert arrays.first.tolist() == [0, 0, 0, 3, 3]
+    assert arrays.latest(arrays.numbers % 2 == 1).tolist() == [-1, 1, 1, 3, 3]
+    assert len(Schedule("empty", line_problem(2, 1).placement, ((), ())).arrays) == 0
 
 
 def test_what_is_needed_is_found_by_its_number() -> None:
     made = program("1f1b", line_problem(2, 2)).schedule
     actions = [action for row in made.rows for action in row]
     found = defaultdict(set)
-    for numbers in needed_numbers(made.columns, made.placement):
+    for numbers in needed_numbers(made.arrays, made.placement):
         for action, number in zip(actions, numbers.tolist(), strict=True):
             if number >= 0:
                 found[str(action)].add(str(actions[number]))
@@ -77,7 +77,7 @@ def test_waits_stand_where_what_must_have_ended_tells(seed: int) -> None:
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved"])
 def test_waits_for_collectives_do_too(name: str, vocabulary: VocabularyParallel) -> None:
     placement = choose(name).place(3)
-    extras = Extras(vocab_parallel=vocabulary)
+    extras = ScheduleOptions(vocab_parallel=vocabulary)
     made = program(name, Problem(placement, 6, uniform(placement, 10, 12, 8, 1), extras=extras))
     rows = (tuple(a for a in r if RULES[a.kind].lane is not Lane.WAIT) for r in made.schedule.rows)
     without = Schedule(name, placement, tuple(rows))

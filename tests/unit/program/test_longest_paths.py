@@ -66,7 +66,7 @@ def test_passes_alone_are_timed_as_they_are_simulated_with_messages(case: Case, 
     assert timed.rows == schedule.rows
     assert (timed.makespan, timed.span) == pytest.approx((exact.makespan, exact.span))
     graph = pass_graph(schedule, costs)
-    seconds = np.array(schedule.columns.of_each(costs.of))
+    seconds = np.array(schedule.arrays.of_each(costs.of))
     whole = ends_of(graph, graph.lags, seconds[:, None]).max()
     assert whole <= timed.makespan + 1e-9
     if hop <= 0.1:

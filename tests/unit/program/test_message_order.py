@@ -29,7 +29,7 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Offload, Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from tests.helpers.combinations import in_pairs
 from tests.helpers.random_schedules import PROPERTY, random_case, seeds
@@ -207,7 +207,13 @@ def family_program(
     costs = uniform(placement, 2, 2, 2).with_host(copies, copies)
     return build_program(
         choice,
-        Problem(placement, microbatches, costs, forward_only=forward_only, extras=Extras(**extras)),
+        Problem(
+            placement,
+            microbatches,
+            costs,
+            forward_only=forward_only,
+            extras=ScheduleOptions(**extras),
+        ),
     )
 
 

@@ -67,9 +67,9 @@ def test_a_sample_is_a_longest_path(made: Callable[[], Program]) -> None:
 
 def test_samples_are_those_of_the_simulator_one_by_one() -> None:
     here = program("zb-v", 4, 9)
-    noise, columns = Noise(0.3, 0.1), here.schedule.columns
+    noise, arrays = Noise(0.3, 0.1), here.schedule.arrays
     seconds = np.array(seconds_of(here.graph, here.schedule, here.problem.costs))
-    (factors,) = factors_of(columns, noise, 5)
+    (factors,) = factors_of(arrays, noise, 5)
     makespans = [max(here.graph.longest_paths((seconds * row).tolist())[1]) for row in factors]
     assert spread(here, noise, 5).makespan.median == pytest.approx(sorted(makespans)[2])
 
@@ -79,10 +79,10 @@ def test_factors_have_their_mean_and_deviation(monkeypatch: pytest.MonkeyPatch) 
     noise = Noise(0.3)
 
     def of_passes(schedule: Schedule) -> dict[Action, FloatArray]:
-        factors = np.concatenate(list(factors_of(schedule.columns, noise, 2000)))
+        factors = np.concatenate(list(factors_of(schedule.arrays, noise, 2000)))
         actions = (action for row in schedule.rows for action in row)
-        columns = zip(actions, factors.T, strict=True)
-        return {action: column for action, column in columns if (column != 1).any()}
+        arrays = zip(actions, factors.T, strict=True)
+        return {action: column for action, column in arrays if (column != 1).any()}
 
     here, other = (program(spec, 2, 6).schedule for spec in ("zb-h1", "zb-h2"))
     factors = of_passes(here)
@@ -93,8 +93,8 @@ def test_factors_have_their_mean_and_deviation(monkeypatch: pytest.MonkeyPatch) 
     assert every.std() == pytest.approx(0.3, abs=0.01)
 
     assert here.rows != other.rows
-    monkeypatch.setattr(noise_module, "_TIMES", 700 * len(other.columns))
-    assert len(list(factors_of(other.columns, noise, 2000))) == 3
+    monkeypatch.setattr(noise_module, "_TIMES", 700 * len(other.arrays))
+    assert len(list(factors_of(other.arrays, noise, 2000))) == 3
     in_pieces = of_passes(other)
     assert all(np.array_equal(in_pieces[action], column) for action, column in factors.items())
 

@@ -24,7 +24,7 @@ from megatron_ext.cost_model.gpus import LAUNCH
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.problem import Extras, Problem
+from megatron_ext.schedule.problem import Problem, ScheduleOptions
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR, StockExecutor
 from tests.helpers.combinations import nightly
 
@@ -195,7 +195,7 @@ def _step(
     }
     costs = Costs(PassCosts(seconds), LinkCosts(hop))
     # The paper's zero-bubble runs had post-validation, so their steps overlapped.
-    extras = Extras(post_validation=executor is None)
+    extras = ScheduleOptions(post_validation=executor is None)
     of = Problem(placement, microbatches, costs, extras=extras, stock=executor)
     return step_seconds(place_output_layer(choose(spec), of), costs)
 
@@ -206,7 +206,7 @@ def test_pairs_in_another_order_than_stocks_are_timed() -> None:
     choice = choose("interleaved:vpp=2")
     placement = choice.place(4)
     costs = parse_costs("f=10,i=12,w=8,comm=3,hidden=5", placement)
-    problem = Problem(placement, 16, costs, extras=Extras(pairs=True))
+    problem = Problem(placement, 16, costs, extras=ScheduleOptions(pairs=True))
     ours = build_program(choice, problem)
     stock = build_program(choice, replace(problem, stock=STOCK_EXECUTOR))
     assert stock.schedule.pairs

@@ -44,12 +44,12 @@ def test_every_pass_of_a_microbatch_takes_its_cost(spec: str, slices: int) -> No
     costs = np.random.default_rng(1).lognormal(0, 0.5, 16)
     rows = arranged(costs, 2, deal=True)
     own = seconds_of(here.graph, here.schedule, here.problem.costs)
-    columns, ends = here.schedule.columns, []
+    arrays, ends = here.schedule.arrays, []
     for row in rows:
         seconds = [
             lasts * costs[row[microbatch // slices]] if IS_PASS[kind] else lasts
             for lasts, microbatch, kind in zip(
-                own, columns.microbatch.tolist(), columns.kind.tolist(), strict=True
+                own, arrays.microbatch.tolist(), arrays.kind.tolist(), strict=True
             )
         ]
         ends.append(max(here.graph.longest_paths(seconds)[1]))

@@ -19,7 +19,7 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import P2P, Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from tests.helpers.random_schedules import (
     PROPERTY,
@@ -400,7 +400,7 @@ def test_transforms_keep_a_good_evaluation_good(seed: int) -> None:
         microbatches,
         random_costs(random, placement),
         forward_only=True,
-        extras=Extras(p2p=random.choice(list(P2P))),
+        extras=ScheduleOptions(p2p=random.choice(list(P2P))),
     )
     forwards = keep_forward(random_schedule(random, problem), problem)
     proved = prove(with_messages(forwards, problem), problem)

@@ -17,7 +17,7 @@ from megatron_ext.rehearsal.compose import compose
 from megatron_ext.rehearsal.record import RankRecord, RehearsedPass, RehearsedStep
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.problem import Extras, Problem, Recompute
+from megatron_ext.schedule.problem import Problem, Recompute, ScheduleOptions
 from megatron_ext.schedule.schedule import is_compute
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 
@@ -116,7 +116,7 @@ def test_ranks_that_recompute_are_a_class_of_their_own() -> None:
     """Rank 1 has the pass R and rank 2 has not, though their stages are equal."""
     choice = choose("zb-h1")
     placement = choice.place(4)
-    extras = Extras(recompute=Recompute(first=2))
+    extras = ScheduleOptions(recompute=Recompute(first=2))
     problem = Problem(placement, 8, uniform(placement, 40.0, 50.0, 30.0), extras=extras)
     program = build_program(choice, problem)
     assert sorted(one.members for one in classes(program)) == [(0,), (1,), (2,), (3,)]

@@ -14,15 +14,15 @@ from megatron_ext.schedule.problem import (
     CONFLICTS,
     P2P,
     Conflict,
-    Extras,
     Offload,
     Problem,
     Recompute,
+    ScheduleOptions,
     VocabularyParallel,
 )
 from megatron_ext.schedule.slices import Slices
 
-OTHERS = Extras(
+OTHERS = ScheduleOptions(
     p2p=P2P.BATCHED,
     vocab_parallel=VocabularyParallel.ONE,
     activation_offload=Offload.FULL,
@@ -33,8 +33,8 @@ OTHERS = Extras(
 )
 
 
-def _only(*names: str) -> Extras:
-    return Extras(**{name: getattr(OTHERS, name) for name in names})
+def _only(*names: str) -> ScheduleOptions:
+    return ScheduleOptions(**{name: getattr(OTHERS, name) for name in names})
 
 
 @pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: " and ".join(conflict.extras))
@@ -70,7 +70,7 @@ def _written(name: str) -> str | bool:
 
 
 def test_each_option_has_a_phrase_with_its_value() -> None:
-    phrases = [OTHERS.phrase(option.name) for option in fields(Extras)]
+    phrases = [OTHERS.phrase(option.name) for option in fields(ScheduleOptions)]
     assert phrases == [
         "p2p batched",
         "vocabulary parallelism 1",

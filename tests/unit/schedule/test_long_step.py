@@ -12,7 +12,7 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.long_step import HoldsMore, Simulated, simulate_step
 from megatron_ext.compile.program.repeating_part import repeating_part
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.compile.registry import Choice, choose, entries
+from megatron_ext.compile.registry import ResolvedSpec, choose, entries
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Held
@@ -136,7 +136,7 @@ def test_step_that_holds_more_with_each_microbatch_is_not_built_whole_in_vain() 
     problem = replace(problem, microbatches=24 * ranks)
     built: list[int] = []
 
-    def build(choice: Choice, problem: Problem) -> Program:
+    def build(choice: ResolvedSpec, problem: Problem) -> Program:
         built.append(problem.microbatches)
         return build_program(choice, problem)
 

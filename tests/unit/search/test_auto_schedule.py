@@ -18,7 +18,7 @@ from megatron_ext.compile.build import build_program, complete
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.compile.registry import Choice, choose, on_placement
+from megatron_ext.compile.registry import ResolvedSpec, choose, on_placement
 from megatron_ext.config import PipelineConfig
 from megatron_ext.planner.auto import take
 from megatron_ext.schedule.action import Kind
@@ -177,7 +177,7 @@ def test_no_limit_is_that_of_1f1b() -> None:
 def test_the_shortest_is_taken_and_the_others_are_told() -> None:
     problems: dict[str, Problem] = {}
 
-    def problem_of(choice: Choice) -> Problem:
+    def problem_of(choice: ResolvedSpec) -> Problem:
         if choice.spec == "loop-auto:vpp=5":
             raise ValueError("8 layers do not divide over 10 stages; say which")
         problems[choice.spec] = auto_problem(choice.spec, 2, 6, "2")

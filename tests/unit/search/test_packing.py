@@ -80,7 +80,7 @@ def assert_packers_agree(random: Random, shop: JobShop) -> None:
     for side in (shop, shop.mirrored()):
         plan = random_plan(random, side)
         if side.fits:
-            ours, theirs = packer(side)(plan), compiled.packer(side)(plan)
+            ours, theirs = packer(side)(plan), compiled.compiled_packer(side)(plan)
             assert ours.makespan == theirs.makespan
             assert np.array_equal(ours.starts, theirs.starts)
 
@@ -236,7 +236,7 @@ def test_compiled_search_finds_the_same(problem: Problem) -> None:
     """The small effort, so that with numba or without a schedule is the same."""
     compiled = pytest.importorskip(COMPILED)
     shop = job_shop_of(problem)
-    for ours, theirs in zip(short(shop), short(shop, compiled.packer), strict=True):
+    for ours, theirs in zip(short(shop), short(shop, compiled.compiled_packer), strict=True):
         assert np.array_equal(ours, theirs)
 
 

@@ -22,7 +22,7 @@ from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
-from megatron_ext.schedule.problem import Extras, Problem, Recompute
+from megatron_ext.schedule.problem import Problem, Recompute, ScheduleOptions
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.slices import Lengths, Slices
 from megatron_ext.search import best as best_room
@@ -70,7 +70,7 @@ def random_problem(random: Random, place: Place, p: int, m: int, k: int) -> Prob
         )
         limit = MemoryLimit(bytes=int(most * (1 + 3 * random.random())) + 1)
     cut = Slices(k, random.choice(list(Lengths)))
-    return Problem(placement, m, costs, limit, extras=Extras(slices=cut))
+    return Problem(placement, m, costs, limit, extras=ScheduleOptions(slices=cut))
 
 
 def random_plan(random: Random, shop: JobShop) -> Starts:
@@ -105,7 +105,7 @@ def test_any_plan_packs_soundly(seed: int, place: Place, p: int, m: int, k: int)
         plan = random_plan(random, side)
         packed = packer(side)(plan)
         compiled = pytest.importorskip("megatron_ext.search.compiled")
-        theirs = compiled.packer(side)(plan)
+        theirs = compiled.compiled_packer(side)(plan)
         assert packed.makespan == theirs.makespan and np.array_equal(packed.starts, theirs.starts)
     packed = packers_of(shop, packer).justified(random_plan(random, shop), rounds=3)
     rows = rows_of(packed.starts, problem.placement, orders=problem.orders)
@@ -141,7 +141,7 @@ def asked(
 ) -> Problem:
     placement = choose(spec).place(p)
     within = None if limit is None else MemoryLimit(microbatches=limit)
-    extras = Extras(slices=Slices(k, lengths))
+    extras = ScheduleOptions(slices=Slices(k, lengths))
     return Problem(placement, m, parse_costs(costs, placement), within, extras=extras)
 
 
@@ -184,7 +184,7 @@ def test_slices_with_little_room_on_a_line() -> None:
 def test_what_is_built_at_once_is_sound(spec: str) -> None:
     problem = asked(spec, 3, 4, 3)
     program = complete(best_known(spec, problem), problem)
-    assert program.schedule.columns.slices == 3
+    assert program.schedule.arrays.slices == 3
 
 
 def test_what_was_found_is_kept_with_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,9 @@ def test_no_limit_holds_less_than_a_microbatch() -> None:
 def test_bytes_are_respected_down_to_the_least() -> None:
     random, placement = Random(3), v(3)
     costs = costs_of_slices(random, placement)
-    problem = Problem(placement, 3, costs, MemoryLimit(bytes=1), extras=Extras(slices=Slices(3)))
+    problem = Problem(
+        placement, 3, costs, MemoryLimit(bytes=1), extras=ScheduleOptions(slices=Slices(3))
+    )
     with pytest.raises(ValueError, match="least feasible") as error:
         best_schedule("v-auto", problem)
     least = parse_limit(str(error.value).split()[-1], 3, 3)

@@ -8,7 +8,7 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Problem, ScheduleOptions, VocabularyParallel
 
 
 @pytest.mark.parametrize("hop", [0.0, 0.1])
@@ -27,6 +27,6 @@ def test_ends_of_the_model_without_layers(
     }
     costs = costs.with_passes(seconds={**costs.seconds, **seconds}).with_links(hop=hop)
     program = build_program(
-        choice, Problem(placement, 4, costs, extras=Extras(vocab_parallel=variant))
+        choice, Problem(placement, 4, costs, extras=ScheduleOptions(vocab_parallel=variant))
     )
     assert program.schedule.placement == placement

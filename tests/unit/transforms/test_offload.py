@@ -33,7 +33,7 @@ from megatron_ext.schedule.costs_text import format_costs, parse_costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import line, v
-from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import P2P, Offload, Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Event
 from megatron_ext.search.certify import certify
@@ -61,7 +61,7 @@ def problem_of(
     placement, m = choose(spec).place(ranks), microbatches or 4 * ranks
     costs = parse_costs(f"f=1,i=1,w=1,d2h={k},h2d={k}{more}", placement)
     allowed = None if limit is None else parse_limit(limit, ranks, m)
-    return Problem(placement, m, costs, allowed, extras=Extras(activation_offload=how))
+    return Problem(placement, m, costs, allowed, extras=ScheduleOptions(activation_offload=how))
 
 
 def built(spec: str, problem: Problem) -> Program:
@@ -210,7 +210,7 @@ def test_what_is_wrong_is_named(row: str, why: str) -> None:
         placement,
         1,
         parse_costs("f=1,i=1,w=1,d2h=1", placement),
-        extras=Extras(activation_offload=FULL),
+        extras=ScheduleOptions(activation_offload=FULL),
     )
     with pytest.raises(InvalidSchedule, match=why):
         prove(schedule, problem)
@@ -231,7 +231,9 @@ def test_copies_drawn() -> None:
         "drawn", placement, tuple(tuple(map(parse_action, r.split())) for r in rows)
     )
     costs = parse_costs("f=1,i=1,w=0,d2h=1,h2d=1", placement)
-    made = offload(schedule, Problem(placement, 4, costs, extras=Extras(activation_offload=FULL)))
+    made = offload(
+        schedule, Problem(placement, 4, costs, extras=ScheduleOptions(activation_offload=FULL))
+    )
     assert " ".join(map(str, made.rows[0])) == (
         "0F0 0OFFLOAD_F0 0F1 0OFFLOAD_F1 0FREE_F0 0F2 0FREE_F1 0F3 0B3 "
         "0RELOAD_F1 0B2 0RELOAD_F0 0B1 0B0"
@@ -328,7 +330,7 @@ def test_fit_counts_bytes() -> None:
     costs = parse_costs("f=1,i=1,w=1", placement).with_passes(held_bytes=held)
     costs = costs.with_host((0.3,) * 4, (0.3,) * 4)
     problem = Problem(
-        placement, 16, costs, MemoryLimit(bytes=250), extras=Extras(activation_offload=FIT)
+        placement, 16, costs, MemoryLimit(bytes=250), extras=ScheduleOptions(activation_offload=FIT)
     )
     program = built("1f1b", problem)
     assert max(peaks(program.schedule, in_bytes(costs))) == 200
@@ -348,7 +350,7 @@ def test_a_copy_back_can_be_what_does_not_fit() -> None:
         2,
         parse_costs("f=1,i=1,w=1,d2h=1", placement),
         MemoryLimit(microbatches=1),
-        extras=Extras(activation_offload=FULL),
+        extras=ScheduleOptions(activation_offload=FULL),
     )
     with pytest.raises(InvalidSchedule, match="0RELOAD_F0 brings rank 0 over the memory limit"):
         prove(Schedule("tight", placement, rows_of(text)), problem)
@@ -502,7 +504,7 @@ def test_what_is_missing_is_named() -> None:
     placement = line(2)
     costs = parse_costs("f=1,i=1,w=1", placement)
     with pytest.raises(ValueError, match="add d2h= and h2d="):
-        Problem(placement, 4, costs, extras=Extras(activation_offload=FULL))
+        Problem(placement, 4, costs, extras=ScheduleOptions(activation_offload=FULL))
     with pytest.raises(ValueError, match="no memory limit to fit into"):
         problem_of("1f1b", 2, 1, FIT)
     with pytest.raises(ValueError, match="knows no bound with offload full"):

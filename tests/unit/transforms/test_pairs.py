@@ -31,10 +31,10 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import (
     P2P,
-    Extras,
     Offload,
     Problem,
     Recompute,
+    ScheduleOptions,
     VocabularyParallel,
 )
 from megatron_ext.schedule.schedule import Schedule, bitwise_order, is_compute
@@ -66,7 +66,7 @@ def problem_for(
 ) -> Problem:
     placement = choose(spec).place(p)
     allowed = None if limit is None else MemoryLimit(microbatches=limit)
-    asked = Extras(**{"pairs": True} | extras)
+    asked = ScheduleOptions(**{"pairs": True} | extras)
     return Problem(placement, m, parse_costs(costs, placement), allowed, extras=asked)
 
 
@@ -84,7 +84,7 @@ def by_hand(*pairs: str, text: str = BY_HAND, costs: str = "f=2,i=2,w=2,hidden=2
     return Schedule("by hand", V, rows_of(text), frozenset(named))
 
 
-PROBLEM = Problem(V, 2, parse_costs("f=2,i=2,w=2,hidden=2", V), extras=Extras(pairs=True))
+PROBLEM = Problem(V, 2, parse_costs("f=2,i=2,w=2,hidden=2", V), extras=ScheduleOptions(pairs=True))
 GOOD = "(3F1;3I0)OVERLAP_F_B"
 
 
@@ -476,7 +476,7 @@ def test_a_plan_of_a_dense_model_has_no_pairs() -> None:
 def test_a_plan_compares_with_and_without() -> None:
     """In pairs where they gain, else not; lines have none. And what to write for it."""
     training = Training(
-        2, 8, lambda placement: parse_costs(COSTS, placement), extras=Extras(pairs=True)
+        2, 8, lambda placement: parse_costs(COSTS, placement), extras=ScheduleOptions(pairs=True)
     )
     variant_of = training.variant
     made = make_plan(variant_of, specs=["zb-v", "1f1b", "1f1b-v"])

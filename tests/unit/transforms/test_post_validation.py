@@ -29,7 +29,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import P2P, Offload, Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.search import improve
 from megatron_ext.search.bounds import lower_bound
@@ -53,7 +53,10 @@ ADDED = {Kind.RECV_P, Kind.STEP, Kind.SEND_P, Kind.RECV_V, Kind.SETTLE, Kind.SEN
 def problem(name: str, p: int, m: int, costs: str = EQUAL, *, validated: bool = True) -> Problem:
     placement = choose(name).place(p)
     return Problem(
-        placement, m, parse_costs(costs, placement), extras=Extras(post_validation=validated)
+        placement,
+        m,
+        parse_costs(costs, placement),
+        extras=ScheduleOptions(post_validation=validated),
     )
 
 
@@ -154,7 +157,7 @@ REFUSED = {
 def small(text: str = SMALL) -> tuple[Problem, str]:
     placement = Placement("written", (0, 1))
     return Problem(
-        placement, 2, uniform(placement, 1, 1, 1), extras=Extras(post_validation=True)
+        placement, 2, uniform(placement, 1, 1, 1), extras=ScheduleOptions(post_validation=True)
     ), text
 
 
@@ -190,7 +193,7 @@ def test_an_evaluation_has_no_optimizer() -> None:
     forwards = written("0SETTLE0 0F0", (0,))
     alone = Placement("written", (0,))
     wanted = Problem(
-        alone, 1, uniform(alone, 1, 1, 1), None, True, extras=Extras(post_validation=True)
+        alone, 1, uniform(alone, 1, 1, 1), None, True, extras=ScheduleOptions(post_validation=True)
     )
     with pytest.raises(InvalidSchedule, match="0SETTLE0"):
         prove(forwards, wanted)
@@ -207,7 +210,7 @@ def test_an_evaluation_has_no_optimizer() -> None:
 def test_what_does_not_go_with_it(changes: dict[str, Any], why: str) -> None:
     placement = Placement("v", (1, 0, 0, 1))
     costs = parse_costs(f"{EQUAL},d2h=1,h2d=1", placement)
-    good = Problem(placement, 2, costs, extras=Extras(post_validation=True))
+    good = Problem(placement, 2, costs, extras=ScheduleOptions(post_validation=True))
     with pytest.raises(ValueError, match=why):
         good.with_extras(**changes)
 
@@ -215,7 +218,9 @@ def test_what_does_not_go_with_it(changes: dict[str, Any], why: str) -> None:
 def test_no_placement_whose_first_stages_share_a_rank() -> None:
     placement = Placement("mine", (0, 0, 1, 1))
     with pytest.raises(ValueError, match=r"on ranks \(0, 0\)"):
-        Problem(placement, 2, uniform(placement, 1, 1, 1), extras=Extras(post_validation=True))
+        Problem(
+            placement, 2, uniform(placement, 1, 1, 1), extras=ScheduleOptions(post_validation=True)
+        )
 
 
 # ---- What holds of all of them
@@ -240,7 +245,7 @@ def test_every_schedule(
     choice = choose(name)
     placement = choice.place(p)
     wanted = Problem(
-        placement, m, uniform(placement, *fiw, comm), extras=Extras(post_validation=True)
+        placement, m, uniform(placement, *fiw, comm), extras=ScheduleOptions(post_validation=True)
     )
     try:
         made = build_program(choice, wanted)
@@ -429,7 +434,10 @@ def test_the_bound_holds_of_steps_that_overlap(name: str, p: int, m: int, comm: 
     choice = choose(name)
     placement = choice.place(p)
     wanted = Problem(
-        placement, m, uniform(placement, 2, 3, 2, comm), extras=Extras(post_validation=True)
+        placement,
+        m,
+        uniform(placement, 2, 3, 2, comm),
+        extras=ScheduleOptions(post_validation=True),
     )
     try:
         made = build_program(choice, wanted)

@@ -33,10 +33,10 @@ from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import line, v
 from megatron_ext.schedule.problem import (
-    Extras,
     Offload,
     Problem,
     Recompute,
+    ScheduleOptions,
     VocabularyParallel,
     parse_recompute,
 )
@@ -58,7 +58,7 @@ def problem_by_hand(limit: float | None = None, recompute: Recompute = NONE) -> 
     placement = line(2)
     allowed = None if limit is None else MemoryLimit(microbatches=limit)
     costs = uniform(placement, 1, 1, 1)
-    return Problem(placement, 2, costs, allowed, extras=Extras(recompute=recompute))
+    return Problem(placement, 2, costs, allowed, extras=ScheduleOptions(recompute=recompute))
 
 
 def proved_by_hand(text: str, problem: Problem) -> Program:
@@ -282,7 +282,7 @@ def test_a_schedule_takes_less_memory_than_its_order_needs(
     placement = choose(spec).place(8)
     costs = parse_costs("f=10,i=12,w=8,comm=1", placement)
     problem = Problem(
-        placement, 32, costs, MemoryLimit(microbatches=limit), extras=Extras(recompute=FIT)
+        placement, 32, costs, MemoryLimit(microbatches=limit), extras=ScheduleOptions(recompute=FIT)
     )
     program = build_program(choose(spec), problem)
     assert max(peaks(program.schedule, in_microbatches(program.schedule))) <= limit * (1 + 1e-9)
@@ -298,7 +298,7 @@ def test_with_a_divided_vocabulary() -> None:
         12,
         costs,
         MemoryLimit(microbatches=3),
-        extras=Extras(recompute=FIT, vocab_parallel=VocabularyParallel.TWO),
+        extras=ScheduleOptions(recompute=FIT, vocab_parallel=VocabularyParallel.TWO),
     )
     program = build_program(choose("v-half"), problem)
     assert share_made_again(program.schedule) > 0
@@ -315,7 +315,7 @@ def test_in_bytes_messages_count() -> None:
     )
     for limit in (330, 400, 500):
         problem = Problem(
-            placement, 12, costs, MemoryLimit(bytes=limit), extras=Extras(recompute=FIT)
+            placement, 12, costs, MemoryLimit(bytes=limit), extras=ScheduleOptions(recompute=FIT)
         )
         program = build_program(choose("zb-v"), problem)
         assert 0.6 * limit < max(peaks(program.schedule, in_bytes(costs))) <= limit
@@ -332,7 +332,7 @@ def test_stages_with_nothing_to_train_make_nothing_again(spec: str) -> None:
 def problem_of_v_or_line(spec: str) -> Problem:
     placement = choose(spec).place(4)
     costs = parse_costs("f=10,i=12,w=8,comm=1", placement)
-    return Problem(placement, 8, costs, extras=Extras(recompute=Recompute(first=3)))
+    return Problem(placement, 8, costs, extras=ScheduleOptions(recompute=Recompute(first=3)))
 
 
 _WITH_BYTES = (
@@ -365,7 +365,7 @@ def test_a_limit_that_a_refusal_names_is_enough_and_little_less_is_not(
 
     def within(limit: str) -> Program:
         allowed = parse_limit(limit, 2, 4)
-        problem = Problem(placement, 4, known, allowed, extras=Extras(recompute=wanted))
+        problem = Problem(placement, 4, known, allowed, extras=ScheduleOptions(recompute=wanted))
         return build_program(choice, problem)
 
     with pytest.raises(InvalidSchedule, match="over the memory limit") as refusal:

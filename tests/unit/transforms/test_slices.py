@@ -33,10 +33,10 @@ from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import (
-    Extras,
     Offload,
     Problem,
     Recompute,
+    ScheduleOptions,
     VocabularyParallel,
 )
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
@@ -53,7 +53,7 @@ def problem_for(
     spec: str, p: int, m: int, k: int, costs: str = "f=1,i=1,w=1", lengths: str = "even"
 ) -> Problem:
     placement = choose(spec).place(p)
-    extras = Extras(slices=Slices(k, parse_lengths(lengths)))
+    extras = ScheduleOptions(slices=Slices(k, parse_lengths(lengths)))
     return Problem(placement, m, parse_costs(costs, placement), extras=extras)
 
 
@@ -239,7 +239,7 @@ def test_every_size_is_sound(p: int, k: int, m: int) -> None:
     for name in TAKES_SLICES:
         program = built(name, p, m, k, "f=3,i=4,w=2,comm=0.1,attention=0.3", "balanced")
         assert bitwise_order(program.schedule), name
-        assert program.schedule.columns.slices == k
+        assert program.schedule.arrays.slices == k
 
 
 TAKES_SLICES = [

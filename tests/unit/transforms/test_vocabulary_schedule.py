@@ -23,7 +23,7 @@ from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyC
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import P2P, Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.random_schedules import PROPERTY, mutate, random_case, seeds
@@ -58,7 +58,10 @@ def random_problem(random: Random, names: Sequence[str], most: int) -> tuple[str
     microbatches = random.choice([1, 2, 3, ranks, 2 * ranks + random.randint(0, 2)])
     costs = random_vocabulary_costs(random, placement)
     return name, Problem(
-        placement, microbatches, costs, extras=Extras(vocab_parallel=random.choice([ONE, TWO]))
+        placement,
+        microbatches,
+        costs,
+        extras=ScheduleOptions(vocab_parallel=random.choice([ONE, TWO])),
     )
 
 
@@ -148,7 +151,7 @@ def first_of(name: str, how: VocabularyParallel) -> tuple[Schedule, Problem]:
     placement = choose(name).place(2)
     costs = uniform(placement, 1, 1, 1).with_vocabulary(VocabularyCosts((1.0, 1.0, 1.0)))
     program = build_program(
-        choose(name), Problem(placement, 2, costs, extras=Extras(vocab_parallel=how))
+        choose(name), Problem(placement, 2, costs, extras=ScheduleOptions(vocab_parallel=how))
     )
     return program.schedule, program.problem
 
@@ -197,7 +200,7 @@ def test_searches_leave_room(name: str, how: VocabularyParallel) -> None:
     costs = uniform(placement, 10, 12, 8, 1).with_vocabulary(VocabularyCosts((10.0, 12.0, 8.0)))
     limit = 2 + MORE[how]
     memory = MemoryLimit(microbatches=limit)
-    problem = Problem(placement, 6, costs, memory, extras=Extras(vocab_parallel=how))
+    problem = Problem(placement, 6, costs, memory, extras=ScheduleOptions(vocab_parallel=how))
     program = build_program(choose(name), problem)
     check(program)
     held = max(peaks(program.schedule, in_microbatches(program.schedule)))
@@ -215,7 +218,8 @@ def test_limits_in_bytes_count_the_shards_logits(name: str, how: VocabularyParal
 
     def held(limit: MemoryLimit | None) -> float:
         program = build_program(
-            choose(name), Problem(placement, 12, costs, limit, extras=Extras(vocab_parallel=how))
+            choose(name),
+            Problem(placement, 12, costs, limit, extras=ScheduleOptions(vocab_parallel=how)),
         )
         amount: Amount = in_bytes(program.problem.costs)
         return max(peaks(program.schedule, amount))
@@ -228,7 +232,8 @@ def test_limits_in_bytes_count_the_shards_logits(name: str, how: VocabularyParal
     logits = held(None) - max(
         peaks(
             build_program(
-                choose(name), Problem(placement, 12, costs, extras=Extras(vocab_parallel=how))
+                choose(name),
+                Problem(placement, 12, costs, extras=ScheduleOptions(vocab_parallel=how)),
             ).schedule,
             lambda kind, stage: 0.0 if kind in (Held.LOGITS, Held.MESSAGE) else 2**30,
         )
@@ -238,7 +243,9 @@ def test_limits_in_bytes_count_the_shards_logits(name: str, how: VocabularyParal
 
 def test_too_little_room_is_refused_with_what_is_enough() -> None:
     placement = choose("zb-v").place(4)
-    problem = Problem(placement, 8, uniform(placement, 1, 1, 1), extras=Extras(vocab_parallel=ONE))
+    problem = Problem(
+        placement, 8, uniform(placement, 1, 1, 1), extras=ScheduleOptions(vocab_parallel=ONE)
+    )
     problem = replace(problem, memory_limit=MemoryLimit(microbatches=2.5))
     with pytest.raises(ValueError, match=r"holds 2 microbatches more .* give at least 3 microb"):
         build_program(choose("zb-v"), problem)
@@ -251,7 +258,7 @@ def test_one_communicator_is_refused() -> None:
             placement,
             2,
             uniform(placement, 1, 1, 1),
-            extras=Extras(p2p=P2P.BATCHED, vocab_parallel=TWO),
+            extras=ScheduleOptions(p2p=P2P.BATCHED, vocab_parallel=TWO),
         )
 
 
@@ -271,7 +278,7 @@ def timed(
     schedule = _BUILT[key]
     costs = layers.with_vocabulary(VocabularyCosts((head,) * 3))
     shared = share_vocabulary(costs, placement, how)
-    problem = Problem(placement, m, shared, extras=Extras(vocab_parallel=how))
+    problem = Problem(placement, m, shared, extras=ScheduleOptions(vocab_parallel=how))
     divided = divide_vocabulary(schedule, problem)
     alone = simulate_unproved(schedule, problem.with_extras(vocab_parallel=NONE)).makespan
     return alone, simulate_unproved(divided, problem).makespan

@@ -27,7 +27,7 @@ from megatron_ext.adapter.vocabulary_rows import (
 )
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
-from megatron_ext.schedule.problem import Extras
+from megatron_ext.schedule.problem import ScheduleOptions
 
 _MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
 
@@ -55,7 +55,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 f"logit_dtype={call.arguments['logit_dtype']}: the loss is made by passes of the "
                 f"schedule, in fp32 from parts of the logits; drop --logit-dtype"
             )
-        refuse(settings, choice, Extras(vocab_parallel=vocabulary))
+        refuse(settings, choice, ScheduleOptions(vocab_parallel=vocabulary))
         build_divided(original, model, call)
 
     return (
