@@ -115,7 +115,7 @@ class Programs:
         self.choice = config.choice
         self._programs: dict[_Key, Program] = {}  # latest last
         self._for_places: dict[_Key, Program] = {}  # which take the place of those
-        self._first_trained: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+        self._first_trained_stage: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
         self._searched_for: int | None = None  # microbatches; None before the first training step
         self._found: dict[tuple[str, str], Schedule] = {}  # by `_but_for_length`
         self._has_told_of_others = False
@@ -218,7 +218,9 @@ class Programs:
             for key in [key for key in programs if key[1] == shape]:
                 del programs[key]
 
-    def first_trained(self, pipeline: dist.ProcessGroup, models: list[torch.nn.Module]) -> int:
+    def first_trained_stage(
+        self, pipeline: dist.ProcessGroup, models: list[torch.nn.Module]
+    ) -> int:
         """Return the first stage with trained parameters; 0 if none has any.
 
         Collective over ``pipeline`` the first time that ``models``, this rank's chunks, take a
@@ -230,7 +232,7 @@ class Programs:
         stages = self.choice.place(pipeline.size()).stages_of
         if is_alone():
             return 0
-        if models[0] not in self._first_trained:
+        if models[0] not in self._first_trained_stage:
             of_ranks = gather(pipeline, [is_trained(chunk) for chunk in models])
             trained = (
                 stage
@@ -238,8 +240,8 @@ class Programs:
                 for stage, has_any in zip(numbers, chunks, strict=True)
                 if has_any
             )
-            self._first_trained[models[0]] = min(trained, default=0)
-        first = self._first_trained[models[0]]
+            self._first_trained_stage[models[0]] = min(trained, default=0)
+        first = self._first_trained_stage[models[0]]
         for stage, chunk in zip(stages[pipeline.rank()], models, strict=True):
             if stage < first and is_trained(chunk):
                 raise ValueError(
@@ -256,10 +258,10 @@ class Programs:
         shape: BatchShape,
         microbatches: int,
         forward_only: bool,
-        first_trained: int = 0,
+        first_trained_stage: int = 0,
     ) -> Program | None:
         """Return the program of such a step if it has been built."""
-        key = self._key(config, shape, microbatches, forward_only, first_trained)
+        key = self._key(config, shape, microbatches, forward_only, first_trained_stage)
         if key in self._for_places:
             return self._for_places[key]
         program = self._programs.pop(key, None)
@@ -273,10 +275,10 @@ class Programs:
         shape: BatchShape,
         microbatches: int,
         forward_only: bool,
-        first_trained: int,
+        first_trained_stage: int,
     ) -> _Key:
         varies = config.variable_seq_lengths
-        return self.choice.spec, shape, microbatches, forward_only, first_trained, varies
+        return self.choice.spec, shape, microbatches, forward_only, first_trained_stage, varies
 
     def are_measured(self, shape: BatchShape) -> bool:
         """Whether the costs of ``shape`` are measured."""
@@ -289,13 +291,13 @@ class Programs:
         shape: BatchShape,
         microbatches: int,
         forward_only: bool,
-        first_trained: int = 0,
+        first_trained_stage: int = 0,
         before: Program | None = None,
     ) -> Program:
         """Build the program of such a step. The first call is collective over the world.
 
-        Stages before ``first_trained`` have forward passes only. ``before`` is a program with other
-        costs, whose order is retained if it is better.
+        Stages before ``first_trained_stage`` have forward passes only. ``before`` is a program with
+        other costs, whose order is retained if it is better.
 
         Raises:
             InvalidSchedule: no program fits the memory limit.
@@ -310,7 +312,7 @@ class Programs:
                 forward_only,
                 pairs=has_pairs(config, microbatches),
             ),
-            first_trained=first_trained,
+            first_trained_stage=first_trained_stage,
             stock=stock_executor(config) if self._is_stock else None,
         )
         with telling_of_long_work(dist.get_rank()):
@@ -322,7 +324,7 @@ class Programs:
             if before is not None:
                 program = better_of(program, before, choice, problem)
         refuse_order(config, program.schedule)
-        key = self._key(config, shape, microbatches, forward_only, first_trained)
+        key = self._key(config, shape, microbatches, forward_only, first_trained_stage)
         self._compare(program.digest, key, pipeline)
         self._programs[key] = program
         if len(self._programs) > KEPT:
@@ -407,7 +409,7 @@ class Programs:
             return
         self._swapped.discard(shape)
         problem = program.problem
-        key = self._key(config, shape, problem.microbatches, False, problem.first_trained)
+        key = self._key(config, shape, problem.microbatches, False, problem.first_trained_stage)
         self._compare(program.digest, key, pipeline, _WHEN_RUN)
 
     def _compare(
@@ -461,8 +463,8 @@ class Programs:
         self._measured.add(shape)
         self._swapped.add(shape)
         microbatches = before.problem.microbatches
-        first_trained = before.problem.first_trained
-        return self.make(pipeline, config, shape, microbatches, False, first_trained, before)
+        first_trained_stage = before.problem.first_trained_stage
+        return self.make(pipeline, config, shape, microbatches, False, first_trained_stage, before)
 
     def make_for_places(
         self,
@@ -511,7 +513,7 @@ class Programs:
             return judged
         program = own[0] if own else prove_built(schedule, problem)
         refuse_order(config, program.schedule)
-        key = self._key(config, shape, problem.microbatches, False, problem.first_trained)
+        key = self._key(config, shape, problem.microbatches, False, problem.first_trained_stage)
         self._times_set[shape] += 1  # the digest of this one is compared by itself
         self._compare(program.digest, key, pipeline)
         self._for_places[key] = program

@@ -148,7 +148,7 @@ def _print_others(made: JobPlan) -> None:
                 "": one.name,
                 "layers": one.layout,
                 "step": one.seconds,
-                "saves": f"{made.verdict.saved_by(one):.1%}",
+                "saves": f"{made.verdict.saving_of(one):.1%}",
                 "fullest rank": "" if one.candidate.fullest is None else bytes_text(one.holds),
             }
             for one in sorted(made.others, key=lambda one: one.seconds)

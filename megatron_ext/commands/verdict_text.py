@@ -46,7 +46,7 @@ def _change(made: JobPlan, taken: Alternative) -> Iterator[str]:
     found, stock = made.verdict, made.verdict.stock
     if stock is not None and stock is not taken and _is_most(made, stock):
         yield (
-            f"first:     {made.of_stock} (Megatron's own): {found.saved_by(stock):.1%} shorter, "
+            f"first:     {made.of_stock} (Megatron's own): {found.saving_of(stock):.1%} shorter, "
             f"{_step(made, stock)}{_memory(stock)}"
         )
     yield f"verdict:   {made.written or 'Megatron 1f1b'}{_by_megatron(made, taken)}"
@@ -121,7 +121,7 @@ def _not_compared(made: JobPlan) -> str:
 def _is_most(made: JobPlan, stock: Alternative) -> bool:
     """Return whether Megatron's own flags bring most of the gain."""
     found = made.verdict
-    return found.taken is not None and 2 * found.saved_by(stock) >= found.saved_by(found.taken)
+    return found.taken is not None and 2 * found.saving_of(stock) >= found.saving_of(found.taken)
 
 
 def _by_megatron(made: JobPlan, taken: Alternative) -> str:
@@ -137,7 +137,7 @@ def _gain(made: JobPlan, taken: Alternative) -> str:
     text = f"{gain:.1%} shorter, {step}" if gain > 0 else f"it fits; {-gain:.1%} longer, {step}"
     if stock is None or stock is taken:
         return text
-    of_stock = found.saved_by(stock)
+    of_stock = found.saving_of(stock)
     return f"{text}: {of_stock:.1%} by Megatron's own flags, {gain - of_stock:.1%} by ours"
 
 

@@ -299,8 +299,8 @@ def complete(schedule: Schedule, problem: Problem) -> Program:
 def _with_own_costs(problem: Problem) -> Problem:
     """Return ``problem`` with its costs adapted to frozen stages and vocabulary parallelism."""
     costs = problem.costs
-    if problem.first_trained:
-        costs = without_backward(costs, problem.first_trained)
+    if problem.first_trained_stage:
+        costs = without_backward(costs, problem.first_trained_stage)
     if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
         costs = share_vocabulary(costs, problem.placement, problem.extras.vocab_parallel)
     return replace(problem, costs=costs)
@@ -323,7 +323,7 @@ def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _for_training(problem: Problem) -> list[Transform]:
-    transforms: list[Transform] = [drop_frozen_prefix] if problem.first_trained else []
+    transforms: list[Transform] = [drop_frozen_prefix] if problem.first_trained_stage else []
     if problem.extras.activation_offload is not Offload.NONE:
         transforms.append(offload)
     elif problem.extras.post_validation:
@@ -411,4 +411,4 @@ def _for_family(problem: Problem) -> Problem:
         recompute=Recompute(),
         pairs=False,
     )
-    return replace(alone, first_trained=0)
+    return replace(alone, first_trained_stage=0)

@@ -49,7 +49,7 @@ def better_of(now: Program, before: Program, choice: ResolvedSpec, problem: Prob
     """
     if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
         return now  # the rows of ``before`` include the vocabulary's passes
-    if problem.first_trained:
+    if problem.first_trained_stage:
         return now  # the rows of ``before`` lack passes
     passes = replace(before.schedule, rows=before.schedule.compute_rows)
     try:

@@ -155,7 +155,9 @@ def _with_hidden_exchanges(
         seconds[Kind.BACKWARD_WEIGHT] = tuple(map(max, products, gathers))
     reductions = [e / 2 if execution.sequence_parallel else e for e in exchanges]
     rows = [stage.rows for stage in layers]
-    return costs.with_passes(seconds=seconds, spared=tuple(map(min, reductions, rows)))
+    return costs.with_passes(
+        seconds=seconds, fused_backward_saving=tuple(map(min, reductions, rows))
+    )
 
 
 def waiting_shares(
@@ -176,9 +178,9 @@ def waiting_shares(
         waited = {kind: seconds.get(group, 0.0) for kind, seconds in terms.items()}
         if not any(waited.values()):
             continue
-        spared = costs.spared_on(0) if group is Group.TENSOR else 0.0
-        both = sum(waited[kind] for kind in covered) - spared
-        of_both = sum(whole[kind] for kind in covered) - costs.spared_on(0)
+        saving = costs.fused_backward_saving_on(0) if group is Group.TENSOR else 0.0
+        both = sum(waited[kind] for kind in covered) - saving
+        of_both = sum(whole[kind] for kind in covered) - costs.fused_backward_saving_on(0)
         shares[group] = {
             kind.value: waited[kind] / whole[kind] if whole[kind] else 0.0 for kind in whole
         } | {Kind.FULL_BACKWARD.value: both / of_both}

@@ -38,11 +38,13 @@ def without_frozen(costs: Costs, matrices: Sequence[float], *, reached: float, h
     held = layers.held_bytes
     if held is not None:
         held = {**held, Held.WEIGHT_INPUTS: shared(held[Held.WEIGHT_INPUTS])}
-    spared = shared(layers.passes.spared) if layers.passes.spared else ()
+    saving = (
+        shared(layers.passes.fused_backward_saving) if layers.passes.fused_backward_saving else ()
+    )
     hidden = dict(costs.overlap.hidden)
     hidden.pop(Kind.FULL_BACKWARD, None)  # B may have become so short that it hides no more than I
     changed = replace(
-        layers.with_passes(seconds=seconds, held_bytes=held, spared=spared),
+        layers.with_passes(seconds=seconds, held_bytes=held, fused_backward_saving=saving),
         overlap=OverlapCosts(hidden),
     )
     vocabulary = costs.vocabulary

@@ -33,7 +33,7 @@ _MADE_AGAIN = "it fits if some activations are recomputed"
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class LongSequenceAlternative:
     """Alternative for long sequences.
 
     Attributes:
@@ -67,7 +67,7 @@ class LongSequences:
     """
 
     tokens: int
-    ways: tuple[Way, ...]
+    ways: tuple[LongSequenceAlternative, ...]
     sharing: int = 1
     written: Written = NOTHING
 
@@ -88,7 +88,7 @@ def context_parallel(ranks: int, copies: int) -> str:
     return f"--context-parallel-size {ranks}, DP {copies}"
 
 
-def shortest_of(ways: Iterable[Way]) -> Candidate | None:
+def shortest_of(ways: Iterable[LongSequenceAlternative]) -> Candidate | None:
     """Return the candidate with the shortest step of ``ways``."""
     known = [way.shortest for way in ways if way.shortest is not None]
     return min(known, key=lambda made: (made.step, made.holds), default=None)
@@ -104,13 +104,13 @@ def long_sequences(training: Training, plan: Plan, room: float | None) -> LongSe
     trained, requested = training.trained, training.extras.slices
     if trained is None or trained.execution.sequence < LONG:
         return None
-    ways = ways_of_plan(plan, requested.count)
+    ways = alternatives_of_plan(plan, requested.count)
     if requested.count > 1:
-        ways.append(way_of(WHOLE, _with_slices(training, UNCUT), room))
+        ways.append(long_sequence_alternative(WHOLE, _with_slices(training, UNCUT), room))
     elif training.is_estimate:
         ways += _of_other_settings(training, trained, room)
     counts = [count for count in COUNTS if count != requested.count]
-    ways += ways_with_slices(partial(_with_slices, training), room, counts)
+    ways += alternatives_with_slices(partial(_with_slices, training), room, counts)
     execution = trained.execution
     made = LongSequences(execution.sequence, tuple(ways), execution.context_parallel)
     return made if made.best is None else replace(made, written=Written(flags_of(made.best)))
@@ -122,7 +122,7 @@ def _with_slices(training: Training, slices: Slices) -> VariantOf:
 
 def _of_other_settings(
     training: Training, trained: TrainedModel, room: float | None
-) -> Iterator[Way]:
+) -> Iterator[LongSequenceAlternative]:
     """Yield full recompute, and context parallelism with half of the data parallelism."""
     execution, copies = trained.execution, trained.state.data_parallel
 
@@ -132,14 +132,16 @@ def _of_other_settings(
 
     if not execution.recompute:
         again = run(replace(execution, recompute=True), training.microbatches)
-        yield way_of(FULL_RECOMPUTE, again, room)
+        yield long_sequence_alternative(FULL_RECOMPUTE, again, room)
     if copies % 2 == 0:
         ranks = 2 * execution.context_parallel
         divided = run(replace(execution, context_parallel=ranks), 2 * training.microbatches)
-        yield way_of(context_parallel(ranks, copies // 2), divided, room, is_here=False)
+        yield long_sequence_alternative(
+            context_parallel(ranks, copies // 2), divided, room, is_here=False
+        )
 
 
-def ways_of_plan(plan: Plan, slices: int = 1) -> list[Way]:
+def alternatives_of_plan(plan: Plan, slices: int = 1) -> list[LongSequenceAlternative]:
     """Return the alternatives that ``plan`` contains: its schedules without recompute in bubbles
     (--pipeline-recompute), and with it, if there are any.
 
@@ -148,17 +150,25 @@ def ways_of_plan(plan: Plan, slices: int = 1) -> list[Way]:
     """
     words = WHOLE if slices == 1 else f"{slices} slices"
     once = tuple(made for made in plan.candidates if not made.report.made_again)
-    ways = [Way(words, once, "" if once else _why_nothing(plan) or _MADE_AGAIN, slices)]
+    ways = [
+        LongSequenceAlternative(
+            words, once, "" if once else _why_nothing(plan) or _MADE_AGAIN, slices
+        )
+    ]
     again = tuple(made for made in plan.candidates if made.report.made_again)
-    return [*ways, Way(f"{words}, --pipeline-recompute fit", again, "", slices)] if again else ways
+    return (
+        [*ways, LongSequenceAlternative(f"{words}, --pipeline-recompute fit", again, "", slices)]
+        if again
+        else ways
+    )
 
 
-def ways_with_slices(
+def alternatives_with_slices(
     variants_of: Callable[[Slices], VariantOf],
     room: float | None,
     counts: Sequence[int] = COUNTS,
     specs: Sequence[str] = SPECS,
-) -> list[Way]:
+) -> list[LongSequenceAlternative]:
     """Return the alternatives with sequences cut into each of ``counts`` slices of equal work.
 
     Args:
@@ -172,13 +182,13 @@ def ways_with_slices(
         try:
             variant_of = variants_of(Slices(count, Lengths.BALANCED))
         except ValueError as error:
-            ways.append(Way(words, (), str(error), count))
+            ways.append(LongSequenceAlternative(words, (), str(error), count))
             continue
-        ways.append(way_of(words, variant_of, room, count, specs))
+        ways.append(long_sequence_alternative(words, variant_of, room, count, specs))
     return ways
 
 
-def way_of(
+def long_sequence_alternative(
     words: str,
     variant_of: VariantOf,
     room: float | None,
@@ -186,7 +196,7 @@ def way_of(
     specs: Sequence[str] = SPECS,
     *,
     is_here: bool = True,
-) -> Way:
+) -> LongSequenceAlternative:
     """Return an alternative: the schedules of ``specs`` that fit into ``room``, with the vocabulary
     at the ends of the pipeline, and without searches. Schedules whose simulation takes long are
     refused."""
@@ -201,7 +211,7 @@ def way_of(
         return variant and replace(variant, choice=variant.choice.without_search)
 
     plan = make_plan(quick, room, specs=specs)
-    return Way(words, plan.candidates, _why_nothing(plan), slices, is_here)
+    return LongSequenceAlternative(words, plan.candidates, _why_nothing(plan), slices, is_here)
 
 
 def _why_nothing(plan: Plan) -> str:

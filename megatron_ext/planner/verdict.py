@@ -102,7 +102,7 @@ class Verdict:
     keeps: bool = False
     gain: float = 0.0
 
-    def saved_by(self, other: Alternative) -> float:
+    def saving_of(self, other: Alternative) -> float:
         """The share of the baseline's step that ``other`` saves; 0 without a baseline."""
         if self.baseline is None:
             return 0.0
@@ -176,7 +176,7 @@ def verdict_of(
     found = Verdict(baseline, taken, stock, tie, excess, shortest)
     if taken is None:
         return found
-    return replace(found, keeps=taken is baseline, gain=found.saved_by(taken))
+    return replace(found, keeps=taken is baseline, gain=found.saving_of(taken))
 
 
 def candidate_name(candidate: Candidate) -> str:
@@ -200,9 +200,9 @@ def shortest_of_others(found: Verdict) -> str:
     """Name, in brackets, the shortest step of all others and the share of a step that it saves;
     return "" if it saves nothing."""
     shortest = found.shortest
-    if shortest is None or found.saved_by(shortest) <= 0:
+    if shortest is None or found.saving_of(shortest) <= 0:
         return ""
-    return f" (the shortest, {shortest.name}, {found.saved_by(shortest):.1%})"
+    return f" (the shortest, {shortest.name}, {found.saving_of(shortest):.1%})"
 
 
 def eligible(pool: Sequence[Alternative]) -> list[Alternative]:

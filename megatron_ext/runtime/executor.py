@@ -45,8 +45,8 @@ def execute(
             its neighbours in the rank's row. In both cases the channels are closed, so that all
             ranks fail.
     """
-    placement, first_trained = program.schedule.placement, program.problem.first_trained
-    stage_io = StageIO(placement, stages, transport, vocabulary, first_trained)
+    placement, first_trained_stage = program.schedule.placement, program.problem.first_trained_stage
+    stage_io = StageIO(placement, stages, transport, vocabulary, first_trained_stage)
     passes = StagePasses(stages, stage_io, recorder, offload)
     owners = [stage_io, passes, *(owner for owner in (vocabulary, offload) if owner), *others]
     _Execution(program, transport.rank, stages, recorder, owners, passes.run_pair).run()

@@ -41,17 +41,17 @@ class StageIO(Owner):
         stages: Mapping[int, RunnableStage],
         transport: Messages,
         vocabulary: VocabularyPasses | None,
-        first_trained: int = 0,
+        first_trained_stage: int = 0,
     ) -> None:
         """With ``vocabulary`` (vocabulary parallelism) its passes run before the first stage and
-        after the last. ``first_trained`` is the first stage that is not frozen."""
+        after the last. ``first_trained_stage`` is the first stage that is not frozen."""
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
         self._placement = placement
         self._stages = stages
         self._transport = transport
         self._vocabulary = vocabulary
-        self._first_trained = first_trained
+        self._first_trained_stage = first_trained_stage
 
     def handlers(self) -> Mapping[Kind, Handler]:
         return {
@@ -111,7 +111,7 @@ class StageIO(Owner):
 
     def _needs_gradient(self, stage: int) -> bool:
         """Whether a stage before ``stage``, or a vocabulary-parallel embedding, is trained."""
-        return self._first_trained == 0 or stage > self._first_trained
+        return self._first_trained_stage == 0 or stage > self._first_trained_stage
 
     def forget(self) -> None:
         self._transport.drain()

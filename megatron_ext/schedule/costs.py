@@ -104,7 +104,7 @@ class PassCosts(CostPart):
     seconds: Mapping[Kind, tuple[float, ...]]
     held_bytes: Mapping[Held, tuple[float, ...]] | None = None
     recompute: tuple[float, ...] = ()
-    spared: tuple[float, ...] = ()
+    fused_backward_saving: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,7 +123,7 @@ class PassCosts(CostPart):
             {kind: of_stages(figures) for kind, figures in self.seconds.items()},
             None if held is None else {what: of_stages(of) for what, of in held.items()},
             of_stages(self.recompute),
-            of_stages(self.spared),
+            of_stages(self.fused_backward_saving),
         )
 
 
@@ -338,14 +338,16 @@ class Costs:
         match rule.cost:
             case Cost.PASS:
                 seconds = sum(self._of_pass(kind, action) for kind in rule.covers)
-                return seconds - (self.spared_by(action) if len(rule.covers) > 1 else 0.0)
+                return seconds - (
+                    self.fused_backward_saving_by(action) if len(rule.covers) > 1 else 0.0
+                )
             case Cost.REPEATED_PASS:
                 assert rule.repeats is not None
                 return self._of_recompute(rule.repeats, action)
-            case Cost.HOP:
+            case Cost.P2P_SECONDS:
                 return self._of_message(action)
             case Cost.COLLECTIVE:
-                return self.hop_of(action.microbatch)
+                return self.p2p_seconds_of(action.microbatch)
             case Cost.COPY:
                 assert self.host is not None
                 seconds = self.host.seconds[action.kind][action.stage]
@@ -370,13 +372,13 @@ class Costs:
         towards_next = RULES[action.kind].neighbour is Neighbour.NEXT
         behind = action.stage if towards_next else action.stage - 1
         latency = self.links.latencies[behind] if self.links.latencies else self.links.latency
-        return _part_of_hop(self.hop_behind(behind), latency, action.microbatch)
+        return _part_of_p2p_seconds(self.p2p_seconds_behind(behind), latency, action.microbatch)
 
-    def hop_of(self, part: int) -> float:
+    def p2p_seconds_of(self, part: int) -> float:
         """Return the seconds of a message of ``part``: the mean if links differ."""
-        return _part_of_hop(self.links.hop, self.links.latency, part)
+        return _part_of_p2p_seconds(self.links.hop, self.links.latency, part)
 
-    def hop_behind(self, stage: int) -> float:
+    def p2p_seconds_behind(self, stage: int) -> float:
         """Return the seconds of a message between ``stage`` and the next, in either direction."""
         return self.links.hops[stage] if self.links.hops else self.links.hop
 
@@ -481,27 +483,30 @@ class Costs:
         squared = sum(self.of_attention(k, s) for k in kinds for s in range(self.stages))
         return squared / sum(map(sum, self.seconds.values()))
 
-    def spared_by(self, action: Action) -> float:
-        """Return the seconds that ``action`` saves: `spared_on` of its stage, times its share of
-        the sequence, or what W takes at its place."""
-        spared = self.spared_on(action.stage) * token_share(action.microbatch)
-        return spared * self._at_place(Kind.BACKWARD_WEIGHT, action.microbatch)
+    def fused_backward_saving_by(self, action: Action) -> float:
+        """Return the seconds that ``action`` saves: `fused_backward_saving_on` of its stage, times
+        its share of the sequence, or what W takes at its place."""
+        saving = self.fused_backward_saving_on(action.stage) * token_share(action.microbatch)
+        return saving * self._at_place(Kind.BACKWARD_WEIGHT, action.microbatch)
 
-    def spared_on(self, stage: int) -> float:
+    def fused_backward_saving_on(self, stage: int) -> float:
         """Return the seconds that I and W of ``stage`` save if W directly follows I."""
-        return self.passes.spared[stage] if self.passes.spared else 0.0
+        return (
+            self.passes.fused_backward_saving[stage] if self.passes.fused_backward_saving else 0.0
+        )
 
     def least_on(self, stages: Iterable[int]) -> float:
         """Return the least seconds that all passes of a mean microbatch take on ``stages`` of a
         rank."""
-        spared = self.mean_factor(Kind.BACKWARD_WEIGHT)
+        saving = self.mean_factor(Kind.BACKWARD_WEIGHT)
         means = [(self.mean_factor(kind), figures) for kind, figures in self.seconds.items()]
         return sum(
-            sum(figures[stage] * mean for mean, figures in means) - self.spared_on(stage) * spared
+            sum(figures[stage] * mean for mean, figures in means)
+            - self.fused_backward_saving_on(stage) * saving
             for stage in stages
         )
 
-    def saved_by(self, forward: Action, backward: Action) -> float:
+    def overlap_saving(self, forward: Action, backward: Action) -> float:
         """Return the seconds that two passes save by running as a pair, at most the seconds of the
         shorter pass."""
         table = self.overlap.hidden.get(backward.kind) or self.overlap.hidden.get(
@@ -514,7 +519,7 @@ class Costs:
 
     def of_pair(self, forward: Action, backward: Action) -> float:
         """Return the seconds of the two passes, side by side."""
-        return self.of(forward) + self.of(backward) - self.saved_by(forward, backward)
+        return self.of(forward) + self.of(backward) - self.overlap_saving(forward, backward)
 
     def slowed(self, slowness: tuple[float, ...]) -> Costs:
         """Return these costs for ranks that take ``slowness`` times as long for the passes of each
@@ -540,7 +545,7 @@ class Costs:
             self.with_slices(launch=slower(self.slices.launch)).with_passes(
                 seconds={kind: slower(figures) for kind, figures in self.seconds.items()},
                 recompute=slower(self.passes.recompute),
-                spared=slower(self.passes.spared),
+                fused_backward_saving=slower(self.passes.fused_backward_saving),
             ),
             vocabulary=vocabulary,
             overlap=OverlapCosts(hidden),
@@ -690,7 +695,7 @@ class Costs:
         return self.with_passes(seconds=seconds, held_bytes=held, recompute=recompute)
 
 
-def _part_of_hop(hop: float, latency: float, part: int) -> float:
+def _part_of_p2p_seconds(hop: float, latency: float, part: int) -> float:
     latency = min(latency, hop)
     return latency + (hop - latency) * token_share(part)
 

@@ -52,7 +52,7 @@ class Cost(enum.Enum):
     NOTHING = "nothing: waits, receives, whose senders take the time, and messages of a few bytes"
     PASS = "seconds of the pass; of one that does others' work, theirs together"
     REPEATED_PASS = "seconds of the pass that is repeated, unless those of R are given"
-    HOP = "a message on the link behind a stage"
+    P2P_SECONDS = "a message on the link behind a stage"
     COLLECTIVE = "a message between ranks; a collective takes the mean of the links that it spans"
     COPY = "a copy to the host or back"
 
@@ -262,7 +262,7 @@ _ROWS = (
         neighbour=Neighbour.NEXT,
         partner=Kind.RECV_F,
         in_evaluation=True,
-        cost=Cost.HOP,
+        cost=Cost.P2P_SECONDS,
     ),
     Rule(
         Kind.RECV_F,
@@ -281,7 +281,7 @@ _ROWS = (
         acquires=(Held.MESSAGE,),
         neighbour=Neighbour.PREVIOUS,
         partner=Kind.RECV_B,
-        cost=Cost.HOP,
+        cost=Cost.P2P_SECONDS,
     ),
     Rule(
         Kind.RECV_B,

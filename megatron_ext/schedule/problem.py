@@ -217,7 +217,7 @@ class Problem:
     memory_limit: MemoryLimit | None = None
     forward_only: bool = False
     extras: ScheduleOptions = ScheduleOptions()
-    first_trained: int = 0
+    first_trained_stage: int = 0
     stock: StockExecutor | None = None
 
     def __post_init__(self) -> None:
@@ -242,9 +242,9 @@ class Problem:
         assert self.costs.stages == self.placement.stages
         lengths = {self.microbatches, *map(len, self.costs.at_places.values())}
         assert len(lengths) == 1 and not (self.costs.at_places and self.slices.count > 1)
-        assert 0 <= self.first_trained <= self.placement.last
+        assert 0 <= self.first_trained_stage <= self.placement.last
         # A partitioned embedding has gradients of the first stage.
-        assert not self.first_trained or self.extras.vocab_parallel is VocabularyParallel.NONE
+        assert not self.first_trained_stage or self.extras.vocab_parallel is VocabularyParallel.NONE
 
     def _check_recompute(self) -> None:
         recompute, stages = self.extras.recompute, self.placement.stages
@@ -279,7 +279,7 @@ class Problem:
         does. Only ours has `extras` but for overlapped passes, leaves backward passes out, and
         takes a last group of fewer microbatches than ranks in loops."""
         is_plain = not {*self.extras.requested} - {"p2p", "pairs"}
-        is_whole = not (self.forward_only or self.first_trained)
+        is_whole = not (self.forward_only or self.first_trained_stage)
         has_groups = self.placement.chunks == 1 or self.microbatches % self.ranks == 0
         return self.stock if is_plain and is_whole and has_groups else None
 

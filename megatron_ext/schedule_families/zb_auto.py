@@ -240,7 +240,7 @@ def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[TimedOr
     # The message of a slice takes the latency and its share of the rest. The mean of the links
     # suffices here, as it only sets where trials begin; each trial is timed with the hop of each
     # link.
-    hop = slices * problem.costs.hop_of(problem.forwards[0])
+    hop = slices * problem.costs.p2p_seconds_of(problem.forwards[0])
     # As many forwards as fit in before the first gradient comes back; published leads after that.
     there_and_back = (forward + gradient + 2 * hop) / forward if forward else m
     trials = max(affordable // (2 * len(_LEADS)), 2)

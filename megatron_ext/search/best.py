@@ -305,7 +305,7 @@ def _best_of(name: str, candidates: Sequence[_Candidate], problem: Problem) -> _
 
 def _may_take_less(problem: Problem) -> bool:
     """Return whether a step may take less time than plans count without messages."""
-    return problem.extras.post_validation or any(problem.costs.passes.spared)
+    return problem.extras.post_validation or any(problem.costs.passes.fused_backward_saving)
 
 
 def _is_within_limit(schedule: Schedule, problem: Problem) -> bool:

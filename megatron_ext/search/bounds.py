@@ -47,15 +47,17 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     weight_gradient = costs.seconds[Kind.BACKWARD_WEIGHT]
     stages = range(placement.stages)
     hop = [
-        costs.hop_behind(stage - 1) if placement.is_remote(stage, Neighbour.PREVIOUS) else 0.0
+        costs.p2p_seconds_behind(stage - 1)
+        if placement.is_remote(stage, Neighbour.PREVIOUS)
+        else 0.0
         for stage in stages
     ]
-    spared = [costs.spared_on(stage) for stage in stages]
+    saving = [costs.fused_backward_saving_on(stage) for stage in stages]
     backward = [
         i if splits_backward else i + w - less
-        for i, w, less in zip(input_gradient, weight_gradient, spared, strict=True)
+        for i, w, less in zip(input_gradient, weight_gradient, saving, strict=True)
     ]
-    last_weight = weight_gradient[0] - spared[0] if splits_backward else 0.0
+    last_weight = weight_gradient[0] - saving[0] if splits_backward else 0.0
 
     way_out = sum(forward) + sum(hop)
     bound = way_out + sum(backward) + sum(hop) + last_weight  # one microbatch
@@ -68,7 +70,7 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
         left = 0.0
         if splits_backward:
             left = _most_work(weight_gradient, Held.WEIGHT_INPUTS, rank, problem, memory)
-        work = m * sum(forward[s] + input_gradient[s] + weight_gradient[s] - spared[s] for s in row)
+        work = m * sum(forward[s] + input_gradient[s] + weight_gradient[s] - saving[s] for s in row)
         idle_before = max(arrival, way_out + way_back - ahead)
         if problem.extras.post_validation:
             idle_before, return_trip = max(0.0, way_out + way_back - ahead - arrival), 0.0
@@ -139,7 +141,7 @@ def _least_held(
     costs, row = problem.costs, problem.placement.stages_of[rank]
     forward = costs.seconds[Kind.FORWARD]
     weight = [
-        figure - costs.spared_on(stage) if splits_backward else 0.0
+        figure - costs.fused_backward_saving_on(stage) if splits_backward else 0.0
         for stage, figure in enumerate(costs.seconds[Kind.BACKWARD_WEIGHT])
     ]
     activation = {stage: memory.amount(Held.ACTIVATION, stage) for stage in row}
@@ -163,7 +165,7 @@ def _there_and_back(stage: int, backward: Sequence[float], problem: Problem) -> 
     after = range(stage + 1, placement.stages)
     remote = [s for s in after if placement.is_remote(s, Neighbour.PREVIOUS)]
     hops = (
-        sum(costs.hop_behind(s - 1) for s in remote)
+        sum(costs.p2p_seconds_behind(s - 1) for s in remote)
         if costs.links.hops
         else costs.links.hop * len(remote)
     )

@@ -110,7 +110,9 @@ def _search(program: Program, makespan: float, seconds: float) -> float:
         intervals = []
         for action, event in zip(row, timeline.compute[rank], strict=True):
             is_w = action.kind is Kind.BACKWARD_WEIGHT
-            least = costs.of(action) - (costs.spared_on(action.stage) if is_w else 0.0)
+            least = costs.of(action) - (
+                costs.fused_backward_saving_on(action.stage) if is_w else 0.0
+            )
             ticks = _ticks(least, tick)
             starts[action] = model.new_int_var(0, horizon, "")
             ends[action] = starts[action] + ticks

@@ -78,7 +78,7 @@ def problem_for_places(program: Program, at_places: PlaceCosts) -> Problem | Non
     problem, schedule = program.problem, program.schedule
     splits = any(kind is Kind.BACKWARD_WEIGHT for _, kind in schedule.arrays.stage_kinds)
     is_even = {len(stages) for stages in problem.placement.stages_of} == {problem.placement.chunks}
-    is_trained = not (problem.forward_only or problem.first_trained)
+    is_trained = not (problem.forward_only or problem.first_trained_stage)
     if not (splits and is_even and is_trained and _is_plain(problem)):
         return None
     limit = problem.memory_limit

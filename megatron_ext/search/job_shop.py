@@ -453,7 +453,7 @@ def _hops(problem: Problem) -> dict[int, list[float]]:
     placement, costs, parts = problem.placement, problem.costs, problem.examples
     links = [s for s in range(placement.last) if placement.is_remote(s, Neighbour.NEXT)]
     if len(parts) == 1:
-        return {stage: [costs.hop_behind(stage)] for stage in links}
+        return {stage: [costs.p2p_seconds_behind(stage)] for stage in links}
     return {
         stage: [costs.of(Action(stage, Kind.SEND_F, part)) for part in parts] for stage in links
     }
@@ -594,7 +594,7 @@ def _tails(problem: Problem, tick: float) -> tuple[int, ...]:
         return (0,) * placement.ranks
     begins = [0.0]
     for stage, forward in enumerate(costs.seconds[Kind.FORWARD][:-1]):
-        hop = costs.hop_behind(stage) if placement.is_remote(stage, Neighbour.NEXT) else 0.0
+        hop = costs.p2p_seconds_behind(stage) if placement.is_remote(stage, Neighbour.NEXT) else 0.0
         begins.append(begins[-1] + forward + hop)
     first = [begins[stages[0]] for stages in placement.stages_of]
     return tuple(round((max(first) - begin) / tick) for begin in first)

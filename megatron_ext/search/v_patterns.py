@@ -122,7 +122,7 @@ def _is_exact(shop: JobShop, problem: Problem) -> bool:
     ticks = list(shop.durations)
     for op, (stage, kind) in enumerate(passes):
         if kind is Kind.FORWARD and placement.is_remote(stage, Neighbour.PREVIOUS):
-            figures.append(costs.hop_behind(stage - 1))
+            figures.append(costs.p2p_seconds_behind(stage - 1))
             ticks.append(shop.hops[op])
     pairs = zip(figures, ticks, strict=True)
     return all(math.isclose(figure, ticks * shop.tick) for figure, ticks in pairs)

@@ -80,7 +80,7 @@ def summarize(program: Program) -> str:
         f"{counted(problem.microbatches, 'microbatch')}{_of_slices(problem)}: "
         f"predicted bubble {bubble:.1%} of the makespan (1f1b {stock:.1%}), "
         f"peak {counted(peak, 'microbatch')}{held}"
-        f"{_untrained_part(problem)}{_offloaded_part(program)}{_recomputed_part(program)}"
+        f"{_frozen_part(problem)}{_offloaded_part(program)}{_recomputed_part(program)}"
         f"{_paired_part(program)}"
         f"{_what_overlaps(program)}; "
         f"costs {costs.origin} (of a microbatch on one rank): {outlined}"
@@ -99,13 +99,13 @@ def _what_overlaps(program: Program) -> str:
     return f"; {what_overlapping_gains(program)}" if program.problem.extras.post_validation else ""
 
 
-def _untrained_part(problem: Problem) -> str:
-    match problem.first_trained:
+def _frozen_part(problem: Problem) -> str:
+    match problem.first_trained_stage:
         case 0:
             return ""
         case 1:
             return "; stage 0 has nothing to train, and forward passes alone"
-    last = problem.first_trained - 1
+    last = problem.first_trained_stage - 1
     return f"; stages 0 to {last} have nothing to train, and forward passes alone"
 
 

@@ -55,7 +55,7 @@ def in_seconds(costs: str, placement: Placement) -> Costs:
             passes,
             seconds=_in_seconds(passes.seconds),
             recompute=_in_seconds(passes.recompute),
-            spared=_in_seconds(passes.spared),
+            fused_backward_saving=_in_seconds(passes.fused_backward_saving),
         ),
         links=LinkCosts(),
         slices=replace(slices, launch=_in_seconds(slices.launch)),

@@ -170,13 +170,13 @@ def test_what_was_frozen_in_the_first_step_stays_so(monkeypatch: pytest.MonkeyPa
     frozen, other = linear().requires_grad_(False), linear()
     monkeypatch.setattr(programs_module, "is_alone", lambda: False)
     with mock.patch.object(programs_module, "gather", return_value=[[False], [False], [True]]):
-        assert programs.first_trained(pipeline, [frozen]) == 2
-        assert programs.first_trained(pipeline, [frozen]) == 2
+        assert programs.first_trained_stage(pipeline, [frozen]) == 2
+        assert programs.first_trained_stage(pipeline, [frozen]) == 2
     with mock.patch.object(programs_module, "gather", return_value=[[True], [True], [True]]):
-        assert programs.first_trained(pipeline, [other]) == 0
+        assert programs.first_trained_stage(pipeline, [other]) == 0
     frozen.weight.requires_grad = True
     with pytest.raises(ValueError, match="stage 1 has parameters that require a gradient now"):
-        programs.first_trained(pipeline, [frozen])
+        programs.first_trained_stage(pipeline, [frozen])
 
 
 def test_where_gradients_could_be_lost() -> None:

@@ -64,10 +64,10 @@ class ModelStage:
         recomputed: Collection[int] = (),
         *,
         has_loss: bool,
-        first_trained: int = 0,
+        first_trained_stage: int = 0,
     ) -> None:
-        """``first_trained`` is the first stage that is not frozen; earlier stages have no backward
-        pass."""
+        """``first_trained_stage`` is the first stage that is not frozen; earlier stages have no
+        backward pass."""
         self._number = number
         self._model = model
         self._config = config
@@ -78,9 +78,9 @@ class ModelStage:
         self._w_is_next = w_is_next
         self._recomputed = recomputed
         self._has_loss = has_loss
-        self._has_backward = not call.forward_only and number >= first_trained
+        self._has_backward = not call.forward_only and number >= first_trained_stage
         # Its input requires no gradient by itself, as no earlier stage is trained.
-        self._asks_gradient = number == first_trained and may_lose_gradients(model)
+        self._asks_gradient = number == first_trained_stage and may_lose_gradients(model)
         self._is_quantised = any(getattr(config, name, None) for name in ("fp8", "fp4"))
         self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F or R
         # From F to R: the input, the inputs of the recompute, and the loss's index.

@@ -67,7 +67,7 @@ def _stages(
     recomputed: Collection[tuple[int, int]],
 ) -> dict[int, ModelStage]:
     call, placement = step.call, step.program.schedule.placement
-    first_trained = step.program.problem.first_trained
+    first_trained_stage = step.program.problem.first_trained_stage
     stages: dict[int, ModelStage] = {}
     asks = step.program.problem.extras.pairs and not call.forward_only
     is_planned = asks and takes_plans(call.forward_step_func)
@@ -84,13 +84,15 @@ def _stages(
                 spans=step.spans,
                 hooked=step.split.hooks.parameters,
                 is_last=is_last,
-                first_trained=first_trained,
+                first_trained_stage=first_trained_stage,
             )
         elif step.shard is not None and (placement.is_first(number) or is_last):
             stages[number] = EndStage(*common, is_last=is_last)
         else:
             stage = PlannedStage if is_planned else ModelStage
-            stages[number] = stage(*common, has_loss=is_last, first_trained=first_trained)
+            stages[number] = stage(
+                *common, has_loss=is_last, first_trained_stage=first_trained_stage
+            )
     return stages
 
 

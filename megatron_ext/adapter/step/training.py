@@ -216,11 +216,11 @@ class PipelineTraining:
 
     def _program(self, call: Call, shape: BatchShape) -> Program:
         """Return the program of this step, the same on every rank of the job; cached."""
-        first_trained = 0
+        first_trained_stage = 0
         if not (call.forward_only or self._divides):
-            first_trained = self._programs.first_trained(call.pipeline, call.models)
+            first_trained_stage = self._programs.first_trained_stage(call.pipeline, call.models)
         self._check_models(call)
-        request = call.config, shape, call.num_microbatches, call.forward_only, first_trained
+        request = call.config, shape, call.num_microbatches, call.forward_only, first_trained_stage
         known = self._programs.known(*request)
         if known is not None:
             if self._connections is not None and not call.forward_only:

@@ -182,7 +182,7 @@ def has_place(
     stage: int,
     placement: Placement,
     forward_only: bool = False,
-    first_trained: int = 0,
+    first_trained_stage: int = 0,
 ) -> bool:
     """Return whether ``kind`` is found on ``stage`` in a schedule that has such kinds.
 
@@ -196,7 +196,7 @@ def has_place(
     if rule.neighbour is not None and not placement.is_remote(stage, rule.neighbour):
         return False
     if rule.where is Where.STAGE:
-        return rule.in_evaluation or first_trained <= _first_of(rule, stage, placement)
+        return rule.in_evaluation or first_trained_stage <= _first_of(rule, stage, placement)
     if rule.where is Where.SHARD:
         return stage == placement.shard_beside(stage)
     if rule.where is Where.GIVER:

@@ -135,9 +135,9 @@ def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
     lasts = arrays.of_each(costs.of, bool(costs.at_places))
     for node in arrays.numbers[graph.leaders != arrays.numbers].tolist():
         lasts[node] = 0.0
-    if any(costs.passes.spared):
+    if any(costs.passes.fused_backward_saving):
         for node in right_behind_own_input(arrays).tolist():
-            lasts[node] -= costs.spared_by(graph.actions[node])
+            lasts[node] -= costs.fused_backward_saving_by(graph.actions[node])
     for node, first, second in seconds_in_pairs(schedule, costs):
         lasts[node], lasts[node + 1] = first, second
     return lasts

@@ -314,7 +314,9 @@ def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
     option = RULES[kind].option
     if option and not problem.extras.requests(option):
         return False
-    return has_place(kind, stage, problem.placement, problem.forward_only, problem.first_trained)
+    return has_place(
+        kind, stage, problem.placement, problem.forward_only, problem.first_trained_stage
+    )
 
 
 def _why_not(kind: Kind, stage: int, problem: Problem) -> str:
@@ -323,8 +325,8 @@ def _why_not(kind: Kind, stage: int, problem: Problem) -> str:
         return f"belongs to {ScheduleOptions.name_of(rule.option)}, which is not requested"
     if problem.forward_only and not rule.in_evaluation:
         return "has no place in an evaluation"
-    if problem.first_trained and has_place(kind, stage, problem.placement):
-        return f"has no place, as nothing before stage {problem.first_trained} is trained"
+    if problem.first_trained_stage and has_place(kind, stage, problem.placement):
+        return f"has no place, as nothing before stage {problem.first_trained_stage} is trained"
     if rule.neighbour is not None:
         return "has no other rank to talk to"
     return f"is on a stage that is not {rule.where.value}"

@@ -31,11 +31,14 @@ def keep_forward(schedule: Schedule, problem: Problem) -> Schedule:
 
 def drop_frozen_prefix(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has its messages and waits, without the backward passes of the
-    stages before `Problem.first_trained`."""
+    stages before `Problem.first_trained_stage`."""
 
     def stays(action: Action) -> bool:
         return has_place(
-            action.kind, action.stage, problem.placement, first_trained=problem.first_trained
+            action.kind,
+            action.stage,
+            problem.placement,
+            first_trained_stage=problem.first_trained_stage,
         )
 
     return replace(
@@ -45,11 +48,12 @@ def drop_frozen_prefix(schedule: Schedule, problem: Problem) -> Schedule:
     )
 
 
-def without_backward(costs: Costs, first_trained: int) -> Costs:
-    """Return ``costs`` with only F on the stages before ``first_trained``, which keep nothing."""
+def without_backward(costs: Costs, first_trained_stage: int) -> Costs:
+    """Return ``costs`` with only F on the stages before ``first_trained_stage``, which keep
+    nothing."""
 
     def cut(figures: tuple[float, ...]) -> tuple[float, ...]:
-        return (0.0,) * first_trained + figures[first_trained:]
+        return (0.0,) * first_trained_stage + figures[first_trained_stage:]
 
     layers, vocabulary = costs.without_vocabulary(), costs.vocabulary
     passes = layers.seconds

@@ -155,7 +155,9 @@ class _Playing:
         self.slack = _TOLERANCE * problem.microbatches * sum(map(sum, costs.seconds.values()))
         self.seconds = cache(lambda stage, kind: costs.of(Action(stage, kind, 0)))
         self.saved = cache(
-            lambda stage, other, kind: costs.saved_by(Action(stage, _F, 0), Action(other, kind, 0))
+            lambda stage, other, kind: costs.overlap_saving(
+                Action(stage, _F, 0), Action(other, kind, 0)
+            )
         )
         amount, allowed = _allowed_memory(schedule, problem, policy)
         # The memory that a pass allocates and frees.

@@ -89,7 +89,7 @@ def _fitting(row: Row, memory: _RankMemory, problem: Problem) -> Row:
 
 def _made(row: Row, problem: Problem) -> list[_Made]:
     """Return the stage and microbatch of each activation of ``row`` for a backward pass."""
-    trained = problem.first_trained
+    trained = problem.first_trained_stage
     return [(a.stage, a.microbatch) for a in row if a.kind is Kind.FORWARD and a.stage >= trained]
 
 

@@ -15,7 +15,7 @@ def with_blocking_messages(costs: Costs) -> Costs:
     """Return ``costs`` with each message as a part of the pass that sends it, for a pipeline on a
     line with one stage a rank."""
     last = costs.stages - 1
-    behind = [costs.hop_behind(stage) for stage in range(last)]
+    behind = [costs.p2p_seconds_behind(stage) for stage in range(last)]
     seconds = dict(costs.seconds)
     for kind, waits in (
         (Kind.FORWARD, [*behind, 0.0]),

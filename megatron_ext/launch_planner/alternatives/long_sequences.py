@@ -20,12 +20,12 @@ from megatron_ext.planner.long_sequences import (
     FULL_RECOMPUTE,
     LONG,
     WHOLE,
+    LongSequenceAlternative,
     LongSequences,
-    Way,
+    alternatives_of_plan,
+    alternatives_with_slices,
     context_parallel,
-    way_of,
-    ways_of_plan,
-    ways_with_slices,
+    long_sequence_alternative,
 )
 from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT
 from megatron_ext.words import bytes_text
@@ -43,13 +43,13 @@ def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences 
     if args.seq_length < LONG:
         return None
     requested = variants.config.slices
-    ways = ways_of_plan(plan, requested)
+    ways = alternatives_of_plan(plan, requested)
     if requested > 1:
-        ways.append(way_of(WHOLE, variants.with_slices(UNCUT).variant, room))
+        ways.append(long_sequence_alternative(WHOLE, variants.with_slices(UNCUT).variant, room))
     elif parsed.measured is None and variants.config.costs.is_estimate:
         ways += _of_other_settings(parsed)
     counts = [count for count in COUNTS if count != requested]
-    ways += ways_with_slices(lambda cut: variants.with_slices(cut).variant, room, counts)
+    ways += alternatives_with_slices(lambda cut: variants.with_slices(cut).variant, room, counts)
     made = LongSequences(args.seq_length, tuple(ways), args.context_parallel_size)
     best = made.best
     if best is None:
@@ -58,17 +58,17 @@ def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences 
     return replace(made, written=replace(written, added=(*written.added, *parsed.costs)))
 
 
-def _of_other_settings(parsed: ParsedLaunch) -> Iterator[Way]:
+def _of_other_settings(parsed: ParsedLaunch) -> Iterator[LongSequenceAlternative]:
     """Yield full recompute, and twice the context parallelism with half of the data parallelism."""
     args, variants, room = parsed.validated, parsed.variants, parsed.room
     if args.recompute_granularity != "full":
         again = variants.with_values(WITH_FULL_RECOMPUTE)
-        yield way_of(FULL_RECOMPUTE, again.variant, room)
+        yield long_sequence_alternative(FULL_RECOMPUTE, again.variant, room)
     if args.data_parallel_size % 2 == 0:
         ranks = 2 * args.context_parallel_size
         words = context_parallel(ranks, args.data_parallel_size // 2)
         divided = variants.with_values({"context_parallel_size": ranks})
-        yield way_of(words, divided.variant, room, is_here=False)
+        yield long_sequence_alternative(words, divided.variant, room, is_here=False)
 
 
 def what_slices_give(
@@ -86,7 +86,7 @@ def what_slices_give(
     if not counts:
         return None
     specs = [name for name in (own.family, *_SIMPLE) if entry_of(name).traits.takes_slices]
-    (way,) = ways_with_slices(
+    (way,) = alternatives_with_slices(
         lambda cut: variants.with_slices(cut).variant, room, counts[-1:], list(dict.fromkeys(specs))
     )
     made, fits = way.shortest, room is None or own.fullest is None or own.fullest <= room

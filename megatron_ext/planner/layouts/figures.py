@@ -28,14 +28,14 @@ class Figure(IntEnum):
     FORWARD = 0
     INPUT = 1
     WEIGHT = 2
-    SPARED = 3  # where the weight gradient comes right behind the input gradient
+    FUSED_BACKWARD_SAVING = 3  # where the weight gradient comes right behind the input gradient
     ACTIVATION = 4  # held from F to I
     LEFT = 5  # held from I to W
     MODEL = 6  # of parameters, gradients and optimizer states
     BESIDES = 7  # of temporary tensors and CUDA's context: once on a rank, the most of its stages
 
 
-_SECONDS = Figure.SPARED + 1  # so many figures are seconds
+_SECONDS = Figure.FUSED_BACKWARD_SAVING + 1  # so many figures are seconds
 
 
 class StageFigures:
@@ -151,7 +151,7 @@ def figures_of_stage(costs: Costs, number: int, stage: Stage) -> Floats:
     figures[Figure.FORWARD] = layers.seconds[Kind.FORWARD][number]
     figures[Figure.INPUT] = layers.seconds[Kind.BACKWARD_INPUT][number]
     figures[Figure.WEIGHT] = layers.seconds[Kind.BACKWARD_WEIGHT][number]
-    figures[Figure.SPARED] = layers.spared_on(number)
+    figures[Figure.FUSED_BACKWARD_SAVING] = layers.fused_backward_saving_on(number)
     if layers.held_bytes is not None:
         figures[Figure.ACTIVATION] = layers.held_bytes[Held.ACTIVATION][number]
         figures[Figure.LEFT] = layers.held_bytes[Held.WEIGHT_INPUTS][number]

@@ -55,4 +55,4 @@ class Hidden:
     def _saved(self, there: Stage, back: Stage, *, is_whole: bool) -> float:
         kind = Kind.FULL_BACKWARD if is_whole else Kind.BACKWARD_INPUT
         costs = self._work.costs_of((there, back), line(2))
-        return costs.saved_by(Action(0, Kind.FORWARD, 0), Action(1, kind, 0))
+        return costs.overlap_saving(Action(0, Kind.FORWARD, 0), Action(1, kind, 0))

@@ -154,11 +154,17 @@ def _no_time(placement: Placement) -> int:
 
 def _seconds_of_passes(figures: Floats) -> Floats:
     """Return the seconds by stage and kind of pass, and of what takes no time, by layout."""
-    forward, inputs, weights, spared = (
+    forward, inputs, weights, saving = (
         figures[..., figure]
-        for figure in (Figure.FORWARD, Figure.INPUT, Figure.WEIGHT, Figure.SPARED)
+        for figure in (Figure.FORWARD, Figure.INPUT, Figure.WEIGHT, Figure.FUSED_BACKWARD_SAVING)
     )
-    kinds = [forward, inputs, weights, inputs + weights - spared, weights - spared]
+    kinds = [
+        forward,
+        inputs,
+        weights,
+        inputs + weights - saving,
+        weights - saving,
+    ]
     by_stage = np.stack(kinds, axis=-1)
     of_passes = by_stage.reshape(len(figures), -1).T
     return np.concatenate([of_passes, np.zeros((1, len(figures)))])

@@ -154,7 +154,7 @@ class Estimator:
         )
         costs = estimate(model, stages, execution, job.rates)
         made = np.stack([figures_of_stage(costs, *one) for one in enumerate(stages)])
-        made[:, Figure.INPUT] -= made[:, Figure.SPARED]
+        made[:, Figure.INPUT] -= made[:, Figure.FUSED_BACKWARD_SAVING]
         layer = self._shares @ made[1:-1]
         first, last = made[0] - made[1], made[-1] - made[-2]
         layer[[Figure.FORWARD, Figure.INPUT]] -= job.rates.launch

@@ -365,13 +365,15 @@ def test_tensor_parallel_ranks_wait_for_one_another() -> None:
     waiting, alone = (costs_of(rates=r, tensor_parallel=4) for r in (WHOLE, ALONE))
     for kind, more in ((F, once), (I, once), (W, 0.0)):
         assert waiting.seconds[kind][1] == pytest.approx(alone.seconds[kind][1] + more)
-    assert waiting.spared_on(1) == pytest.approx(once / 2)
+    assert waiting.fused_backward_saving_on(1) == pytest.approx(once / 2)
     whole = Action(1, Kind.FULL_BACKWARD, 0)
     assert waiting.of(whole) == pytest.approx(alone.of(whole) + once / 2)
-    assert not any(alone.passes.spared)
+    assert not any(alone.passes.fused_backward_saving)
     together = costs_of(tensor_parallel=4, sequence_parallel=False)
     assert together.seconds[F][1] == pytest.approx(waiting.seconds[F][1])
-    assert together.spared_on(1) > waiting.spared_on(1), "nothing but reductions"
+    assert together.fused_backward_saving_on(1) > waiting.fused_backward_saving_on(1), (
+        "nothing but reductions"
+    )
     again = [
         costs_of(rates=r, tensor_parallel=4, recompute=True).seconds[I][1] for r in (WHOLE, ALONE)
     ]
@@ -410,7 +412,7 @@ def test_layers_in_userbuffers_leave_nothing_to_w() -> None:
         assert costs.seconds[F] == pytest.approx(split.seconds[F])
         whole = Action(1, Kind.FULL_BACKWARD, 0)
         assert costs.of(whole) == pytest.approx(split.of(whole))
-        assert not any(costs.passes.spared)
+        assert not any(costs.passes.fused_backward_saving)
 
 
 def waits(group: Group, model: Model, rates: Rates = WHOLE, **run: Any) -> tuple[float, float]:

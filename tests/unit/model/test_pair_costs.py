@@ -82,6 +82,6 @@ def test_estimates_have_it_where_passes_run_in_pairs_only() -> None:
     assert not apart.overlap.hidden
     assert costs.seconds == apart.seconds
     forward, back = Action(0, Kind.FORWARD, 1), Action(1, _B, 0)
-    assert 0 < costs.saved_by(forward, back) == costs.overlap.hidden[_B][0][1]
+    assert 0 < costs.overlap_saving(forward, back) == costs.overlap.hidden[_B][0][1]
     frozen = without_frozen(costs, [0.0, 0.0], reached=1, head=False)
-    assert frozen.saved_by(forward, back) == costs.overlap.hidden[_I][0][1]
+    assert frozen.overlap_saving(forward, back) == costs.overlap.hidden[_I][0][1]

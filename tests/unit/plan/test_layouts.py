@@ -79,7 +79,7 @@ def test_messages_take_the_link_between_their_ranks(span: int, far: set[int]) ->
         near_seconds, far_seconds = (costs.links.message_bytes / s for s in rates.to_neighbours)
         for stage in range(7):
             seconds = far_seconds if stage in far else near_seconds
-            assert costs.hop_behind(stage) == pytest.approx(seconds)
+            assert costs.p2p_seconds_behind(stage) == pytest.approx(seconds)
 
 
 def even(stages: int) -> Layout:

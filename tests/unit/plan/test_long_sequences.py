@@ -26,11 +26,11 @@ from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.short_form import parse_model
 from megatron_ext.planner.figures import as_data
 from megatron_ext.planner.long_sequences import (
+    LongSequenceAlternative,
     LongSequences,
-    Way,
+    alternatives_of_plan,
+    alternatives_with_slices,
     long_sequences,
-    ways_of_plan,
-    ways_with_slices,
 )
 from megatron_ext.planner.planner import make_plan
 from megatron_ext.planner.training import TrainedModel, Training
@@ -294,7 +294,10 @@ def test_why_there_are_no_slices_is_said_once(training: Training) -> None:
     def none(slices: Slices) -> Any:
         raise ValueError("experts would drop tokens")
 
-    ways = (*ways_of_plan(make_plan(training.variant, specs=SPECS)), *ways_with_slices(none, None))
+    ways = (
+        *alternatives_of_plan(make_plan(training.variant, specs=SPECS)),
+        *alternatives_with_slices(none, None),
+    )
     made = LongSequences(32768, ways)
     assert made.best is None
     assert {way.why_not for way in made.ways if way.slices > 1} == {"experts would drop tokens"}
@@ -303,13 +306,13 @@ def test_why_there_are_no_slices_is_said_once(training: Training) -> None:
 def test_no_way_is_longer_than_it_takes_to_see_that(training: Training) -> None:
     """Programs of very many passes are left out, and it is said what to do."""
     many = replace(training, microbatches=2000)
-    (way,) = ways_with_slices(
+    (way,) = alternatives_with_slices(
         lambda cut: replace(many, extras=ScheduleOptions(slices=cut)).variant,
         None,
         [8],
         ["1f1b", "zb-h1"],
     )
-    assert isinstance(way, Way) and not way.candidates
+    assert isinstance(way, LongSequenceAlternative) and not way.candidates
     assert "16000 slices a step take long" in way.why_not
 
 

@@ -49,8 +49,8 @@ def test_no_bound_is_above_what_a_step_takes(name: str, vocabulary: VocabularyPa
     vocabulary is divided, 1f1b was said to take 9% longer than it does, whatever its order."""
     choice = choose(name)
     placement = choice.place(4)
-    spared = (4 / placement.chunks,) * placement.stages
-    costs = uniform(placement, 10, 12, 8).with_passes(spared=spared)
+    fused_backward_saving = (4 / placement.chunks,) * placement.stages
+    costs = uniform(placement, 10, 12, 8).with_passes(fused_backward_saving=fused_backward_saving)
     problem = Problem(placement, 64, costs).with_extras(vocab_parallel=vocabulary)
     program = build_program(choice, problem)
     taken = step_seconds(program, program.problem.costs)

@@ -39,7 +39,7 @@ FULL = Costs(
             Held.WEIGHT_INPUTS: (2.0, 4.0, 4.0, 14.0),
         },
         recompute=(10.0, 2.0, 4.0, 16.0),
-        spared=(0.25, 0.5, 0.75, 1.0),
+        fused_backward_saving=(0.25, 0.5, 0.75, 1.0),
     ),
     LinkCosts(
         2.0,
@@ -117,7 +117,7 @@ def test_what_is_joined_is_summed_up_and_links_are_those_between() -> None:
         {F: (12.0, 20.0), I: (12.0, 24.0), W: (15.0, 20.0)},
         held_bytes={Held.ACTIVATION: (12.0, 28.0), Held.WEIGHT_INPUTS: (6.0, 18.0)},
         recompute=(12.0, 20.0),
-        spared=(0.75, 1.75),
+        fused_backward_saving=(0.75, 1.75),
     )
     assert joined.links == replace(FULL.links, hops=(2.0,), latencies=(0.5,), states=(1,))
     assert joined.slices == SliceCosts((0.3, 1 / 3), (0.375, 0.875), (3.0, 7.0), sharing=2)
@@ -137,7 +137,10 @@ def test_a_loop_has_one_link_between_two_ranks() -> None:
 _TOWER = FULL.tower or TowerCosts((0.0, 0.0, 0.0))
 _OF_TOWER = {"passes.seconds", "passes.held_bytes", "passes.recompute", "slices.attention"}
 _CHANGES: dict[str, tuple[Callable[[Costs], Costs], set[str]]] = {
-    "with_passes": (lambda costs: costs.with_passes(spared=(9.0,) * 4), {"passes.spared"}),
+    "with_passes": (
+        lambda costs: costs.with_passes(fused_backward_saving=(9.0,) * 4),
+        {"passes.fused_backward_saving"},
+    ),
     "with_links": (lambda costs: costs.with_links(hop=9.0), {"links.hop"}),
     "without_messages": (
         Costs.without_messages,
@@ -204,8 +207,8 @@ def test_each_way_to_change_costs_is_tried() -> None:
 def test_arrays_are_refused() -> None:
     """Caches key on the repr of costs, which numpy shortens: two long arrays look the same."""
     for figures in (np.ones(4), [1.0] * 4):
-        with pytest.raises(TypeError, match=r"spared has .*; write a tuple"):
-            FULL.with_passes(spared=figures)
+        with pytest.raises(TypeError, match=r"fused_backward_saving has .*; write a tuple"):
+            FULL.with_passes(fused_backward_saving=figures)
         with pytest.raises(TypeError, match=r"seconds has .*; write a tuple"):
             FULL.with_passes(seconds={F: figures})
     assert isinstance(FULL.seconds, Mapping)

@@ -83,7 +83,7 @@ def test_every_kind_has_a_cost_that_fits_its_lane() -> None:
     """A pass whose rule says nothing would take no time."""
     own = {
         Lane.COMPUTE: {Cost.PASS, Cost.REPEATED_PASS},
-        Lane.SEND: {Cost.HOP},
+        Lane.SEND: {Cost.P2P_SECONDS},
         Lane.COLLECTIVE: {Cost.COLLECTIVE},
         Lane.TO_HOST: {Cost.COPY},
         Lane.FROM_HOST: {Cost.COPY},
@@ -387,7 +387,7 @@ def test_messages_hold_nothing() -> None:
 
 
 def test_a_w_right_behind_its_i_is_spared_what_b_is() -> None:
-    costs = uniform(line(1), 1, 2, 2).with_passes(spared=(0.5,))
+    costs = uniform(line(1), 1, 2, 2).with_passes(fused_backward_saving=(0.5,))
     problem = Problem(line(1), 2, costs)
     ends = {
         text: simulate_unproved(written(text, (0,)), problem).makespan

@@ -72,7 +72,7 @@ def test_a_pass_takes_its_place_times_what_it_does() -> None:
     assert taken[F] == [5, 20] and taken[I] == [12, 36] and taken[W] == [8, 8]
     assert taken[Kind.FULL_BACKWARD] == [20, 44] and taken[Kind.RECOMPUTE] == [5, 20]
     assert costs.of(Action(0, Kind.SEND_F, 1)) == 1
-    given = costs.with_passes(recompute=(4.0, 4.0), spared=(1.0, 1.0))
+    given = costs.with_passes(recompute=(4.0, 4.0), fused_backward_saving=(1.0, 1.0))
     assert given.of(Action(0, Kind.RECOMPUTE, 1)) == 8
     assert given.of(Action(0, Kind.FULL_BACKWARD, 1)) == 43
     assert costs.alike.of(Action(0, F, 1)) == 10

@@ -332,7 +332,7 @@ def test_an_evaluation_has_none() -> None:
 
 
 def test_stages_with_nothing_to_train_have_none() -> None:
-    problem = replace(problem_for("dualpipe-v", 2, 6), first_trained=2)
+    problem = replace(problem_for("dualpipe-v", 2, 6), first_trained_stage=2)
     pairs = build_program(choose("dualpipe-v"), problem).schedule.pairs
     assert pairs
     assert all(pair.backward.stage >= 2 for pair in pairs)
@@ -364,11 +364,13 @@ def costs_of(text: str) -> Costs:
 def test_what_hides_in_a_pair() -> None:
     forward, backward = Action(1, Kind.FORWARD, 3), Action(2, Kind.BACKWARD_INPUT, 1)
     costs = costs_of("f=2/2/4/4,i=3/3/6/6,w=1,hidden=0/1/2/9")
-    assert costs.saved_by(forward, backward) == 1  # the lesser of the two stages'
+    assert costs.overlap_saving(forward, backward) == 1  # the lesser of the two stages'
     assert costs.of_pair(forward, backward) == 2 + 6 - 1
-    assert costs.saved_by(forward._replace(stage=0), backward) == 0  # dense layers hide nothing
+    assert (
+        costs.overlap_saving(forward._replace(stage=0), backward) == 0
+    )  # dense layers hide nothing
     last = forward._replace(stage=3), backward._replace(stage=3)
-    assert costs.saved_by(*last) == 4  # no more than the shorter of them takes
+    assert costs.overlap_saving(*last) == 4  # no more than the shorter of them takes
     whole = backward._replace(kind=Kind.FULL_BACKWARD)
     assert costs.of_pair(forward, whole) == 2 + 6.5 - 1
     assert costs_of("f=2,i=2,w=2").of_pair(forward, backward) == 2

@@ -323,7 +323,7 @@ def test_in_bytes_messages_count() -> None:
 
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "zb-v"])
 def test_stages_with_nothing_to_train_make_nothing_again(spec: str) -> None:
-    problem = replace(problem_of_v_or_line(spec), first_trained=2)
+    problem = replace(problem_of_v_or_line(spec), first_trained_stage=2)
     program = build_program(choose(spec), problem)
     again = {a.stage for row in program.schedule.rows for a in row if a.kind is Kind.RECOMPUTE}
     assert again == {2}

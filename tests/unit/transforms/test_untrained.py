@@ -29,17 +29,17 @@ FAMILIES = (
 M = 6
 
 
-def problem(spec: str, first_trained: int, **extras: object) -> Problem:
+def problem(spec: str, first_trained_stage: int, **extras: object) -> Problem:
     placement = choose(spec).place(3)
     held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (8.0,) * placement.stages)
     costs = uniform(placement, 10, 12, 8, 0.5).with_passes(held_bytes=held)
     costs = costs.with_host((1.0,) * placement.stages, (1.0,) * placement.stages)
-    asked = Problem(placement, M, costs, first_trained=first_trained)
+    asked = Problem(placement, M, costs, first_trained_stage=first_trained_stage)
     return asked.with_extras(**extras)
 
 
-def made(spec: str, first_trained: int, **extras: object) -> Program:
-    return build_program(choose(spec), problem(spec, first_trained, **extras))
+def made(spec: str, first_trained_stage: int, **extras: object) -> Program:
+    return build_program(choose(spec), problem(spec, first_trained_stage, **extras))
 
 
 def kinds_of(program: Program, stage: int) -> Counter[Kind]:
@@ -83,13 +83,13 @@ def test_it_takes_less_time_and_memory(spec: str) -> None:
             assert now == 0
 
 
-@pytest.mark.parametrize("first_trained", [1, 2])
+@pytest.mark.parametrize("first_trained_stage", [1, 2])
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "interleaved-zb", "zb-v"])
-def test_messages_do_not_pile_up(spec: str, first_trained: int) -> None:
+def test_messages_do_not_pile_up(spec: str, first_trained_stage: int) -> None:
     """The first stages have less to do than the others, and nothing to wait for. With a wait for
     each send only at the row's end they would be done when the others have just begun."""
     costs = problem(spec, 0).costs.with_links(message_bytes=1.0)
-    asked = replace(problem(spec, first_trained), costs=costs, microbatches=24)
+    asked = replace(problem(spec, first_trained_stage), costs=costs, microbatches=24)
     program = build_program(choose(spec), asked)
     received: Counter[int] = Counter()
     for row in program.schedule.rows:
@@ -139,9 +139,9 @@ def test_nothing_of_them_is_offloaded(spec: str) -> None:
     assert copied and min(copied) >= 2
 
 
-@pytest.mark.parametrize("first_trained", [1, 2])
-def test_post_validation(first_trained: int) -> None:
-    program = made("zb-h1", first_trained, post_validation=True)
+@pytest.mark.parametrize("first_trained_stage", [1, 2])
+def test_post_validation(first_trained_stage: int) -> None:
+    program = made("zb-h1", first_trained_stage, post_validation=True)
     assert all(any(a.kind is Kind.STEP for a in row) for row in program.schedule.rows)
 
 
@@ -151,7 +151,7 @@ def test_what_is_kept_counts_against_a_limit() -> None:
     program = build_program(choose("1f1b"), within)
     assert peaks(program.schedule, in_bytes(program.problem.costs)) == [0, 16, 8]
     with pytest.raises(InvalidSchedule, match="over the memory limit"):
-        build_program(choose("1f1b"), replace(within, first_trained=0))
+        build_program(choose("1f1b"), replace(within, first_trained_stage=0))
 
 
 def test_costs() -> None:
