@@ -21,6 +21,8 @@ from megatron_ext.cost_model.measured.scale import (
 )
 from megatron_ext.cost_model.model import Model, Stage
 
+_FP32 = 4
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -197,18 +199,11 @@ def _attention(model: Model, execution: Execution) -> Kept:
         widths = projected + 2 * low_ranks + model.qk_pos_emb_head_dim
         inside_kept = 0 if "mla_up_proj" in execution.recompute_modules else inside
     else:
-        query = output = model.query_width
-        inside = query + 2 * model.key_value_width
-        # Turned queries and keys are new tensors; values keep their joint output as a whole.
-        turned = inside + query + model.key_value_width
-        inside_kept = inside if execution.transformer_engine else 3 * query
-        if execution.framework is Framework.PYTORCH:
-            inside_kept = turned
-        elif not execution.transformer_engine and "core_attn" in execution.recompute_modules:
-            inside_kept = turned if model.is_rotary else inside
-        made, widths = 0, inside
-        if model.qk_layernorm:
-            made = (query + model.key_value_width) * (1 if execution.transformer_engine else norms)
+        output, made = model.query_width, 0
+        widths = output + 2 * model.key_value_width
+        inside_kept = _queries_keys_values(model, execution)
+        if model.qk_layernorm and execution.transformer_engine:
+            made = output + model.key_value_width
     if model.attention_output_gate:
         made += 2 * output  # the gate, and what is gated
     matrix, masks = _attention_matrix(model, execution)
@@ -220,6 +215,41 @@ def _attention(model: Model, execution: Execution) -> Kept:
         widths=hidden + widths + output + hidden,
     )
     return kept + _around(model, execution, "linear_qkv", is_alone=model.multi_latent_attention)
+
+
+def _queries_keys_values(model: Model, execution: Execution) -> int:
+    """Return the elements of queries, keys and values that attention keeps, and of what their norms
+    keep in Megatron's local layers.
+
+    In PyTorch and in Megatron's local layers they are views of their joint projection, which stays
+    as a whole as long as one of them does. Rotary positions and norms make new queries and keys.
+    Queries of several groups are copied, and those of one group are in unfused attention if there
+    are several samples. It repeats keys and values for the queries of their group.
+    """
+    query, keys = model.query_width, model.key_value_width
+    joint = query + 2 * keys
+    if execution.framework is Framework.PYTORCH:
+        return joint + query + keys
+    if execution.transformer_engine:
+        return joint
+    is_new = model.is_rotary or model.qk_layernorm
+    is_copied = execution.tensor_parallel < model.num_query_groups < model.num_attention_heads
+    is_repeated = keys < query and "core_attn" not in execution.recompute_modules
+    is_view = not (is_new or is_copied or (is_repeated and execution.micro_batch > 1))
+    has_joint = is_view or not is_repeated
+    kept = 0 if is_view else query
+    if is_repeated:
+        kept += 2 * query
+    elif is_new:
+        kept += keys
+    if model.qk_layernorm:
+        of_norms = _norms(model, execution) - 1  # without their outputs, which are counted
+        if model.normalization != "RMSNorm" or execution.element_bytes == _FP32:
+            of_norms -= 1  # their inputs are these views
+            has_joint = True
+            kept += query if is_copied else 0
+        kept += of_norms * (query + keys)
+    return kept + (joint if has_joint else 0)
 
 
 def _attention_matrix(model: Model, execution: Execution) -> tuple[float, float]:
