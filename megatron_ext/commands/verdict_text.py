@@ -114,8 +114,11 @@ def _not_compared(made: JobPlan) -> str:
     everything was."""
     if not made.is_short:
         return ""
-    kinds = f": {', '.join(made.left_out)}" if made.left_out else ""
-    return f"; the time of the plan ended before all was compared{kinds}"
+    return f"; the time of the plan ended before all was compared{_kinds_not_compared(made)}"
+
+
+def _kinds_not_compared(made: JobPlan) -> str:
+    return f": {', '.join(made.left_out)}" if made.left_out else ""
 
 
 def _is_most(made: JobPlan, stock: Alternative) -> bool:
@@ -127,7 +130,9 @@ def _is_most(made: JobPlan, stock: Alternative) -> bool:
 def _by_megatron(made: JobPlan, taken: Alternative) -> str:
     if not is_stock(taken.candidate):
         return ""
-    ours = "not all of ours were compared in time" if made.is_short else "ours add nothing to it"
+    ours = "ours add nothing to it"
+    if made.is_short:
+        ours = f"not all of ours were compared in time{_kinds_not_compared(made)}"
     return f" (Megatron's own; {ours})"
 
 

@@ -48,6 +48,7 @@ class PlanningTime:
         is_short: whether some of the comparison was ignored because the time was over.
         left_out: the kinds of alternatives that were not compared to their end because of that.
         share: of the limit, after which work ends now.
+        kind: the kind of alternatives that the outermost work compares now; "": none.
     """
 
     limit: float
@@ -57,6 +58,7 @@ class PlanningTime:
     is_short: bool = False
     left_out: list[str] = field(default_factory=list)
     share: float = 1.0
+    kind: str = ""
 
     @property
     def seconds(self) -> float:
@@ -134,6 +136,20 @@ def within(share: float) -> Iterator[None]:
         plan.share = before
 
 
+@contextmanager
+def provisional() -> Iterator[None]:
+    """Do not note what ends early in the block: it is compared once more."""
+    plan = _TIME.get()
+    if plan is None:
+        yield
+        return
+    is_short, left_out = plan.is_short, plan.left_out.copy()
+    try:
+        yield
+    finally:
+        plan.is_short, plan.left_out = is_short, left_out
+
+
 def until_end[T](work: Callable[[], T], otherwise: T, kind: str = "") -> T:
     """Return what ``work`` returns, or ``otherwise`` if it has not ended when the time is over, or
     at Ctrl-C. Work around other work that has ended early goes on, with what that one returned.
@@ -141,14 +157,16 @@ def until_end[T](work: Callable[[], T], otherwise: T, kind: str = "") -> T:
     A second Ctrl-C is a KeyboardInterrupt.
 
     Args:
-        kind: the kind of alternatives that ``work`` compares, in words; "": other work around it or
-            in it names them.
+        kind: the kind of alternatives that ``work`` compares, in words, unless work around it has
+            named one: schedules that are compared for another kind are of that kind. "": other work
+            around it or in it names them.
     """
     plan = _TIME.get()
     is_main = threading.current_thread() is threading.main_thread()
     if plan is None or plan.began is None or not is_main:
         return work()
     around, _ = signal.getitimer(signal.ITIMER_PROF)
+    outer, kind = plan.kind, plan.kind or kind
     left = 0.0 if plan.is_interrupted else plan.share * plan.limit - plan.seconds
     if left <= 0:
         plan.end_early(kind)
@@ -166,6 +184,7 @@ def until_end[T](work: Callable[[], T], otherwise: T, kind: str = "") -> T:
 
     handlers = {name: signal.signal(name, end) for name in (signal.SIGPROF, signal.SIGINT)}
     try:
+        plan.kind = kind
         signal.setitimer(signal.ITIMER_PROF, left, _AGAIN)
         return work()
     except PlanningEnd:
@@ -173,7 +192,7 @@ def until_end[T](work: Callable[[], T], otherwise: T, kind: str = "") -> T:
         around = 0.0
         return otherwise
     finally:
-        is_running = False
+        is_running, plan.kind = False, outer
         if plan.is_interrupted:
             handlers[signal.SIGINT] = signal.default_int_handler
         left = plan.share * plan.limit - plan.seconds if around else 0.0

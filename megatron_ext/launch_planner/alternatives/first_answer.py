@@ -11,7 +11,7 @@ from megatron_ext.adapter.step_sizes import main_size
 from megatron_ext.compile.registry import Maturity, entry_of
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.planner.planner import NO_TIME, all_specs, make_plan
-from megatron_ext.planner.planning_time import answered, within
+from megatron_ext.planner.planning_time import answered, provisional, within
 from megatron_ext.progress import remark
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def first_answer(parsed: ParsedLaunch) -> Plan:
     plan = make_plan(simple.variant, parsed.room, specs=specs)
     fitting = plan
     if plan.best is None and variants.tries_recompute:
-        with within(_RECOMPUTE):
+        with within(_RECOMPUTE), provisional():
             fitting = make_plan(variants.variant, parsed.room, specs=specs)
     words = _in_words(fitting, variants)
     if NO_TIME in fitting.refusals.values():

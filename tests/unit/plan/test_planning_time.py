@@ -16,9 +16,12 @@ from megatron_ext.planner.candidate import Candidate, Variant, VocabMethod
 from megatron_ext.planner.planner import NO_TIME, make_plan
 from megatron_ext.planner.planning_time import (
     LAYOUTS,
+    PAIRS,
+    SCHEDULES,
     SLICES,
     answered,
     planning,
+    provisional,
     start_planning_time,
     unfinished_alternatives,
     until_end,
@@ -111,6 +114,30 @@ def test_work_around_goes_on_with_what_ended_work_has() -> None:
     with planning(limit=0.1):
         start_planning_time()
         assert until_end(around, "nothing") == "around, ended"
+
+
+def test_schedules_that_are_compared_for_another_kind_are_of_that_kind() -> None:
+    """Schedules in pairs, or without recompute, that were not compared were called schedules."""
+
+    def in_pairs() -> str | None:
+        return until_end(lambda: work_for(60), None, SCHEDULES)
+
+    with planning(limit=0.1):
+        start_planning_time()
+        until_end(in_pairs, None, PAIRS)
+        until_end(lambda: work_for(60), None, SCHEDULES)
+        assert unfinished_alternatives() == (PAIRS, SCHEDULES)
+
+
+def test_what_is_compared_once_more_is_not_unfinished_alternatives() -> None:
+    """The first answer had 15 % of the time for recompute, and schedules that it did not compare
+    were named, though they were compared later."""
+    with planning(limit=20) as plan:
+        start_planning_time()
+        with provisional(), within(0.005):
+            assert until_end(lambda: work_for(60), "ended", SCHEDULES) == "ended"
+            assert plan.is_short
+        assert not plan.is_short and unfinished_alternatives() == ()
 
 
 def test_part_of_the_time_leaves_the_rest_to_other_work() -> None:
