@@ -23,11 +23,16 @@ from megatron_ext.errors import exit_for, without_torch
 from megatron_ext.installation import install
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.patches.engine import PatchError, apply
-from megatron_ext.schedule.problem import Offload
-from megatron_ext.written_settings import Given, given_beside, given_in, words_of
+from megatron_ext.written_settings import (
+    MEGATRONS_OFFLOAD,
+    Given,
+    for_megatrons_offload,
+    given_beside,
+    given_in,
+    words_of,
+)
 
 CPU_PLATFORM = "megatron_ext.patches.cpu"
-_MEGATRONS_OFFLOAD = "--fine-grained-activation-offloading"
 
 
 def is_launch(argv: Sequence[str]) -> bool:
@@ -151,15 +156,10 @@ def _from_environment(given: Given) -> dict[str, str | bool]:
 
 
 def _for_megatrons_offload(arguments: Sequence[str], given: Given) -> dict[str, str | bool]:
-    """Return the setting that implements Megatron's offload flag in ``arguments``, under a schedule
-    of ours and unless it is ``given``."""
-    ours, has_schedule = "activation_offload", "schedule" in given or "race" in given
-    if _MEGATRONS_OFFLOAD not in arguments or not has_schedule or ours in given:
-        return {}
-    added = {ours: str(Offload.FIT if "memory_limit" in given else Offload.FULL)}
-    if os.environ.get("RANK", "0") == "0":
-        logger.info(f"for {_MEGATRONS_OFFLOAD}: {' '.join(words_of(added))}")
-    return {**added}
+    added = for_megatrons_offload(arguments, given)
+    if added and os.environ.get("RANK", "0") == "0":
+        logger.info(f"for {MEGATRONS_OFFLOAD}: {' '.join(words_of(added))}")
+    return added
 
 
 def _planned(words: Sequence[str], config: PipelineConfig, choose: ChoosePlan) -> Chosen:

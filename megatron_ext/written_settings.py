@@ -18,7 +18,10 @@ from megatron_ext.config import (
     is_on_stock,
     variable,
 )
+from megatron_ext.schedule.problem import Offload
 from megatron_ext.words import meant_by
+
+MEGATRONS_OFFLOAD = "--fine-grained-activation-offloading"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -39,7 +42,17 @@ Given = Mapping[str, str | bool]  # settings as a user has written them
 
 def from_argv(argv: Sequence[str]) -> PipelineConfig:
     """Return the settings in a script's command line, which may have any other words."""
-    return PipelineConfig.parse(**given_in(argv))
+    given = given_in(argv)
+    return PipelineConfig.parse(**given, **for_megatrons_offload(argv, given))
+
+
+def for_megatrons_offload(argv: Sequence[str], given: Given) -> dict[str, str | bool]:
+    """Return the setting that implements Megatron's offload flag in ``argv``, under a schedule of
+    ours and unless it is ``given``."""
+    ours, has_schedule = "activation_offload", "schedule" in given or "race" in given
+    if MEGATRONS_OFFLOAD not in argv or not has_schedule or ours in given:
+        return {}
+    return {ours: str(Offload.FIT if "memory_limit" in given else Offload.FULL)}
 
 
 def given_in(argv: Sequence[str]) -> dict[str, str | bool]:

@@ -18,6 +18,7 @@ from megatron_ext.adapter.arguments import (
     check_trace,
 )
 from megatron_ext.adapter.batches.refusals import check_arrangement
+from megatron_ext.adapter.handled_settings.settings import apply_handled_settings
 from megatron_ext.adapter.impossible_sizes import refuse_counts, refuse_sizes
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.adapter.layout_arguments import CHUNKS
@@ -51,8 +52,11 @@ def raising[T](
     return work()
 
 
-def validated(args: Any, config: PipelineConfig, validate: Callable[[Any], Any]) -> Any:
-    """Return ``args``, completed by Megatron's ``validate``, with the schedule's virtual stages.
+def validated(
+    args: Any, config: PipelineConfig, validate: Callable[[Any], Any], *, tells: bool = False
+) -> Any:
+    """Return ``args``, completed by Megatron's ``validate``, with the schedule's virtual stages and
+    without the settings that the schedule implements. If it ``tells``, these are logged.
 
     Raises:
         ValueError: sizes are impossible, or cannot be split over the schedule's stages.
@@ -68,6 +72,8 @@ def validated(args: Any, config: PipelineConfig, validate: Callable[[Any], Any])
             _suggest_layout(args, config)
         raise
     refuse_sizes(args)
+    if config.schedule is not None:
+        apply_handled_settings(args, config, tells=tells)
     return args
 
 

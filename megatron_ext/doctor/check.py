@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext import bridge
 from megatron_ext.adapter.document_masks import INSTEAD, why_documents_mix
+from megatron_ext.adapter.post_validation.commit_points import why_no_steps_overlap
 from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.adapter.untried import untried
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
@@ -26,16 +27,12 @@ from megatron_ext.cost_model.model_memory import least_lasting
 from megatron_ext.doctor.communicators import check_communicators
 from megatron_ext.doctor.doctor import diagnose
 from megatron_ext.doctor.environment.dataset_helpers import check_dataset_helpers
-from megatron_ext.doctor.flags import (
-    check_installation,
-    check_words,
-    settings_of,
-    with_variables,
-)
+from megatron_ext.doctor.flags import check_words, finding_of
 from megatron_ext.doctor.paths import check_checkpoints, check_data, check_tokenizer_files
 from megatron_ext.doctor.report import Finding, Prediction, RankPrediction, Report, Severity
 from megatron_ext.launch import without
 from megatron_ext.launch_command.importing import as_on, quickly, silently
+from megatron_ext.launch_command.our_flags import installation, settings_of, with_variables
 from megatron_ext.launch_command.words import BridgeRecipe, Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.candidate import VocabMethod
@@ -86,8 +83,10 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
         with_flags = report.attempt("flags", lambda: with_variables(launch, script))
         if with_flags is not None:
             launch = with_flags[0]
-            report.findings += with_flags[1]
-        report.findings += check_installation(launch, script)
+            report.findings += [finding_of(word, "flags") for word in with_flags[1]]
+        word = installation(launch, script)
+        if word is not None:
+            report.findings.append(finding_of(word, "script"))
         _check(report, launch, script, world_size, room)
     return report
 
@@ -292,6 +291,8 @@ def _check_arguments(
         needed = _check_training(report, made, parsed, config, room, megatron_arguments)
         if config.schedule is not None:
             _say_what_is_untried(report, args)
+        if config.post_validation and (why := why_no_steps_overlap(args)) is not None:
+            report.add(Severity.REMARK, "post-validation", why)
         if getattr(args, "rampup_batch_size", None):
             text = "--rampup-batch-size: Megatron ignores it, and all steps have one batch size"
             report.add(Severity.REMARK, "batch size", text, "write --step-batch-size-schedule")

@@ -16,8 +16,8 @@ SURELY_MEANT = 0.9  # difflib's likeness from which an unknown flag is one of Me
 
 
 @dataclass(frozen=True)
-class UnknownWord:
-    """An unknown word: the script's own ("right"), perhaps its own ("remark"), or a mistake.
+class WordFinding:
+    """Judgement of words of a launch command: right, perhaps right ("remark"), or a mistake.
 
     ``fix`` says what to do about it; "" if nothing has to be done.
     """
@@ -29,7 +29,7 @@ class UnknownWord:
 
 def unknown_words(
     argv: Sequence[str], unknown: Sequence[str], flags: Sequence[str], script: str | None
-) -> Iterator[UnknownWord]:
+) -> Iterator[WordFinding]:
     """Yield what the ``unknown`` words of ``argv`` are, given the known ``flags``.
 
     A word that is nearly a flag of Megatron's or of ours is that flag misspelt. Any other word may
@@ -45,9 +45,9 @@ def unknown_words(
             if not any(other in unknown for other in before):
                 text = f"{word!r} belongs to no flag"
                 fix = _quoted(argv, word) or "drop it: the flag before it takes no value"
-                yield UnknownWord("wrong", text, fix)
+                yield WordFinding("wrong", text, fix)
         elif script is not None and name in script:
-            yield UnknownWord("right", f"{name} is the script's own")
+            yield WordFinding("right", f"{name} is the script's own")
         else:
             yield _unknown_flag(name, flags)
 
@@ -69,14 +69,14 @@ def _quoted(argv: Sequence[str], word: str) -> str:
     return f"write {words}, quoted for the shell, if the value goes on with it; or drop it"
 
 
-def _unknown_flag(name: str, flags: Sequence[str]) -> UnknownWord:
+def _unknown_flag(name: str, flags: Sequence[str]) -> WordFinding:
     ours = meant_by(name, (flag(setting.name) for setting in fields(PipelineConfig)))
     meant = " or ".join(meant_by(name, flags) or ours)
     surely = difflib.get_close_matches(name.replace("_", "-"), flags, cutoff=SURELY_MEANT)
     if ours or surely or name.startswith(flag("")):
         fix = f"did you mean {meant}?" if meant else ""
-        return UnknownWord("wrong", f"there is no flag {name}", fix)
+        return WordFinding("wrong", f"there is no flag {name}", fix)
     text = f"{name} is neither Megatron's nor ours: the script's own, perhaps"
     fix = "drop it if the script does not add it: Megatron would refuse it"
     fix = f"did you mean {meant}? If not, {fix}" if meant else fix
-    return UnknownWord("remark", text, fix)
+    return WordFinding("remark", text, fix)

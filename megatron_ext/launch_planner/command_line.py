@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields
@@ -10,13 +9,13 @@ from pathlib import Path
 
 from megatron_ext.config import PipelineConfig, flag, is_on_stock
 from megatron_ext.launch import without
+from megatron_ext.launch_command.our_flags import IMPORTS_US
 from megatron_ext.launch_command.words import Launch
 from megatron_ext.planner.verdict import Written
 from megatron_ext.secrets import masked
 from megatron_ext.text_file import LARGEST_SCRIPT
 from megatron_ext.written_settings import says
 
-IMPORTS_US = re.compile(r"^\s*(?:import|from)\s+megatron_ext\b", re.MULTILINE)
 _OURS = {flag(setting.name) for setting in fields(PipelineConfig)}
 # The options that a choice stands for: those of an earlier choice go.
 _CHOSEN = (

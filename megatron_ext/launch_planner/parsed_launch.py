@@ -9,13 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.compile.registry import Maturity, choose
-from megatron_ext.config import ESTIMATE, PLAN, CostsSource, PipelineConfig, flag
+from megatron_ext.config import (
+    ESTIMATE,
+    PLAN,
+    VARIABLES,
+    CostsSource,
+    PipelineConfig,
+    flag,
+    variable,
+)
 from megatron_ext.cost_model.assumptions import assumptions
 from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.gpus import FreeMemory, Gpu, free_memory, short_name
 from megatron_ext.cost_model.measured.file import MeasuredFile, load_measured
 from megatron_ext.cost_model.model_memory import least_lasting
 from megatron_ext.launch_command.importing import as_on, quickly, silently
+from megatron_ext.launch_command.our_flags import installation, settings_of, with_variables
 from megatron_ext.launch_command.unknown_words import unknown_words
 from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.command_line import text_of_script
@@ -25,7 +34,7 @@ from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.mixed_gpus import ASSUMED_GPU, product_of, speeds_of_gpus
 from megatron_ext.schedule.rank_speeds import RankSpeeds
 from megatron_ext.words import counted
-from megatron_ext.written_settings import from_argv, says
+from megatron_ext.written_settings import from_argv, given_in, says
 
 if TYPE_CHECKING:
     from megatron_ext.launch_command.megatron_arguments import ParsedArguments, RatesOf
@@ -120,6 +129,11 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
             raise PatchError(
                 f"a plan needs Megatron, which cannot be imported here: {error}"
             ) from error
+        script = None
+        if launch is not None:
+            is_data = launch.log is not None or launch.recipe is not None
+            script = None if is_data else text_of_script(launch)
+            _check_our_flags(launch, script)
         values = dict(request.values)
         given = take_vision(values)
         if launch is not None and launch.recipe is not None:
@@ -134,16 +148,29 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
             parsed.args, parsed.unknown, given, request.vision, request.vision_tokens
         )
         if launch is not None:
-            _refuse_words(launch, parsed)
+            _refuse_words(launch, parsed, script)
         vars(parsed.args).update(of_tower)
         rates = _rates(request)
         with megatron_arguments.on_gpus(parsed.args, rates):
             return work(_read(request, parsed.args, of_tower, megatron_arguments))
 
 
-def _refuse_words(launch: Launch, parsed: ParsedArguments) -> None:
+def _check_our_flags(launch: Launch, script: str | None) -> None:
+    """Raise ValueError if our flags in the command do not count, or variables count."""
+    found = installation(launch, script)
+    if found is not None and found.verdict == "wrong":
+        raise ValueError(f"{found.text}; {found.fix}")
+    counting, _ = with_variables(launch, script)
+    if settings_of(counting, script) != from_argv(launch.arguments):
+        raise ValueError(
+            f"variables {VARIABLES}* count in the launch, and a plan reads flags alone: write "
+            f"--pipeline-x in the command in place of {variable('x')}"
+        )
+
+
+def _refuse_words(launch: Launch, parsed: ParsedArguments, script: str | None) -> None:
     """Raise ValueError for a word that is surely a mistake: what it was to change is not timed."""
-    words = unknown_words(launch.arguments, parsed.unknown, parsed.flags, text_of_script(launch))
+    words = unknown_words(launch.arguments, parsed.unknown, parsed.flags, script)
     for word in words:
         if word.verdict == "wrong":
             raise ValueError(f"{word.text}; {word.fix}" if word.fix else word.text)
@@ -288,8 +315,10 @@ def _settings(request: LaunchRequest) -> PipelineConfig:
     config = from_argv(words)
     if not request.settings:
         return config
-    chosen = () if config.schedule else (flag("schedule"), PLAN)
-    return from_argv((*words, *chosen, *request.settings))
+    if config.schedule:
+        return from_argv((*words, *request.settings))
+    given = given_in((*words, flag("schedule"), PLAN, *request.settings))
+    return PipelineConfig.parse(**given)
 
 
 def _rates(request: LaunchRequest) -> RatesOf | None:

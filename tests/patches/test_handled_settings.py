@@ -29,7 +29,7 @@ from megatron_ext.adapter.handled_settings import settings as handled_settings
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.handled_settings.settings import HANDLED_SETTINGS, apply_handled_settings
 from megatron_ext.patches.megatron.core.transformer import module, transformer_config
-from megatron_ext.written_settings import given_in, words_of
+from megatron_ext.written_settings import for_megatrons_offload, given_in, words_of
 from tests.helpers.callers import small_config
 
 # By setting: with which of ours, and what of it is there afterwards.
@@ -116,7 +116,7 @@ OURS = "--pipeline-activation-offload"
 )
 def test_a_launch_has_ours_in_the_place_of_megatrons(words: str, added: list[str]) -> None:
     argv = words.split()
-    assert words_of(launch._for_megatrons_offload(argv, given_in(argv))) == added
+    assert words_of(for_megatrons_offload(argv, given_in(argv))) == added
 
 
 def test_a_models_layers_are_built_without_it() -> None:

@@ -323,6 +323,26 @@ def test_a_misspelt_flag_gets_no_time() -> None:
     assert not by_doctor(own).whys and plan_of(own).ranks
 
 
+def test_flags_of_ours_count_or_get_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan gave a time, without a remark, to a command that lacked ``-m megatron_ext``, and to one
+    whose variables name another schedule."""
+    launch = launch_of(4, _ours("zb-v"))
+    without = replace(launch, installs=False)
+    (why,) = (
+        f"{finding.text}; {finding.fix}"
+        for finding in check_launch(without, None, None).findings
+        if finding.subject == "script" and finding.verdict is Severity.WRONG
+    )
+    assert "our flags need -m megatron_ext before" in why
+    assert plan_of(without).whys == (why,)
+    monkeypatch.setenv("MEGATRON_EXT_SCHEDULE", "zb-h1")
+    assert plan_of(launch).ranks, "the flag counts"
+    (why,) = plan_of(launch_of(4, {})).whys
+    assert why.startswith("variables MEGATRON_EXT_* count in the launch")
+    stocks = replace(launch_of(4, {}), installs=False)
+    assert plan_of(stocks) == by_doctor(stocks) and plan_of(stocks).ranks
+
+
 def test_files_of_the_cluster_need_not_be_here() -> None:
     """Doctor, which checks a launch on this machine, calls absent files wrong. Plan names them."""
     flags = model_flags(**_MODEL, mock_data=None, data_path="/cluster/books_text_document")

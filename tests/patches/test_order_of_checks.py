@@ -1,6 +1,8 @@
 """Doctor, plan and the launch refuse a command with the same sentence, in the same order.
 
-The launch had an order of its own: of a command with two mistakes it named another one first.
+The launch had an order of its own: of a command with two mistakes it named another one first. And
+only the launch switched off what a schedule implements, and offloaded in place of Megatron: doctor
+and plan refused such commands.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import pytest
 import torch
 from megatron.training import arguments as megatron
 
+from megatron_ext.doctor.check import check_launch
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.importing import silently
 from megatron_ext.patches.engine import apply
-from megatron_ext.patches.megatron.training.arguments import patches
+from megatron_ext.patches.megatron.training import arguments
 from megatron_ext.written_settings import from_argv
 from tests.helpers.combinations import at_night
 from tests.patches.test_one_judgement import Flags, by_doctor, launch_of, plan_of
@@ -44,7 +47,7 @@ def by_launch(ranks: int, flags: Flags, capsys: pytest.CaptureFixture[str]) -> s
     args.rank, args.world_size = 0, ranks
     capsys.readouterr()
     try:
-        with silently(), megatron_arguments.on_gpus(args), apply(patches(config)):
+        with silently(), megatron_arguments.on_gpus(args), apply(arguments.patches(config)):
             megatron.validate_args(args)
     except SystemExit as ended:
         assert ended.code == 2
@@ -78,3 +81,59 @@ def test_the_first_reason_is_the_same(
     assert plan_of(launch_of(RANKS, flags)).whys == (first,)
     if subject != "training":  # Megatron checks it after the set-up of the model
         assert by_launch(RANKS, flags, capsys) == first
+
+
+_OFFLOAD: Flags = {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"delay_wgrad_compute": True}, _OFFLOAD, *at_night(_OFFLOAD | {"pipeline_memory_limit": "3"})],
+    ids=str,
+)
+def test_what_the_schedule_implements_is_accepted(
+    flags: Flags, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")  # which Megatron requires for its own offload
+    ours = {"pipeline_schedule": "zb-v", "transformer_impl": "transformer_engine"}
+    flags = ours | flags
+    launch = launch_of(RANKS, flags)
+    answer = by_doctor(launch)
+    assert not answer.whys and answer.ranks
+    assert plan_of(launch) == answer
+    assert by_launch(RANKS, flags, capsys) == ""
+    if flags.items() >= _OFFLOAD.items() and "pipeline_memory_limit" not in flags:
+        offload = {"pipeline_activation_offload": "full"}
+        assert by_doctor(launch_of(RANKS, ours | offload)) == answer
+
+
+@pytest.mark.parametrize(("log_interval", "is_told"), [(1, True), (10, False)])
+def test_steps_that_cannot_overlap_are_remarked_on(
+    log_interval: int,
+    is_told: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the launch said so."""
+    told: list[str] = []
+    monkeypatch.setattr(arguments.logger, "warning", told.append)
+    flags: Flags = {
+        "pipeline_schedule": "zb-2p",
+        "pipeline_post_validation": True,
+        "pipeline_costs": "f=10,i=10,w=10",
+    }
+    flags |= {"log_interval": log_interval, "rerun_mode": "disabled"}
+    assert by_launch(RANKS, flags, capsys) == ""
+    assert len(told) == is_told and all(text.startswith("with --log-interval 1") for text in told)
+    findings = check_launch(launch_of(RANKS, flags), None, None).findings
+    assert [finding.text for finding in findings if finding.subject == "post-validation"] == told
+
+
+def test_a_launch_reads_the_weights_of_samples_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended as it read its data, with a traceback on each rank; doctor had named the file."""
+    flags: Flags = {"pipeline_microbatch_order": "small-ends"}
+    flags |= {"pipeline_microbatch_weights": "weights.npy"}
+    (why,) = by_doctor(launch_of(RANKS, flags)).whys
+    assert why.startswith("--pipeline-microbatch-weights weights.npy is no numpy array: ")
+    assert by_launch(RANKS, flags, capsys) == why
+    assert plan_of(launch_of(RANKS, flags)).ranks, "a plan does not need the file"

@@ -23,7 +23,6 @@ from megatron.training.dist_signal_handler import DistributedSignalHandler
 
 from megatron_ext.adapter.post_validation import commit_points
 from megatron_ext.adapter.post_validation import pending as module
-from megatron_ext.adapter.post_validation.commit_points import warn_if_steps_cannot_overlap
 from megatron_ext.adapter.post_validation.pending import Result, StepResult, post_validation
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import apply
@@ -374,14 +373,6 @@ def test_without_megatrons_loop_every_step_is_stocks(loop: Loop) -> None:
     for _ in range(4):
         assert post_validation.optimizer_step(step, loop.optimizer) == loop.stock
     assert not loop.speculative.done
-
-
-def test_a_log_of_every_iteration_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    for log_interval, rank in ((10, 0), (1, 1)):
-        warn_if_steps_cannot_overlap(SimpleNamespace(log_interval=log_interval, rank=rank))
-        assert not capsys.readouterr().out
-    warn_if_steps_cannot_overlap(SimpleNamespace(log_interval=1, rank=0))
-    assert "with --log-interval 1 every step is validated before" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -86,12 +86,13 @@ HANDLED_SETTINGS = (
 )
 
 
-def apply_handled_settings(settings: Any, config: PipelineConfig) -> None:
+def apply_handled_settings(settings: Any, config: PipelineConfig, *, tells: bool = True) -> None:
     """Switch off in ``settings`` (Megatron's arguments or a config) the settings that ``config``
-    implements, and log each once per process on global rank 0."""
+    implements. If it ``tells``, log each once per process on global rank 0."""
     for entry in HANDLED_SETTINGS:
         if getattr(settings, entry.setting, False) and entry.by(config):
-            _tell(f"{entry.setting}: {entry.text}")
+            if tells:
+                _tell(f"{entry.setting}: {entry.text}")
             if not entry.stays:
                 setattr(settings, entry.setting, False)
 

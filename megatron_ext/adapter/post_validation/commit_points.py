@@ -14,8 +14,6 @@ from typing import Any
 
 from megatron.core import num_microbatches_calculator
 
-from megatron_ext.logger import logger
-
 INTERVALS = (
     "log_interval",
     "eval_interval",
@@ -27,13 +25,14 @@ INTERVALS = (
 )
 
 
-def warn_if_steps_cannot_overlap(args: Any) -> None:
-    """Warn if no two steps will overlap, since each is validated before it is logged."""
-    if args.log_interval == 1 and args.rank == 0:
-        logger.warning(
-            "with --log-interval 1 every step is validated before the next one begins, and none "
-            "overlap: write --log-interval 10, or more"
-        )
+def why_no_steps_overlap(args: Any) -> str | None:
+    """Return the reason why no two steps will overlap, if each is validated before it is logged."""
+    if args.log_interval != 1:
+        return None
+    return (
+        "with --log-interval 1 every step is validated before the next one begins, and none "
+        "overlap: write --log-interval 10, or more"
+    )
 
 
 def is_commit_point(iteration: int, args: Any) -> bool:

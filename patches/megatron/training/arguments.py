@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megatron_ext.adapter.arguments import pad_vocabulary, prove_without_search, settle_vocabulary
-from megatron_ext.adapter.handled_settings.settings import apply_handled_settings
+from megatron_ext.adapter.batches.sample_weights import weights_in
 from megatron_ext.adapter.launch_checks import check_batches, check_schedule, validated
-from megatron_ext.adapter.post_validation.commit_points import warn_if_steps_cannot_overlap
+from megatron_ext.adapter.post_validation.commit_points import why_no_steps_overlap
 from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
+from megatron_ext.logger import logger
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.words import meant_by
@@ -34,9 +35,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
     def validate(original: Callable[..., Any], args: Any, defaults: dict[str, Any]) -> Any:
         try:
-            args = validated(args, config, lambda args: original(args, defaults))
-            if config.schedule is not None:
-                apply_handled_settings(args, config)
+            args = validated(args, config, lambda args: original(args, defaults), tells=True)
             if config.vocab_parallel is not VocabularyParallel.NONE:
                 pad_vocabulary(args)
             # Megatron pads the vocabulary itself, when it has built the tokenizer.
@@ -44,8 +43,11 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             check_batches(seen, config, lambda: settle_vocabulary(seen, config))
             # Every rank runs this; at the first step one of them searches for all.
             check_schedule(seen, config, prove_without_search)
-            if config.post_validation:
-                warn_if_steps_cannot_overlap(args)
+            why = why_no_steps_overlap(args) if config.post_validation else None
+            if why is not None and args.rank == 0:
+                logger.warning(why)
+            if config.microbatch_weights is not None:  # a plan does not need the file
+                weights_in(config.microbatch_weights)
         except ValueError as error:
             exit_for(error)
         return args

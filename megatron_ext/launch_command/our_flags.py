@@ -1,0 +1,89 @@
+"""Effect of our flags in a launch command, and of the variables that replace them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from dataclasses import replace
+
+from megatron_ext.config import PipelineConfig, variable
+from megatron_ext.launch_command.unknown_words import WordFinding
+from megatron_ext.launch_command.words import Launch
+from megatron_ext.written_settings import (
+    from_argv,
+    from_environment,
+    given_beside,
+    given_in,
+    settings_given,
+    words_of,
+)
+
+IMPORTS_US = re.compile(r"^\s*(?:import|from)\s+megatron_ext\b", re.MULTILINE)
+_AUTO = "megatron_ext.auto"
+
+
+def installation(launch: Launch, script: str | None) -> WordFinding | None:
+    """Return whether our flags take effect: the command has ``-m megatron_ext``, or its script
+    imports megatron_ext. None if the command needs neither, or says that it has the former.
+
+    Args:
+        script: text of the script; None if it cannot be read.
+    """
+    if not settings_given(launch.arguments) or launch.installs:
+        return None
+    target = f"-m {launch.script}" if launch.is_module else launch.script
+    fix = f"write -m megatron_ext {target} in place of {target}"
+    ours = f"our flags need -m megatron_ext before {target}"
+    if script is not None and IMPORTS_US.search(script):
+        return WordFinding("right", f"{target} imports megatron_ext itself")
+    if _AUTO in launch.environment.values():
+        return WordFinding("right", f"the environment names {_AUTO}")
+    if launch.installs is None:
+        text = f"{ours}: the command begins behind the place where it would stand"
+        return WordFinding("remark", text, f"launch it as -m megatron_ext {target}")
+    if script is None:
+        text = f"{ours}, or a script that imports megatron_ext; {target} cannot be read here"
+        return WordFinding("remark", text, f"{fix}, unless it imports megatron_ext")
+    text = f"{ours}, and the command lacks it: Megatron would end with 'unrecognized arguments'"
+    return WordFinding("wrong", text, fix)
+
+
+def with_variables(launch: Launch, script: str | None) -> tuple[Launch, list[WordFinding]]:
+    """Return ``launch`` with flags in place of the variables that ``-m megatron_ext`` reads, and
+    remarks on them. The log of a start has its variables as flags, and a recipe reads none.
+
+    Raises:
+        ValueError: a variable is not understood.
+    """
+    schedule = variable("schedule")
+    is_command = launch.log is None and launch.recipe is None
+    if not is_command or _is_automatic(launch, script):
+        return launch, []
+    if launch.installs is False:
+        if not os.environ.get(schedule):
+            return launch, []
+        text = f"nothing in the command reads {schedule}: this is Megatron's own pipeline"
+        return launch, [WordFinding("remark", text, "write -m megatron_ext before it")]
+    added, overruled = given_beside(given_in(launch.arguments), os.environ)
+    words = words_of(added)
+    findings = [WordFinding("remark", text) for text in overruled]
+    if words:
+        findings.append(WordFinding("right", f"from variables: {shlex.join(words)}"))
+    return replace(launch, arguments=(*launch.arguments, *words)), findings
+
+
+def settings_of(launch: Launch, script: str | None) -> PipelineConfig:
+    """Return the settings of ``launch``: of its flags, or of variables if `megatron_ext.auto` reads
+    them.
+
+    Raises:
+        ValueError: a setting is not understood.
+    """
+    if settings_given(launch.arguments) or not _is_automatic(launch, script):
+        return from_argv(launch.arguments)
+    return from_environment(os.environ)
+
+
+def _is_automatic(launch: Launch, script: str | None) -> bool:
+    return _AUTO in launch.environment.values() or _AUTO in (script or "")
