@@ -12,7 +12,7 @@ from functools import partial
 
 from megatron_ext.compile.pairs import built_with_pairs, check_pairs, with_pairs
 from megatron_ext.compile.program.communication import communicate
-from megatron_ext.compile.program.memory import bytes_for, in_bytes, leaving_room, peaks
+from megatron_ext.compile.program.memory import bytes_for, in_bytes, peaks, without_reserved
 from megatron_ext.compile.program.message_order import order_messages
 from megatron_ext.compile.program.simulate import step_seconds
 from megatron_ext.compile.program.verify import (
@@ -351,7 +351,7 @@ def _limit_of_passes(choice: ResolvedSpec, problem: Problem) -> MemoryLimit | No
         return None
     limit = problem.memory_limit
     if limit is not None and problem.extras.vocab_parallel is not VocabularyParallel.NONE:
-        limit = leaving_room(limit, INTERVALS[problem.extras.vocab_parallel], problem)
+        limit = without_reserved(limit, INTERVALS[problem.extras.vocab_parallel], problem)
     return limit
 
 

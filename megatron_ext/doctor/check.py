@@ -67,11 +67,11 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
         ValueError: ``gpu_memory`` is not understood.
         PatchError: Megatron is not installed.
     """
-    room = None if gpu_memory is None else parse_limit(gpu_memory, 1, 1).bytes
-    if gpu_memory is not None and room is None:
+    gpu_bytes = None if gpu_memory is None else parse_limit(gpu_memory, 1, 1).bytes
+    if gpu_memory is not None and gpu_bytes is None:
         raise ValueError(f"--gpu-memory {gpu_memory}: write bytes, as 80GiB")
-    if room is None and launch.gpu is not None:
-        room = int(GPUS[launch.gpu].memory or 0)
+    if gpu_bytes is None and launch.gpu is not None:
+        gpu_bytes = int(GPUS[launch.gpu].memory or 0)
     report = Report()
     _say_what_is_left_out(report, launch)
     folder = Path(launch.script).parent if launch.installs is False else Path()
@@ -87,7 +87,7 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
         word = installation(launch, script)
         if word is not None:
             report.findings.append(finding_of(word, "script"))
-        _check(report, launch, script, world_size, room)
+        _check(report, launch, script, world_size, gpu_bytes)
     return report
 
 
@@ -131,7 +131,11 @@ def _check_script(report: Report, launch: Launch) -> str | None:
 
 
 def _check(
-    report: Report, launch: Launch, script: str | None, world_size: int | None, room: int | None
+    report: Report,
+    launch: Launch,
+    script: str | None,
+    world_size: int | None,
+    gpu_bytes: int | None,
 ) -> None:
     try:
         with quickly():
@@ -154,12 +158,16 @@ def _check(
     _say_what_is_assumed(report, args, megatron_arguments)
     if config.is_chosen_later:
         with megatron_arguments.on_gpus(args):
-            argv = report.attempt("plan", lambda: _planned(report, launch, config, ranks, room))
+            argv = report.attempt(
+                "plan", lambda: _planned(report, launch, config, ranks, gpu_bytes)
+            )
         if argv is None:
             return
         config, args = from_argv(argv), _arguments(launch, argv, megatron_arguments).args
         _check_patches(report, config)
-    needed, judge = _check_arguments(report, launch, args, config, ranks, room, megatron_arguments)
+    needed, judge = _check_arguments(
+        report, launch, args, config, ranks, gpu_bytes, megatron_arguments
+    )
     if launch.recipe is None:  # a recipe's data are not Megatron's arguments
         _check_datasets(report, args, megatron_arguments)
     if (weights := config.microbatch_weights) is not None:
@@ -266,7 +274,7 @@ def _check_arguments(
     args: Any,
     config: PipelineConfig,
     ranks: int,
-    room: int | None,
+    gpu_bytes: int | None,
     megatron_arguments: Any,
 ) -> tuple[float | None, Callable[[str], LoadJudgement] | None]:
     """Check ``args`` by Megatron's own validation, and what follows from them. Return the bytes of
@@ -288,7 +296,7 @@ def _check_arguments(
                 "its vocabulary is not known here: memory is predicted without it",
                 "add --padded-vocab-size N to the checked command",
             )
-        needed = _check_training(report, made, parsed, config, room, megatron_arguments)
+        needed = _check_training(report, made, parsed, config, gpu_bytes, megatron_arguments)
         if config.schedule is not None:
             _say_what_is_untried(report, args)
         if config.post_validation and (why := why_no_steps_overlap(args)) is not None:
@@ -303,13 +311,15 @@ def _check_arguments(
 
 
 def _planned(
-    report: Report, launch: Launch, config: PipelineConfig, world_size: int, room: int | None
+    report: Report, launch: Launch, config: PipelineConfig, world_size: int, gpu_bytes: int | None
 ) -> tuple[str, ...]:
     """Return the arguments of ``launch`` with the flags that ``--pipeline-schedule plan``
     chooses."""
     from megatron_ext.launch_planner.launch_choice import choose_for
 
-    chosen = choose_for(launch.arguments, config, world_size, room, may_run_code=launch.log is None)
+    chosen = choose_for(
+        launch.arguments, config, world_size, gpu_bytes, may_run_code=launch.log is None
+    )
     instead = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
     text = f"takes {shlex.join(chosen.flags)}{instead}: {chosen.why}"
     report.add(Severity.RIGHT, "plan", text)
@@ -393,7 +403,7 @@ def _check_training(
     made: Judgement,
     parsed: Any,
     config: PipelineConfig,
-    room: int | None,
+    gpu_bytes: int | None,
     megatron_arguments: Any,
 ) -> float | None:
     """Report what the command of ``made`` runs: its bubbles, its memory, its communicators. Return
@@ -405,9 +415,9 @@ def _check_training(
     if config.schedule is None:
         _check_watching(report, args, config)
     free = None
-    if room is not None:
+    if gpu_bytes is not None:
         reserved = measured_reserve(config.costs.file)
-        free = free_memory(room, reserved, lasting=least_lasting(made.model))
+        free = free_memory(gpu_bytes, reserved, lasting=least_lasting(made.model))
     needed = _predict(report, made, config, free)
     _check_trace(report, config, program)
     if config.race is not None:
@@ -422,7 +432,7 @@ def _check_training(
 
 
 def _say_what_slices_give(
-    report: Report, made: Judgement, parsed: Any, config: PipelineConfig, room: float | None
+    report: Report, made: Judgement, parsed: Any, config: PipelineConfig, gpu_bytes: float | None
 ) -> None:
     """Report the gain of slices if sequences are long and cost much bubble or too much memory."""
     from megatron_ext.launch_planner.alternatives.long_sequences import what_slices_give
@@ -432,14 +442,16 @@ def _say_what_slices_give(
     is_divided = config.vocab_parallel is not VocabularyParallel.NONE  # which slices cannot be
     if predicted is None or not predicted.ranks or is_divided:
         return
-    is_full = room is not None and max(rank.total_bytes for rank in predicted.ranks) > room
+    is_full = (
+        gpu_bytes is not None and max(rank.total_bytes for rank in predicted.ranks) > gpu_bytes
+    )
     if not is_full and predicted.bubble < _LARGE_BUBBLE:
         return
     parsed.padded_vocab_size = args.padded_vocab_size
     methods = frozenset([VocabMethod.NAIVE])
     variants = LaunchVariants(parsed, config, args.world_size, methods, None, made.choice.spec)
     tokens = args.seq_length // args.context_parallel_size
-    text = what_slices_give(variants, made.candidate(), tokens, room)
+    text = what_slices_give(variants, made.candidate(), tokens, gpu_bytes)
     if text is not None:
         fix = "megatron-ext plan -- COMMAND compares them with recompute and context parallelism"
         report.add(Severity.REMARK, "slices", text, fix)

@@ -29,7 +29,7 @@ def check_communicators(
     program: Program,
     multiprocessors: int,
     nccl_settings: Mapping[str, int],
-    room: float | None,
+    left_bytes: float | None,
     shapes_vary: bool,
 ) -> Finding:
     """Report the number of communicators that a rank of ``program`` adds to Megatron's, and their
@@ -65,8 +65,8 @@ def check_communicators(
             file = f"max_ctas and min_ctas of pp in the file of {SETTINGS}"
             return Finding(Severity.REMARK, subject, text, f"write {fewest} for {file}")
         return Finding(Severity.REMARK, subject, text, batched)
-    if room is not None and memory > room:
-        text += f", and the GPU has {bytes_text(max(0.0, room))} left"
+    if left_bytes is not None and memory > left_bytes:
+        text += f", and the GPU has {bytes_text(max(0.0, left_bytes))} left"
         return Finding(Severity.REMARK, subject, text, batched)
     return Finding(Severity.RIGHT, subject, text, batched)
 

@@ -82,7 +82,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
     own = launch.baseline()
     start_planning_time()
     found = search_sizes(job, launch.works_of)
-    free = parsed.room
+    free = parsed.allowed_bytes
 
     def judged(one: Alternative) -> Alternative:
         """Return ``one`` with the figures of the launch that is changed to it."""

@@ -170,7 +170,7 @@ class LaunchChoice(PlannedJob):
     better_than: Candidate | None = None
 
     @property
-    def room(self) -> float | None:
+    def allowed_bytes(self) -> float | None:
         return self.bound
 
     @property
@@ -187,7 +187,7 @@ class LaunchChoice(PlannedJob):
     def compare(self) -> Plan:
         return make_plan(
             self.variant,
-            self.room,
+            self.allowed_bytes,
             only_promising=True,
             better_than=self.better_than,
             specs=self.specs,
@@ -223,7 +223,7 @@ class LaunchChoice(PlannedJob):
         config = replace(config, recompute=one.candidate.recompute)
         check_batches(args, config, lambda: None)  # the vocabulary is settled
         check_schedule(args, config, search_for_first)
-        return with_whole_step(one, self.room)
+        return with_whole_step(one, self.allowed_bytes)
 
     def _limit_of(self, made: Candidate) -> str | None:
         """Return the limit that ``made`` was made for, if no other is written."""

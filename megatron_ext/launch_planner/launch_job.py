@@ -108,15 +108,15 @@ class LaunchJob(PlannedJob):
         return self._changed(made, Changed(self.parsed.variants, ()))
 
     def others(self, plan: Plan) -> Others:
-        variants, room = self.parsed.variants, self.room
+        variants, allowed_bytes = self.parsed.variants, self.allowed_bytes
         long = is_long(self.parsed.validated)
         with within(_LAYOUTS):
             layouts = until_end(partial(_layouts, self.parsed), None, LAYOUTS)
         changes: list[Changed | None] = []
         with within(_CHANGES):
             if self.is_estimate:
-                in_pairs = partial(other_pairs, variants, plan, room, is_long=long)
-                less = partial(without_full_recompute, variants, plan, room)
+                in_pairs = partial(other_pairs, variants, plan, allowed_bytes, is_long=long)
+                less = partial(without_full_recompute, variants, plan, allowed_bytes)
                 changes.append(until_end(less, None, RECOMPUTE))
                 changes.append(until_end(in_pairs, None, PAIRS))
             slices = until_end(partial(long_sequences_of_launch, self.parsed, plan), None, SLICES)
@@ -150,7 +150,7 @@ class LaunchJob(PlannedJob):
 
     def fallbacks(self, others: Others) -> tuple[str, ...]:
         variants, none = self.parsed.variants, tuple[str, ...]()
-        fitting = until_end(lambda: tuple(what_would_fit(variants, self.room)), none)
+        fitting = until_end(lambda: tuple(what_would_fit(variants, self.allowed_bytes)), none)
         return *_what_slices_would(others.long_sequences), *fitting
 
     def command(self, written: Written) -> str:
@@ -181,7 +181,7 @@ class LaunchJob(PlannedJob):
 
     def _laid_out(self, layouts: LayoutComparison) -> list[Alternative]:
         """Return the alternatives with other layouts that fit into the memory of a rank."""
-        room, costs = self.room, self.parsed.costs
+        allowed_bytes, costs = self.allowed_bytes, self.parsed.costs
         return [
             Alternative(
                 made.candidate,
@@ -190,7 +190,7 @@ class LaunchJob(PlannedJob):
                 made.layout.text(),
             )
             for made in dict.fromkeys(layouts.others.values())
-            if made is not layouts.own and (room is None or made.fullest <= room)
+            if made is not layouts.own and (allowed_bytes is None or made.fullest <= allowed_bytes)
         ]
 
 
@@ -289,7 +289,7 @@ def _layouts(parsed: ParsedLaunch) -> LayoutComparison | None:
             variants,
             parsed.validated,
             variants.own,
-            parsed.room,
+            parsed.allowed_bytes,
             tries_recompute=parsed.measured is None,
         )
     except ValueError:  # the command itself cannot train, as its own row says

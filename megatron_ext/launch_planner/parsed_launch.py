@@ -98,7 +98,7 @@ class ParsedLaunch:
     untold: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def room(self) -> float | None:
+    def allowed_bytes(self) -> float | None:
         """Bytes that tensors of a rank may take; None: not known."""
         return None if self.free is None else self.free.allocated
 

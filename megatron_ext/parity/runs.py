@@ -79,11 +79,11 @@ def run_both(
                 f"{error}\nIf Megatron cannot save this model, add --from-seed: both "
                 f"commands then start from the seed, which needs the same layers on each rank"
             ) from None
-        _room(folder, 3 * _size(checkpoint), "3 recordings")
+        _check_disk(folder, 3 * _size(checkpoint), "3 recordings")
         load = ["--load", str(checkpoint), "--ckpt-format", "torch_dist"]
     many = counted(iterations, "iteration")
     runs.run(f"A, {many}", "A", recorded(a, places.a, iterations, load), is_stock)
-    _room(folder, 2 * _size(places.a), "2 more recordings")
+    _check_disk(folder, 2 * _size(places.a), "2 more recordings")
     runs.run("A again", "A-again", recorded(a, places.again, iterations, load), is_stock)
     runs.run(f"B, {many}", "B", recorded(b, places.b, iterations, load), False)
     return places
@@ -188,7 +188,7 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def _room(folder: Path, needed: int, what: str) -> None:
+def _check_disk(folder: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ValueError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_ext.compile.program.repeating_part import SAME
 from megatron_ext.planner.candidate import Candidate, Plan, by_time
-from megatron_ext.planner.fitting import built_whole, check_room
+from megatron_ext.planner.fitting import built_whole, check_bytes
 from megatron_ext.planner.planning_time import WHOLE_STEPS, until_end
 from megatron_ext.planner.verdict import Alternative, Verdict, eligible, verdict_of
 from megatron_ext.progress import remark
@@ -79,7 +79,7 @@ class _Confirmation:
                 continue
             try:
                 true = self.judge(one)
-                check_room(true.candidate, self.free)
+                check_bytes(true.candidate, self.free)
             except ValueError as error:
                 remark(f"{shlex.join(one.write().added) or one.name} is ignored: {error}")
                 if one is self.baseline:

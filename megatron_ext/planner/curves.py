@@ -35,8 +35,9 @@ class Curves:
     by_microbatches: Mapping[str, Mapping[int, float]]
 
 
-def curves_of(plan: Plan, variant_of: VariantOf, room: float | None = None) -> Curves:
-    """Return the curves of ``plan``, which `make_plan` made of ``variant_of`` and ``room``."""
+def curves_of(plan: Plan, variant_of: VariantOf, allowed_bytes: float | None = None) -> Curves:
+    """Return the curves of ``plan``, which `make_plan` made of ``variant_of`` and
+    ``allowed_bytes``."""
     searches = {search.spec for search in SEARCHES}
     searched = [candidate for candidate in plan.best_of_each if candidate.schedule in searches]
     compared = _compared(plan)
@@ -44,9 +45,9 @@ def curves_of(plan: Plan, variant_of: VariantOf, room: float | None = None) -> C
         by_limit: dict[str, list[Candidate]] = {}
         for candidate in searched:
             front = by_limit.setdefault(candidate.schedule, [])
-            for within in _limited(_variant(candidate, variant_of), room):
+            for within in _limited(_variant(candidate, variant_of), allowed_bytes):
                 with contextlib.suppress(ValueError):  # not even one microbatch fits
-                    made = consider(within, candidate.method, room)
+                    made = consider(within, candidate.method, allowed_bytes)
                     if not front or made.step < front[-1].step:
                         while front and front[-1].holds >= made.holds:  # despite its lower limit
                             front.pop()
@@ -55,7 +56,9 @@ def curves_of(plan: Plan, variant_of: VariantOf, room: float | None = None) -> C
         by_microbatches = {}
         for candidate in compared:
             variant = _variant(candidate, variant_of)
-            by_microbatches[candidate.schedule] = dict(_by_microbatches(variant, candidate, room))
+            by_microbatches[candidate.schedule] = dict(
+                _by_microbatches(variant, candidate, allowed_bytes)
+            )
             work.done += 1
     return Curves(by_limit, by_microbatches)
 
@@ -66,16 +69,16 @@ def _variant(candidate: Candidate, variant_of: VariantOf) -> Variant:
     return replace(variant, may_recompute=False)
 
 
-def _limited(variant: Variant, room: float | None) -> Iterator[Variant]:
+def _limited(variant: Variant, allowed_bytes: float | None) -> Iterator[Variant]:
     """Yield ``variant`` within up to `LIMITS` limits, tightest first: fractions of the available
     bytes, or whole microbatches if bytes are not known."""
-    for limit in _limits(variant, room):
+    for limit in _limits(variant, allowed_bytes):
         yield replace(variant, problem=replace(variant.problem, memory_limit=limit))
 
 
-def _limits(variant: Variant, room: float | None) -> list[MemoryLimit]:
+def _limits(variant: Variant, allowed_bytes: float | None) -> list[MemoryLimit]:
     problem = variant.problem
-    given = problem.memory_limit or limit_left(variant, room)
+    given = problem.memory_limit or limit_left(variant, allowed_bytes)
     parts = range(1, LIMITS + 1)
     if given is not None and given.bytes is not None:
         return [MemoryLimit(bytes=given.bytes * part // LIMITS) for part in parts]
@@ -94,7 +97,7 @@ def _compared(plan: Plan) -> list[Candidate]:
 
 
 def _by_microbatches(
-    variant: Variant, candidate: Candidate, room: float | None
+    variant: Variant, candidate: Candidate, allowed_bytes: float | None
 ) -> Iterator[tuple[int, float]]:
     ranks, own = variant.problem.ranks, variant.problem.microbatches
     choice = variant.choice.without_search
@@ -102,4 +105,4 @@ def _by_microbatches(
         problem = replace(variant.problem, microbatches=number)
         with contextlib.suppress(ValueError):  # refused for this number, or too little memory
             other = replace(variant, choice=choice, problem=problem)
-            yield number, consider(other, candidate.method, room).step
+            yield number, consider(other, candidate.method, allowed_bytes).step

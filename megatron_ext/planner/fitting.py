@@ -25,11 +25,11 @@ from megatron_ext.words import bytes_text
 def consider(
     variant: Variant,
     method: VocabMethod,
-    room: float | None = None,
+    allowed_bytes: float | None = None,
     may_offload: bool = False,
     at_most: float = math.inf,
 ) -> Candidate:
-    """Build and simulate ``variant`` within its memory limit and within ``room``.
+    """Build and simulate ``variant`` within its memory limit and within ``allowed_bytes``.
 
     If the schedule does not fit, offload and recompute are tried, if they are allowed, and the
     fastest result is returned. A family that chooses the recomputed activations itself is also
@@ -37,7 +37,8 @@ def consider(
     requested, the schedule is also tried without them.
 
     If the problem has no memory limit, the limit is what the model's parameters, gradients and
-    optimizer states leave of ``room``. Some families order passes differently under a limit.
+    optimizer states leave of ``allowed_bytes``. Some families order passes differently under a
+    limit.
 
     Args:
         room: bytes that each rank may take; None: any number.
@@ -50,13 +51,15 @@ def consider(
     """
     with caching_proofs():
         if not variant.problem.extras.pairs:
-            return _consider(variant, method, room, may_offload, at_most)
+            return _consider(variant, method, allowed_bytes, may_offload, at_most)
         without_overlap = replace(variant, problem=variant.problem.with_extras(pairs=False))
         candidates: list[Candidate] = []
         with contextlib.suppress(ValueError):
-            candidates.append(_as_requested(variant, method, room))
+            candidates.append(_as_requested(variant, method, allowed_bytes))
         try:
-            candidates.insert(0, _consider(without_overlap, method, room, may_offload, at_most))
+            candidates.insert(
+                0, _consider(without_overlap, method, allowed_bytes, may_offload, at_most)
+            )
         except ValueError:
             # Overlapped passes have another order, which may fit although this one does not.
             if not candidates:
@@ -65,13 +68,17 @@ def consider(
 
 
 def _consider(
-    variant: Variant, method: VocabMethod, room: float | None, may_offload: bool, at_most: float
+    variant: Variant,
+    method: VocabMethod,
+    allowed_bytes: float | None,
+    may_offload: bool,
+    at_most: float,
 ) -> Candidate:
-    limit = variant.problem.memory_limit or limit_left(variant, room)
+    limit = variant.problem.memory_limit or limit_left(variant, allowed_bytes)
     candidates: list[Candidate] = []
     refusal: ValueError | None = None
     try:
-        candidates.append(_as_requested(variant, method, room))
+        candidates.append(_as_requested(variant, method, allowed_bytes))
     except TooFull as error:
         if error.seconds > at_most:
             raise
@@ -83,7 +90,7 @@ def _consider(
             with contextlib.suppress(ValueError):
                 fitting = replace(variant.problem, memory_limit=limit, extras=extras)
                 candidate = _candidate(replace(variant, problem=fitting), method)
-                check_room(candidate, room)
+                check_bytes(candidate, allowed_bytes)
                 candidates.append(candidate)
     if not candidates:
         assert refusal is not None
@@ -112,10 +119,10 @@ def _ways_to_fit(variant: Variant, may_offload: bool) -> Iterator[ScheduleOption
         yield replace(problem.extras, recompute=Recompute(fit=True))
 
 
-def _as_requested(variant: Variant, method: VocabMethod, room: float | None) -> Candidate:
-    """Return ``variant`` with its own options alone. Raises TooFull if it needs more than ``room``,
-    ValueError if it cannot be built."""
-    left = limit_left(variant, room)
+def _as_requested(variant: Variant, method: VocabMethod, allowed_bytes: float | None) -> Candidate:
+    """Return ``variant`` with its own options alone. Raises TooFull if it needs more than
+    ``allowed_bytes``, ValueError if it cannot be built."""
+    left = limit_left(variant, allowed_bytes)
     if left is not None and variant.problem.memory_limit is None:
         # A limit holds for all ranks, and is what the model leaves on its fullest rank. If no
         # schedule meets the limit, a schedule without one may still fit: the rank with the largest
@@ -125,10 +132,10 @@ def _as_requested(variant: Variant, method: VocabMethod, room: float | None) -> 
                 replace(variant, problem=replace(variant.problem, memory_limit=left)), method
             )
     try:
-        candidate = _candidate(variant, method, room)
+        candidate = _candidate(variant, method, allowed_bytes)
     except HoldsMore as error:
         raise TooFull(str(error), math.inf) from error
-    check_room(candidate, room)
+    check_bytes(candidate, allowed_bytes)
     return candidate
 
 
@@ -144,16 +151,16 @@ class TooFull(ValueError):
         self.seconds = seconds
 
 
-def check_room(candidate: Candidate, room: float | None) -> None:
-    """Raise TooFull if a rank would hold more than ``room`` bytes."""
-    if room is None or candidate.memory is None:
+def check_bytes(candidate: Candidate, allowed_bytes: float | None) -> None:
+    """Raise TooFull if a rank would hold more than ``allowed_bytes`` bytes."""
+    if allowed_bytes is None or candidate.memory is None:
         return
     totals = [rank.total for rank in candidate.memory]
     fullest = max(totals)
-    if fullest > room:
+    if fullest > allowed_bytes:
         raise TooFull(
             f"rank {totals.index(fullest)} would hold {bytes_text(fullest)}, "
-            f"{bytes_text(fullest - room)} more than it may",
+            f"{bytes_text(fullest - allowed_bytes)} more than it may",
             candidate.step,
         )
 
@@ -171,29 +178,36 @@ def caching_candidates() -> Iterator[None]:
         _CACHE.reset(token)
 
 
-def _candidate(variant: Variant, method: VocabMethod, room: float | None = None) -> Candidate:
-    """``room`` is that of `_simulated`."""
+def _candidate(
+    variant: Variant, method: VocabMethod, allowed_bytes: float | None = None
+) -> Candidate:
+    """``allowed_bytes`` is that of `_simulated`."""
     cache = _CACHE.get()
     if cache is None:
-        return _simulated(variant, method, room)
+        return _simulated(variant, method, allowed_bytes)
     choice = variant.choice
     key = repr((choice.spec, choice.takes_long, variant.problem, variant.model, method))
     if key not in cache:
-        cache[key] = _simulated(variant, method, room)
+        cache[key] = _simulated(variant, method, allowed_bytes)
     return replace(cache[key], variant=variant)
 
 
 def _simulated(
-    variant: Variant, method: VocabMethod, room: float | None = None, *, whole: bool = False
+    variant: Variant,
+    method: VocabMethod,
+    allowed_bytes: float | None = None,
+    *,
+    whole: bool = False,
 ) -> Candidate:
     """Build and simulate ``variant``. ``whole`` is that of `simulate_step`.
 
     Raises:
-        HoldsMore: a step that takes long to be built holds more than ``room`` on some rank.
+        HoldsMore: a step that takes long to be built holds more than ``allowed_bytes`` on some
+            rank.
     """
     most = None
-    if room is not None and variant.model is not None:
-        most = [room - rank.total for rank in variant.model]
+    if allowed_bytes is not None and variant.model is not None:
+        most = [allowed_bytes - rank.total for rank in variant.model]
     step = simulate_step(variant.choice, variant.problem, variant.build, whole=whole, most=most)
     return candidate_of(variant, method, step)
 
@@ -207,16 +221,16 @@ def candidate_of(variant: Variant, method: VocabMethod, step: Simulated) -> Cand
     return Candidate(method, step.report, variant, limit, memory, step.is_whole)
 
 
-def built_whole(candidate: Candidate, room: float | None = None) -> Candidate:
+def built_whole(candidate: Candidate, allowed_bytes: float | None = None) -> Candidate:
     """Return ``candidate`` simulated with all microbatches of a step. (Long steps are first
     simulated with fewer, and their figures computed from the part that repeats.)
 
     Raises:
-        ValueError: the whole schedule cannot be built, or takes more than ``room`` bytes.
+        ValueError: the whole schedule cannot be built, or takes more than ``allowed_bytes`` bytes.
     """
     if candidate.is_whole:
         return candidate
     with caching_proofs():
         whole = _simulated(candidate.variant, candidate.method, whole=True)
-    check_room(whole, room)
+    check_bytes(whole, allowed_bytes)
     return whole

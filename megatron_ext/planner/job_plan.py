@@ -70,7 +70,7 @@ class PlannedJob(ABC):
     waits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
-    def room(self) -> float | None:
+    def allowed_bytes(self) -> float | None:
         """Bytes that tensors of a rank may take; None: not known."""
         return None if self.free is None else self.free.allocated
 
@@ -103,7 +103,7 @@ class PlannedJob(ABC):
         Raises:
             ValueError: a training so could not start.
         """
-        return one if one.write() == NOTHING else with_whole_step(one, self.room)
+        return one if one.write() == NOTHING else with_whole_step(one, self.allowed_bytes)
 
     def refusal_of(self, written: Written) -> str | None:
         """Return the reason why a training with what is ``written`` could not start, if it could
@@ -201,7 +201,7 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
     pool = [job.alternative(made) for made in plan.candidates if made is not own]
     pool += others.alternatives
     found, plan = confirmed_verdict(
-        plan, baseline, pool, job.judged, job.room, confirms_all=job.confirms_all
+        plan, baseline, pool, job.judged, job.allowed_bytes, confirms_all=job.confirms_all
     )
     taken, stock = found.taken, found.stock
     written = NOTHING if taken is None else taken.write()
@@ -234,5 +234,5 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
         unequal=unequal,
         is_short=has_ended_early(),
         left_out=unfinished_alternatives(),
-        curves=curves_of(plan, job.variant, job.room) if with_curves else None,
+        curves=curves_of(plan, job.variant, job.allowed_bytes) if with_curves else None,
     )

@@ -13,19 +13,19 @@ from megatron_ext.search.bounds import lower_bound
 CLOSE = 0.02  # above what any schedule takes: of a long step, a search gains no more to speak of
 
 
-def limit_left(variant: Variant, room: float | None) -> MemoryLimit | None:
-    """Return the bytes that the model leaves of ``room`` on the rank where it takes most; None: not
-    known, or nothing."""
-    if room is None or variant.model is None:
+def limit_left(variant: Variant, allowed_bytes: float | None) -> MemoryLimit | None:
+    """Return the bytes that the model leaves of ``allowed_bytes`` on the rank where it takes most;
+    None: not known, or nothing."""
+    if allowed_bytes is None or variant.model is None:
         return None
-    left = room - max(rank.total for rank in variant.model)
+    left = allowed_bytes - max(rank.total for rank in variant.model)
     return MemoryLimit(bytes=int(left)).as_written() if left > 0 else None
 
 
-def least_step(variant: Variant, room: float | None = None) -> float:
+def least_step(variant: Variant, allowed_bytes: float | None = None) -> float:
     """Return a lower bound on the step of any schedule like ``variant``, without recompute, within
-    its limit or within the memory that the model leaves of ``room``."""
-    limit = variant.problem.memory_limit or limit_left(variant, room)
+    its limit or within the memory that the model leaves of ``allowed_bytes``."""
+    limit = variant.problem.memory_limit or limit_left(variant, allowed_bytes)
     problem = replace(variant.problem, memory_limit=limit)
     return least_time(problem, variant.choice.traits.splits_backward)
 

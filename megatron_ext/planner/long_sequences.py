@@ -94,7 +94,9 @@ def shortest_of(ways: Iterable[LongSequenceAlternative]) -> Candidate | None:
     return min(known, key=lambda made: (made.step, made.holds), default=None)
 
 
-def long_sequences(training: Training, plan: Plan, room: float | None) -> LongSequences | None:
+def long_sequences(
+    training: Training, plan: Plan, allowed_bytes: float | None
+) -> LongSequences | None:
     """Return the alternatives for the sequences of ``training``, whose ``plan`` this is; None if
     they are short.
 
@@ -106,11 +108,11 @@ def long_sequences(training: Training, plan: Plan, room: float | None) -> LongSe
         return None
     ways = alternatives_of_plan(plan, requested.count)
     if requested.count > 1:
-        ways.append(long_sequence_alternative(WHOLE, _with_slices(training, UNCUT), room))
+        ways.append(long_sequence_alternative(WHOLE, _with_slices(training, UNCUT), allowed_bytes))
     elif training.is_estimate:
-        ways += _of_other_settings(training, trained, room)
+        ways += _of_other_settings(training, trained, allowed_bytes)
     counts = [count for count in COUNTS if count != requested.count]
-    ways += alternatives_with_slices(partial(_with_slices, training), room, counts)
+    ways += alternatives_with_slices(partial(_with_slices, training), allowed_bytes, counts)
     execution = trained.execution
     made = LongSequences(execution.sequence, tuple(ways), execution.context_parallel)
     return made if made.best is None else replace(made, written=Written(flags_of(made.best)))
@@ -121,7 +123,7 @@ def _with_slices(training: Training, slices: Slices) -> VariantOf:
 
 
 def _of_other_settings(
-    training: Training, trained: TrainedModel, room: float | None
+    training: Training, trained: TrainedModel, allowed_bytes: float | None
 ) -> Iterator[LongSequenceAlternative]:
     """Yield full recompute, and context parallelism with half of the data parallelism."""
     execution, copies = trained.execution, trained.state.data_parallel
@@ -132,12 +134,12 @@ def _of_other_settings(
 
     if not execution.recompute:
         again = run(replace(execution, recompute=True), training.microbatches)
-        yield long_sequence_alternative(FULL_RECOMPUTE, again, room)
+        yield long_sequence_alternative(FULL_RECOMPUTE, again, allowed_bytes)
     if copies % 2 == 0:
         ranks = 2 * execution.context_parallel
         divided = run(replace(execution, context_parallel=ranks), 2 * training.microbatches)
         yield long_sequence_alternative(
-            context_parallel(ranks, copies // 2), divided, room, is_here=False
+            context_parallel(ranks, copies // 2), divided, allowed_bytes, is_here=False
         )
 
 
@@ -165,7 +167,7 @@ def alternatives_of_plan(plan: Plan, slices: int = 1) -> list[LongSequenceAltern
 
 def alternatives_with_slices(
     variants_of: Callable[[Slices], VariantOf],
-    room: float | None,
+    allowed_bytes: float | None,
     counts: Sequence[int] = COUNTS,
     specs: Sequence[str] = SPECS,
 ) -> list[LongSequenceAlternative]:
@@ -184,22 +186,22 @@ def alternatives_with_slices(
         except ValueError as error:
             ways.append(LongSequenceAlternative(words, (), str(error), count))
             continue
-        ways.append(long_sequence_alternative(words, variant_of, room, count, specs))
+        ways.append(long_sequence_alternative(words, variant_of, allowed_bytes, count, specs))
     return ways
 
 
 def long_sequence_alternative(
     words: str,
     variant_of: VariantOf,
-    room: float | None,
+    allowed_bytes: float | None,
     slices: int = 1,
     specs: Sequence[str] = SPECS,
     *,
     is_here: bool = True,
 ) -> LongSequenceAlternative:
-    """Return an alternative: the schedules of ``specs`` that fit into ``room``, with the vocabulary
-    at the ends of the pipeline, and without searches. Schedules whose simulation takes long are
-    refused."""
+    """Return an alternative: the schedules of ``specs`` that fit into ``allowed_bytes``, with the
+    vocabulary at the ends of the pipeline, and without searches. Schedules whose simulation takes
+    long are refused."""
 
     def quick(name: str, method: VocabMethod) -> Variant | None:
         variant = variant_of(name, method) if method is VocabMethod.NAIVE else None
@@ -210,7 +212,7 @@ def long_sequence_alternative(
             )
         return variant and replace(variant, choice=variant.choice.without_search)
 
-    plan = make_plan(quick, room, specs=specs)
+    plan = make_plan(quick, allowed_bytes, specs=specs)
     return LongSequenceAlternative(words, plan.candidates, _why_nothing(plan), slices, is_here)
 
 

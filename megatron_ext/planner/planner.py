@@ -35,7 +35,7 @@ NO_TIME = "not compared: the time of the plan was over"
 
 def make_plan(
     variant_of: VariantOf,
-    room: float | None = None,
+    allowed_bytes: float | None = None,
     only_promising: bool = False,
     may_offload: bool = False,
     better_than: Candidate | None = None,
@@ -58,13 +58,13 @@ def make_plan(
         better_than: a candidate that is known, with which ``only_promising`` compares.
         specs: the specs that are compared; None: every family, and those that search with each
             number of chunks (`SEARCHES`).
-        known: candidates that were made of ``variant_of`` in ``room`` before.
+        known: candidates that were made of ``variant_of`` in ``allowed_bytes`` before.
         is_long: whether steps are so long that searches take minutes. A schedule is then made to
             fit only after all others, and if it would not take longer than the best of them; one
             that is `CLOSE` to its lower bound is not searched for.
     """
     comparison = _Comparison(
-        variant_of, room, only_promising, may_offload, better_than, known, is_long
+        variant_of, allowed_bytes, only_promising, may_offload, better_than, known, is_long
     )
     pairs = [(spec, method) for spec in specs or all_specs() for method in VocabMethod]
     searched = [pair for pair in pairs if entry_of(pair[0]).traits.searches]
@@ -103,7 +103,7 @@ class _Comparison:
     def __init__(
         self,
         variant_of: VariantOf,
-        room: float | None,
+        allowed_bytes: float | None,
         only_promising: bool,
         may_offload: bool,
         better_than: Candidate | None,
@@ -118,7 +118,7 @@ class _Comparison:
         self._too_full: dict[
             SpecWithMethod, float
         ] = {}  # seconds of a step if memory were no limit
-        self._room, self._may_offload = room, may_offload
+        self._allowed_bytes, self._may_offload = allowed_bytes, may_offload
         self._only_promising = only_promising
 
     def add(self, pair: SpecWithMethod, *, may_be_made_to_fit: bool = True) -> bool:
@@ -183,7 +183,7 @@ class _Comparison:
                 return self._known[variant.choice.spec, method]
             best = self._best
             if best is not None:
-                _check_promising(variant, method, self._room, best)
+                _check_promising(variant, method, self._allowed_bytes, best)
             if best is not None and self._is_long and variant.choice.traits.searches:
                 _check_on_stages_of(best, variant)
             if without_search:
@@ -193,7 +193,7 @@ class _Comparison:
             at_most = best.step if best is not None and self._is_long else math.inf
             if entry_of(spec).mark is Maturity.LABORATORY or not may_be_made_to_fit:
                 at_most = 0.0
-            return consider(variant, method, self._room, self._may_offload, at_most)
+            return consider(variant, method, self._allowed_bytes, self._may_offload, at_most)
         except TooFull as error:
             self._too_full[pair] = error.seconds
             self.refusals[pair] = str(error)
@@ -233,7 +233,7 @@ class _Comparison:
 
 
 def _check_promising(
-    variant: Variant, method: VocabMethod, room: float | None, best: Candidate
+    variant: Variant, method: VocabMethod, allowed_bytes: float | None, best: Candidate
 ) -> None:
     """Raise ValueError if no schedule of this kind takes less time than ``best``, or for a search
     that would have to be made with every method."""
@@ -244,8 +244,8 @@ def _check_promising(
         return
     if variant.may_recompute:  # which makes a step longer, and any limit looser
         problem = replace(problem, memory_limit=None)
-    elif room is not None and variant.model is not None and problem.memory_limit is None:
-        left = max(room - min(rank.total for rank in variant.model), 0.0)
+    elif allowed_bytes is not None and variant.model is not None and problem.memory_limit is None:
+        left = max(allowed_bytes - min(rank.total for rank in variant.model), 0.0)
         problem = replace(problem, memory_limit=MemoryLimit(bytes=int(left)))
     bound = least_time(problem, variant.choice.traits.splits_backward)
     if bound > best.step:

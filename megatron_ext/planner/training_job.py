@@ -77,7 +77,7 @@ class TrainingJob(PlannedJob):
 
     def compare(self) -> Plan:
         may_offload = self.training.trained is not None
-        return make_plan(self.variant, self.room, may_offload=may_offload)
+        return make_plan(self.variant, self.allowed_bytes, may_offload=may_offload)
 
     def baseline(self, plan: Plan) -> Alternative | None:
         own = next((one for one in plan.candidates if _is_baseline(one)), None)
@@ -88,10 +88,10 @@ class TrainingJob(PlannedJob):
         return Alternative(made, seconds, partial(_written, self.training, made))
 
     def others(self, plan: Plan) -> Others:
-        slices = long_sequences(self.training, plan, self.room)
+        slices = long_sequences(self.training, plan, self.allowed_bytes)
         made = [] if slices is None or slices.best is None else [self.alternative(slices.best)]
         none: list[Alternative] = []
-        made += until_end(partial(_layouts, self.training, self.room), none, LAYOUTS)
+        made += until_end(partial(_layouts, self.training, self.allowed_bytes), none, LAYOUTS)
         return Others(tuple(made), slices)
 
     def why_not(self, plan: Plan) -> str:
@@ -117,7 +117,7 @@ def _is_baseline(candidate: Candidate) -> bool:
     return candidate.schedule == _BASELINE and is_naive
 
 
-def _layouts(training: Training, room: float | None) -> list[Alternative]:
+def _layouts(training: Training, allowed_bytes: float | None) -> list[Alternative]:
     """Return the alternatives with other layouts; none if stages are alike, as far as is known, or
     if nothing is known of single layers."""
     work = _work_of(training)
@@ -125,7 +125,7 @@ def _layouts(training: Training, room: float | None) -> list[Alternative]:
         return []
     rule = partial(even_layout, work.model)
     own = evenly(len(work.model.layers), training.ranks)
-    compared = compare_layouts([work], (_BASELINE, own), rule, room)
+    compared = compare_layouts([work], (_BASELINE, own), rule, allowed_bytes)
     return [
         Alternative(
             made.candidate,
@@ -134,7 +134,7 @@ def _layouts(training: Training, room: float | None) -> list[Alternative]:
             made.layout.text(),
         )
         for made in dict.fromkeys(compared.others.values())
-        if made is not compared.own and (room is None or made.fullest <= room)
+        if made is not compared.own and (allowed_bytes is None or made.fullest <= allowed_bytes)
     ]
 
 

@@ -50,7 +50,7 @@ class RankWriter:
             self._lines.write(json.dumps(line) + "\n")
             self._lines.flush()
         except OSError as error:
-            raise _no_room(self._folder, error) from None
+            raise _disk_is_full(self._folder, error) from None
 
     def iteration(
         self, iteration: int, figures: Mapping[str, Any], digests: Mapping[Piece, int]
@@ -74,7 +74,7 @@ class RankWriter:
                     written.append([at, *piece.as_data()])
                     at += piece.nbytes
         except OSError as error:
-            raise _no_room(self._folder, error) from None
+            raise _disk_is_full(self._folder, error) from None
         self._write({"end": True, "bytes": at, "tensors": written})
         self._lines.close()
 
@@ -83,7 +83,7 @@ def already_there(folder: Path) -> str:
     return f"{folder} holds a recording already: name a new folder, or remove that one"
 
 
-def _no_room(folder: Path, error: OSError) -> ValueError:
+def _disk_is_full(folder: Path, error: OSError) -> ValueError:
     return ValueError(
         f"{folder} cannot take the recording: {error.strerror}. It holds all parameters and "
         f"optimizer states once: name a folder on a larger disk"

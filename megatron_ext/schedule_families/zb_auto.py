@@ -315,15 +315,15 @@ class _GreedyOrder:
         m, full = self._pieces, self._full[rank]
         there, back = self._there, self._back
         may_start = f < m and f - i < self._ahead[rank]
-        has_room = may_start and self._memory.fits(
+        fits_another = may_start and self._memory.fits(
             rank, (there[f + 1] - back[i]) * full + (back[i] - back[w]) * self._left[rank]
         )
         forward = self._forward_at[rank][f] if may_start else math.inf  # pieces in their order
         gradient = self._gradient_at[rank][self._backwards[i]] if i < m else math.inf
-        coming = min(gradient, forward if has_room else math.inf)
+        coming = min(gradient, forward if fits_another else math.inf)
         if gradient <= now:
             return Kind.BACKWARD_INPUT
-        if forward <= now and has_room:
+        if forward <= now and fits_another:
             return Kind.FORWARD
         if w < i:
             k = self._backwards[w]

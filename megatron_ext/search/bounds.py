@@ -107,12 +107,12 @@ def _most_work(
 ) -> float:
     """Return the most seconds of passes whose ``held`` fits into the memory of ``rank``
     together."""
-    room, most = memory.allowed[rank], 0.0
+    memory_left, most = memory.allowed[rank], 0.0
     needs = {stage: memory.amount(held, stage) for stage in problem.placement.stages_of[rank]}
     best_first = sorted(needs, key=lambda s: seconds[s] / needs[s] if needs[s] else math.inf)
     for stage in reversed(best_first):
-        fit = min(room / needs[stage] if needs[stage] else math.inf, problem.microbatches)
-        room -= fit * needs[stage]
+        fit = min(memory_left / needs[stage] if needs[stage] else math.inf, problem.microbatches)
+        memory_left -= fit * needs[stage]
         most += fit * seconds[stage]
     return most
 

@@ -205,7 +205,7 @@ def _may_acquire(
     held: Whole,
     count: Whole,
     slices: int,
-    room: int,
+    allowed: int,
 ) -> bool:
     count[op] += 1
     held[op] += delta
@@ -220,7 +220,7 @@ def _may_acquire(
             behind += held[other] - whole * microbatch_delta[other]
     count[op] -= 1
     held[op] -= delta
-    return behind <= room
+    return behind <= allowed
 
 
 @njit
@@ -343,8 +343,8 @@ def _put(
     predecessors, behind, count = held[rank], end[rank], gap_count[rank]
     held[rank] = predecessors + delta
     if count and earliest < behind:
-        room = limit - delta if delta > 0 else _UNBOUNDED
-        index = _gap_for(rank, gaps, count, earliest, duration, room)
+        allowed = limit - delta if delta > 0 else _UNBOUNDED
+        index = _gap_for(rank, gaps, count, earliest, duration, allowed)
         if index >= 0:
             start = max(gaps[rank, index, _OPENS], earliest)
             gap_count[rank] = _fill_gap(rank, gaps, count, index, start, start + duration, delta)
@@ -361,11 +361,11 @@ def _put(
 
 
 @njit
-def _gap_for(rank: int, gaps: Whole, count: int, earliest: int, duration: int, room: int) -> int:
+def _gap_for(rank: int, gaps: Whole, count: int, earliest: int, duration: int, allowed: int) -> int:
     """Return the first gap in which a pass fits; -1 if there is none."""
     for index in range(count):
         end = max(gaps[rank, index, _OPENS], earliest) + duration
-        if end <= gaps[rank, index, _CLOSES] and gaps[rank, index, _PEAK] <= room:
+        if end <= gaps[rank, index, _CLOSES] and gaps[rank, index, _PEAK] <= allowed:
             return index
     return _NONE
 

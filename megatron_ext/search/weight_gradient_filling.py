@@ -370,7 +370,7 @@ class _Rank:
         self.free += seconds
         self.held -= memory
 
-    def make_room(self, needs: float) -> bool:
+    def free_for(self, needs: float) -> bool:
         """Do pending W until ``needs`` is free; return whether it is."""
         while self.held + needs > self.most:
             if not self.pending:
@@ -430,7 +430,7 @@ class _Filling:
         action, seconds, _, output, to, link, hop, needs, change, weight_gradient = placed
         if rank.pending and ready - rank.free > rank.slack:
             self.fill_gap(rank, ready)
-        if needs and not rank.make_room(needs):
+        if needs and not rank.free_for(needs):
             number = self.ranks.index(rank)
             raise ExceedsMemory(f"{action} exceeds the memory of rank {number}")
         start = max(rank.free, ready)

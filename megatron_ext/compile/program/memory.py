@@ -189,7 +189,7 @@ def limited_amount(limit: MemoryLimit, schedule: Schedule, costs: Costs) -> tupl
     return in_bytes(costs), float(limit.bytes)
 
 
-def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> MemoryLimit:
+def without_reserved(limit: MemoryLimit, microbatches: int, problem: Problem) -> MemoryLimit:
     """Return ``limit`` less the memory of ``microbatches`` further microbatches of a rank, and of
     logits.
 

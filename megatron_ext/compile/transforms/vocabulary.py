@@ -107,8 +107,8 @@ def _delayed_starts(base: Timeline, problem: Problem, interval: float) -> _Times
     count = INTERVALS[problem.extras.vocab_parallel]
     left = order[-count:]
     backward = list(itertools.product(stages, (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)))
-    room = (starts[*which, left[-1]] - starts[*which, left[0]] + 1 for which in backward)
-    shift = max(count * interval, *room)
+    lengths = (starts[*which, left[-1]] - starts[*which, left[0]] + 1 for which in backward)
+    shift = max(count * interval, *lengths)
     later = dict(starts)
     for which in backward:
         for microbatch, behind in zip(order, order[count:], strict=False):

@@ -41,11 +41,11 @@ def first_answer(parsed: ParsedLaunch) -> Plan:
     specs = tuple(dict.fromkeys((own, *_FIRST)))
     variants = replace(parsed.variants, methods=frozenset([VocabMethod.NAIVE]))
     simple = replace(variants, tries_recompute=False)
-    plan = make_plan(simple.variant, parsed.room, specs=specs)
+    plan = make_plan(simple.variant, parsed.allowed_bytes, specs=specs)
     fitting = plan
     if plan.best is None and variants.tries_recompute:
         with within(_RECOMPUTE), provisional():
-            fitting = make_plan(variants.variant, parsed.room, specs=specs)
+            fitting = make_plan(variants.variant, parsed.allowed_bytes, specs=specs)
     words = _in_words(fitting, variants)
     if NO_TIME in fitting.refusals.values():
         words += ", and how much recompute would fit is not known yet"
@@ -73,7 +73,7 @@ def whole_plan(parsed: ParsedLaunch, first: Plan) -> Plan:
     answer, whose schedules are used as they are."""
     variants = parsed.variants
     if not is_long(parsed.validated):
-        return make_plan(variants.variant, parsed.room, may_offload=True)
+        return make_plan(variants.variant, parsed.allowed_bytes, may_offload=True)
     own = (variants.own or "").partition(":")[0]
     stable = [
         s for s in all_specs() if entry_of(s).mark is Maturity.STABLE or entry_of(s).name == own
@@ -82,7 +82,7 @@ def whole_plan(parsed: ParsedLaunch, first: Plan) -> Plan:
     compare = partial(
         make_plan,
         variants.variant,
-        parsed.room,
+        parsed.allowed_bytes,
         only_promising=True,
         may_offload=True,
         known=first.candidates,

@@ -145,7 +145,7 @@ def lay_out(
     variants: LaunchVariants,
     args: Any,
     own: str,
-    room: float | None,
+    allowed_bytes: float | None,
     *,
     search: bool = True,
     tries_recompute: bool = True,
@@ -171,7 +171,7 @@ def lay_out(
         works,
         own_layout(args, own),
         rule_of(args),
-        room,
+        allowed_bytes,
         permits=permits_of(variants),
         search=search,
     )

@@ -48,12 +48,12 @@ def _gifts(args: Any) -> Iterator[list[_Gift]]:
         yield [_Gift("--micro-batch-size 1", {"micro_batch_size": 1})]
 
 
-def what_would_fit(variants: LaunchVariants, room: float | None) -> Iterator[str]:
+def what_would_fit(variants: LaunchVariants, allowed_bytes: float | None) -> Iterator[str]:
     """Yield a text for each kind of change, with the smallest one that fits and the memory of the
     fullest rank under the schedule of the launch, least memory first. If no change suffices, the
     one that takes least memory is combined with each other one."""
     before = _fullest(variants)
-    if room is None or before is None:
+    if allowed_bytes is None or before is None:
         return
     taken: dict[_Gift, float] = {}
 
@@ -64,16 +64,16 @@ def what_would_fit(variants: LaunchVariants, room: float | None) -> Iterator[str
             fullest = _fullest(variants.with_values(gift.values))
             if fullest is not None and fullest < before:
                 taken[gift], helps = fullest, gift
-                if fullest <= room:
+                if fullest <= allowed_bytes:
                     break
         return helps
 
     leanest = sorted(filter(None, map(least, _gifts(variants.args))), key=lambda gift: taken[gift])
-    if leanest and taken[leanest[0]] > room:
+    if leanest and taken[leanest[0]] > allowed_bytes:
         pairs = (least([leanest[0].and_(other)]) for other in leanest[1:])
-        leanest += [pair for pair in pairs if pair is not None and taken[pair] <= room]
+        leanest += [pair for pair in pairs if pair is not None and taken[pair] <= allowed_bytes]
     for gift in leanest:
-        excess = taken[gift] - room
+        excess = taken[gift] - allowed_bytes
         fits = "which fits" if excess <= 0 else f"{bytes_text(excess)} too much"
         yield f"{gift.words}: the fullest rank would take {bytes_text(taken[gift])}, {fits}"
 

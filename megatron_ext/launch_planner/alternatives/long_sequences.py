@@ -39,17 +39,21 @@ _SIMPLE = ("zb-h1", "zb-v")
 def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
     """Return the alternatives for long sequences of the launch with this ``plan``; None if its
     sequences are short."""
-    args, variants, room = parsed.validated, parsed.variants, parsed.room
+    args, variants, allowed_bytes = parsed.validated, parsed.variants, parsed.allowed_bytes
     if args.seq_length < LONG:
         return None
     requested = variants.config.slices
     ways = alternatives_of_plan(plan, requested)
     if requested > 1:
-        ways.append(long_sequence_alternative(WHOLE, variants.with_slices(UNCUT).variant, room))
+        ways.append(
+            long_sequence_alternative(WHOLE, variants.with_slices(UNCUT).variant, allowed_bytes)
+        )
     elif parsed.measured is None and variants.config.costs.is_estimate:
         ways += _of_other_settings(parsed)
     counts = [count for count in COUNTS if count != requested]
-    ways += alternatives_with_slices(lambda cut: variants.with_slices(cut).variant, room, counts)
+    ways += alternatives_with_slices(
+        lambda cut: variants.with_slices(cut).variant, allowed_bytes, counts
+    )
     made = LongSequences(args.seq_length, tuple(ways), args.context_parallel_size)
     best = made.best
     if best is None:
@@ -60,19 +64,19 @@ def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences 
 
 def _of_other_settings(parsed: ParsedLaunch) -> Iterator[LongSequenceAlternative]:
     """Yield full recompute, and twice the context parallelism with half of the data parallelism."""
-    args, variants, room = parsed.validated, parsed.variants, parsed.room
+    args, variants, allowed_bytes = parsed.validated, parsed.variants, parsed.allowed_bytes
     if args.recompute_granularity != "full":
         again = variants.with_values(WITH_FULL_RECOMPUTE)
-        yield long_sequence_alternative(FULL_RECOMPUTE, again.variant, room)
+        yield long_sequence_alternative(FULL_RECOMPUTE, again.variant, allowed_bytes)
     if args.data_parallel_size % 2 == 0:
         ranks = 2 * args.context_parallel_size
         words = context_parallel(ranks, args.data_parallel_size // 2)
         divided = variants.with_values({"context_parallel_size": ranks})
-        yield long_sequence_alternative(words, divided.variant, room, is_here=False)
+        yield long_sequence_alternative(words, divided.variant, allowed_bytes, is_here=False)
 
 
 def what_slices_give(
-    variants: LaunchVariants, own: Candidate, tokens: int, room: float | None
+    variants: LaunchVariants, own: Candidate, tokens: int, allowed_bytes: float | None
 ) -> str | None:
     """Say what a launch would take with slices under its own schedule or another simple one, and
     its flags; None if slices gain nothing, or are impossible.
@@ -87,9 +91,15 @@ def what_slices_give(
         return None
     specs = [name for name in (own.family, *_SIMPLE) if entry_of(name).traits.takes_slices]
     (way,) = alternatives_with_slices(
-        lambda cut: variants.with_slices(cut).variant, room, counts[-1:], list(dict.fromkeys(specs))
+        lambda cut: variants.with_slices(cut).variant,
+        allowed_bytes,
+        counts[-1:],
+        list(dict.fromkeys(specs)),
     )
-    made, fits = way.shortest, room is None or own.fullest is None or own.fullest <= room
+    made, fits = (
+        way.shortest,
+        allowed_bytes is None or own.fullest is None or own.fullest <= allowed_bytes,
+    )
     if made is None or (fits and slower_by(own, made) < EQUAL):
         return None
     words = shlex.join(variants.written(made).added)

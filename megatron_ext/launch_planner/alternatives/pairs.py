@@ -22,15 +22,15 @@ _STOCK = "interleaved"
 
 
 def other_pairs(
-    variants: LaunchVariants, plan: Plan, room: float | None, *, is_long: bool = False
+    variants: LaunchVariants, plan: Plan, allowed_bytes: float | None, *, is_long: bool = False
 ) -> Changed | None:
     """Return the launch with the flag for overlapped passes if it has none, and without if it has;
     None if experts are on one rank.
 
     Its schedules are Megatron's own with overlapped passes, and the best of all. They fit into
-    ``room`` or, if that is not known, into the memory that the choice of ``plan`` takes. Schedules
-    that search are ignored; if plans are long, so are those that are not stable, or would have to
-    be made to fit.
+    ``allowed_bytes`` or, if that is not known, into the memory that the choice of ``plan`` takes.
+    Schedules that search are ignored; if plans are long, so are those that are not stable, or would
+    have to be made to fit.
     """
     args = variants.args
     if not args.num_experts or (args.expert_model_parallel_size or 1) == 1:
@@ -43,10 +43,10 @@ def other_pairs(
     other = variants.with_values(changes)
     if is_long:
         other = replace(other, marks=frozenset([Maturity.STABLE]), tries_recompute=False)
-    if room is None and plan.best is not None:
-        room = plan.best.fullest
+    if allowed_bytes is None and plan.best is not None:
+        allowed_bytes = plan.best.fullest
     specs = list(_specs(with_pairs=not is_asked))
-    made = make_plan(other.variant, room, only_promising=is_asked, specs=specs)
+    made = make_plan(other.variant, allowed_bytes, only_promising=is_asked, specs=specs)
     best = () if made.best is None else (made.best,)
     stock = () if is_asked else (c for c in made.candidates if c.family == _STOCK)
     dropped = (argument_flag(SHARED),) if has_shared else ()

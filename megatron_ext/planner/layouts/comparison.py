@@ -65,7 +65,7 @@ def compare_layouts(
     works: Sequence[Work],
     own: tuple[str, Layout],
     rule: LayoutRule,
-    room: float | None = None,
+    allowed_bytes: float | None = None,
     *,
     permits: Permits = permit_all,
     search: bool = True,
@@ -91,7 +91,7 @@ def compare_layouts(
     work = works[0]
     with task("laying out stages") as progress:
         of_own = evaluate(work, *own, search=search)
-        bound = None if room is None else max(room, of_own.fullest) - margin
+        bound = None if allowed_bytes is None else max(allowed_bytes, of_own.fullest) - margin
         candidates = Candidates(works, bound, rule, permits, search, progress)
         loops = _with_chunks("interleaved", work, of_own)
         chunks = _best_by_rule(candidates, ["1f1b", *loops], of_own)

@@ -67,12 +67,12 @@ class Timed:
     """
 
     def __init__(
-        self, spec: str, layout: Layout, figures: StageFigures, room: float | None
+        self, spec: str, layout: Layout, figures: StageFigures, allowed_bytes: float | None
     ) -> None:
         work = figures.work
         variant = work.variant(spec, layout)
         self.spec = spec
-        self._figures, self._room = figures, room
+        self._figures, self._allowed_bytes = figures, allowed_bytes
         self._placement, self._microbatches = variant.problem.placement, work.microbatches
         periods, rest = divmod(work.microbatches, work.ranks)
         told_by = PERIODS_IN_PAIRS if variant.problem.extras.pairs else _PERIODS
@@ -82,14 +82,14 @@ class Timed:
             microbatches=self._short,
             costs=with_input_gradient(variant.problem.costs),
         )
-        limit = work.limit or limit_left(variant, room)
+        limit = work.limit or limit_left(variant, allowed_bytes)
         self.schedule = _ordered(variant.choice.without_search, problem, limit)
         self._order = Order(self.schedule, problem.costs, problem.executor)
 
     def in_less(self, share: float) -> Timed:
         """Return the same order, with a ``share`` of the memory."""
         other = copy.copy(self)
-        other._room = self._room and share * self._room
+        other._allowed_bytes = self._allowed_bytes and share * self._allowed_bytes
         return other
 
     def by(self, figures: StageFigures) -> Timed:
@@ -159,9 +159,9 @@ class Timed:
         ranks = np.stack([work[:, list(stages)].sum(axis=1) for stages in stages_of], axis=1)
         seconds = self.seconds(counts)
         seconds += _OF_OTHERS * self._microbatches * np.sqrt((ranks**2).mean(axis=1))
-        if self._room is None:
+        if self._allowed_bytes is None:
             return seconds, np.zeros_like(seconds)
-        return seconds, self.fullest_bytes(counts) / self._room
+        return seconds, self.fullest_bytes(counts) / self._allowed_bytes
 
     def _promising(self, moved: Counts, *, is_over: bool) -> Counts:
         """Return the layouts of ``moved`` whose ranks have least work, or hold least if a rank

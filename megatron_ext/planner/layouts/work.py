@@ -132,7 +132,7 @@ def evaluate(
     spec: str,
     layout: Layout,
     method: VocabMethod = VocabMethod.NAIVE,
-    room: float | None = None,
+    allowed_bytes: float | None = None,
     *,
     search: bool = True,
     better_than: float = math.inf,
@@ -155,11 +155,11 @@ def evaluate(
     assert variant.model is not None
     outside = max(map(work.seconds_outside_passes, variant.model))
     if search:
-        candidate = _searched(variant, method, room, better_than - outside, may_offload)
+        candidate = _searched(variant, method, allowed_bytes, better_than - outside, may_offload)
         step = candidate.step
     else:
         variant = replace(variant, choice=variant.choice.without_search)
-        candidate, step = _from_shorter(variant, method, room, may_offload)
+        candidate, step = _from_shorter(variant, method, allowed_bytes, may_offload)
     return Evaluated(layout, candidate, step + outside, work.recompute)
 
 
@@ -169,7 +169,7 @@ LONG_STEP = 2600  # stages times microbatches; a search takes only seconds up to
 def _searched(
     variant: Variant,
     method: VocabMethod,
-    room: float | None,
+    allowed_bytes: float | None,
     better_than: float,
     may_offload: bool,
 ) -> Candidate:
@@ -179,29 +179,29 @@ def _searched(
     is_long = problem.placement.stages * problem.microbatches > LONG_STEP
     if variant.choice.traits.searches and is_long:
         short = replace(variant, choice=variant.choice.without_search)
-        candidate = consider(short, method, room, may_offload)
+        candidate = consider(short, method, allowed_bytes, may_offload)
         if is_close(candidate) or candidate.step >= better_than:
             return candidate
-    return consider(variant, method, room, may_offload)
+    return consider(variant, method, allowed_bytes, may_offload)
 
 
 STEADY = 5  # microbatches a rank, with which the order of passes has long been repeating itself
 
 
 def _from_shorter(
-    variant: Variant, method: VocabMethod, room: float | None, may_offload: bool
+    variant: Variant, method: VocabMethod, allowed_bytes: float | None, may_offload: bool
 ) -> tuple[Candidate, float]:
     """Return a candidate with fewer microbatches than ``variant``, if that has many, and the
     seconds of a step with all of them."""
     ranks, microbatches = variant.problem.ranks, variant.problem.microbatches
     longer = STEADY * ranks + microbatches % ranks
     if microbatches < 2 * longer:
-        candidate = consider(variant, method, room, may_offload)
+        candidate = consider(variant, method, allowed_bytes, may_offload)
         return candidate, candidate.step
     steps = []
     for number in (longer - ranks, longer):
         problem = replace(variant.problem, microbatches=number)
-        candidate = consider(replace(variant, problem=problem), method, room, may_offload)
+        candidate = consider(replace(variant, problem=problem), method, allowed_bytes, may_offload)
         steps.append(candidate.step)
     each = (steps[1] - steps[0]) / ranks
     return candidate, steps[1] + (microbatches - longer) * each

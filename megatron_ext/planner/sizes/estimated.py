@@ -133,8 +133,8 @@ class Estimator:
         """Return the bytes that the model leaves for activations and temporary tensors on the
         fullest rank; None: unknown."""
         model = self.model_bytes(sizes)
-        room = self._job.memory_of([model])
-        return None if room is None else room - model.total
+        allowed_bytes = self._job.memory_of([model])
+        return None if allowed_bytes is None else allowed_bytes - model.total
 
     def temporary(self, sizes: Sizes, recompute: LayerRecompute) -> float:
         """Return the bytes of temporary tensors on the fullest rank: the first one, which has the
@@ -301,8 +301,8 @@ def least_maximum(layers: int, layer: float, ends: tuple[float, ...], ranks: int
     candidates = {end + n * layer for end in (*ends, 0.0) for n in range(layers + 1)}
     least = max((layers * layer + sum(ends)) / ranks, max(ends, default=0.0)) * (1 - 1e-9)
     for cap in sorted(c for c in candidates if c >= least):
-        room = others * floor(cap / layer + 1e-9)
-        room += sum(max(floor((cap - end) / layer + 1e-9), 0) for end in ends)
-        if room >= layers:
+        allowed_bytes = others * floor(cap / layer + 1e-9)
+        allowed_bytes += sum(max(floor((cap - end) / layer + 1e-9), 0) for end in ends)
+        if allowed_bytes >= layers:
             return cap
     raise AssertionError(f"{layers} layers fit nowhere")

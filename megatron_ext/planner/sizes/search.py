@@ -379,7 +379,7 @@ class _Search:
                 work,
                 spec,
                 layout,
-                room=self._bound(work),
+                allowed_bytes=self._bound(work),
                 search=search,
                 may_offload=may_offload,
                 better_than=inf if better_than is None else better_than.seconds,

@@ -8,15 +8,15 @@ from dataclasses import replace
 from megatron_ext.viz.page.boxes import LEFT_OUT, Box, TrackGroup
 
 
-def shares(passes: Sequence[int], room: int) -> list[int]:
-    """Return the number of passes that a page may show of each schedule, at most ``room`` in all.
+def shares(passes: Sequence[int], most: int) -> list[int]:
+    """Return the number of passes that a page may show of each schedule, at most ``most`` in all.
 
     Args:
         passes: number of passes of each schedule. A schedule with fewer passes than its equal share
             leaves the rest to the others.
     """
     granted = [0] * len(passes)
-    remaining = room
+    remaining = most
     smallest_first = sorted(range(len(passes)), key=passes.__getitem__)
     for number, schedule in enumerate(smallest_first):
         granted[schedule] = min(passes[schedule], remaining // (len(passes) - number))

@@ -219,9 +219,9 @@ def test_what_does_not_fit_is_moved_until_it_does() -> None:
     whole = evaluate(training, "1f1b", evenly(16, 4))
     room = 0.9 * whole.fullest
     with pytest.raises(ValueError, match=r"rank 0 would hold"):
-        evaluate(training, "1f1b", evenly(16, 4), room=room)
+        evaluate(training, "1f1b", evenly(16, 4), allowed_bytes=room)
     layout = made_better(training, room)
-    assert evaluate(training, "1f1b", layout, room=room).fullest <= room
+    assert evaluate(training, "1f1b", layout, allowed_bytes=room).fullest <= room
     assert layout.layers[0] < 4
 
 
@@ -307,7 +307,7 @@ def test_nothing_is_slower_than_the_launch_itself() -> None:
 def test_all_are_within_the_bound() -> None:
     """The bound is the larger of the free memory and the memory of the launch as it is."""
     training, fullest = work(**SMALL), four_results().own.fullest
-    made = compared(training, room=0.5 * fullest)
+    made = compared(training, allowed_bytes=0.5 * fullest)
     assert made.bound == fullest
     assert all(result.fullest <= fullest for result in made.others.values())
 
@@ -344,7 +344,7 @@ def test_nothing_on_the_launchs_own_layout_is_better(chunks: int) -> None:
         2: [f"{n}:vpp=2" for n in ("interleaved-zb", "gis", "loop-auto")],
     }
     for spec in (own[0], *specs[chunks]):
-        known = evaluate(training, spec, own[1], room=made.bound, search=False)
+        known = evaluate(training, spec, own[1], allowed_bytes=made.bound, search=False)
         assert made.ours.seconds <= known.seconds, spec
 
 
