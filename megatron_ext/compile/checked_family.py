@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.compile.others_code import code_of
 from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
-from megatron_ext.schedule.columns import KINDS
+from megatron_ext.schedule.action_arrays import KINDS
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem

@@ -24,7 +24,7 @@ from megatron_ext.compile.program.verify import InvalidSchedule, Program
 from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.compile.report import ScheduleReport, report
 from megatron_ext.compile.size import check_size
-from megatron_ext.schedule.columns import KINDS, by_kind
+from megatron_ext.schedule.action_arrays import KINDS, by_kind
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule

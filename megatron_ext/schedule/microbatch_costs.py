@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.columns import IS_PASS, KINDS, Floats
+from megatron_ext.schedule.action_arrays import IS_PASS, KINDS, Floats
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.text_file import read_lines
 from megatron_ext.words import bytes_text, counted, shown

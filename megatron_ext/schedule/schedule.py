@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 
 from megatron_ext.schedule.action import Action, Kind, OverlappedPasses, whole_of
-from megatron_ext.schedule.columns import (
+from megatron_ext.schedule.action_arrays import (
     IN_EVALUATION,
     IS_PASS,
     KINDS,

@@ -20,7 +20,7 @@ from megatron_ext.compile.program.unequal import (
 )
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.columns import Floats
+from megatron_ext.schedule.action_arrays import Floats
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem, ScheduleOptions
 from megatron_ext.search.best import searched_briefly

@@ -46,7 +46,7 @@ import numpy.typing as npt
 
 from megatron_ext.compile.program.memory import INPUT_SHARE, bytes_for, in_bytes
 from megatron_ext.schedule.action import Action, Kind, Rows, token_share
-from megatron_ext.schedule.columns import action_arrays_of
+from megatron_ext.schedule.action_arrays import action_arrays_of
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import with_rounding
 from megatron_ext.schedule.placement import Neighbour, Placement

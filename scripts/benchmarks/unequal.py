@@ -31,7 +31,7 @@ from megatron_ext.compile.program.unequal import UnequalSteps, profile_of
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.columns import Floats
+from megatron_ext.schedule.action_arrays import Floats
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.dealing import MicrobatchOrder, arranged
 from megatron_ext.schedule.limit import parse_limit

@@ -24,7 +24,7 @@ from megatron_ext.compile.program.unequal import UnequalSteps
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.world import gather_from_all
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.columns import Floats
+from megatron_ext.schedule.action_arrays import Floats
 from megatron_ext.schedule.dealing import MicrobatchOrder, arranged
 from scripts.benchmarks.contestants import EmulatedRank, EmulatedStage
 from scripts.benchmarks.emulated import EmulatedChunk

@@ -39,7 +39,7 @@ import numpy as np
 from megatron_ext.compile.program.longest_paths import Precedence
 from megatron_ext.compile.program.node_lists import NodeLists
 from megatron_ext.schedule.action import Action, Kind, Slice
-from megatron_ext.schedule.columns import (
+from megatron_ext.schedule.action_arrays import (
     IS_BLOCKING,
     IS_COLLECTIVE,
     IS_RECEIVE,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.compile.program.node_lists import NodeLists
-from megatron_ext.schedule.columns import Floats, Ints
+from megatron_ext.schedule.action_arrays import Floats, Ints
 
 _Places = NDArray[np.intp]
 

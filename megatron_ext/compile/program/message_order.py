@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from megatron_ext.compile.program.graph import Graph, build_graph, channel_of
 from megatron_ext.compile.program.pairs import seconds_in_pairs
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.columns import (
+from megatron_ext.schedule.action_arrays import (
     IS_COLLECTIVE,
     IS_PASS,
     IS_RECEIVE,

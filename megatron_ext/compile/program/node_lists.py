@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.schedule.columns import Ints
+from megatron_ext.schedule.action_arrays import Ints
 
 
 @dataclass(frozen=True, eq=False)

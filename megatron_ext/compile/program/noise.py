@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_ext.compile.program.rank_times import RankTimes
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.schedule.columns import IS_PASS, ActionArrays, Floats
+from megatron_ext.schedule.action_arrays import IS_PASS, ActionArrays, Floats
 from megatron_ext.schedule.microbatch_costs import lognormal
 
 SAMPLES = 1000

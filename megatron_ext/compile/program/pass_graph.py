@@ -16,7 +16,7 @@ from megatron_ext.compile.program.graph import needed, needed_numbers, partner_o
 from megatron_ext.compile.program.longest_paths import Precedence
 from megatron_ext.compile.program.node_lists import NodeLists
 from megatron_ext.schedule.action import Action, slices_of
-from megatron_ext.schedule.columns import KINDS, Floats, Ints
+from megatron_ext.schedule.action_arrays import KINDS, Floats, Ints
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.placement import Placement

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_ext.compile.program.longest_paths import BatchedTimes
 from megatron_ext.compile.program.simulate import links_of, seconds_of, take_turns
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.schedule.columns import IS_PASS, Floats
+from megatron_ext.schedule.action_arrays import IS_PASS, Floats
 
 
 class RankTimes:

@@ -25,7 +25,7 @@ import numpy as np
 from megatron_ext.compile.program.simulate import links_of, times
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.columns import IS_PASS, KINDS, Flags, Ints
+from megatron_ext.schedule.action_arrays import IS_PASS, KINDS, Flags, Ints
 
 SAME = 1e-9  # of the step's seconds: differences due to rounding
 _FORWARD = KINDS.index(Kind.FORWARD)

@@ -14,7 +14,7 @@ from megatron_ext.compile.program.graph import Device, Graph, build_graph
 from megatron_ext.compile.program.pairs import seconds_in_pairs
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.columns import IS_PASS
+from megatron_ext.schedule.action_arrays import IS_PASS
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
 from megatron_ext.schedule.problem import Problem

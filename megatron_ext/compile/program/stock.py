@@ -28,7 +28,7 @@ from megatron_ext.compile.program.node_lists import NodeLists
 from megatron_ext.compile.program.pass_graph import PassGraph
 from megatron_ext.compile.program.waits import wait_of
 from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
-from megatron_ext.schedule.columns import IS_PASS, IS_SEND
+from megatron_ext.schedule.action_arrays import IS_PASS, IS_SEND
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.placement import Placement

@@ -34,7 +34,7 @@ from megatron_ext.compile.program.graph import (
 )
 from megatron_ext.compile.program.node_lists import NodeLists
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.columns import (
+from megatron_ext.schedule.action_arrays import (
     IS_BLOCKING,
     IS_COLLECTIVE,
     IS_PASS,

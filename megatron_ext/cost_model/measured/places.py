@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.columns import Floats
+from megatron_ext.schedule.action_arrays import Floats
 from megatron_ext.schedule.timeline import Event
 
 

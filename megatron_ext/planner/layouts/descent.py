@@ -19,7 +19,7 @@ from megatron_ext.planner.layouts.minimax import is_layout, least_seconds, moves
 from megatron_ext.planner.layouts.order import PERIODS_IN_PAIRS, Order
 from megatron_ext.planner.limits import limit_left
 from megatron_ext.progress import Task
-from megatron_ext.schedule.columns import Floats
+from megatron_ext.schedule.action_arrays import Floats
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule

@@ -12,7 +12,7 @@ from megatron_ext.cost_model.model import Stage
 from megatron_ext.planner.layouts.hidden import Hidden
 from megatron_ext.planner.layouts.work import Work
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.columns import Floats
+from megatron_ext.schedule.action_arrays import Floats
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement, line

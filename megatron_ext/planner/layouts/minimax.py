@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_ext.planner.layouts.figures import Counts, Figure, StageFigures, busy
 from megatron_ext.planner.layouts.layout import Layout
-from megatron_ext.schedule.columns import Floats
+from megatron_ext.schedule.action_arrays import Floats
 from megatron_ext.schedule.placement import Placement
 
 _STEPS = 64  # moves of a layer, at the most

@@ -18,7 +18,7 @@ from megatron_ext.compile.program.stock import stock_pass_graph
 from megatron_ext.planner.layouts.figures import Counts, Figure, StageFigures
 from megatron_ext.planner.layouts.hidden import PairedStages
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.columns import KINDS, ActionArrays, Floats, Ints
+from megatron_ext.schedule.action_arrays import KINDS, ActionArrays, Floats, Ints
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule, right_behind_own_input

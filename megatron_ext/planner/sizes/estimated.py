@@ -30,7 +30,7 @@ from megatron_ext.planner.layouts.recompute import FULL, LayerRecompute
 from megatron_ext.planner.outside_passes import RankPasses, seconds_outside_passes
 from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.sizes import Sizes
-from megatron_ext.schedule.columns import Floats
+from megatron_ext.schedule.action_arrays import Floats
 
 _MOST_CHUNKS = 8
 _NODE = 8  # GPUs

@@ -18,7 +18,7 @@ from megatron_ext.compile.program.verify import prove
 from megatron_ext.compile.program.waits import await_sends
 from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.columns import KINDS
+from megatron_ext.schedule.action_arrays import KINDS
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.problem import P2P, Problem, ScheduleOptions, VocabularyParallel

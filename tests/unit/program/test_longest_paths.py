@@ -14,7 +14,7 @@ from megatron_ext.compile.program.node_lists import NodeLists
 from megatron_ext.compile.program.pass_graph import pass_graph
 from megatron_ext.compile.program.simulate import simulate_unproved
 from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.columns import Floats
+from megatron_ext.schedule.action_arrays import Floats
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem

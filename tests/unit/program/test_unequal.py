@@ -11,7 +11,7 @@ import pytest
 from megatron_ext.compile.program.simulate import seconds_of, simulate
 from megatron_ext.compile.program.unequal import UnequalSteps, with_unequal_microbatches
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.columns import IS_PASS
+from megatron_ext.schedule.action_arrays import IS_PASS
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.dealing import arranged
 from megatron_ext.schedule.microbatch_costs import (
