@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext import bridge
 from megatron_ext.adapter.document_masks import INSTEAD, why_documents_mix
-from megatron_ext.adapter.post_validation.commit_points import why_no_steps_overlap
 from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.adapter.untried import untried
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
@@ -299,8 +298,8 @@ def _check_arguments(
         needed = _check_training(report, made, parsed, config, gpu_bytes, megatron_arguments)
         if config.schedule is not None:
             _say_what_is_untried(report, args)
-        if config.post_validation and (why := why_no_steps_overlap(args)) is not None:
-            report.add(Severity.REMARK, "post-validation", why)
+        if config.post_validation:
+            _say_whether_steps_overlap(report, args)
         if getattr(args, "rampup_batch_size", None):
             text = "--rampup-batch-size: Megatron ignores it, and all steps have one batch size"
             report.add(Severity.REMARK, "batch size", text, "write --step-batch-size-schedule")
@@ -455,6 +454,13 @@ def _say_what_slices_give(
     if text is not None:
         fix = "megatron-ext plan -- COMMAND compares them with recompute and context parallelism"
         report.add(Severity.REMARK, "slices", text, fix)
+
+
+def _say_whether_steps_overlap(report: Report, args: Any) -> None:
+    from megatron_ext.adapter.post_validation.commit_points import why_no_steps_overlap
+
+    if (why := why_no_steps_overlap(args)) is not None:
+        report.add(Severity.REMARK, "post-validation", why)
 
 
 def _check_trace(report: Report, config: PipelineConfig, program: Program) -> None:
