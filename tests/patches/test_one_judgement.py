@@ -464,4 +464,4 @@ def test_a_costs_file_has_one_bubble_and_seconds(
     planned = runner.invoke(app, ["plan", *sizes])
     assert re.search(r"now: .*\d s a step", planned.stdout), planned.output
     given = runner.invoke(app, ["plan", *sizes[:-1], "f=10,i=12,w=8,comm=1"])
-    assert re.search(r"now: .*\d a step", given.stdout), given.output
+    assert re.search(r"now: .*\d cost units a step", given.stdout), given.output
