@@ -281,9 +281,10 @@ def _under_megatron(program: Program, choice: ResolvedSpec) -> float | None:
     """Return the makespan of ``program`` if Megatron itself runs it, with its default settings;
     None if it cannot."""
     problem = run_by_stock(program.problem, choice.spec, STOCK_EXECUTOR)
-    if problem.executor is None:
+    by_megatron = prove_built(program.schedule, problem)
+    if not by_megatron.is_run_by_stock:
         return None
-    return simulate_program(prove_built(program.schedule, problem), problem.costs).makespan
+    return simulate_program(by_megatron, problem.costs).makespan
 
 
 @dataclass(frozen=True)

@@ -276,12 +276,10 @@ class Problem:
     @property
     def executor(self) -> StockExecutor | None:
         """Megatron's own pipeline functions, if they run this problem (`stock`); None: our executor
-        does. Only ours has `extras` but for overlapped passes, leaves backward passes out, and
-        takes a last group of fewer microbatches than ranks in loops."""
+        does. Only ours has `extras` but for overlapped passes, and leaves backward passes out."""
         is_plain = not {*self.extras.requested} - {"p2p", "pairs"}
         is_whole = not (self.forward_only or self.first_trained_stage)
-        has_groups = self.placement.chunks == 1 or self.microbatches % self.ranks == 0
-        return self.stock if is_plain and is_whole and has_groups else None
+        return self.stock if is_plain and is_whole else None
 
     @property
     def slices(self) -> Slices:

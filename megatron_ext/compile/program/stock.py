@@ -38,9 +38,11 @@ from megatron_ext.schedule.stock_executor import StockExecutor
 
 def as_stock_runs(schedule: Schedule, executor: StockExecutor) -> tuple[Schedule, Graph] | None:
     """Return ``schedule``, which has stock's order of passes, with messages and waits as
-    ``executor`` has them, and its graph. Return None if pairs gave the passes another order, which
-    Megatron's loops do not have."""
+    ``executor`` has them, and its graph. Return None if Megatron's loops do not have that order:
+    pairs gave the passes another one, or a group has fewer microbatches than there are ranks."""
     placement, rows = schedule.placement, schedule.compute_rows
+    if placement.chunks > 1 and _smallest_group(rows[0], placement) < placement.ranks:
+        return None
     programs = [_Program() for _ in rows]
     passes = [_Passes.of(rank, rows, schedule) for rank in range(len(rows))]
     for program, of_rank in zip(programs, passes, strict=True):
@@ -222,9 +224,20 @@ def _full_warmup(rank: int, forwards: Sequence[Action], placement: Placement) ->
     ahead, chunks = placement.ranks - 1 - rank, placement.chunks
     if chunks == 1:
         return ahead
+    return 2 * ahead + (chunks - 1) * _group(forwards)
+
+
+def _group(forwards: Sequence[Action]) -> int:
+    """Return the number of microbatches that go through a chunk before the next chunk's."""
     first = forwards[0].stage
-    group = next((n for n, one in enumerate(forwards) if one.stage != first), len(forwards))
-    return 2 * ahead + (chunks - 1) * group
+    return next((n for n, one in enumerate(forwards) if one.stage != first), len(forwards))
+
+
+def _smallest_group(row: Sequence[Action], placement: Placement) -> int:
+    """Return the number of microbatches of the last group if it is incomplete, else of each."""
+    forwards, _ = _parted(row)
+    group = _group(forwards)
+    return len(forwards) // placement.chunks % group or group
 
 
 def _without_virtual_stages(program: _Program, passes: _Passes) -> None:

@@ -106,6 +106,11 @@ class Program:
         return (self.schedule, self.graph) if run is None else run
 
     @property
+    def is_run_by_stock(self) -> bool:
+        """Whether Megatron's own pipeline functions run it: `as_run` has their waits."""
+        return self.as_run[0] is not self.schedule
+
+    @property
     def text(self) -> str:
         """All actions of each rank, in order, one line per rank: ``0F0,0SEND_F0,0RECV_B0``."""
         cells = self.schedule.cells

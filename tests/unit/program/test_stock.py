@@ -129,7 +129,31 @@ def test_options_that_only_our_executor_has_are_timed_under_it() -> None:
     assert of.with_extras(post_validation=True).executor is None
     assert replace(of, forward_only=True).executor is None
     assert of.with_extras(pairs=True).executor is OVERLAPS
-    assert replace(of, microbatches=9).executor is None  # Megatron refuses that
+
+
+@pytest.mark.parametrize("executor", [OVERLAPS, AT_ENDS, WAITS])
+@pytest.mark.parametrize(
+    ("spec", "ranks", "microbatches", "is_taken"),
+    [
+        ("interleaved:vpp=2", 4, 9, False),
+        ("interleaved:vpp=2", 4, 2, False),
+        ("interleaved:vpp=2,group=3", 2, 4, False),
+        ("interleaved:vpp=3,group=5", 4, 8, False),
+        ("interleaved:vpp=2,group=3", 2, 5, True),
+        ("interleaved:vpp=3,group=5", 4, 14, True),
+    ],
+)
+def test_groups_of_fewer_microbatches_than_ranks_are_timed_under_our_executor(
+    spec: str, ranks: int, microbatches: int, is_taken: bool, executor: StockExecutor
+) -> None:
+    """Megatron refuses such groups. `simulate interleaved:vpp=2,group=3 --pp 2 -m 4`, whose last
+    group has one microbatch, ended in a KeyError; and 5 microbatches, whose last group has two,
+    were timed as if our executor ran them."""
+    of = problem(spec, ranks, microbatches, "f=10,i=12,w=8,comm=1")
+    made = program(spec, of, executor)
+    assert made.is_run_by_stock == is_taken
+    seconds, ours = simulate(made, of.costs).makespan, makespan(spec, of, None)
+    assert seconds > ours if is_taken else seconds == ours
 
 
 def test_consecutive_steps_begin_when_the_last_has_ended() -> None:
