@@ -44,6 +44,10 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--write", action="store_true", help="steps: write the tables")
     parser.add_argument("--keep-plans", action="store_true", help="recipes: keep their gains")
     given = parser.parse_args(words)
+    if given.write and (given.what == "recipes" or given.file):
+        parser.error("--write goes with the steps of measured.csv: recipes write without it")
+    if given.keep_plans and given.what == "steps":
+        parser.error("--keep-plans goes with recipes")
     console = Console(stderr=True)
     data: object
     try:

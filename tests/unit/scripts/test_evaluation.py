@@ -10,6 +10,7 @@ import pytest
 
 from megatron_ext.planner.spread import SPREADS
 from scripts.evaluation import tables
+from scripts.evaluation.__main__ import main
 from scripts.evaluation.bars import BARS
 from scripts.evaluation.gains import StepRatio, over_1f1b, pairs_in_order
 from scripts.evaluation.measured import MEASURED, read_measured
@@ -163,3 +164,12 @@ def test_all_figures_keep_their_bars_and_stand_on_the_page() -> None:
     }
     text = text_of(made.lines, errors)
     assert with_part(PAGE.read_text(), PART, text) == PAGE.read_text()
+
+
+@pytest.mark.parametrize("words", ["recipes --write", "--file x.csv --write", "--keep-plans"])
+def test_options_without_effect_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They were ignored; with --file and --write a page got the figures of another file."""
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    assert "goes with" in capsys.readouterr().err
