@@ -133,7 +133,8 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
         if launch is not None:
             is_data = launch.log is not None or launch.recipe is not None
             script = None if is_data else text_of_script(launch)
-            _check_our_flags(launch, script)
+            remarks = (*launch.remarks, *_on_our_flags(launch, script))
+            request = replace(request, launch=replace(launch, remarks=remarks))
         values = dict(request.values)
         given = take_vision(values)
         if launch is not None and launch.recipe is not None:
@@ -155,11 +156,12 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
             return work(_read(request, parsed.args, of_tower, megatron_arguments))
 
 
-def _check_our_flags(launch: Launch, script: str | None) -> None:
-    """Raise ValueError if our flags in the command do not count, or variables count."""
+def _on_our_flags(launch: Launch, script: str | None) -> Iterator[str]:
+    """Yield a remark if the command lacks what our flags need, which the written command has. Raise
+    ValueError if variables count."""
     found = installation(launch, script)
     if found is not None and found.verdict == "wrong":
-        raise ValueError(f"{found.text}; {found.fix}")
+        yield f"{found.text}; {found.fix}"
     counting, _ = with_variables(launch, script)
     if settings_of(counting, script) != from_argv(launch.arguments):
         raise ValueError(

@@ -32,16 +32,16 @@ def consider(
     """Build and simulate ``variant`` within its memory limit and within ``allowed_bytes``.
 
     If the schedule does not fit, offload and recompute are tried, if they are allowed, and the
-    fastest result is returned. A family that chooses the recomputed activations itself is also
-    tried with recompute if the memory limit makes its schedule slow. If overlapped passes are
-    requested, the schedule is also tried without them.
+    fastest result is returned. If the memory limit makes the schedule slow, it is also tried with
+    offload, and with recompute if the family chooses the recomputed activations itself. If
+    overlapped passes are requested, the schedule is also tried without them.
 
     If the problem has no memory limit, the limit is what the model's parameters, gradients and
     optimizer states leave of ``allowed_bytes``. Some families order passes differently under a
     limit.
 
     Args:
-        room: bytes that each rank may take; None: any number.
+        allowed_bytes: bytes that each rank may take; None: any number.
         may_offload: whether activations may be copied to the host so that the schedule fits.
         at_most: seconds of a step. A schedule that does not fit and takes longer is refused
             without a try of offload or recompute.
@@ -86,7 +86,8 @@ def _consider(
     except ValueError as error:
         refusal = error
     if limit is not None and (refusal or _is_slowed_by_memory(variant, candidates[0])):
-        for extras in _ways_to_fit(variant, may_offload and refusal is not None):
+        recomputes = variant.may_recompute and (refusal or variant.choice.traits.fits_recompute)
+        for extras in _ways_to_fit(variant, may_offload, bool(recomputes)):
             with contextlib.suppress(ValueError):
                 fitting = replace(variant.problem, memory_limit=limit, extras=extras)
                 candidate = _candidate(replace(variant, problem=fitting), method)
@@ -103,19 +104,19 @@ SLOWED = 1.1
 
 
 def _is_slowed_by_memory(variant: Variant, candidate: Candidate) -> bool:
-    """Return whether the step of ``candidate`` would probably be shorter with more recompute."""
-    if not (variant.may_recompute and variant.choice.traits.fits_recompute):
-        return False
+    """Return whether the step of ``candidate`` would probably be shorter with more memory."""
     unlimited = replace(variant.problem, memory_limit=None)
     return candidate.step > SLOWED * least_time(unlimited, variant.choice.traits.splits_backward)
 
 
-def _ways_to_fit(variant: Variant, may_offload: bool) -> Iterator[ScheduleOptions]:
+def _ways_to_fit(
+    variant: Variant, may_offload: bool, may_recompute: bool
+) -> Iterator[ScheduleOptions]:
     """Yield the options of offload or recompute with which ``variant`` may fit into its limit."""
     problem = variant.problem
     if may_offload and problem.costs.host is not None:
         yield replace(problem.extras, activation_offload=Offload.FIT)
-    if variant.may_recompute:
+    if may_recompute:
         yield replace(problem.extras, recompute=Recompute(fit=True))
 
 

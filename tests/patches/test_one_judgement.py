@@ -18,6 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.commands.verdict_text import verdict_lines
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.gpus import parse_gpu
 from megatron_ext.doctor.check import check_launch
@@ -32,8 +33,8 @@ from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunc
 from megatron_ext.planner import planner
 from megatron_ext.planner.candidate import Plan
 from megatron_ext.schedule.costs_text import save_costs
-from tests.helpers.combinations import IS_NIGHT, at_night
-from tests.helpers.few_families import only_families
+from tests.helpers.combinations import IS_NIGHT, at_night, nightly
+from tests.helpers.few_families import only_families, specs_with_few_chunks
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.short_search import shorten_search
 
@@ -323,9 +324,9 @@ def test_a_misspelt_flag_gets_no_time() -> None:
     assert not by_doctor(own).whys and plan_of(own).ranks
 
 
-def test_flags_of_ours_count_or_get_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan gave a time, without a remark, to a command that lacked ``-m megatron_ext``, and to one
-    whose variables name another schedule."""
+def test_flags_of_ours_count_or_are_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan gave a time, without a remark, to a command that lacked ``-m megatron_ext``, which the
+    command that it writes has, and to one whose variables name another schedule."""
     launch = launch_of(4, _ours("zb-v"))
     without = replace(launch, installs=False)
     (why,) = (
@@ -334,7 +335,9 @@ def test_flags_of_ours_count_or_get_no_time(monkeypatch: pytest.MonkeyPatch) -> 
         if finding.subject == "script" and finding.verdict is Severity.WRONG
     )
     assert "our flags need -m megatron_ext before" in why
-    assert plan_of(without).whys == (why,)
+    request = LaunchRequest(without, gpu=parse_gpu(GPU))
+    assert why in with_launch(request, lambda parsed: parsed.remarks)
+    assert plan_of(without) == plan_of(launch)
     monkeypatch.setenv("MEGATRON_EXT_SCHEDULE", "zb-h1")
     assert plan_of(launch).ranks, "the flag counts"
     (why,) = plan_of(launch_of(4, {})).whys
@@ -425,18 +428,51 @@ def test_plan_keeps_what_it_wrote(
     and promised what was taken already. Searches are bounded by their effort, not by the clock."""
     shorten_search(monkeypatch)
     only_families(monkeypatch, "1f1b", "interleaved", "zb-h1", "zb-v", "interleaved-zb")
-    launch = launch_of(ranks, flags)
+    _check_that_plan_keeps_what_it_writes(launch_of(ranks, flags))
+
+
+@nightly("plans of five families by day")
+@pytest.mark.parametrize(("ranks", "flags"), _RECIPES, ids=str)
+def test_plan_keeps_what_it_wrote_of_recipes(
+    ranks: int, flags: Flags, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above for all families, but loops that search with more than three chunks, in steps of 16
+    microbatches or 2 for each pipeline rank: all in a quarter of an hour."""
+    shorten_search(monkeypatch)
+    only_families(monkeypatch, *specs_with_few_chunks())
+    pipeline = flags["pipeline_model_parallel_size"]
+    replicas = ranks // pipeline // flags["tensor_model_parallel_size"]
+    batch = min(flags["global_batch_size"], max(16, 2 * pipeline) * replicas)
+    changed: Flags = {"global_batch_size": batch}
+    if flags["num_layers"] % pipeline:  # as Llama 3's 126, with the embedding and the loss 128
+        changed |= dict.fromkeys(_COUNTED, True)
+    _check_that_plan_keeps_what_it_writes(launch_of(ranks, flags | changed))
+
+
+_COUNTED = tuple(f"account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
+_KEEPS = re.compile(
+    r"verdict: +keep it: nothing that fits "
+    r"(takes less time|saves 2% of a step \(the shortest, .+, [01]\.\d%\))"
+)
+
+
+def _check_that_plan_keeps_what_it_writes(launch: Launch) -> None:
+    """The second plan says the seconds and bytes of the first verdict, and keeps it; what saves up
+    to 2 % is named with the reason why it is not taken."""
     first = plan_launch(LaunchRequest(launch, gpu=parse_gpu(GPU)))
     verdict = first.verdict
     assert verdict.taken is not None
     words = arguments_with(launch, first.written)
     written = replace(launch, arguments=words, installs=True)
     assert not by_doctor(written).whys
-    again = plan_launch(LaunchRequest(written, gpu=parse_gpu(GPU))).verdict
+    plan_of_written = plan_launch(LaunchRequest(written, gpu=parse_gpu(GPU)))
+    again = plan_of_written.verdict
     assert again.baseline is not None
     assert again.baseline.seconds == verdict.taken.seconds
     assert again.baseline.candidate.memory == verdict.taken.candidate.memory
     assert again.keeps, f"{again.gain:.2%} more by {again.taken}"
+    _, line, *_ = verdict_lines(plan_of_written)
+    assert _KEEPS.fullmatch(line), line
 
 
 def test_a_costs_file_has_one_bubble_and_seconds(

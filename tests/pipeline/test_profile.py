@@ -292,7 +292,7 @@ def test_a_training_that_ends_early_compares_too(
     flags = profiled(tmp_path, "zb-h1", 2) | in_trace
     run(2, flags | {"exit_interval": STEPS + 1, "pipeline_trace_iters": "2:3"})
     out = capfd.readouterr().out
-    assert f"their costs written to {tmp_path}/costs.json" in out
+    assert f"in iterations 2 to {STEPS}, and written to {tmp_path}/costs.json" in out
     assert costs_in(tmp_path / "costs.json", "zb-h1", 2).links.hop > 0
     assert out.count("step predicted") == 2 and "median of 1 step" in out
 

@@ -124,7 +124,7 @@ class StepProfile(StepObserver[Step]):
         self._steps: MeasuredSteps | None = None  # since the costs were measured
         self._pipeline: dist.ProcessGroup | None = None
         self._is_written = False
-        told = f"iterations 2 to {STEPS} are timed, and their costs written to {path}"
+        told = f"costs are measured in iterations 2 to {STEPS}, and written to {path}"
         log_single_rank(logger, logging.INFO, told)
 
     def begin(self, step: Step) -> None:
