@@ -93,7 +93,7 @@ def lines_of(results: str, files: Sequence[str], at: str) -> list[NightLine]:
             at,
             round(seconds[name]),
             passed[name],
-            failed[name] or not (passed[name] or skipped[name]),
+            failed[name] or int(not (passed[name] or skipped[name])),
             skipped[name],
         )
         for name in files
@@ -105,7 +105,9 @@ def run_command(name: str) -> NightLine:
     begin = time.monotonic()
     status = subprocess.run([sys.executable, "-m", *name.split()], cwd=ROOT).returncode
     took = round(time.monotonic() - begin)
-    return NightLine(name, commit(), took, passed=not status, failed=bool(status), skipped={})
+    return NightLine(
+        name, commit(), took, passed=int(not status), failed=int(bool(status)), skipped={}
+    )
 
 
 def commit() -> str:

@@ -88,7 +88,7 @@ _OFFLOAD: Flags = {"fine_grained_activation_offloading": True, "offload_modules"
 
 @pytest.mark.parametrize(
     "flags",
-    [{"delay_wgrad_compute": True}, _OFFLOAD, *at_night(_OFFLOAD | {"pipeline_memory_limit": "3"})],
+    [{"delay_wgrad_compute": True}, _OFFLOAD, *at_night(_OFFLOAD | {"pipeline_memory_limit": "4"})],
     ids=str,
 )
 def test_what_the_schedule_implements_is_accepted(

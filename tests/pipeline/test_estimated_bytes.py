@@ -15,7 +15,6 @@ torch's dropout keeps a mask of booleans on a GPU, but on the CPU a tensor of it
 from __future__ import annotations
 
 import gc
-import os
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
 from tests.helpers.combinations import at_night
 from tests.helpers.estimated import costs_of_arguments
+from tests.helpers.fetched import megatron_sources
 from tests.helpers.latent_attention import take_local_attention
 from tests.helpers.megatron_runs import model_flags, train
 from tests.patches.test_model_bytes import EXPERTS, LATENT, LLAMA
@@ -145,7 +145,6 @@ def count_in_stock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "end", write)
 
 
-@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
 @pytest.mark.parametrize(
     "layout", ["Et|tm|L", *at_night("Et|tmL", "Et|t|mmL", "Et|mmL", "Et|t|mm|L")]
 )
@@ -164,7 +163,7 @@ def test_multi_token_prediction_holds_what_a_training_does(
         "position_embedding_type": "none",
         "train_iters": 2,
     }
-    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    script = megatron_sources() / "pretrain_gpt.py"
     traced = {"pipeline_trace": tmp_path / "traces", "pipeline_trace_iters": "1:2"}
     train(ranks, model_flags(**flags | traced), script)
     counted = [float((tmp_path / str(rank)).read_text()) for rank in range(ranks)]

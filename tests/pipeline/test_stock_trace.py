@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.stock_executor import StockExecutor
 from megatron_ext.viz.trace import NAME, TracedStep, read_trace
+from tests.helpers.fetched import megatron_sources
 from tests.helpers.megatron_runs import assert_same, model_flags, train
 
 Flags = dict[str, object]
@@ -85,10 +85,9 @@ def test_the_flag_alone_traces_megatrons_own_step(
     assert sum(line.startswith(f"megatron_ext:   {name} ") for line in said) == 1
 
 
-@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
 def test_a_trace_knows_on_which_stage_multi_token_prediction_is(tmp_path: Path) -> None:
     """It was taken to be on the last, wherever the layout had it. (Our own script has it there.)"""
-    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    script = megatron_sources() / "pretrain_gpt.py"
     flags = model_flags(
         pipeline_model_parallel_size=3,
         pipeline_model_parallel_layout="Ett|ttm|L",
