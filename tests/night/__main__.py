@@ -104,10 +104,8 @@ def run_command(name: str) -> NightLine:
     print(f"== python -m {name}", flush=True)
     begin = time.monotonic()
     status = subprocess.run([sys.executable, "-m", *name.split()], cwd=ROOT).returncode
-    took = round(time.monotonic() - begin)
-    return NightLine(
-        name, commit(), took, passed=int(not status), failed=int(bool(status)), skipped={}
-    )
+    took, failed = round(time.monotonic() - begin), int(bool(status))
+    return NightLine(name, commit(), took, passed=1 - failed, failed=failed, skipped={})
 
 
 def commit() -> str:

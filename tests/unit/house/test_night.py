@@ -61,6 +61,7 @@ def test_lines_are_of_pytests_results() -> None:
     first, second = lines_of(RESULTS, ["tests/test_a.py", "tests/test_b.py"], "abc")
     assert first == NightLine("tests/test_a.py", "abc", 4, 1, 1, {"needs a, / GPU": 1})
     assert second.failed, "a file without results"
+    assert [parse(str(line)) for line in (first, second)] == [first, second]
 
 
 def test_pieces_take_about_the_same_time() -> None:
@@ -70,6 +71,13 @@ def test_pieces_take_about_the_same_time() -> None:
     assert pieces_of(seconds, seconds, 6) == [["a", "d"], ["b", "c"], *commands]
     (whole,) = pieces_of(seconds, seconds, 1)
     assert sorted(whole) == sorted([*seconds, *COMMANDS])
+
+
+def test_recorded_nights_are_green() -> None:
+    """Of files that have a line: the whole night has not been recorded yet."""
+    lines = record.read()
+    cases = night_cases([name for name in night_files() if name in lines])
+    assert problems(lines, dict.fromkeys(lines.keys() & COMMANDS, 1) | cases) == []
 
 
 def test_what_runs_is_a_piece_or_files_of_the_night() -> None:
