@@ -39,7 +39,8 @@ def check_communicators(
         config: the settings of ``program``.
         multiprocessors: number of multiprocessors of a GPU.
         nccl_settings: settings of the pipeline's communicators in the user's file for NCCL.
-        room: bytes of a GPU that the predicted model and activations leave free; None if unknown.
+        left_bytes: bytes of a GPU that the predicted model and activations leave free; None if
+            unknown.
         shapes_vary: whether the shapes of tensors that stages send differ between microbatches.
     """
     subject = "communicators"

@@ -101,7 +101,7 @@ def long_sequences(
     they are short.
 
     Args:
-        room: bytes that a rank may take; None: as much as it takes.
+        allowed_bytes: bytes that a rank may take; None: as much as it takes.
     """
     trained, requested = training.trained, training.extras.slices
     if trained is None or trained.execution.sequence < LONG:
@@ -176,7 +176,7 @@ def alternatives_with_slices(
     Args:
         variants_of: the problem of each schedule with such slices. Raises ValueError if there is
             none.
-        room: bytes that a rank may take; None: as much as it takes.
+        allowed_bytes: bytes that a rank may take; None: as much as it takes.
     """
     ways = []
     for count in counts:

@@ -51,7 +51,7 @@ def make_plan(
     If the time of the plan ends before (`planning_time`), the plan has what was compared by then.
 
     Args:
-        room: bytes that a rank has for everything; None: as much as it takes.
+        allowed_bytes: bytes that a rank has for everything; None: as much as it takes.
         only_promising: refuse what is proved to take longer than a stable schedule, and search
             with one treatment of the vocabulary only, that of the best before.
         may_offload: let activations of a schedule leave for the host if it does not fit without.

@@ -154,7 +154,7 @@ def lay_out(
 
     Args:
         args: of the launch, validated, with their vocabulary.
-        room: bytes that a rank has for everything; None: as much as it takes.
+        allowed_bytes: bytes that a rank has for everything; None: as much as it takes.
         search: as in `compare_layouts`.
         tries_recompute: whether other layers may be recomputed than the launch says.
 

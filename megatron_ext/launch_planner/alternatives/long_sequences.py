@@ -84,7 +84,7 @@ def what_slices_give(
     Args:
         own: the launch as it stands.
         tokens: of a sequence on a rank.
-        room: bytes that a rank may take; None: not known.
+        allowed_bytes: bytes that a rank may take; None: not known.
     """
     counts = [count for count in COUNTS if count * LONG_ENOUGH <= tokens]
     if not counts:

@@ -79,7 +79,7 @@ def compare_layouts(
     Args:
         works: the training with its own recompute, then with others of Megatron's.
         rule: the layout that Megatron makes by itself.
-        room: bytes that a rank has for everything; None: as much as it takes.
+        allowed_bytes: bytes that a rank has for everything; None: as much as it takes.
         permits: raises ValueError for a schedule that is not permitted.
         search: whether the schedules compared last may search; if not, their results without a
             search count.

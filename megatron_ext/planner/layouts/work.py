@@ -141,8 +141,8 @@ def evaluate(
     """Simulate a step of ``work`` under the schedule ``spec`` with ``layout``.
 
     Args:
-        room: bytes that a rank has for everything, of which schedules make use; None: as much as
-            it takes.
+        allowed_bytes: bytes that a rank has for everything, of which schedules make use; None: as
+            much as it takes.
         search: whether a schedule that searches does so. If not, its result without a search
             counts, and the seconds of a long step are extrapolated from two shorter steps.
         better_than: seconds. A long step is searched only if it takes less without the search.
