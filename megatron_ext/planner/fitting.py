@@ -86,8 +86,8 @@ def _consider(
     except ValueError as error:
         refusal = error
     if limit is not None and (refusal or _is_slowed_by_memory(variant, candidates[0])):
-        recomputes = variant.may_recompute and (refusal or variant.choice.traits.fits_recompute)
-        for extras in _ways_to_fit(variant, may_offload, bool(recomputes)):
+        may_recompute = refusal is not None or variant.choice.traits.fits_recompute
+        for extras in _ways_to_fit(variant, may_offload, may_recompute):
             with contextlib.suppress(ValueError):
                 fitting = replace(variant.problem, memory_limit=limit, extras=extras)
                 candidate = _candidate(replace(variant, problem=fitting), method)
@@ -116,7 +116,7 @@ def _ways_to_fit(
     problem = variant.problem
     if may_offload and problem.costs.host is not None:
         yield replace(problem.extras, activation_offload=Offload.FIT)
-    if may_recompute:
+    if may_recompute and variant.may_recompute:
         yield replace(problem.extras, recompute=Recompute(fit=True))
 
 

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from typing import Any
+
+from megatron_ext.cost_model.model import Model
 
 MEASURED = Path(__file__).with_name("measured.csv")
 PASSES = "passes, "  # begins the job of a row without a step
@@ -55,6 +58,23 @@ class PublishedStep:
     def size(self, column: str) -> int:
         """Return the whole number in ``column``; 0 if it is empty."""
         return int(self.cells[column].split()[0]) if self.cells[column] else 0
+
+
+def dense_model(step: PublishedStep, **more: Any) -> Model:
+    """Return the model of equal layers that the columns of ``step`` describe, with as many query
+    groups as heads and untied tables; ``more``: further fields of the model."""
+    size = step.size
+    return Model(
+        layers=("*-",) * size("layers"),
+        hidden_size=size("hidden"),
+        num_attention_heads=size("heads"),
+        num_query_groups=size("heads"),
+        kv_channels=size("hidden") // size("heads"),
+        ffn_hidden_size=size("ffn"),
+        vocabulary=size("vocab"),
+        untie_embeddings_and_output_weights=True,
+        **more,
+    )
 
 
 _NEEDED = (

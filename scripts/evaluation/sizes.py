@@ -29,7 +29,7 @@ from megatron_ext.planner.outside_passes import seconds_outside_passes
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
-from scripts.evaluation.measured import PublishedStep
+from scripts.evaluation.measured import PublishedStep, dense_model
 
 OF_SIZES = "sizes "  # begins the job of a row, with its set
 TIE = 0.02  # predictions as close as this are equal: the best of them that ran is chosen
@@ -56,19 +56,7 @@ class SizesPrediction:
 
 def model_of(step: PublishedStep) -> Model:
     """Return the Llama that ``step`` trains."""
-    size = step.size
-    return Model(
-        layers=("*-",) * size("layers"),
-        hidden_size=size("hidden"),
-        num_attention_heads=size("heads"),
-        num_query_groups=size("heads"),
-        kv_channels=size("hidden") // size("heads"),
-        ffn_hidden_size=size("ffn"),
-        vocabulary=size("vocab"),
-        gated_linear_unit=True,
-        untie_embeddings_and_output_weights=True,
-        normalization="RMSNorm",
-    )
+    return dense_model(step, gated_linear_unit=True, normalization="RMSNorm")
 
 
 def predict_sizes(step: PublishedStep) -> SizesPrediction:

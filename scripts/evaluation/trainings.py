@@ -15,14 +15,13 @@ from typing import Any
 
 from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.gpus import GPUS
-from megatron_ext.cost_model.model import Model
 from megatron_ext.cost_model.model_memory import TrainingState
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from scripts.evaluation import papers
-from scripts.evaluation.measured import PublishedStep
+from scripts.evaluation.measured import PublishedStep, dense_model
 from scripts.evaluation.recipes.accepting import as_on_gpus
 from scripts.evaluation.recipes.configured import configuration_of
 from scripts.evaluation.recipes.gains import work_of
@@ -69,18 +68,8 @@ def _of_gpt(step: PublishedStep) -> DescribedTraining:
     """
     size = step.size
     has_matrix = "unfused attention" in step.framework
-    model = Model(
-        layers=("*-",) * size("layers"),
-        hidden_size=size("hidden"),
-        num_attention_heads=size("heads"),
-        num_query_groups=size("heads"),
-        kv_channels=size("hidden") // size("heads"),
-        ffn_hidden_size=size("ffn"),
-        vocabulary=size("vocab"),
-        untie_embeddings_and_output_weights=True,
-        add_bias_linear=True,
-        is_rotary=False,
-        max_position_embeddings=size("seq"),
+    model = dense_model(
+        step, add_bias_linear=True, is_rotary=False, max_position_embeddings=size("seq")
     )
     dropout = 0.1 if has_matrix else 0.0
     execution = Execution(

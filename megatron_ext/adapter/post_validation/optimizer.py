@@ -32,9 +32,8 @@ from megatron_ext.adapter.refusals import POST_VALIDATION_OPTIMIZER_REFUSALS
 from megatron_ext.runtime.post_validation.partial_state import PartialState
 from megatron_ext.runtime.post_validation.snapshot import Snapshot
 
-OptimizerResult = tuple[
-    bool, float | None, int | None
-]  # whether it stepped, the norm, zero gradients
+# Whether it stepped, the norm, zero gradients.
+OptimizerResult = tuple[bool, float | None, int | None]
 OptimizerStep = Callable[[Any], OptimizerResult]
 
 # Relative: closer than this to a threshold, the order of a norm's summation may decide.

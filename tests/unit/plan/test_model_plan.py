@@ -465,6 +465,26 @@ def test_what_takes_longer_than_a_later_schedule_is_not_made_to_fit(
     assert {name for name, _ in short.refusals} == {"zb-h2"}
 
 
+@pytest.mark.parametrize(("slowed", "offloads"), [(0.0, [Offload.FIT]), (9.0, [])])
+def test_a_schedule_that_memory_slows_is_tried_with_offload(
+    slowed: float, offloads: list[Offload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offload was tried only for what does not fit without it. The plan of a command with offload,
+    which gives it to all schedules, then found one that was 2 % shorter."""
+    tried: list[Offload] = []
+
+    def noting(choice: Any, problem: Problem, *given: Any, **options: Any) -> Any:
+        tried.append(problem.extras.activation_offload)
+        return simulate_step(choice, problem, *given, **options)
+
+    monkeypatch.setattr(fitting, "simulate_step", noting)
+    monkeypatch.setattr(fitting, "SLOWED", slowed)
+    variant = training().variant("zb-h1", VocabMethod.NAIVE)
+    assert variant is not None
+    consider(variant, VocabMethod.NAIVE, 70 * 2**30, may_offload=True)
+    assert tried == [Offload.NONE, *offloads]
+
+
 def test_what_is_made_is_kept_for_the_same_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What layouts and schedules would gain recipes."""
+"""Gains of recipes by other layouts and schedules."""
 
 from __future__ import annotations
 
