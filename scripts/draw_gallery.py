@@ -63,7 +63,7 @@ def draw(
 
 def stable() -> tuple[str, ...]:
     """Return all stable schedules, with those of `FIRST` before the others."""
-    names = [name for name, entry in entries().items() if entry.mark is Maturity.STABLE]
+    names = [name for name, entry in entries().items() if entry.maturity is Maturity.STABLE]
     return (*FIRST, *(name for name in names if name not in FIRST))
 
 

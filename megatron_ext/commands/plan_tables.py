@@ -123,7 +123,7 @@ def _plan_row(candidate: Candidate, job: JobPlan) -> dict[str, Any]:
     is_best = candidate is choice
     return {
         "schedule": made.schedule,
-        "mark": None if candidate.mark is Maturity.STABLE else candidate.mark,
+        "mark": None if candidate.maturity is Maturity.STABLE else candidate.maturity,
         "vocabulary": _VOCABULARY[candidate.method] if len(plan.methods) > 1 else None,
         "offload": None if made.offload is Offload.NONE else made.offload.value,
         "recomputed": f"{made.made_again:.0%}" if made.made_again else None,

@@ -20,7 +20,7 @@ def schedules(as_json: Json = False) -> None:
     rows = [
         {
             "name": entry.name,
-            "mark": entry.mark,
+            "mark": entry.maturity,
             "placement": entry.place(4).name,
             "chunks": entry.place(4).chunks,
             "uses_costs": entry.traits.uses_costs,

@@ -47,8 +47,8 @@ _NOT_MUCH_LESS = 0.8  # times what a schedule needs: lower end of the search for
 _LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # factors of the memory limit for families, see _looser_limits
 
 
-def build_program(choice: ResolvedSpec, problem: Problem) -> Program:
-    """Return the proved program of ``choice`` for ``problem``.
+def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
+    """Return the proved program of ``resolved`` for ``problem``.
 
     The costs of the program's own problem may differ: with vocabulary parallelism they have a
     partitioned vocabulary, and if the first stages have nothing to train, no backward passes of
@@ -59,16 +59,16 @@ def build_program(choice: ResolvedSpec, problem: Problem) -> Program:
         ValueError: this machine has too little memory to build so large a program.
     """
     check_size(problem)
-    _check_slices(choice, problem)
-    check_pairs(choice, problem)
+    _check_slices(resolved, problem)
+    check_pairs(resolved, problem)
     problem = _with_own_costs(problem)
-    with task(f"building {choice.spec} for {problem_size(problem)}"), uncollected():
-        if _adds_recompute(choice, problem) and not problem.forward_only:
-            return _shortest_with_recompute(choice, problem)
+    with task(f"building {resolved.spec} for {problem_size(problem)}"), uncollected():
+        if _adds_recompute(resolved, problem) and not problem.forward_only:
+            return _shortest_with_recompute(resolved, problem)
         with caching_proofs():
             if problem.extras.activation_offload is not Offload.NONE and not problem.forward_only:
-                return _first_with_offload(choice, problem)
-            return _proof(*_made(choice, problem))
+                return _first_with_offload(resolved, problem)
+            return _proof(*_made(resolved, problem))
 
 
 def prove_built(schedule: Schedule, problem: Problem) -> Program:
@@ -84,17 +84,17 @@ def prove_built(schedule: Schedule, problem: Problem) -> Program:
         return prove(schedule, problem)
 
 
-def _made(choice: ResolvedSpec, problem: Problem) -> tuple[Schedule, Problem, Schedule | None]:
+def _made(resolved: ResolvedSpec, problem: Problem) -> tuple[Schedule, Problem, Schedule | None]:
     """Return the family's passes within the memory limit, the problem, and the same passes
     transformed, if they are."""
-    limit = _limit_of_passes(choice, problem)
-    passes, schedule = _compute(choice, problem, limit), None
+    limit = _limit_of_passes(resolved, problem)
+    passes, schedule = _compute(resolved, problem, limit), None
     if limit is not None and limit.bytes is not None:
-        passes, schedule = _with_memory_for_messages(choice, problem, limit.bytes, passes)
+        passes, schedule = _with_memory_for_messages(resolved, problem, limit.bytes, passes)
     return passes, problem, schedule
 
 
-def _first_with_offload(choice: ResolvedSpec, problem: Problem) -> Program:
+def _first_with_offload(resolved: ResolvedSpec, problem: Problem) -> Program:
     """Return the program of the first passes that fit into the memory limit with copies to the
     host. The family makes its passes within looser limits than the problem's, the loosest first,
     and at last those that fit without copies.
@@ -105,9 +105,9 @@ def _first_with_offload(choice: ResolvedSpec, problem: Problem) -> Program:
     """
     without = problem.with_extras(activation_offload=Offload.NONE)
     limits = _looser_limits(problem)
-    makers: list[Callable[[], Schedule]] = [partial(_compute, choice, problem, x) for x in limits]
+    makers: list[Callable[[], Schedule]] = [partial(_compute, resolved, problem, x) for x in limits]
     if problem.memory_limit is not None:
-        makers.append(lambda: _made(choice, without)[0])
+        makers.append(lambda: _made(resolved, without)[0])
     tried: set[Schedule] = set()
     refusals: list[ValueError] = []
     for make in makers:
@@ -175,25 +175,25 @@ def _limit_inserts(problem: Problem) -> bool:
     return extras.activation_offload is not Offload.NONE or extras.recompute != Recompute()
 
 
-def _check_slices(choice: ResolvedSpec, problem: Problem) -> None:
-    if problem.slices.count > 1 and not choice.traits.takes_slices:
+def _check_slices(resolved: ResolvedSpec, problem: Problem) -> None:
+    if problem.slices.count > 1 and not resolved.traits.takes_slices:
         others = [name for name, entry in entries().items() if entry.traits.takes_slices]
         raise ValueError(
-            f"schedule {choice.spec} has no order for {problem.slices.count} slices of a "
+            f"schedule {resolved.spec} has no order for {problem.slices.count} slices of a "
             f"microbatch; take one of {', '.join(others)}, or no slices"
         )
 
 
-def _shortest_with_recompute(choice: ResolvedSpec, problem: Problem) -> Program:
+def _shortest_with_recompute(resolved: ResolvedSpec, problem: Problem) -> Program:
     """Return the shortest program that fits into the memory limit with recompute. The family makes
     its passes within looser limits than the problem's, and recompute reduces their memory.
 
     Raises:
         OverLimit: none of them fits. It names a sufficient limit.
     """
-    if choice.traits.searches and problem.slices.count > 1:
-        choice = choice.without_search  # not a search for each limit
-    programs, refusals = _with_recompute(choice, problem)
+    if resolved.traits.searches and problem.slices.count > 1:
+        resolved = resolved.without_search  # not a search for each limit
+    programs, refusals = _with_recompute(resolved, problem)
     if programs:
         return min(programs, key=lambda program: step_seconds(program, problem.costs))
     # A family may refuse a limit that recompute would meet, as it does not know of recompute.
@@ -202,12 +202,12 @@ def _shortest_with_recompute(choice: ResolvedSpec, problem: Problem) -> Program:
         raise refusals[-1]
     if _PROOFS.get() is not None:
         raise over[0]  # many schedules are compared: the least limit is not shown
-    least = _least_that_is_enough(choice.without_search, problem, problem.memory_limit, over)
+    least = _least_that_is_enough(resolved.without_search, problem, problem.memory_limit, over)
     raise over[0].naming(least, problem.memory_limit)
 
 
 def _with_recompute(
-    choice: ResolvedSpec, problem: Problem
+    resolved: ResolvedSpec, problem: Problem
 ) -> tuple[list[Program], list[ValueError]]:
     """Build the family's passes within each looser limit, and return the programs and the refusals.
     The first of these is for the passes without a limit, if they can be made."""
@@ -216,7 +216,7 @@ def _with_recompute(
     refusals: list[ValueError] = []
     for limit in _looser_limits(problem):
         try:
-            passes = _compute(choice, problem, limit)
+            passes = _compute(resolved, problem, limit)
             if passes not in tried:
                 tried.add(passes)
                 programs.append(_proved_in_bytes(passes, problem))
@@ -226,7 +226,7 @@ def _with_recompute(
 
 
 def _least_that_is_enough(
-    choice: ResolvedSpec, problem: Problem, limit: MemoryLimit, over: Sequence[OverLimit]
+    resolved: ResolvedSpec, problem: Problem, limit: MemoryLimit, over: Sequence[OverLimit]
 ) -> float:
     """Return the least sufficient memory limit that a few tries find. ``limit`` is not sufficient.
 
@@ -241,7 +241,7 @@ def _least_that_is_enough(
         if not too_little < next_try < enough:
             next_try = (too_little + enough) / 2
         candidate = limit.of(math.ceil(next_try) if limit.bytes is not None else next_try)
-        programs, _ = _with_recompute(choice, replace(problem, memory_limit=candidate))
+        programs, _ = _with_recompute(resolved, replace(problem, memory_limit=candidate))
         if programs:
             enough = candidate.amount
         else:
@@ -331,23 +331,23 @@ def _for_training(problem: Problem) -> list[Transform]:
     return transforms
 
 
-def _places_recompute(choice: ResolvedSpec, problem: Problem) -> bool:
+def _places_recompute(resolved: ResolvedSpec, problem: Problem) -> bool:
     """Return whether the family itself chooses the activations to recompute."""
-    is_whole = problem.slices.count == 1  # a search of slices recomputes none
-    return choice.traits.fits_recompute and problem.extras.recompute.fit and is_whole
+    is_uncut = problem.slices.count == 1  # a search of slices recomputes none
+    return resolved.traits.fits_recompute and problem.extras.recompute.fit and is_uncut
 
 
-def _adds_recompute(choice: ResolvedSpec, problem: Problem) -> bool:
+def _adds_recompute(resolved: ResolvedSpec, problem: Problem) -> bool:
     """Return whether recompute is added to the family's passes afterwards."""
     is_requested = problem.extras.recompute != Recompute()
-    return is_requested and not _places_recompute(choice, problem)
+    return is_requested and not _places_recompute(resolved, problem)
 
 
-def _limit_of_passes(choice: ResolvedSpec, problem: Problem) -> MemoryLimit | None:
+def _limit_of_passes(resolved: ResolvedSpec, problem: Problem) -> MemoryLimit | None:
     """Return the memory limit of the family's passes: the problem's, less the additional memory of
     vocabulary parallelism. None with recompute, whose savings are not known yet, and in an
     evaluation, which holds nothing for a backward pass."""
-    if problem.forward_only or _adds_recompute(choice, problem):
+    if problem.forward_only or _adds_recompute(resolved, problem):
         return None
     limit = problem.memory_limit
     if limit is not None and problem.extras.vocab_parallel is not VocabularyParallel.NONE:
@@ -356,7 +356,7 @@ def _limit_of_passes(choice: ResolvedSpec, problem: Problem) -> MemoryLimit | No
 
 
 def _with_memory_for_messages(
-    choice: ResolvedSpec, problem: Problem, allowed: int, passes: Schedule
+    resolved: ResolvedSpec, problem: Problem, allowed: int, passes: Schedule
 ) -> tuple[Schedule, Schedule]:
     """Return passes that leave enough memory for their messages, and the same passes transformed.
     If messages bring ``passes`` over the memory limit, the family makes others that hold less by
@@ -379,7 +379,7 @@ def _with_memory_for_messages(
             return smaller, schedule
         allowed -= math.ceil(over)
         try:
-            made = _compute(choice, problem, MemoryLimit(bytes=allowed))
+            made = _compute(resolved, problem, MemoryLimit(bytes=allowed))
         except ValueError:
             break
         if made != smaller:  # not all families can do with less
@@ -387,12 +387,12 @@ def _with_memory_for_messages(
     return first
 
 
-def _compute(choice: ResolvedSpec, problem: Problem, limit: MemoryLimit | None) -> Schedule:
+def _compute(resolved: ResolvedSpec, problem: Problem, limit: MemoryLimit | None) -> Schedule:
     """Return the compute actions that the family makes within ``limit``."""
     alone = replace(_for_family(problem), memory_limit=limit)
-    if _places_recompute(choice, problem):
+    if _places_recompute(resolved, problem):
         alone = alone.with_extras(recompute=problem.extras.recompute)
-    schedule = built_with_pairs(choice, alone, alone.with_extras(pairs=problem.extras.pairs))
+    schedule = built_with_pairs(resolved, alone, alone.with_extras(pairs=problem.extras.pairs))
     _check_passes(schedule, problem)
     return schedule
 

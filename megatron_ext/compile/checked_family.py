@@ -93,7 +93,7 @@ class CheckedFamily:
             )
         rows = tuple(map(tuple, schedule.rows))
         self._check_rows([action for row in rows for action in row])
-        strangers = [pair for pair in schedule.pairs if not isinstance(pair, OverlappedPasses)]
+        strangers = [entry for entry in schedule.pairs if not isinstance(entry, OverlappedPasses)]
         if strangers:
             raise self._error(f"{self.name} has {shown(repr(strangers[0]))} in its pairs")
         if any(type(action.kind) is not Kind for row in rows for action in row):

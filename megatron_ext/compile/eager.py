@@ -21,23 +21,23 @@ _WORTH = 1.001  # eager has to be shorter by this factor to be worth its memory
 
 
 def eager_or_not(
-    name: str, problem: Problem, choice: str, build: Callable[[bool], Schedule]
+    name: str, problem: Problem, requested: str, build: Callable[[bool], Schedule]
 ) -> Schedule:
     """Return the schedule of ``build``, eager or not.
 
     Args:
-        choice: one of `CHOICES`. ``auto`` chooses the eager schedule if microbatches are cut into
-            slices, it takes less time, and it fits into the memory limit.
+        requested: one of `CHOICES`. ``auto`` chooses the eager schedule if microbatches are cut
+            into slices, it takes less time, and it fits into the memory limit.
 
     Raises:
-        ValueError: ``choice`` is none of these.
+        ValueError: ``requested`` is none of these.
     """
-    if choice not in CHOICES:
+    if requested not in CHOICES:
         raise ValueError(
-            f"{name}: eager is {shown(choice)!r}; write eager=auto, eager=yes or eager=no"
+            f"{name}: eager is {shown(requested)!r}; write eager=auto, eager=yes or eager=no"
         )
-    if choice != "auto":
-        return build(choice == "yes")
+    if requested != "auto":
+        return build(requested == "yes")
     lean = build(False)
     if problem.slices.count == 1 or not problem.costs.links.hop:
         return lean

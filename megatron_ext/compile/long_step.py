@@ -5,7 +5,7 @@ microbatches, whose number leaves the same remainder when divided by the family'
 same beginning, period and ending. Its `repeating_part` gives the figures of the long step exactly,
 up to rounding. It remains unknown whether the family really makes that schedule for the long step:
 families that place W by the costs may not. Code that recommends a long step therefore builds it
-whole first (`Simulated.is_whole`).
+whole first (`Simulated.has_all_microbatches`).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Simulated:
 
     Attributes:
         held_bytes: the peak of each rank; None if the costs have no bytes.
-        is_whole: whether the schedule was built whole, as opposed to derived from its repeating
-            part.
+        has_all_microbatches: whether all microbatches were built, as opposed to figures derived
+            from the repeating part.
     """
 
     report: ScheduleReport
     held_bytes: tuple[float, ...] | None
-    is_whole: bool
+    has_all_microbatches: bool
 
 
 class HoldsMore(ValueError):
@@ -57,14 +57,14 @@ class HoldsMore(ValueError):
 
 
 def simulate_step(
-    choice: ResolvedSpec,
+    resolved: ResolvedSpec,
     problem: Problem,
     build: Callable[[ResolvedSpec, Problem], Program] = build_program,
     *,
-    whole: bool = False,
+    all_microbatches: bool = False,
     most: Sequence[float] | None = None,
 ) -> Simulated:
-    """Return the figures of ``choice`` for ``problem``, from the repeating part of a shorter step
+    """Return the figures of ``resolved`` for ``problem``, from the repeating part of a shorter step
     if it has one.
 
     Args:
@@ -76,24 +76,24 @@ def simulate_step(
         HoldsMore: a step of fewer microbatches, all of which are held at once, exceeds ``most``.
         InvalidSchedule: as `report`. If a shorter step exceeds the memory limit, longer ones do
             too.
-        ValueError: ``choice`` has no schedule for ``problem``.
+        ValueError: ``resolved`` has no schedule for ``problem``.
     """
     check_size(problem)
-    is_fixed = choice.traits.searches or choice.microbatches is not None
-    if not (whole or is_fixed):
+    is_fixed = resolved.traits.searches or resolved.microbatches is not None
+    if not (all_microbatches or is_fixed):
         before: tuple[float, ...] | None = None
-        for number in _fewer(choice, problem):
-            shorter = _shorter(choice, problem, number, build)
+        for number in _fewer(resolved, problem):
+            shorter = _shorter(resolved, problem, number, build)
             if shorter is None:
                 break
-            found = _by_repeating_part(*shorter, problem.microbatches, _period(choice, problem))
+            found = _by_repeating_part(*shorter, problem.microbatches, _period(resolved, problem))
             if found is not None:
                 return found
             held = _held_bytes(shorter[0])
             if most is not None:
                 _check_growth(before, held, most, number)
             before = held
-    return simulated_in_full(choice, problem, build)
+    return simulated_in_full(resolved, problem, build)
 
 
 def _check_growth(
@@ -114,26 +114,26 @@ def _check_growth(
             )
 
 
-def _fewer(choice: ResolvedSpec, problem: Problem) -> Iterator[int]:
+def _fewer(resolved: ResolvedSpec, problem: Problem) -> Iterator[int]:
     """Yield numbers of microbatches to try, the smallest first."""
-    period = _period(choice, problem)
+    period = _period(resolved, problem)
     number = _PERIODS * period + problem.microbatches % period
     while _LONG * number <= problem.microbatches:
         yield number
         number += number // period * period
 
 
-def _period(choice: ResolvedSpec, problem: Problem) -> int:
+def _period(resolved: ResolvedSpec, problem: Problem) -> int:
     """Return the number of microbatches after which a schedule of the family may repeat itself: a
     group."""
-    group = re.search(r"\bgroup=(\d+)", choice.spec)
+    group = re.search(r"\bgroup=(\d+)", resolved.spec)
     if group is not None and int(group[1]):
         return int(group[1])
-    return math.ceil(problem.ranks / 2) if choice.spec.startswith("gis-h") else problem.ranks
+    return math.ceil(problem.ranks / 2) if resolved.spec.startswith("gis-h") else problem.ranks
 
 
 def _shorter(
-    choice: ResolvedSpec,
+    resolved: ResolvedSpec,
     problem: Problem,
     number: int,
     build: Callable[[ResolvedSpec, Problem], Program],
@@ -145,7 +145,7 @@ def _shorter(
         InvalidSchedule: as `report`.
     """
     try:
-        return report(choice, replace(problem, microbatches=number), build)
+        return report(resolved, replace(problem, microbatches=number), build)
     except InvalidSchedule:
         raise
     except ValueError:
@@ -207,13 +207,13 @@ def _holds_as_much(schedule: Schedule, part: RepeatingPart, amount: Amount) -> b
 
 
 def simulated_in_full(
-    choice: ResolvedSpec,
+    resolved: ResolvedSpec,
     problem: Problem,
     build: Callable[[ResolvedSpec, Problem], Program] = build_program,
 ) -> Simulated:
-    """Return the figures of ``choice`` for ``problem``, built whole. Raises as `report`."""
-    program, made = report(choice, problem, build)
-    return Simulated(made, _held_bytes(program), is_whole=True)
+    """Return the figures of ``resolved`` for ``problem``, built whole. Raises as `report`."""
+    program, made = report(resolved, problem, build)
+    return Simulated(made, _held_bytes(program), has_all_microbatches=True)
 
 
 def _held_bytes(program: Program) -> tuple[float, ...] | None:

@@ -23,8 +23,8 @@ from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 
 
-def place_output_layer(choice: ResolvedSpec, problem: Problem) -> Program:
-    """Return the program of ``choice`` with the output layer's weight gradient in I or in W,
+def place_output_layer(resolved: ResolvedSpec, problem: Problem) -> Program:
+    """Return the program of ``resolved`` with the output layer's weight gradient in I or in W,
     whichever takes less time.
 
     It waits for W only if the memory allows that: within a memory limit in bytes, or without a
@@ -35,17 +35,19 @@ def place_output_layer(choice: ResolvedSpec, problem: Problem) -> Program:
     Raises:
         InvalidSchedule: as `build_program`, with the gradient in I.
     """
-    return _better_placed(partial(build_program, choice), problem, choice.traits.splits_backward)
+    return _better_placed(
+        partial(build_program, resolved), problem, resolved.traits.splits_backward
+    )
 
 
-def better_of(now: Program, before: Program, choice: ResolvedSpec, problem: Problem) -> Program:
+def better_of(now: Program, before: Program, resolved: ResolvedSpec, problem: Problem) -> Program:
     """Return ``now``, or a program with the order of passes of ``before`` if that takes less time.
 
     A family that searches does not always find the best order.
 
     Args:
-        now: result of `place_output_layer` for ``choice`` and ``problem``.
-        before: a program of ``choice`` for other costs.
+        now: result of `place_output_layer` for ``resolved`` and ``problem``.
+        before: a program of ``resolved`` for other costs.
     """
     if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
         return now  # the rows of ``before`` include the vocabulary's passes
@@ -53,7 +55,9 @@ def better_of(now: Program, before: Program, choice: ResolvedSpec, problem: Prob
         return now  # the rows of ``before`` lack passes
     passes = replace(before.schedule, rows=before.schedule.compute_rows)
     try:
-        rebuilt = _better_placed(partial(complete, passes), problem, choice.traits.splits_backward)
+        rebuilt = _better_placed(
+            partial(complete, passes), problem, resolved.traits.splits_backward
+        )
     except InvalidSchedule:
         return now
     return rebuilt if _seconds(rebuilt) < _seconds(now) else now
@@ -115,8 +119,8 @@ def with_input_gradient(costs: Costs) -> Costs:
     if held is not None:
         rest = _last_plus(held[Held.WEIGHT_INPUTS], -costs.vocabulary.deferred_bytes)
         held = {**held, Held.WEIGHT_INPUTS: rest}
-    head = forward, input_gradient + weight_gradient, 0.0
-    vocabulary = replace(costs.vocabulary, head=head, deferred_bytes=0.0)
+    output_layer = forward, input_gradient + weight_gradient, 0.0
+    vocabulary = replace(costs.vocabulary, head=output_layer, deferred_bytes=0.0)
     changed = replace(costs.with_passes(seconds=seconds, held_bytes=held), vocabulary=vocabulary)
     return changed.with_copies_of(costs)
 

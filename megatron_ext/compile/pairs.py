@@ -8,18 +8,18 @@ from dataclasses import replace
 from megatron_ext.compile.program.memory import in_microbatches, limited_amount, peaks
 from megatron_ext.compile.program.simulate import simulate_unproved
 from megatron_ext.compile.registry import ResolvedSpec, entries, on_placement
-from megatron_ext.compile.transforms.pairs import pair_up
+from megatron_ext.compile.transforms.pairs import overlap_passes
 from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
 
-def check_pairs(choice: ResolvedSpec, problem: Problem) -> None:
+def check_pairs(resolved: ResolvedSpec, problem: Problem) -> None:
     """Raise ValueError if pairs are requested of a schedule that can have none."""
     if problem.extras.pairs and problem.placement.chunks < 2:
         others = [name for name, entry in entries().items() if entry.traits.keeps_pairs]
         raise ValueError(
-            f"schedule {choice.spec} has one stage on each rank, and pairs of a forward and a "
+            f"schedule {resolved.spec} has one stage on each rank, and pairs of a forward and a "
             "backward pass need several (Megatron too requires virtual stages): choose one of "
             f"{', '.join(others)}, or no pairs"
         )
@@ -29,18 +29,18 @@ def with_pairs(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has passes only, with pairs if ``problem`` requests them."""
     if not problem.extras.pairs or problem.forward_only:
         return replace(schedule, pairs=frozenset()) if schedule.pairs else schedule
-    return pair_up(schedule, problem)
+    return overlap_passes(schedule, problem)
 
 
-def built_with_pairs(choice: ResolvedSpec, alone: Problem, problem: Problem) -> Schedule:
-    """Return the passes of ``choice`` for ``problem``, which its family sees as ``alone``.
+def built_with_pairs(resolved: ResolvedSpec, alone: Problem, problem: Problem) -> Schedule:
+    """Return the passes of ``resolved`` for ``problem``, which its family sees as ``alone``.
 
     A search does not know of pairs. With pairs the result is therefore the fastest of its schedule
     and of the other families' on its placement, each with pairs, within the memory limit. Without a
     limit, the others may hold no more than 1F1B's memory plus the chunk that a pair takes.
     """
-    schedule = with_pairs(choice.build(alone), problem)
-    if not choice.traits.searches or not schedule.pairs:
+    schedule = with_pairs(resolved.build(alone), problem)
+    if not resolved.traits.searches or not schedule.pairs:
         return schedule
     candidates = [schedule, *_others(alone, problem)]
     best = min(candidates, key=lambda other: simulate_unproved(other, problem).makespan)
@@ -48,9 +48,9 @@ def built_with_pairs(choice: ResolvedSpec, alone: Problem, problem: Problem) -> 
 
 
 def _others(alone: Problem, problem: Problem) -> Iterator[Schedule]:
-    for choice in on_placement(problem.placement):
+    for resolved in on_placement(problem.placement):
         try:
-            schedule = with_pairs(choice.build(alone), problem)
+            schedule = with_pairs(resolved.build(alone), problem)
         except ValueError:  # it has no pairs, or does not fit
             continue
         amount, allowed = in_microbatches(schedule), problem.held_by_1f1b

@@ -86,7 +86,7 @@ class FamilyEntry:
     build: Callable[..., Schedule]
     place: Callable[..., Placement]
     source: str
-    mark: Maturity = Maturity.EXPERIMENTAL
+    maturity: Maturity = Maturity.EXPERIMENTAL
     traits: Traits = Traits()
     aliases: tuple[str, ...] = ()
     at_once: Callable[..., Schedule] | None = None
@@ -102,7 +102,7 @@ def family(
     place: Callable[..., Placement],
     *,
     source: str,
-    mark: Maturity = Maturity.EXPERIMENTAL,
+    maturity: Maturity = Maturity.EXPERIMENTAL,
     aliases: tuple[str, ...] = (),
     at_once: Callable[..., Schedule] | None = None,
     **traits: bool,
@@ -128,7 +128,9 @@ def family(
             raise TypeError(f"@family({name!r}, ...) has no trait {trait}; {rest}")
 
     def register(build: Callable[..., Schedule]) -> Callable[..., Schedule]:
-        entry = FamilyEntry(name, build, place, source, mark, Traits(**traits), aliases, at_once)
+        entry = FamilyEntry(
+            name, build, place, source, maturity, Traits(**traits), aliases, at_once
+        )
         _REGISTERED[-1].append(entry)
         return build
 
@@ -245,10 +247,10 @@ def on_placement(placement: Placement) -> Iterator[ResolvedSpec]:
         spec = entry.name
         for key in parameters_of(entry.place):
             spec = with_option(spec, key, numbers[key])
-        choice = choose(spec)
-        is_there = choice.place(placement.ranks).rank_of == placement.rank_of
+        resolved = choose(spec)
+        is_there = resolved.place(placement.ranks).rank_of == placement.rank_of
         if is_there and not entry.traits.searches:
-            yield choice
+            yield resolved
 
 
 def _entry_and_options(spec: str) -> tuple[FamilyEntry, dict[str, Any]]:

@@ -11,7 +11,7 @@ from megatron_ext.compile.program.memory import (
     in_microbatches,
     peak_on_host,
     peaks,
-    share_made_again,
+    recomputed_share,
 )
 from megatron_ext.compile.program.simulate import simulate, step_seconds
 from megatron_ext.compile.program.verify import Program
@@ -72,26 +72,26 @@ class ScheduleReport:
 
 
 def report(
-    choice: ResolvedSpec,
+    resolved: ResolvedSpec,
     problem: Problem,
     build: Callable[[ResolvedSpec, Problem], Program] = build_program,
 ) -> tuple[Program, ScheduleReport]:
-    """Build, prove and simulate ``choice``, and return its program and the report.
+    """Build, prove and simulate ``resolved``, and return its program and the report.
 
     Raises:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
     """
     start = time.perf_counter()
-    program = build(choice, problem)
+    program = build(resolved, problem)
     seconds = time.perf_counter() - start
     problem = program.problem
-    with task(f"simulating {choice.spec}"):
+    with task(f"simulating {resolved.spec}"):
         timeline = simulate(program, problem.costs)
         overlap = problem.extras.post_validation
         step = step_seconds(program, problem.costs) if overlap else timeline.makespan
     schedule = program.schedule
     return program, ScheduleReport(
-        schedule=choice.spec,
+        schedule=resolved.spec,
         pp=problem.ranks,
         vpp=problem.placement.chunks,
         microbatches=problem.microbatches,
@@ -109,7 +109,7 @@ def report(
         bubble_share_span=timeline.bubble_share_span,
         peak_activation_microbatches=tuple(peaks(schedule, in_microbatches(schedule))),
         host_microbatches=tuple(peak_on_host(row, schedule.placement) for row in schedule.rows),
-        made_again=share_made_again(schedule),
+        made_again=recomputed_share(schedule),
         pairs=len(schedule.pairs),
         memory_limit=None if problem.memory_limit is None else str(problem.memory_limit),
         bitwise_order=bitwise_order(schedule),

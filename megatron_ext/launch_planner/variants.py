@@ -61,7 +61,7 @@ class LaunchVariants:
         Raises:
             ValueError: Megatron or we refuse it with these arguments.
         """
-        if method not in self.methods or entry_of(name).mark not in self.marks:
+        if method not in self.methods or entry_of(name).maturity not in self.marks:
             return None
         spec = with_chunks(self.args, name)
         args, config = self.validated(spec, method)

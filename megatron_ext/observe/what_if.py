@@ -225,7 +225,7 @@ def _specs(placement: Placement) -> Iterator[tuple[FamilyEntry, str]]:
     last."""
     for entry in sorted(entries().values(), key=lambda entry: entry.traits.searches):
         has_chunks = "vpp" in inspect.signature(entry.place).parameters
-        if entry.mark is Maturity.LABORATORY or (has_chunks and placement.chunks == 1):
+        if entry.maturity is Maturity.LABORATORY or (has_chunks and placement.chunks == 1):
             continue
         yield entry, f"{entry.name}:vpp={placement.chunks}" if has_chunks else entry.name
 

@@ -104,7 +104,8 @@ class Candidate:
         variant: the variant that it was made of.
         limit: the memory limit that it was made for.
         memory: of each rank; None if not known.
-        is_whole: whether all microbatches were built; if not, the repeating part tells its figures.
+        has_all_microbatches: whether all microbatches were built; if not, the figures are derived
+            from the repeating part.
     """
 
     method: VocabMethod
@@ -112,7 +113,7 @@ class Candidate:
     variant: Variant
     limit: MemoryLimit | None = None
     memory: tuple[RankMemory, ...] | None = None
-    is_whole: bool = True
+    has_all_microbatches: bool = True
 
     def program(self) -> Program:
         """Build its program once more. A plan stores no programs, since they are large; results of
@@ -129,8 +130,8 @@ class Candidate:
         return self.schedule.partition(":")[0]
 
     @property
-    def mark(self) -> Maturity:
-        return entries()[self.family].mark
+    def maturity(self) -> Maturity:
+        return entries()[self.family].maturity
 
     @property
     def step(self) -> float:
@@ -205,7 +206,7 @@ class Plan:
 
 
 def stable_of(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    return tuple(candidate for candidate in candidates if candidate.mark is Maturity.STABLE)
+    return tuple(candidate for candidate in candidates if candidate.maturity is Maturity.STABLE)
 
 
 def pareto_front(

@@ -100,7 +100,7 @@ class _Confirmation:
         """Build whole the next alternative that is close to the shortest. Return whether there was
         one."""
         close = _close(self.pool) if self.builds_close else []
-        estimated = next((one for one in close if not one.candidate.is_whole), None)
+        estimated = next((one for one in close if not one.candidate.has_all_microbatches), None)
         if estimated is None:
             return False
         whole, self.builds_close = _built_in_time(estimated, self.free)

@@ -75,7 +75,7 @@ def candidate_figures(candidate: Candidate) -> Figures:
     made = candidate.report
     return Figures(
         schedule=candidate.schedule,
-        mark=candidate.mark,
+        mark=candidate.maturity,
         vocabulary=candidate.method,
         offload=made.offload,
         recompute=made.recompute,

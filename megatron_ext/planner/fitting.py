@@ -209,7 +209,9 @@ def _simulated(
     most = None
     if allowed_bytes is not None and variant.model is not None:
         most = [allowed_bytes - rank.total for rank in variant.model]
-    step = simulate_step(variant.choice, variant.problem, variant.build, whole=whole, most=most)
+    step = simulate_step(
+        variant.choice, variant.problem, variant.build, all_microbatches=whole, most=most
+    )
     return candidate_of(variant, method, step)
 
 
@@ -219,7 +221,7 @@ def candidate_of(variant: Variant, method: VocabMethod, step: Simulated) -> Cand
     if variant.model is not None and step.held_bytes is not None:
         memory = tuple(map(RankMemory, variant.model, step.held_bytes))
     limit = variant.problem.memory_limit
-    return Candidate(method, step.report, variant, limit, memory, step.is_whole)
+    return Candidate(method, step.report, variant, limit, memory, step.has_all_microbatches)
 
 
 def built_whole(candidate: Candidate, allowed_bytes: float | None = None) -> Candidate:
@@ -229,7 +231,7 @@ def built_whole(candidate: Candidate, allowed_bytes: float | None = None) -> Can
     Raises:
         ValueError: the whole schedule cannot be built, or takes more than ``allowed_bytes`` bytes.
     """
-    if candidate.is_whole:
+    if candidate.has_all_microbatches:
         return candidate
     with caching_proofs():
         whole = _simulated(candidate.variant, candidate.method, whole=True)

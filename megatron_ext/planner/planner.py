@@ -69,7 +69,7 @@ def make_plan(
     pairs = [(spec, method) for spec in specs or all_specs() for method in VocabMethod]
     searched = [pair for pair in pairs if entry_of(pair[0]).traits.searches]
     at_once = [pair for pair in pairs if pair not in searched]
-    at_once.sort(key=lambda pair: _MARKS.index(entry_of(pair[0]).mark))
+    at_once.sort(key=lambda pair: _MARKS.index(entry_of(pair[0]).maturity))
 
     def compare() -> bool:
         with task("comparing schedules", len(pairs)) as work:
@@ -191,7 +191,7 @@ class _Comparison:
             elif variant.choice.traits.searches:
                 variant = self._within_the_best(variant)
             at_most = best.step if best is not None and self._is_long else math.inf
-            if entry_of(spec).mark is Maturity.LABORATORY or not may_be_made_to_fit:
+            if entry_of(spec).maturity is Maturity.LABORATORY or not may_be_made_to_fit:
                 at_most = 0.0
             return consider(variant, method, self._allowed_bytes, self._may_offload, at_most)
         except TooFull as error:

@@ -17,7 +17,7 @@ from megatron_ext.schedule.schedule import Schedule
     "gpipe",
     line,
     source="Huang et al. 2019, arXiv:1811.06965",
-    mark=Maturity.STABLE,
+    maturity=Maturity.STABLE,
     takes_slices=True,
     aliases=("ScheduleGPipe",),
 )
@@ -46,7 +46,7 @@ def gpipe(problem: Problem) -> Schedule:
     "1f1b",
     line,
     source="Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1 (PipeDream-flush)",
-    mark=Maturity.STABLE,
+    maturity=Maturity.STABLE,
     takes_slices=True,
     aliases=("Schedule1F1B",),
 )

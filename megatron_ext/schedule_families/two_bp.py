@@ -13,7 +13,7 @@ from megatron_ext.schedule.schedule import Schedule
     "2bp",
     line,
     source="Rae et al. 2024, arXiv:2405.18047",
-    mark=Maturity.LABORATORY,
+    maturity=Maturity.LABORATORY,
     splits_backward=True,
     takes_slices=True,
 )

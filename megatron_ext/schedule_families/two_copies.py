@@ -22,7 +22,7 @@ from megatron_ext.schedule.schedule import Schedule
     "chimera",
     v,
     source="Li and Hoefler 2021, arXiv:2107.06925",
-    mark=Maturity.LABORATORY,
+    maturity=Maturity.LABORATORY,
     takes_slices=True,
 )
 def chimera(problem: Problem) -> Schedule:
@@ -48,7 +48,7 @@ def two_waves(ranks: int) -> Placement:
     "bitpipe",
     two_waves,
     source="Wu et al. 2024, arXiv:2410.19367",
-    mark=Maturity.LABORATORY,
+    maturity=Maturity.LABORATORY,
     takes_slices=True,
 )
 def bitpipe(problem: Problem) -> Schedule:

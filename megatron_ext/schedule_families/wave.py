@@ -19,7 +19,7 @@ _SLOTS = {Kind.FORWARD: 1, Kind.FULL_BACKWARD: 2}
     "hanayo",
     wave,
     source="Liu et al. 2023, arXiv:2308.15762",
-    mark=Maturity.LABORATORY,
+    maturity=Maturity.LABORATORY,
     takes_slices=True,
 )
 def hanayo(problem: Problem) -> Schedule:
@@ -88,7 +88,7 @@ def _other_kind(kind: Kind) -> Kind:
     "wave-auto",
     wave,
     source="ours; waves are those of Liu et al. 2023, arXiv:2308.15762",
-    mark=Maturity.STABLE,
+    maturity=Maturity.STABLE,
     splits_backward=True,
     uses_costs=True,
     searches=True,

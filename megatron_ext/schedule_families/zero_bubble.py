@@ -17,7 +17,7 @@ from megatron_ext.schedule.schedule import Schedule
     "zb-h1",
     line,
     source="Qi et al. 2024, arXiv:2401.10241, section 2.1",
-    mark=Maturity.STABLE,
+    maturity=Maturity.STABLE,
     splits_backward=True,
     takes_slices=True,
 )
@@ -52,7 +52,7 @@ def zb_h1(problem: Problem, *, eager: str = "auto") -> Schedule:
     "zb-h2",
     line,
     source="Qi et al. 2024, arXiv:2401.10241, section 2.2",
-    mark=Maturity.STABLE,
+    maturity=Maturity.STABLE,
     splits_backward=True,
     takes_slices=True,
 )

@@ -64,7 +64,7 @@ def noise_of(steps: Sequence[TracedStep]) -> Noise:
         groups[event.action.kind, event.action.stage].append(event.end - event.start)
     means = {key: mean(seconds) for key, seconds in groups.items()}
     return Noise(
-        seen=tuple(
+        measured=tuple(
             seconds / means[key] for key, group in groups.items() if means[key] for seconds in group
         )
     )

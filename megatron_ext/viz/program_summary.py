@@ -14,7 +14,7 @@ from megatron_ext.compile.program.memory import (
     in_microbatches,
     peak_on_host,
     peaks,
-    share_made_again,
+    recomputed_share,
 )
 from megatron_ext.compile.program.simulate import simulate, step_seconds
 from megatron_ext.compile.program.verify import Program
@@ -116,7 +116,7 @@ def _paired_part(program: Program) -> str:
 
 
 def _recomputed_part(program: Program) -> str:
-    share = share_made_again(program.schedule)
+    share = recomputed_share(program.schedule)
     return f"; {share:.0%} of the activations are recomputed" if share else ""
 
 

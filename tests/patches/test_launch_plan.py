@@ -328,6 +328,6 @@ def test_the_schedule_of_the_command_is_a_candidate(
 @nightly("tests/unit asks the same of plan without a launch")
 def test_only_stable_schedules_are_chosen() -> None:
     _, choice = chosen(pipeline_memory_limit="8")
-    assert entries()[choice.flags[1]].mark is Maturity.STABLE
+    assert entries()[choice.flags[1]].maturity is Maturity.STABLE
     number = int(re.search(r"of (\d+) schedules", choice.why)[1])  # type: ignore[index]
-    assert number <= sum(entry.mark is Maturity.STABLE for entry in entries().values())
+    assert number <= sum(entry.maturity is Maturity.STABLE for entry in entries().values())

@@ -392,10 +392,10 @@ def counting_builds(folder: Path) -> Iterator[Path]:
     """Programs that ranks build within, a line each: rank, microbatches, whether for evaluation."""
     build, file = programs.place_output_layer, folder / "builds"
 
-    def counted(choice: Any, problem: Problem) -> Program:
+    def counted(resolved: Any, problem: Problem) -> Program:
         with open(file, "a") as lines:
             lines.write(f"{dist.get_rank()} {problem.microbatches} {problem.forward_only}\n")
-        return build(choice, problem)
+        return build(resolved, problem)
 
     programs.place_output_layer = counted
     try:

@@ -34,7 +34,7 @@ def communicate(schedule: Schedule, problem: Problem) -> Schedule:
     ends_of = cache(lambda stage, kind: _ends(stage, kind, placement))
     with_sends: list[list[Action]] = []
     receives: dict[int, list[Action]] = defaultdict(list)  # by rank
-    first_of_two = {pair.forward for pair in schedule.pairs}
+    first_of_two = {overlapped.forward for overlapped in schedule.pairs}
     for row in schedule.rows:
         rank_actions: list[Action] = []
         sends: list[Action] = []

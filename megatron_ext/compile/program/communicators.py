@@ -63,10 +63,14 @@ def communicators(program: Program) -> list[Communicators]:
     Groups for messages through host memory are not counted, as they use nothing of a device.
     """
     problem = program.problem
-    ways = channels(program.schedule) if problem.extras.p2p is P2P.ASYNC else set[Channel]()
+    message_channels = (
+        channels(program.schedule) if problem.extras.p2p is P2P.ASYNC else set[Channel]()
+    )
     shares = problem.extras.vocab_parallel is not VocabularyParallel.NONE
-    ends = Counter(rank for way in ways for rank in (way.sender, way.receiver))
-    incoming = Counter(way.receiver for way in ways)
+    ends = Counter(
+        rank for channel in message_channels for rank in (channel.sender, channel.receiver)
+    )
+    incoming = Counter(channel.receiver for channel in message_channels)
     return [
         Communicators(ends[rank], incoming[rank], len(COLLECTIVES) if shares else 0)
         for rank in range(problem.ranks)
@@ -104,21 +108,21 @@ def waves(pairs: Iterable[Collection[int]]) -> list[list[tuple[int, int]]]:
     """
     rounds: list[list[tuple[int, int]]] = []
     busy: list[set[int]] = []  # in each of the rounds
-    for pair in sorted({(min(pair), max(pair)) for pair in pairs}):
-        number = next((n for n, ranks in enumerate(busy) if ranks.isdisjoint(pair)), len(rounds))
+    for peers in sorted({(min(peers), max(peers)) for peers in pairs}):
+        number = next((n for n, ranks in enumerate(busy) if ranks.isdisjoint(peers)), len(rounds))
         if number == len(rounds):
             rounds.append([])
             busy.append(set())
-        rounds[number].append(pair)
-        busy[number].update(pair)
+        rounds[number].append(peers)
+        busy[number].update(peers)
     return rounds
 
 
 def in_waves(channels: Iterable[Channel]) -> list[Channel]:
     """Return ``channels`` in an order in which ranks can connect them, each taking its own in turn:
     the pairs of a wave at the same time, the channels of a pair one after the other."""
-    of_pair: dict[tuple[int, int], list[Channel]] = {}
-    for way in sorted(channels):
-        pair = min(way.sender, way.receiver), max(way.sender, way.receiver)
-        of_pair.setdefault(pair, []).append(way)
-    return [way for wave in waves(of_pair) for pair in wave for way in of_pair[pair]]
+    of_peers: dict[tuple[int, int], list[Channel]] = {}
+    for channel in sorted(channels):
+        peers = min(channel.sender, channel.receiver), max(channel.sender, channel.receiver)
+        of_peers.setdefault(peers, []).append(channel)
+    return [channel for wave in waves(of_peers) for peers in wave for channel in of_peers[peers]]

@@ -250,10 +250,10 @@ class Needs(dict[tuple[int, Kind], list[tuple[int, Kind, Neighbour | None]]]):
             (need, _looked_for_on(need, stage, self.placement)) for need in RULES[kind].needs
         ]
         self[key] = [
-            (there, choice, need.slice)
+            (there, needed_kind, need.slice)
             for need, there in looked_for
             if there is not None
-            for choice in need.kinds
+            for needed_kind in need.kinds
         ]
         return self[key]
 
@@ -264,15 +264,18 @@ _needs_on = lru_cache(maxsize=8)(Needs)  # the graphs of a program are made one 
 def needed_numbers(arrays: ActionArrays, placement: Placement) -> Iterator[Ints]:
     """Yield the numbers of the actions that actions need, as far as they exist: the first need of
     each action, then the second of each, and so on; -1 if there is none."""
-    needs, place = _needs_on(placement), {pair: at for at, pair in enumerate(arrays.stage_kinds)}
+    needs, place = (
+        _needs_on(placement),
+        {stage_kind: at for at, stage_kind in enumerate(arrays.stage_kinds)},
+    )
     is_cut = arrays.slices > 1
     wanted = [
         [
             (place[stage, kind], part or 0)
-            for stage, kind, part in needs[pair]
+            for stage, kind, part in needs[stage_kind]
             if (stage, kind) in place and (is_cut or part is None)
         ]
-        for pair in arrays.stage_kinds
+        for stage_kind in arrays.stage_kinds
     ]
     for turn in range(max(map(len, wanted), default=0)):
         row = [row[turn] if turn < len(row) else (-1, 0) for row in wanted]
@@ -346,8 +349,8 @@ def build_graph(
     need."""
     placement, arrays = schedule.placement, schedule.arrays
     waits, nodes = _Waits(len(arrays)), arrays.numbers
-    held_up_by = blocking_actions(arrays, device)
-    waits.add(nodes, held_up_by)
+    blockers = blocking_actions(arrays, device)
+    waits.add(nodes, blockers)
     if device is not Device.ONE_QUEUE:
         # On one queue the needs of an action have ended, because they come before it in its row.
         waits.add(nodes, _before_in_queue(arrays, placement))
@@ -360,7 +363,7 @@ def build_graph(
     partners = partners_of(arrays, placement)
     sends, receives = (nodes[flags[arrays.kind]] for flags in (IS_SEND, IS_RECEIVE))
     waits.add(receives, partners[receives])
-    waits.add(sends, held_up_by[partners[sends]])
+    waits.add(sends, blockers[partners[sends]])
     batches = _move_in_batches(schedule, partners, waits) if p2p is P2P.BATCHED else {}
     leaders = _move_together(arrays, waits)
     return Graph(
@@ -423,7 +426,7 @@ def _queue(action: Action, placement: Placement) -> Channel | Kind | Lane | None
 
 def partners_of(arrays: ActionArrays, placement: Placement) -> Ints:
     """Return `Graph.partners` of the actions in ``arrays``."""
-    place = {pair: at for at, pair in enumerate(arrays.stage_kinds)}
+    place = {stage_kind: at for at, stage_kind in enumerate(arrays.stage_kinds)}
     others = [-1] * len(place)
     for (stage, kind), at in place.items():
         if RULES[kind].is_message:

@@ -78,9 +78,9 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
             received.remove(used_now)
             held -= amount(Held.MESSAGE, stage) * tokens
         if recomputed and (stage, kind, microbatch) in recomputed:
-            gained = kept_for_again(stage, microbatch, amount)
+            gained = kept_for_recompute(stage, microbatch, amount)
         elif recomputed and kind in _RECOMPUTES:
-            gained -= kept_for_again(stage, microbatch, amount)
+            gained -= kept_for_recompute(stage, microbatch, amount)
         held += taken
         yield held + (gained * tokens if not lost else 0.0)
         held += (gained - lost) * tokens - given_back
@@ -115,7 +115,7 @@ def _changes(
     return changes
 
 
-def kept_for_again(stage: int, microbatch: int, amount: Amount) -> float:
+def kept_for_recompute(stage: int, microbatch: int, amount: Amount) -> float:
     """Return the amount stored, per microbatch, for an activation that is recomputed: the stage's
     input, and for a slice its keys and values, to which later slices attend in the meantime."""
     is_slice = isinstance(microbatch, Slice)
@@ -247,7 +247,7 @@ def peak(row: tuple[Action, ...], amount: Amount) -> float:
     return max(held_during(row, amount), default=0.0)
 
 
-def share_made_again(schedule: Schedule) -> float:
+def recomputed_share(schedule: Schedule) -> float:
     """Return the share of the forward passes that are recomputed."""
     kinds = [action.kind for row in schedule.rows for action in row]
     return sum(map(_RECOMPUTES.__contains__, kinds)) / sum(map(_MADE.__contains__, kinds))

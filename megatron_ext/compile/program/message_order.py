@@ -50,9 +50,9 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 
 _TICKS = 10**6  # of the longest pass
 
-# Least time of a hop, as a share of the longest pass. Messages that cost nothing in the plan do
-# take some time, and a pass that depends on one should not come before others without need.
-_LEAST_HOP = 1 / 32
+# Least seconds of a message, as a share of the longest pass. Messages that cost nothing in the plan
+# do take some time, and a pass that depends on one should not come before others without need.
+_LEAST_P2P_SHARE = 1 / 32
 
 _BY_NAME = np.argsort(np.argsort(KINDS))  # the position of each kind in the order of names
 
@@ -79,7 +79,7 @@ def _in_sequence(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
     """Return the keys that sort nodes into the sequence. The two ends of a message share a key, and
     so do all calls of a collective."""
     arrays = schedule.arrays
-    starts, ends = _times(graph, schedule, costs, _LEAST_HOP)
+    starts, ends = _times(graph, schedule, costs, _LEAST_P2P_SHARE)
     kind, nodes = arrays.kind, arrays.numbers
     is_collective, is_message = IS_COLLECTIVE[kind], IS_SEND[kind] | IS_RECEIVE[kind]
     send = np.where(IS_RECEIVE[kind], graph.partners, nodes)
@@ -97,7 +97,7 @@ def _in_sequence(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
 def _batched(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
     """Return the keys for messages that share one communicator."""
     arrays, paired = schedule.arrays, schedule.paired
-    _, ends = _times(graph, schedule, costs, least_hop=0.0)
+    _, ends = _times(graph, schedule, costs, least_share=0.0)
     kind = arrays.kind
     send = np.where(IS_RECEIVE[kind], graph.partners, arrays.numbers)
     by_name = np.lexsort((arrays.microbatch, _BY_NAME[kind], arrays.stage))
@@ -131,16 +131,16 @@ def _links(schedule: Schedule) -> Ints:
 
 
 def _times(
-    graph: Graph, schedule: Schedule, costs: Costs, least_hop: float
+    graph: Graph, schedule: Schedule, costs: Costs, least_share: float
 ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
     """Return the start and the end of each node, in ticks; the two passes of a pair end together.
-    ``least_hop`` is a share of the longest pass of a mean microbatch."""
+    ``least_share`` is a share of the longest pass of a mean microbatch."""
     arrays, paired = schedule.arrays, schedule.paired
     actions = chain.from_iterable(arrays.examples)
     longest = max(costs.alike.of(action) for action in actions if is_compute(action))
-    least = longest * least_hop
-    hops = tuple(max(hop, least) for hop in costs.links.hops)
-    costs = costs.with_links(hop=max(costs.links.hop, least), hops=hops)
+    least = longest * least_share
+    p2p_seconds = tuple(max(seconds, least) for seconds in costs.links.hops)
+    costs = costs.with_links(hop=max(costs.links.hop, least), hops=p2p_seconds)
     tick = longest / _TICKS or 1.0  # the passes of an evaluation may cost nothing
     ticks = arrays.of_each(
         lambda a: max(round(costs.of(a) / tick), int(is_compute(a))), bool(costs.at_places)

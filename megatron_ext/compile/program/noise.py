@@ -34,12 +34,12 @@ class Noise:
         passes: the standard deviation of a pass's factor, which is lognormal.
         ranks: the standard deviation of a second factor, which all passes of a rank share
             throughout a step.
-        seen: measured factors; if given, the factor of a pass is drawn from them instead.
+        measured: measured factors; if given, the factor of a pass is drawn from them instead.
     """
 
     passes: float = 0.0
     ranks: float = 0.0
-    seen: tuple[float, ...] = ()
+    measured: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def factors_of(arrays: ActionArrays, noise: Noise, samples: int) -> Iterator[Flo
         count = min(at_once, samples - first)
         factors = np.ones((count, len(arrays)))
         size = count, len(passes)
-        if noise.seen:
-            drawn = np.array(noise.seen)[of_passes.integers(len(noise.seen), size=size)]
+        if noise.measured:
+            drawn = np.array(noise.measured)[of_passes.integers(len(noise.measured), size=size)]
         else:
             drawn = lognormal(of_passes, noise.passes, size)
         rank_wide = lognormal(of_ranks, noise.ranks, (count, ranks))

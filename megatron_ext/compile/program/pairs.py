@@ -21,21 +21,23 @@ def what_is_wrong(schedule: Schedule) -> tuple[str, list[Action]] | None:
         action: after for row in schedule.rows for action, after in pairwise((*row, None)) if action
     }
     pairs = sorted(schedule.pairs)
-    seen: dict[Action, OverlappedPasses] = {}
-    for pair in pairs:
-        for action in pair:
-            if (other := seen.setdefault(action, pair)) != pair:
-                return f"{action} is in two pairs, {other} and {pair}", [*other, *pair]
-    for pair in pairs:
-        forward, backward = pair
+    overlapped_of: dict[Action, OverlappedPasses] = {}
+    for overlapped in pairs:
+        for action in overlapped:
+            if (other := overlapped_of.setdefault(action, overlapped)) != overlapped:
+                return f"{action} is in two pairs, {other} and {overlapped}", [*other, *overlapped]
+    for overlapped in pairs:
+        forward, backward = overlapped
         if backward.kind not in RULES[forward.kind].beside:
-            return f"{pair} is no pair: a pair is F with I or B", list(pair)
-        choices = [choice for _, some in needed(backward, schedule.placement) for choice in some]
+            return f"{overlapped} is no pair: a pair is F with I or B", list(overlapped)
+        choices = [action for _, some in needed(backward, schedule.placement) for action in some]
         if forward in choices:
-            return f"{pair} cannot run as one: {backward} needs {forward}", list(pair)
+            return f"{overlapped} cannot run as one: {backward} needs {forward}", list(overlapped)
         if followers.get(forward) != backward:
             after = followers.get(forward) or "nothing"
-            return f"{pair} cannot run as one: {after} comes right after {forward}", list(pair)
+            return f"{overlapped} cannot run as one: {after} comes right after {forward}", list(
+                overlapped
+            )
     return None
 
 
@@ -51,8 +53,8 @@ def seconds_in_pairs(schedule: Schedule, costs: Costs) -> Iterator[tuple[int, fl
     def shares(forward_stage: int, stage: int, kind: Kind) -> tuple[float, float]:
         forward, backward = Action(forward_stage, Kind.FORWARD, 0), Action(stage, kind, 0)
         both, alone = costs.of_pair(forward, backward), costs.of(forward)
-        apart = alone + costs.of(backward)
-        first = both * alone / apart if apart else 0.0
+        sequential = alone + costs.of(backward)
+        first = both * alone / sequential if sequential else 0.0
         return first, both - first
 
     arrays = schedule.arrays

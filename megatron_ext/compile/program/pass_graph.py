@@ -43,9 +43,12 @@ def pass_graph(schedule: Schedule, costs: Costs) -> PassGraph:
     is_second = np.zeros(len(arrays), dtype=bool)
     is_second[schedule.paired + 1] = True
     nodes = (np.cumsum(~is_second) - 1).astype(np.int32)
-    (own, previous), links = _within_ranks(schedule), _links(schedule, costs)
-    later, earlier = nodes[np.append(own, links.later)], nodes[np.append(previous, links.earlier)]
-    lags = np.append(np.zeros(len(own)), links.seconds)
+    (followers, previous), links = _within_ranks(schedule), _links(schedule, costs)
+    later, earlier = (
+        nodes[np.append(followers, links.later)],
+        nodes[np.append(previous, links.earlier)],
+    )
+    lags = np.append(np.zeros(len(followers)), links.seconds)
     waits = later != earlier  # the second of a pair does not wait for the first
     later, earlier, lags = later[waits], earlier[waits], lags[waits]
     before = NodeLists.of(later, earlier, int(nodes[-1]) + 1)
@@ -57,7 +60,7 @@ def with_messages(schedule: Schedule, costs: Costs) -> tuple[Precedence, list[fl
     another on each channel, and the seconds of each node. Savings of adjacent or overlapping passes
     do not count. Messages that take no time are no nodes."""
     arrays = schedule.arrays
-    (own, previous), links = _within_ranks(schedule), _links(schedule, costs)
+    (followers, previous), links = _within_ranks(schedule), _links(schedule, costs)
     at_once = links.seconds == 0
     channel = np.stack([links.send, arrays.rank[links.later], arrays.rank[links.earlier]])
     order = np.lexsort((links.earlier, *channel))
@@ -65,7 +68,7 @@ def with_messages(schedule: Schedule, costs: Costs) -> tuple[Precedence, list[fl
     follows = (np.diff(channel[:, order]) == 0).all(axis=0)
     messages = np.arange(len(arrays), len(arrays) + len(order), dtype=np.int32)
     waits = (
-        (own, previous),
+        (followers, previous),
         (links.later[at_once], links.earlier[at_once]),
         (messages, links.earlier[order]),
         (links.later[order], messages),
@@ -81,8 +84,8 @@ def _within_ranks(schedule: Schedule) -> tuple[Ints, Ints]:
     """Return passes with the previous pass on their rank, and passes with a pass that they need
     although it comes after them on their rank, which cannot run."""
     arrays = schedule.arrays
-    own = arrays.numbers[arrays.numbers > arrays.first]
-    waits = [(own, own - np.int32(1))]
+    followers = arrays.numbers[arrays.numbers > arrays.first]
+    waits = [(followers, followers - np.int32(1))]
     for earlier in needed_numbers(arrays, schedule.placement):
         is_late = earlier > arrays.numbers
         waits.append((arrays.numbers[is_late], earlier[is_late]))
@@ -101,15 +104,18 @@ class _Links(NamedTuple):
 
 
 def _links(schedule: Schedule, costs: Costs) -> _Links:
-    arrays, place = schedule.arrays, {pair: n for n, pair in enumerate(schedule.arrays.stage_kinds)}
+    arrays, place = (
+        schedule.arrays,
+        {stage_kind: n for n, stage_kind in enumerate(schedule.arrays.stage_kinds)},
+    )
     parts = slices_of(0, arrays.slice_ends)
     wanted = [
         [
             (place[maker.stage, maker.kind], send)
-            for maker, send in senders(Action(*pair, 0), schedule.placement)
+            for maker, send in senders(Action(*stage_kind, 0), schedule.placement)
             if (maker.stage, maker.kind) in place
         ]
-        for pair in arrays.stage_kinds
+        for stage_kind in arrays.stage_kinds
     ]
     found = []
     for turn in range(max(map(len, wanted))):
@@ -123,8 +129,10 @@ def _links(schedule: Schedule, costs: Costs) -> _Links:
                 seconds[n] = [costs.of(send._replace(microbatch=part)) for part in parts]
         earlier = arrays.of_stage_kinds(pairs)
         later = arrays.numbers[earlier >= 0]
-        pair = arrays.stage_kind[later]
-        found.append((later, earlier[later], kinds[pair], seconds[pair, arrays.slice[later]]))
+        stage_kind = arrays.stage_kind[later]
+        found.append(
+            (later, earlier[later], kinds[stage_kind], seconds[stage_kind, arrays.slice[later]])
+        )
     if not found:
         found = [(arrays.numbers[:0],) * 3 + (np.zeros(0),)]
     return _Links(*(np.concatenate(part) for part in zip(*found, strict=True)))

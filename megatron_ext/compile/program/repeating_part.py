@@ -80,7 +80,7 @@ class _Cuts:
         starts, ends = times(self._graph, schedule, program.problem.costs)
         self._starts, self._ends = np.array(starts), np.array(ends)
         self._rounding = SAME * float(self._ends.max())
-        place = {pair: number for number, pair in enumerate(self._arrays.stage_kinds)}
+        place = {stage_kind: number for number, stage_kind in enumerate(self._arrays.stage_kinds)}
         self._first_forwards = [
             place[min(row), Kind.FORWARD] for row in self._problem.placement.stages_of
         ]

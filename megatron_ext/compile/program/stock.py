@@ -69,7 +69,7 @@ def stock_pass_graph(schedule: Schedule, costs: Costs, executor: StockExecutor) 
     is_second = np.zeros(len(arrays), dtype=bool)
     is_second[made.paired + 1] = True
     nodes = (np.cumsum(~is_second) - 1).astype(np.int32)
-    hops = np.array(
+    p2p_seconds = np.array(
         [
             costs.of(action) if RULES[action.kind].lane is Lane.SEND else 0.0
             for row in arrays.examples
@@ -79,7 +79,7 @@ def stock_pass_graph(schedule: Schedule, costs: Costs, executor: StockExecutor) 
     later, earlier = nodes[graph.before.owners], nodes[graph.before.nodes]
     waits = later != earlier  # the second of a pair does not wait for the first
     before = NodeLists.of(later[waits], earlier[waits], int(nodes[-1]) + 1)
-    lags = hops[graph.before.nodes][waits]
+    lags = p2p_seconds[graph.before.nodes][waits]
     order = np.argsort(later[waits], kind="stable")
     return PassGraph(before=before, nodes=nodes[IS_PASS[arrays.kind]], lags=lags[order])
 
@@ -198,15 +198,15 @@ class _Passes:
     def _next(
         self,
         number: int,
-        own: Sequence[Action],
+        passes: Sequence[Action],
         around: Sequence[Action],
         *,
         is_leading: bool,
     ) -> Action | None:
-        if number == len(own) - 1:
+        if number == len(passes) - 1:
             return None
         if not is_leading:
-            return self.received(own[number + 1])
+            return self.received(passes[number + 1])
         made = number - (self.placement.ranks - 1)
         sent = None if made < 0 else self.sent(around[made])
         return None if sent is None else partner_of(sent, self.placement)
@@ -312,16 +312,16 @@ def _steady(program: _Program, passes: _Passes) -> Action | None:
         ahead = passes.warmup + number
         forward, backward = passes.forwards[ahead], passes.backwards[number]
         output, gradient = passes.sent(forward), passes.sent(backward)
-        is_pair = OverlappedPasses(forward, backward) in passes.pairs
+        is_overlapped = OverlappedPasses(forward, backward) in passes.pairs
         program.wait(passes.received(forward))
-        if is_pair:
+        if is_overlapped:
             program.wait(passes.received(backward))
             program.run(forward, backward)
         else:
             program.run(forward)
         program.post(output, passes.next_input(ahead))
         program.wait(output)
-        if not is_pair:
+        if not is_overlapped:
             program.wait(passes.received(backward))
             program.run(backward)
         program.post(gradient, passes.next_gradient(number))

@@ -84,9 +84,9 @@ class UnequalSteps:
             rows: numbers of the microbatches of each replica, in order: a row per replica.
         """
         factors = np.ones((len(rows), len(self._microbatch)))
-        for kind, own in costs.items():
+        for kind, of_kind in costs.items():
             passes = self._of_kind[kind]
-            factors[:, passes] = own[rows[:, self._microbatch[passes]]]
+            factors[:, passes] = of_kind[rows[:, self._microbatch[passes]]]
         return factors.reshape(-1, self._expert_replicas, factors.shape[1]).max(axis=1)
 
     def slowest(self, factors: Floats) -> float:
@@ -105,7 +105,9 @@ def median_makespan(program: Program, steps: Sequence[Mapping[Kind, Floats]]) ->
     under, makespans = UnequalSteps(program), []
     for costs in steps:
         rows = np.arange(next(iter(costs.values())).size).reshape(-1, program.problem.microbatches)
-        makespans.append(under.makespan({kind: own.ravel() for kind, own in costs.items()}, rows))
+        makespans.append(
+            under.makespan({kind: of_kind.ravel() for kind, of_kind in costs.items()}, rows)
+        )
     return float(np.median(makespans))
 
 
@@ -143,19 +145,21 @@ def with_unequal_microbatches(
         expert_replicas: as in `UnequalSteps`.
     """
     steps = UnequalSteps(program, expert_replicas)
-    ways = [
+    alternatives = [
         (steps, MicrobatchOrder.ARRIVAL, False),
         (steps, MicrobatchOrder.SMALL_ENDS, False),
         (steps, MicrobatchOrder.SMALL_ENDS, True),
     ]
     if for_profile is not None:
-        ways.append((UnequalSteps(for_profile, expert_replicas), MicrobatchOrder.SMALL_ENDS, True))
+        alternatives.append(
+            (UnequalSteps(for_profile, expert_replicas), MicrobatchOrder.SMALL_ENDS, True)
+        )
     forward = costs[Kind.FORWARD]
-    makespans = np.empty((len(forward), len(ways)))
+    makespans = np.empty((len(forward), len(alternatives)))
     with task("simulating unequal microbatches", len(forward), equal_steps=True) as simulated:
         for number, row in enumerate(forward):
-            of_passes = {kind: own[number] for kind, own in costs.items()}
-            for column, (under, order, deal) in enumerate(ways):
+            of_passes = {kind: of_kind[number] for kind, of_kind in costs.items()}
+            for column, (under, order, deal) in enumerate(alternatives):
                 rows = arranged(row, replicas, order, deal=deal)
                 makespans[number, column] = under.makespan(of_passes, rows)
             simulated.done += 1

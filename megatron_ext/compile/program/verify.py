@@ -216,7 +216,7 @@ def _check_acyclic(schedule: Schedule, p2p: P2P) -> Ints | None:
 
 def _named(cycle: Sequence[Action], schedule: Schedule) -> list[str]:
     """Return the text of each of ``cycle``; the two passes of a pair have the pair's."""
-    pairs = {action: pair for pair in schedule.pairs for action in pair}
+    pairs = {action: overlapped for overlapped in schedule.pairs for action in overlapped}
     names = [name for name, _ in groupby(str(pairs.get(action, action)) for action in cycle)]
     return names[:-1] if len(names) > 1 and names[0] == names[-1] else names
 
@@ -279,8 +279,8 @@ def _reject_microbatch(
 ) -> NoReturn:
     """Reject ``action``, and name the missing microbatch, if there is one, that it seems to stand
     for."""
-    own = [action._replace(microbatch=k) for k in problem.forwards]
-    missing = [other for other in own if other not in row][:1]
+    expected = [action._replace(microbatch=k) for k in problem.forwards]
+    missing = [other for other in expected if other not in row][:1]
     but = f"; {missing[0]} is missing" if missing else ""
     _reject(
         schedule,
@@ -447,8 +447,12 @@ def _check_data_order(schedule: Schedule, problem: Problem, lanes: set[Lane]) ->
 
 def _check_pairs(schedule: Schedule, problem: Problem) -> None:
     if schedule.pairs and not problem.extras.pairs:
-        pair = min(schedule.pairs)
-        _reject(schedule, f"it has {pair}, and pairs of passes are not requested", list(pair))
+        overlapped = min(schedule.pairs)
+        _reject(
+            schedule,
+            f"it has {overlapped}, and pairs of passes are not requested",
+            list(overlapped),
+        )
     wrong = what_is_wrong(schedule)
     if wrong is not None:
         _reject(schedule, *wrong)
@@ -467,13 +471,13 @@ def _check_channels(schedule: Schedule, p2p: P2P) -> None:
             if rule.is_message:
                 lane = sent if rule.lane is Lane.SEND else received
                 lane[channel_of(action, schedule.placement)[:ends]].append(action)
-    for way, sends in sent.items():
-        for send, receive in zip(sends, received[way], strict=True):
+    for channel, sends in sent.items():
+        for send, receive in zip(sends, received[channel], strict=True):
             partner = partner_of(send, schedule.placement)
             if partner != receive:
                 _reject(
                     schedule,
-                    f"messages cross from rank {way[0]} to rank {way[1]}: "
+                    f"messages cross from rank {channel[0]} to rank {channel[1]}: "
                     f"{send} would meet {receive}, not {partner}",
                     [send, receive],
                 )
@@ -489,19 +493,19 @@ def _ends_meet(schedule: Schedule, ends: int) -> bool:
     """
     arrays, placement = schedule.arrays, schedule.placement
     numbers: dict[tuple[object, ...], int] = {}
-    ways = [
+    channel_numbers = [
         numbers.setdefault(channel_of(Action(stage, kind, 0), placement)[:ends], len(numbers))
         if RULES[kind].is_message
         else -1
         for stage, kind in arrays.stage_kinds
     ]
-    way_of = np.array(ways, dtype=np.int32)[arrays.stage_kind]
+    channel = np.array(channel_numbers, dtype=np.int32)[arrays.stage_kind]
 
-    def of_each_way(is_lane: Flags) -> Ints:
+    def by_channel(is_lane: Flags) -> Ints:
         nodes = arrays.numbers[is_lane[arrays.kind]]
-        return nodes[np.argsort(way_of[nodes], kind="stable")]
+        return nodes[np.argsort(channel[nodes], kind="stable")]
 
-    sends, receives = of_each_way(IS_SEND), of_each_way(IS_RECEIVE)
+    sends, receives = by_channel(IS_SEND), by_channel(IS_RECEIVE)
     return np.array_equal(partners_of(arrays, placement)[sends], receives)
 
 

@@ -59,13 +59,15 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has its messages, with a wait for each send, and for each input to
     a collective whose result the rank does not use."""
     graph, arrays = build_graph(schedule, problem.extras.p2p), schedule.arrays
-    ways = [_way(Action(stage, kind, 0), problem) for stage, kind in arrays.stage_kinds]
-    is_given = np.array([way is not None for way in ways], dtype=bool)[arrays.stage_kind]
+    channels = [_channel(Action(stage, kind, 0), problem) for stage, kind in arrays.stage_kinds]
+    is_given = np.array([channel is not None for channel in channels], dtype=bool)[
+        arrays.stage_kind
+    ]
     has_gone = _known_by_batches if problem.extras.p2p is P2P.BATCHED else _known_by_clocks
     given = arrays.numbers[is_given]
     known_at: list[int] = has_gone(schedule, graph, given).tolist()
     _in_order(
-        known_at, [(node, ways[arrays.stage_kind[node]], arrays.rank[node]) for node in given]
+        known_at, [(node, channels[arrays.stage_kind[node]], arrays.rank[node]) for node in given]
     )
     in_step = _in_step(graph, schedule) if problem.forward_only else []
     place = {node: place for place, node in enumerate(in_step)}
@@ -78,7 +80,7 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
         moves = graph.batches.get(sends[0], (sends[0],))
         return all(n in place and place[n] < place[node] for n in moves)
 
-    rows, pair = [], iter(arrays.stage_kind.tolist())
+    rows, stage_kinds = [], iter(arrays.stage_kind.tolist())
     second_of_two = set((schedule.paired + 1).tolist())
     node = -1
     for row in schedule.rows:
@@ -91,17 +93,17 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
                     while sends and can_be_waited_for(sends, node):
                         new_row.append(wait_of(graph.actions[sends.popleft()]))
             new_row.append(action)
-            way = ways[next(pair)]
-            if way is not None:
-                pending[way].append(node)
+            channel = channels[next(stage_kinds)]
+            if channel is not None:
+                pending[channel].append(node)
         new_row += [wait_of(graph.actions[send]) for sends in pending.values() for send in sends]
         rows.append(tuple(new_row))
     return replace(schedule, rows=tuple(rows))
 
 
-def _way(action: Action, problem: Problem) -> Channel | Kind | None:
-    """Return the channel of a send, or the kind of a collective whose result the rank does not use;
-    None for other actions."""
+def _channel(action: Action, problem: Problem) -> Channel | Kind | None:
+    """Return the channel of a send, or the kind of a collective whose result the rank does not use,
+    which has a channel of its own; None for other actions."""
     lane = RULES[action.kind].lane
     if lane is Lane.SEND:
         return channel_of(action, problem.placement)
@@ -114,13 +116,13 @@ def _way(action: Action, problem: Problem) -> Channel | Kind | None:
 
 def _in_order(known_at: list[int], given: Sequence[tuple[int, Channel | Kind | None, int]]) -> None:
     """Lower the entries of ``known_at``: a rank that knows of a send knows of those before it on
-    the same way, as messages of one way complete in order.
+    the same channel, as messages of one channel complete in order.
 
     Otherwise an output could be waited for after the gradient that follows from it has come.
     """
     latest: dict[tuple[Channel | Kind | None, int], int] = {}
-    for node, way, rank in reversed(given):
-        key = way, int(rank)
+    for node, channel, rank in reversed(given):
+        key = channel, int(rank)
         known_at[node] = latest[key] = min(known_at[node], latest.get(key, known_at[node]))
 
 

@@ -44,7 +44,7 @@ def drop_frozen_prefix(schedule: Schedule, problem: Problem) -> Schedule:
     return replace(
         schedule,
         rows=tuple(tuple(action for action in row if stays(action)) for row in schedule.rows),
-        pairs=frozenset(pair for pair in schedule.pairs if all(map(stays, pair))),
+        pairs=frozenset(overlapped for overlapped in schedule.pairs if all(map(stays, overlapped))),
     )
 
 

@@ -45,15 +45,15 @@ class _Policy(NamedTuple):
             pair saves.
         moves_w: whether W move to where their rank has time; otherwise they stay about where they
             were.
-        whole: whether a pair's backward pass is B.
+        full_backward: whether a pair's backward pass is B.
     """
 
     patience: float
     moves_w: bool
-    whole: bool
+    full_backward: bool
 
 
-def pair_up(schedule: Schedule, problem: Problem) -> Schedule:
+def overlap_passes(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has passes only, with pairs; unchanged if it has pairs already.
 
     Raises:
@@ -142,8 +142,8 @@ class _Rank:
         if not others or (first.kind is _F) is (others[0].kind is _F):
             return (first,)
         forward, backward = (first, others[0]) if first.kind is _F else (others[0], first)
-        is_own = (forward.stage, forward.microbatch) == (backward.stage, backward.microbatch)
-        return (first,) if is_own else (forward, backward)
+        is_dependent = (forward.stage, forward.microbatch) == (backward.stage, backward.microbatch)
+        return (first,) if is_dependent else (forward, backward)
 
 
 class _Playing:
@@ -226,7 +226,7 @@ class _Playing:
         if len(two) == 1 or start == math.inf:
             return start, alone
         forward, backward = two
-        backward = self.as_in_pair(rank, backward)
+        backward = self.as_overlapped(rank, backward)
         saved = self.saved(forward.stage, backward.stage, backward.kind)
         if not saved or not self.has_memory_for(rank, forward):
             return start, alone
@@ -238,8 +238,8 @@ class _Playing:
             return start, alone
         return both, (forward, backward)
 
-    def as_in_pair(self, rank: _Rank, backward: Action) -> Action:
-        if self.policy.whole and _as(_W, backward) in rank.due:
+    def as_overlapped(self, rank: _Rank, backward: Action) -> Action:
+        if self.policy.full_backward and _as(_W, backward) in rank.due:
             return _as(_B, backward)
         return backward
 
@@ -300,8 +300,8 @@ class _Playing:
             return number
         to = self.placement.rank_of[other]
         send = Kind.SEND_F if is_forward else Kind.SEND_B
-        hop = self.seconds(stage, send) if to != number else 0.0
-        self.there[Action(other, _F if is_forward else _I, k)] = end + hop
+        p2p_seconds = self.seconds(stage, send) if to != number else 0.0
+        self.there[Action(other, _F if is_forward else _I, k)] = end + p2p_seconds
         return to
 
     def has_memory_for(self, rank: _Rank, forward: Action) -> bool:

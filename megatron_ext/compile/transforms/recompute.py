@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ext.compile.program.memory import Amount, kept_for_again, limited_amount, peak
+from megatron_ext.compile.program.memory import Amount, kept_for_recompute, limited_amount, peak
 from megatron_ext.schedule.action import Action, Kind, Row, token_share
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.limit import fits
@@ -64,9 +64,9 @@ class _RankMemory:
         rule = RULES[kind]
         takes = sum(self.amount(held, stage) for held in rule.acquires)
         if rule.repeats is not None:
-            takes -= kept_for_again(stage, microbatch, self.amount)
+            takes -= kept_for_recompute(stage, microbatch, self.amount)
         elif kind is Kind.FORWARD and (stage, microbatch) in recomputed:
-            takes = kept_for_again(stage, microbatch, self.amount)
+            takes = kept_for_recompute(stage, microbatch, self.amount)
         gives, tokens = (
             sum(self.amount(held, stage) for held in rule.releases),
             token_share(microbatch),

@@ -83,9 +83,9 @@ def _in_ticks(costs: Costs) -> Costs:
         kind: tuple(max(1.0, round(figure / tick)) for figure in figures)
         for kind, figures in costs.seconds.items()
     }
-    hops = tuple(float(round(hop / tick)) for hop in costs.links.hops)
+    p2p_ticks = tuple(float(round(p2p / tick)) for p2p in costs.links.hops)
     return costs.with_passes(seconds=seconds).with_links(
-        hop=round(costs.links.hop / tick), hops=hops
+        hop=round(costs.links.hop / tick), hops=p2p_ticks
     )
 
 

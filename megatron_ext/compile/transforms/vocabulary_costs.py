@@ -34,8 +34,8 @@ def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel
         Kind.EMBEDDING_WEIGHT: table_gradient,
     }
     divided = {
-        kind: tuple(map(operator.mul, _divided(whole, placement), slowness))
-        for kind, whole in shards.items()
+        kind: tuple(map(operator.mul, _divided(seconds, placement), slowness))
+        for kind, seconds in shards.items()
     }
     held = layers.held_bytes
     if held is not None:
@@ -45,8 +45,8 @@ def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel
     )
 
 
-def _divided(whole: float, placement: Placement) -> tuple[float, ...]:
+def _divided(amount: float, placement: Placement) -> tuple[float, ...]:
     shards = {row[0] for row in placement.stages_of}
     return tuple(
-        whole / placement.ranks if stage in shards else 0.0 for stage in range(placement.stages)
+        amount / placement.ranks if stage in shards else 0.0 for stage in range(placement.stages)
     )

@@ -76,7 +76,7 @@ def whole_plan(parsed: ParsedLaunch, first: Plan) -> Plan:
         return make_plan(variants.variant, parsed.allowed_bytes, may_offload=True)
     own = (variants.own or "").partition(":")[0]
     stable = [
-        s for s in all_specs() if entry_of(s).mark is Maturity.STABLE or entry_of(s).name == own
+        s for s in all_specs() if entry_of(s).maturity is Maturity.STABLE or entry_of(s).name == own
     ]
     others = [spec for spec in all_specs() if spec not in stable]
     compare = partial(

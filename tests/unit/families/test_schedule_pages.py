@@ -159,7 +159,7 @@ def test_every_family_has_its_place_on_the_page() -> None:
 def test_the_marks_on_the_page_are_the_registrys() -> None:
     page = (DOCS / "schedules.md").read_text()
     marks = dict(re.findall(r"^\| \[`(.+?)`\]\(.*?\) \| (\w+) \|", page, re.MULTILINE))
-    assert marks == {name: entry.mark for name, entry in entries().items()}
+    assert marks == {name: entry.maturity for name, entry in entries().items()}
 
 
 @pytest.mark.parametrize("page", [DOCS.parent / "README.md", DOCS / "choosing-a-schedule.md"])
@@ -167,7 +167,7 @@ def test_what_a_newcomer_is_told_to_write_is_stable(page: Path) -> None:
     rows = page.read_text().partition("| memory | write |")[2].partition("\n\n")[0]
     names = re.findall(r"`(?:--pipeline-schedule )?([\w-]+)[ `]", rows)
     assert {"v-auto", "zb-h1"} <= set(names)
-    assert {entries()[name].mark for name in names} == {Maturity.STABLE}
+    assert {entries()[name].maturity for name in names} == {Maturity.STABLE}
 
 
 # Those of searches are for their own tests: they may improve.

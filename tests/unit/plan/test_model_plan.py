@@ -243,13 +243,15 @@ def test_stable_schedules_are_recommended_and_others_apart() -> None:
     """A schedule that hardly anybody has trained with was the choice where it was a little faster;
     it is taken only where no other fits."""
     made = plan()
-    shortest = min((c for c in made.candidates if c.mark is Maturity.EXPERIMENTAL), key=step_of)
-    others = [c for c in made.candidates if c.mark is Maturity.STABLE and c.step > shortest.step]
+    shortest = min((c for c in made.candidates if c.maturity is Maturity.EXPERIMENTAL), key=step_of)
+    others = [
+        c for c in made.candidates if c.maturity is Maturity.STABLE and c.step > shortest.step
+    ]
     mixed = Plan((shortest, *others), {})
     assert best_of(mixed) is others[0] and shortest not in mixed.front
     pool = [Alternative(one, one.step, Written) for one in mixed.candidates]
     taken = verdict_of(None, pool).taken
-    assert taken is not None and taken.candidate.mark is Maturity.STABLE
+    assert taken is not None and taken.candidate.maturity is Maturity.STABLE
     assert best_of(Plan((shortest,), {})) is shortest
 
 
@@ -340,11 +342,11 @@ def test_long_steps_are_compared_as_if_built_whole(monkeypatch: pytest.MonkeyPat
         is_long=True,
     )
     assert set(first.candidates) <= set(told.candidates), "what is known is not made again"
-    assert sum(not made.is_whole for made in told.candidates) >= 2
+    assert sum(not made.has_all_microbatches for made in told.candidates) >= 2
     judge = partial(with_whole_step, free=room)
     _, made = confirmed_verdict(told, None, alternatives(told), judge, room)
-    assert best_of(made).is_whole
-    monkeypatch.setattr(fitting, "simulate_step", partial(simulate_step, whole=True))
+    assert best_of(made).has_all_microbatches
+    monkeypatch.setattr(fitting, "simulate_step", partial(simulate_step, all_microbatches=True))
     every = make_plan(variant_of, room, may_offload=True, specs=LONG)
     assert best_of(made).schedule == best_of(every).schedule
     assert best_of(made).step == pytest.approx(best_of(every).step, rel=1e-9)
@@ -361,7 +363,7 @@ def long_plan(*specs: str) -> Plan:
         lambda spec, method: variant_of(spec, method) if method is VocabMethod.NAIVE else None,
         specs=specs,
     )
-    assert not any(made.is_whole for made in plan.candidates)
+    assert not any(made.has_all_microbatches for made in plan.candidates)
     return plan
 
 
@@ -380,7 +382,7 @@ def test_true_figures_correct_the_ranking(place: int, factor: float) -> None:
     expected = verdict_of(None, alternatives(true)).taken
     assert expected is not None and found.taken is not None
     assert found.taken.candidate.schedule == expected.candidate.schedule
-    assert found.taken.candidate.is_whole and found.taken.candidate in made.candidates
+    assert found.taken.candidate.has_all_microbatches and found.taken.candidate in made.candidates
     assert [one.schedule for one in made.candidates] == [one.schedule for one in true.candidates]
     steps = [one.step for one in true.candidates]
     assert [one.step for one in made.candidates] == pytest.approx(steps, rel=1e-9)

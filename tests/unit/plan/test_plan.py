@@ -63,7 +63,7 @@ def test_every_family_is_compared_or_says_why_not() -> None:
     assert compared | {name for name, _ in made.refusals} == set(all_specs())
     makespans = [candidate.report.makespan for candidate in made.candidates]
     assert makespans == sorted(makespans)
-    assert made.best is not None and made.best.mark is Maturity.STABLE
+    assert made.best is not None and made.best.maturity is Maturity.STABLE
 
 
 def test_the_front_falls_in_memory_as_it_rises_in_time() -> None:

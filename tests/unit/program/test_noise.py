@@ -123,11 +123,11 @@ def test_noise_of_a_trace(tmp_path: Path) -> None:
         measured = type(step)(step.schedule, events)
         file.add(beside(number, measured, simulated, 0.0))
     noise = parse_noise(str(tmp_path))
-    assert {round(factor, 6) for factor in noise.seen} == {0.8, 1.2}
-    assert np.mean(noise.seen) == pytest.approx(1)
+    assert {round(factor, 6) for factor in noise.measured} == {0.8, 1.2}
+    assert np.mean(noise.measured) == pytest.approx(1)
     figures = spread(here, noise, 500).makespan
     assert simulated.makespan * 0.8 <= figures.median <= figures.p90 <= simulated.makespan * 1.2
-    assert noise_of([]).seen == ()
+    assert noise_of([]).measured == ()
 
 
 @pytest.mark.parametrize(

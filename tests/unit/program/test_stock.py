@@ -119,7 +119,7 @@ def test_overlapped_passes_run_as_one_under_megatron_too() -> None:
 def test_a_long_step_follows_from_its_repeating_part(spec: str, executor: StockExecutor) -> None:
     of = replace(problem(spec, 4, 96, "f=10,i=12,w=8,comm=1"), stock=executor)
     found = simulate_step(choose(spec), of)
-    assert not found.is_whole
+    assert not found.has_all_microbatches
     assert found.report.makespan == pytest.approx(makespan(spec, of, executor), rel=1e-9)
 
 

@@ -77,14 +77,14 @@ def both(name: str, problem: Problem) -> tuple[Simulated, Simulated] | None:
     made: list[Simulated | str] = []
     for whole in (False, True):
         try:
-            made.append(simulate_step(choose(name), problem, whole=whole))
+            made.append(simulate_step(choose(name), problem, all_microbatches=whole))
         except ValueError as error:
             made.append(str(error))
     told, whole_step = made
     if isinstance(told, str) or isinstance(whole_step, str):
         assert told == whole_step
         return None
-    assert whole_step.is_whole
+    assert whole_step.has_all_microbatches
     return told, whole_step
 
 
@@ -109,7 +109,9 @@ def test_repeating_part_tells_the_long_step_exactly(name: str) -> None:
     pairs = [pair for pair in (both(name, problem) for problem in random_problems(name)) if pair]
     for told, whole in pairs:
         assert_same(told, whole)
-    assert any(not told.is_whole for told, _ in pairs), "nothing is told by a repeating part"
+    assert any(not told.has_all_microbatches for told, _ in pairs), (
+        "nothing is told by a repeating part"
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in BY_COSTS if name not in (*GROW, "zb-auto")])
@@ -119,14 +121,16 @@ def test_repeating_part_tells_nearly_what_families_do_that_place_w_by_costs(name
     pairs = [pair for pair in (both(name, problem) for problem in random_problems(name)) if pair]
     for told, whole in pairs:
         assert told.report.makespan == pytest.approx(whole.report.makespan, rel=NEARLY)
-    assert any(not told.is_whole for told, _ in pairs), "nothing is told by a repeating part"
+    assert any(not told.has_all_microbatches for told, _ in pairs), (
+        "nothing is told by a repeating part"
+    )
 
 
 @pytest.mark.parametrize("name", GROW)
 def test_step_is_built_whole_where_nothing_repeats_itself(name: str) -> None:
     for problem in random_problems(name, 1):
         pair = both(name, problem)
-        assert pair is None or pair[0].is_whole
+        assert pair is None or pair[0].has_all_microbatches
 
 
 def test_step_that_holds_more_with_each_microbatch_is_not_built_whole_in_vain() -> None:
@@ -146,7 +150,9 @@ def test_step_that_holds_more_with_each_microbatch_is_not_built_whole_in_vain() 
     with pytest.raises(HoldsMore, match=f"with {10 * ranks} of them .* more than it may"):
         simulate_step(choose("gpipe"), problem, build, most=held(8 * ranks))
     assert built == [5 * ranks, 10 * ranks]
-    assert simulate_step(choose("gpipe"), problem, build, most=held(25 * ranks)).is_whole
+    assert simulate_step(
+        choose("gpipe"), problem, build, most=held(25 * ranks)
+    ).has_all_microbatches
     same = replace(problem, placement=choose("1f1b").place(ranks))
     assert simulate_step(choose("1f1b"), same, most=held(0)).held_bytes is not None
 
@@ -166,13 +172,13 @@ def test_options_beside_the_order_give_the_same_figures(name: str, extras: dict[
     if pair is not None:
         assert_same(*pair)
     if "slices" in extras and name != "interleaved":
-        assert pair is not None and not pair[0].is_whole
+        assert pair is not None and not pair[0].has_all_microbatches
 
 
 def test_schedule_within_a_memory_limit_is_told_too() -> None:
     (problem,) = random_problems("v-half", 1)
     pair = both("v-half", replace(problem, memory_limit=MemoryLimit(microbatches=problem.ranks)))
-    assert pair is not None and not pair[0].is_whole
+    assert pair is not None and not pair[0].has_all_microbatches
     assert_same(*pair)
 
 
@@ -190,7 +196,7 @@ def test_slow_rank_needs_a_longer_step_to_show_its_period() -> None:
     short = build_program(choose("zb-h2"), replace(problem, microbatches=24))
     assert repeating_part(short, (1, 4)) is None
     pair = both("zb-h2", problem)
-    assert pair is not None and not pair[0].is_whole
+    assert pair is not None and not pair[0].has_all_microbatches
     assert_same(*pair)
 
 

@@ -39,7 +39,7 @@ def test_the_command_over_a_schedule_draws_it(
 
 def test_all_stable_schedules_are_in_it_those_that_are_open_first() -> None:
     names = draw_gallery.stable()
-    marks = {name: entry.mark for name, entry in entries().items()}
+    marks = {name: entry.maturity for name, entry in entries().items()}
     assert set(names) == {name for name, mark in marks.items() if mark is Maturity.STABLE}
     assert names[:4] == draw_gallery.FIRST and len(set(names)) == len(names)
 

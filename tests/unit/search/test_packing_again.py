@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.compile.build import build_program, complete
-from megatron_ext.compile.program.memory import share_made_again
+from megatron_ext.compile.program.memory import recomputed_share
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Kind
@@ -68,7 +68,7 @@ def test_a_search_chooses_what_is_made_again(limit: float) -> None:
         problem = alone.with_extras(recompute=recompute)
         program = complete(searched("v-auto", problem, little_effort()), problem)
         seconds.append(simulate(program, problem.costs).makespan)
-        again = share_made_again(program.schedule)
+        again = recomputed_share(program.schedule)
     assert seconds[1] <= seconds[0]
     if limit == 1.5:
         assert again > 0 and seconds[1] < 0.9 * seconds[0]
@@ -121,5 +121,5 @@ def test_what_was_found_is_made_longer_and_shorter(microbatches: int) -> None:
     made = extended(schedule, problem)
     program = complete(made, problem)  # within the limit
     assert bitwise_order(made)
-    before, after = map(share_made_again, (schedule, program.schedule))
+    before, after = map(recomputed_share, (schedule, program.schedule))
     assert before > 0 and after == pytest.approx(before, abs=0.2)

@@ -19,7 +19,7 @@ from megatron_ext.compile.program.memory import (
     in_microbatches,
     memory_curve,
     peaks,
-    share_made_again,
+    recomputed_share,
 )
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
@@ -144,7 +144,7 @@ def test_a_table_with_r() -> None:
     again = from_csv(to_csv(schedule), "file")
     assert again.rows == schedule.rows
     program = complete(again, problem_by_hand())
-    assert share_made_again(program.schedule) == 0.5
+    assert recomputed_share(program.schedule) == 0.5
     assert "50% of the activations are recomputed" in summarize(program)
 
 
@@ -301,9 +301,9 @@ def test_with_a_divided_vocabulary() -> None:
         extras=ScheduleOptions(recompute=FIT, vocab_parallel=VocabularyParallel.TWO),
     )
     program = build_program(choose("v-half"), problem)
-    assert share_made_again(program.schedule) > 0
+    assert recomputed_share(program.schedule) > 0
     evaluation = build_program(choose("v-half"), replace(problem, forward_only=True))
-    assert share_made_again(evaluation.schedule) == 0
+    assert recomputed_share(evaluation.schedule) == 0
 
 
 def test_in_bytes_messages_count() -> None:
