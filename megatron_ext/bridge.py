@@ -208,7 +208,7 @@ def _refuse(config: Any, model: Any, ours: PipelineConfig) -> None:
     given = getattr(model, _CHUNKS) if layout is None else stages_of_layout(layout) // ranks
     for choice in ours.choices:
         chunks = given or choice.place(ranks).chunks
-        refuse(_Settings(config, model, chunks), choice, ours.extras)
+        refuse(_Settings(config, model, chunks), choice, ours.options)
 
 
 def _refuse_arrangement(config: Any, model: Any, ours: PipelineConfig) -> None:

@@ -414,8 +414,9 @@ class PipelineConfig:
                 f"{flag('recompute')} {self.recompute} has nothing to fit into: add "
                 f"{flag('memory_limit')}, or write first:N"
             )
-        if (conflict := self.extras.conflict) is not None:
-            raise ValueError(conflict.text(*map(self._as_written, conflict.extras)))
+        if (conflict := self.options.conflict) is not None:
+            first, second = map(setting_of, conflict.options)
+            raise ValueError(conflict.text(self._as_written(first), self._as_written(second)))
         self._check_profile()
         self._check_race()
 
@@ -563,11 +564,11 @@ class PipelineConfig:
         return self.recompute != Recompute() or any(choice.recomputes for choice in self.choices)
 
     @property
-    def extras(self) -> ScheduleOptions:
+    def options(self) -> ScheduleOptions:
         """Options of the schedule that are settings of ours: all except overlapped passes, which
         Megatron's settings request."""
-        names = {extra.name for extra in fields(ScheduleOptions)} - {"pairs"}
-        given = {name: getattr(self, name) for name in names}
+        names = {option.name for option in fields(ScheduleOptions)} - {"pairs"}
+        given = {name: getattr(self, setting_of(name)) for name in names}
         return ScheduleOptions(**given | {"slices": Slices(self.slices, self.slice_lengths)})
 
     def problem(
@@ -588,8 +589,8 @@ class PipelineConfig:
         limit = None
         if self.memory_limit is not None:
             limit = parse_limit(self.memory_limit, placement.ranks, microbatches)
-        extras = replace(self.extras, pairs=pairs)
-        return Problem(placement, microbatches, costs, limit, forward_only, extras)
+        options = replace(self.options, pairs=pairs)
+        return Problem(placement, microbatches, costs, limit, forward_only, options)
 
 
 def _is_chosen_later(schedule: str | None) -> bool:
@@ -599,6 +600,11 @@ def _is_chosen_later(schedule: str | None) -> bool:
 def is_on_stock(setting: Field[Any]) -> bool:
     """Whether ``setting`` also acts on Megatron's own pipeline."""
     return bool(setting.metadata.get("on_stock"))
+
+
+def setting_of(option: str) -> str:
+    """Return the name of the setting that requests ``option`` of `ScheduleOptions`."""
+    return "post_validation" if option == "steps_overlap" else option
 
 
 def default_text(setting: Field[Any]) -> str | bool | None:

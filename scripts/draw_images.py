@@ -209,7 +209,7 @@ def share_of_work(
     gpt = Described(sum(layers), hidden=3072, heads=24, sequence=2048, vocabulary=vocabulary)
     choice = choose(spec)
     costs = estimate(gpt.model, stages_of(gpt.model, layers), gpt.execution(), GPU)
-    problem = Problem(choice.place(8), 128, costs, extras=ScheduleOptions(vocab_parallel=how))
+    problem = Problem(choice.place(8), 128, costs, options=ScheduleOptions(vocab_parallel=how))
     return 1 - report(choice, problem)[1].bubble_share_makespan
 
 

@@ -77,7 +77,7 @@ def _step(
     costs: str,
     ranks: int,
     microbatches: int,
-    extras: ScheduleOptions = _PLAIN,
+    options: ScheduleOptions = _PLAIN,
     limit: str = "",
 ) -> Step:
     """Return the step of ``spec`` at ``costs``, within a memory ``limit`` if one is given.
@@ -91,7 +91,7 @@ def _step(
         microbatches,
         parse_costs(costs, placement),
         parse_limit(limit, ranks, microbatches) if limit else None,
-        extras=extras,
+        options=options,
     )
     _, made = report(choice, run_by_stock(problem, spec, STOCK_EXECUTOR))
     return Step(made.makespan, made.peak)

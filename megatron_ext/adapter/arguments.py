@@ -136,7 +136,7 @@ def prove_without_search(choice: ResolvedSpec, problems: Sequence[Problem]) -> l
     for problem in problems if choice.at_once is not None else ():
         with contextlib.suppress(ValueError):
             program = place_output_layer(choice.without_search, problem)
-            if problem.extras.post_validation:
+            if problem.options.steps_overlap:
                 check_overlaps(program)
             proved.append(program)
     return proved
@@ -193,7 +193,7 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
             "or more, or drop --pipeline-schedule"
         )
     for contender in config.choices:
-        refuse(args, contender, config.extras)
+        refuse(args, contender, config.options)
     _refuse_multi_token_prediction(args, config)
     check_trace(args, config)
     _check_profile(args, config)

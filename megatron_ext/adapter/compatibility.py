@@ -18,12 +18,12 @@ from megatron_ext.schedule.problem import ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.words import counted
 
-_NO_EXTRAS = ScheduleOptions()
+_NO_OPTIONS = ScheduleOptions()
 
 
-def refuse(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions = _NO_EXTRAS) -> None:
+def refuse(settings: Any, choice: ResolvedSpec, options: ScheduleOptions = _NO_OPTIONS) -> None:
     """Raise ValueError for the first of ``settings`` that does not work with ``choice`` and
-    ``extras``.
+    ``options``.
 
     ``settings`` are Megatron's parsed arguments or a TransformerConfig.
     """
@@ -40,15 +40,15 @@ def refuse(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions = _NO_EX
         )
     with_megatrons_group(choice, settings)
     for group in REFUSALS:
-        _refuse_settings(settings, choice, extras, group)
-    _refuse_pairs(settings, choice, extras)
-    _refuse_divided_vocabulary(choice, placement, extras)
-    if extras.post_validation:
+        _refuse_settings(settings, choice, options, group)
+    _refuse_pairs(settings, choice, options)
+    _refuse_divided_vocabulary(choice, placement, options)
+    if options.steps_overlap:
         _refuse_barriers(settings, "--pipeline-post-validation")
 
 
-def _refuse_pairs(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> None:
-    if choice.has_pairs and not with_requested_pairs(extras, settings).pairs:
+def _refuse_pairs(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> None:
+    if choice.has_pairs and not with_requested_pairs(options, settings).pairs:
         raise ValueError(
             f"--pipeline-schedule {choice.spec} overlaps forward and backward passes: add {FLAG}, "
             "or write a schedule in which these passes run one after the other"
@@ -56,11 +56,11 @@ def _refuse_pairs(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) 
 
 
 def _refuse_divided_vocabulary(
-    choice: ResolvedSpec, placement: Placement, extras: ScheduleOptions
+    choice: ResolvedSpec, placement: Placement, options: ScheduleOptions
 ) -> None:
-    if extras.vocab_parallel is not VocabularyParallel.NONE and not is_line_or_v(placement):
+    if options.vocab_parallel is not VocabularyParallel.NONE and not is_line_or_v(placement):
         raise ValueError(
-            f"--pipeline-vocab-parallel {extras.vocab_parallel} does not go with "
+            f"--pipeline-vocab-parallel {options.vocab_parallel} does not go with "
             f"--pipeline-schedule {choice.spec}, whose stages are on ranks "
             f"{list(placement.rank_of)}: choose a schedule with one stage on each rank, in order, "
             f"or a V such as zb-v, v-half or v-auto"
@@ -77,9 +77,9 @@ def _refuse_barriers(settings: Any, ours: str) -> None:
 
 
 def _refuse_settings(
-    settings: Any, choice: ResolvedSpec, extras: ScheduleOptions, group: RefusalGroup
+    settings: Any, choice: ResolvedSpec, options: ScheduleOptions, group: RefusalGroup
 ) -> None:
-    requested = group.requested(settings, choice, extras)
+    requested = group.requested(settings, choice, options)
     if requested is None:
         return
     for refusal in group.refusals:

@@ -18,7 +18,7 @@ from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_requested_pair
 from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.adapter.transformer_engine.captured import IMPLEMENTATION, captures
 from megatron_ext.compile.registry import ResolvedSpec
-from megatron_ext.config import flag, flag_with_value
+from megatron_ext.config import flag, flag_with_value, setting_of
 from megatron_ext.runtime.messages.peers import are_rehearsed
 from megatron_ext.schedule.problem import Offload, Recompute, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
@@ -620,7 +620,7 @@ POST_VALIDATION_REFUSALS = (
 )
 
 
-_NO_EXTRAS = ScheduleOptions()
+_NO_OPTIONS = ScheduleOptions()
 
 # Returns the flags that request a feature, None if it is absent: of settings, choice and options.
 Requested = Callable[[Any, ResolvedSpec, ScheduleOptions], str | None]
@@ -635,84 +635,85 @@ class RefusalGroup:
         name: the part of docs/compatibility.md that lists them.
         refusals: the refused settings.
         requested: returns the flags that request the feature, with which errors begin.
-        settings, extras: an example of a request.
+        settings, options: an example of a request.
     """
 
     name: str
     refusals: tuple[RefusedSetting, ...]
     requested: Requested
     settings: Mapping[str, Any] = field(default_factory=dict)
-    extras: ScheduleOptions = _NO_EXTRAS
+    options: ScheduleOptions = _NO_OPTIONS
 
 
 def _by_option(name: str) -> Requested:
     """Return the request of a feature that is an option of the schedule among our settings."""
 
-    def requested(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> str | None:
-        value = getattr(extras, name)
-        return None if value == getattr(_NO_EXTRAS, name) else flag_with_value(name, value)
+    def requested(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> str | None:
+        value = getattr(options, name)
+        is_absent = value == getattr(_NO_OPTIONS, name)
+        return None if is_absent else flag_with_value(setting_of(name), value)
 
     return requested
 
 
-def _schedule(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> str:
+def _schedule(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> str:
     return f"{flag('schedule')} {choice.spec}"
 
 
-def _no_offload(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> str | None:
-    is_absent = extras.activation_offload is Offload.NONE
-    return _schedule(settings, choice, extras) if is_absent else None
+def _no_offload(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> str | None:
+    is_absent = options.activation_offload is Offload.NONE
+    return _schedule(settings, choice, options) if is_absent else None
 
 
-def _pairs(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> str | None:
-    return FLAG if with_requested_pairs(extras, settings).pairs else None
+def _pairs(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> str | None:
+    return FLAG if with_requested_pairs(options, settings).pairs else None
 
 
-def _graphs(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> str | None:
+def _graphs(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> str | None:
     return GRAPHS if captures(settings) else None
 
 
-def _slices(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> str | None:
-    count = extras.slices.count
+def _slices(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> str | None:
+    count = options.slices.count
     return flag_with_value("slices", count) if count > 1 else None
 
 
-def _recompute(settings: Any, choice: ResolvedSpec, extras: ScheduleOptions) -> str | None:
-    if extras.recompute == Recompute() and choice.recomputes:
+def _recompute(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> str | None:
+    if options.recompute == Recompute() and choice.recomputes:
         return f"{flag('schedule')} {choice.spec}, which recomputes,"
-    return _by_option("recompute")(settings, choice, extras)
+    return _by_option("recompute")(settings, choice, options)
 
 
 REFUSALS = (
     RefusalGroup("refusals", SCHEDULE_REFUSALS, _schedule),
-    RefusalGroup("pairs refusals", PAIRS_REFUSALS, _pairs, extras=ScheduleOptions(pairs=True)),
+    RefusalGroup("pairs refusals", PAIRS_REFUSALS, _pairs, options=ScheduleOptions(pairs=True)),
     RefusalGroup("graph refusals", GRAPH_REFUSALS, _graphs, {"cuda_graph_impl": IMPLEMENTATION}),
     RefusalGroup(
         "vocabulary refusals",
         VOCABULARY_REFUSALS,
         _by_option("vocab_parallel"),
-        extras=ScheduleOptions(vocab_parallel=VocabularyParallel.ONE),
+        options=ScheduleOptions(vocab_parallel=VocabularyParallel.ONE),
     ),
     RefusalGroup("refusals without offload", WITHOUT_OFFLOAD_REFUSALS, _no_offload),
     RefusalGroup(
         "offload refusals",
         OFFLOAD_REFUSALS,
         _by_option("activation_offload"),
-        extras=ScheduleOptions(activation_offload=Offload.FULL),
+        options=ScheduleOptions(activation_offload=Offload.FULL),
     ),
     RefusalGroup(
         "recompute refusals",
         RECOMPUTE_REFUSALS,
         _recompute,
-        extras=ScheduleOptions(recompute=Recompute(first=1)),
+        options=ScheduleOptions(recompute=Recompute(first=1)),
     ),
     RefusalGroup(
-        "slices refusals", SLICES_REFUSALS, _slices, extras=ScheduleOptions(slices=Slices(4))
+        "slices refusals", SLICES_REFUSALS, _slices, options=ScheduleOptions(slices=Slices(4))
     ),
     RefusalGroup(
         "post-validation refusals",
         POST_VALIDATION_REFUSALS,
-        _by_option("post_validation"),
-        extras=ScheduleOptions(post_validation=True),
+        _by_option("steps_overlap"),
+        options=ScheduleOptions(steps_overlap=True),
     ),
 )

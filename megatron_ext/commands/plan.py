@@ -215,8 +215,8 @@ def plan(
     source = _Source(context.args, config, megatron_args, bridge, world_size)
     try:
         pictures.check()
-        extras = ScheduleOptions(
-            post_validation=post_validation,
+        options = ScheduleOptions(
+            steps_overlap=post_validation,
             slices=Slices(slices, parse_lengths(slice_lengths, "--slice-lengths")),
             pairs=pairs,
         )
@@ -228,7 +228,7 @@ def plan(
             gpu,
             vision,
             vision_tokens,
-            extras,
+            options,
             seen,
         )
         if any_sizes:
@@ -372,13 +372,13 @@ class _Settings:
     gpu: str | None
     vision: str | None
     vision_tokens: int | None
-    extras: ScheduleOptions
+    options: ScheduleOptions
     seen: _Seen
 
     @property
     def words(self) -> tuple[str, ...]:
         """Flags of a launch."""
-        words = [flag("post_validation")] if self.extras.post_validation else []
+        words = [flag("post_validation")] if self.options.steps_overlap else []
         for name in ("costs", "memory_limit", "rank_speeds"):
             value = getattr(self, name)
             words += [] if value is None else [flag(name), value]
@@ -387,7 +387,7 @@ class _Settings:
     @property
     def in_parts(self) -> dict[str, object]:
         """Options, by their names, that split or pair passes."""
-        return {"--slices": self.extras.slices.count > 1, "--pairs": self.extras.pairs}
+        return {"--slices": self.options.slices.count > 1, "--pairs": self.options.pairs}
 
 
 @dataclass(frozen=True)
@@ -489,7 +489,7 @@ def _of_sizes(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan:
         microbatches,
         None if costs is None else partial(parse_costs, costs),
         limit=None if limit is None else parse_limit(limit, ranks, microbatches),
-        extras=settings.extras,
+        options=settings.options,
         layers=sizes.layers,
         speeds=product_of([of_ranks, settings.seen.speeds], ranks),
     )
@@ -509,7 +509,7 @@ def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings)
     Raises:
         ValueError: the model or the GPU is not understood, or does not fit the job.
     """
-    if training.extras.pairs and training.costs is None:
+    if training.options.pairs and training.costs is None:
         raise ValueError(
             "--pairs: a model of --model has no experts, whose messages pairs hide; add --costs "
             "with hidden=, give a launch command, or drop --pairs"

@@ -60,7 +60,7 @@ def _runs_of_plan(plan: Plan) -> tuple[Run, ...]:
 
 
 def _title(candidate: Candidate) -> str:
-    title = title_of(candidate.schedule, candidate.variant.problem.extras)
+    title = title_of(candidate.schedule, candidate.variant.problem.options)
     if candidate.method is VocabMethod.REDISTRIBUTED:
         title += ", layers moved away from the output layer"
     return title

@@ -233,18 +233,18 @@ def simulate(
         files.check()
         varying = None if noise is None else parse_noise(noise)
         differing = _differing(microbatch_costs, microbatches, deal)
-        extras = ScheduleOptions(
+        options = ScheduleOptions(
             p2p=p2p,
             vocab_parallel=vocab_parallel,
             activation_offload=offload,
             recompute=parse_recompute(recompute, "--recompute"),
-            post_validation=post_validation,
+            steps_overlap=post_validation,
             slices=Slices(slices, parse_lengths(slice_lengths, "--slice-lengths")),
             pairs=pairs,
         )
         with showing_progress():
             speeds = () if rank_speeds is None else parse_rank_speeds(rank_speeds).of_ranks(pp)
-            request = _Request(pp, microbatches, costs, memory_limit, extras, speeds)
+            request = _Request(pp, microbatches, costs, memory_limit, options, speeds)
             choice, problem, why = request.choice(_with_chunks(spec, vpp))
             program, made = report(choice, problem, Variant(choice, problem).build)
             with task("simulating a device that waits at passes"):
@@ -320,7 +320,7 @@ class _Request:
     microbatches: int
     costs: str
     limit: str | None
-    extras: ScheduleOptions
+    options: ScheduleOptions
     speeds: tuple[float, ...] = ()
 
     def choice(self, spec: str) -> tuple[ResolvedSpec, Problem, str]:
@@ -347,7 +347,7 @@ class _Request:
         if self.limit is not None:
             limit = parse_limit(self.limit, self.ranks, self.microbatches)
         costs = at_speeds(parse_costs(self.costs, placement), placement, self.speeds)
-        return Problem(placement, self.microbatches, costs, limit, extras=self.extras)
+        return Problem(placement, self.microbatches, costs, limit, options=self.options)
 
 
 def _with_chunks(spec: str, chunks: int | None) -> str:

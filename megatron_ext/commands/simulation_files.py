@@ -92,19 +92,19 @@ def _runs(
     choice: ResolvedSpec, reference: Program, program: Program, steps: int
 ) -> tuple[Run, ...]:
     """Return the runs of a page: ``program`` below ``reference``, if the two differ."""
-    run = simulated_run(title_of(choice.spec, program.problem.extras), program, steps)
+    run = simulated_run(title_of(choice.spec, program.problem.options), program, steps)
     if reference.digest == program.digest:
         return (run,)
-    title = title_of(reference.schedule.name, reference.problem.extras)
+    title = title_of(reference.schedule.name, reference.problem.options)
     return simulated_run(title, reference, steps), run
 
 
 def _reference_program(choice: ResolvedSpec, problem: Problem) -> Program:
     """Return the program that is drawn above the schedule's, for comparison."""
-    if problem.extras.post_validation:
-        return build_program(choice, problem.with_extras(post_validation=False))
-    if problem.extras.pairs:
-        return build_program(choice, problem.with_extras(pairs=False))
+    if problem.options.steps_overlap:
+        return build_program(choice, problem.with_options(steps_overlap=False))
+    if problem.options.pairs:
+        return build_program(choice, problem.with_options(pairs=False))
     return program_of_1f1b(problem)
 
 

@@ -60,7 +60,7 @@ def verify(
         cut = Slices(choice.slices or 1)
         costs = uniform(placement, 1, 1, 1)
         problem = Problem(
-            placement, of_step, costs, extras=ScheduleOptions(slices=cut, pairs=choice.has_pairs)
+            placement, of_step, costs, options=ScheduleOptions(slices=cut, pairs=choice.has_pairs)
         )
         with showing_progress():
             _, made = report(choice, problem)

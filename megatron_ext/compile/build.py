@@ -66,7 +66,7 @@ def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
         if _adds_recompute(resolved, problem) and not problem.forward_only:
             return _shortest_with_recompute(resolved, problem)
         with caching_proofs():
-            if problem.extras.activation_offload is not Offload.NONE and not problem.forward_only:
+            if problem.options.activation_offload is not Offload.NONE and not problem.forward_only:
                 return _first_with_offload(resolved, problem)
             return _proof(*_made(resolved, problem))
 
@@ -103,7 +103,7 @@ def _first_with_offload(resolved: ResolvedSpec, problem: Problem) -> Program:
         OverLimit: none of them fits.
         ValueError: the family has none.
     """
-    without = problem.with_extras(activation_offload=Offload.NONE)
+    without = problem.with_options(activation_offload=Offload.NONE)
     limits = _looser_limits(problem)
     makers: list[Callable[[], Schedule]] = [partial(_compute, resolved, problem, x) for x in limits]
     if problem.memory_limit is not None:
@@ -171,8 +171,8 @@ def _cached(passes: Schedule, problem: Problem) -> Program | None:
 
 def _limit_inserts(problem: Problem) -> bool:
     """Return whether the inserted actions depend on the memory limit."""
-    extras = problem.extras
-    return extras.activation_offload is not Offload.NONE or extras.recompute != Recompute()
+    options = problem.options
+    return options.activation_offload is not Offload.NONE or options.recompute != Recompute()
 
 
 def _check_slices(resolved: ResolvedSpec, problem: Problem) -> None:
@@ -301,19 +301,19 @@ def _with_own_costs(problem: Problem) -> Problem:
     costs = problem.costs
     if problem.first_trained_stage:
         costs = without_backward(costs, problem.first_trained_stage)
-    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
-        costs = share_vocabulary(costs, problem.placement, problem.extras.vocab_parallel)
+    if problem.options.vocab_parallel is not VocabularyParallel.NONE:
+        costs = share_vocabulary(costs, problem.placement, problem.options.vocab_parallel)
     return replace(problem, costs=costs)
 
 
 def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has compute actions only, with all inserted actions."""
     transforms: list[Transform] = [communicate, order_messages, await_sends]
-    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+    if problem.options.vocab_parallel is not VocabularyParallel.NONE:
         transforms.insert(0, divide_vocabulary)
     if problem.forward_only:
         transforms.insert(transforms.index(communicate), keep_forward)
-    elif problem.extras.recompute != Recompute():
+    elif problem.options.recompute != Recompute():
         transforms.insert(transforms.index(communicate), recompute)
     if not problem.forward_only:
         transforms += _for_training(problem)
@@ -324,9 +324,9 @@ def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
 
 def _for_training(problem: Problem) -> list[Transform]:
     transforms: list[Transform] = [drop_frozen_prefix] if problem.first_trained_stage else []
-    if problem.extras.activation_offload is not Offload.NONE:
+    if problem.options.activation_offload is not Offload.NONE:
         transforms.append(offload)
-    elif problem.extras.post_validation:
+    elif problem.options.steps_overlap:
         transforms.append(validate_afterwards)
     return transforms
 
@@ -334,12 +334,12 @@ def _for_training(problem: Problem) -> list[Transform]:
 def _places_recompute(resolved: ResolvedSpec, problem: Problem) -> bool:
     """Return whether the family itself chooses the activations to recompute."""
     is_uncut = problem.slices.count == 1  # a search of slices recomputes none
-    return resolved.traits.fits_recompute and problem.extras.recompute.fit and is_uncut
+    return resolved.traits.fits_recompute and problem.options.recompute.fit and is_uncut
 
 
 def _adds_recompute(resolved: ResolvedSpec, problem: Problem) -> bool:
     """Return whether recompute is added to the family's passes afterwards."""
-    is_requested = problem.extras.recompute != Recompute()
+    is_requested = problem.options.recompute != Recompute()
     return is_requested and not _places_recompute(resolved, problem)
 
 
@@ -350,8 +350,8 @@ def _limit_of_passes(resolved: ResolvedSpec, problem: Problem) -> MemoryLimit | 
     if problem.forward_only or _adds_recompute(resolved, problem):
         return None
     limit = problem.memory_limit
-    if limit is not None and problem.extras.vocab_parallel is not VocabularyParallel.NONE:
-        limit = without_reserved(limit, INTERVALS[problem.extras.vocab_parallel], problem)
+    if limit is not None and problem.options.vocab_parallel is not VocabularyParallel.NONE:
+        limit = without_reserved(limit, INTERVALS[problem.options.vocab_parallel], problem)
     return limit
 
 
@@ -391,21 +391,21 @@ def _compute(resolved: ResolvedSpec, problem: Problem, limit: MemoryLimit | None
     """Return the compute actions that the family makes within ``limit``."""
     alone = replace(_for_family(problem), memory_limit=limit)
     if _places_recompute(resolved, problem):
-        alone = alone.with_extras(recompute=problem.extras.recompute)
-    schedule = built_with_pairs(resolved, alone, alone.with_extras(pairs=problem.extras.pairs))
+        alone = alone.with_options(recompute=problem.options.recompute)
+    schedule = built_with_pairs(resolved, alone, alone.with_options(pairs=problem.options.pairs))
     _check_passes(schedule, problem)
     return schedule
 
 
 def _check_passes(schedule: Schedule, problem: Problem) -> None:
     alone = replace(_for_family(problem), forward_only=False)
-    check_compute(schedule, alone.with_extras(pairs=problem.extras.pairs))
+    check_compute(schedule, alone.with_options(pairs=problem.options.pairs))
 
 
 def _for_family(problem: Problem) -> Problem:
     """Return ``problem`` as a family sees it: without the options that transforms add, and with the
     stages that they remove."""
-    alone = problem.with_extras(
+    alone = problem.with_options(
         vocab_parallel=VocabularyParallel.NONE,
         activation_offload=Offload.NONE,
         recompute=Recompute(),

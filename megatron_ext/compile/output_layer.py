@@ -49,7 +49,7 @@ def better_of(now: Program, before: Program, resolved: ResolvedSpec, problem: Pr
         now: result of `place_output_layer` for ``resolved`` and ``problem``.
         before: a program of ``resolved`` for other costs.
     """
-    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+    if problem.options.vocab_parallel is not VocabularyParallel.NONE:
         return now  # the rows of ``before`` include the vocabulary's passes
     if problem.first_trained_stage:
         return now  # the rows of ``before`` lack passes
@@ -67,7 +67,7 @@ def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits
     """Return the program of ``build`` with the output layer's weight gradient in I or in W, as
     `place_output_layer` decides. ``splits`` says whether the schedule has W at all."""
     costs = problem.costs
-    shared = problem.extras.vocab_parallel is not VocabularyParallel.NONE
+    shared = problem.options.vocab_parallel is not VocabularyParallel.NONE
     if shared or not splits or costs.vocabulary is None:
         return build(problem)
     at_once = build(replace(problem, costs=with_input_gradient(costs)))
@@ -87,7 +87,7 @@ def output_layer_waits(program: Program) -> bool:
     costs."""
     problem = program.problem
     if (
-        problem.extras.vocab_parallel is not VocabularyParallel.NONE
+        problem.options.vocab_parallel is not VocabularyParallel.NONE
         or problem.costs.vocabulary is None
     ):
         return False
@@ -100,8 +100,8 @@ def costs_in(program: Program, costs: Costs) -> Costs:
     """Return ``costs`` as distributed over the passes of ``program``: with the output layer's
     weight gradient in I or in W, as the program places it."""
     problem = program.problem
-    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
-        return share_vocabulary(costs, problem.placement, problem.extras.vocab_parallel)
+    if problem.options.vocab_parallel is not VocabularyParallel.NONE:
+        return share_vocabulary(costs, problem.placement, problem.options.vocab_parallel)
     if output_layer_waits(program) or costs.vocabulary is None:
         return costs
     return with_input_gradient(costs)

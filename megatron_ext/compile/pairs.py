@@ -16,7 +16,7 @@ from megatron_ext.schedule.schedule import Schedule
 
 def check_pairs(resolved: ResolvedSpec, problem: Problem) -> None:
     """Raise ValueError if pairs are requested of a schedule that can have none."""
-    if problem.extras.pairs and problem.placement.chunks < 2:
+    if problem.options.pairs and problem.placement.chunks < 2:
         others = [name for name, entry in entries().items() if entry.traits.keeps_pairs]
         raise ValueError(
             f"schedule {resolved.spec} has one stage on each rank, and pairs of a forward and a "
@@ -27,7 +27,7 @@ def check_pairs(resolved: ResolvedSpec, problem: Problem) -> None:
 
 def with_pairs(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has passes only, with pairs if ``problem`` requests them."""
-    if not problem.extras.pairs or problem.forward_only:
+    if not problem.options.pairs or problem.forward_only:
         return replace(schedule, pairs=frozenset()) if schedule.pairs else schedule
     return overlap_passes(schedule, problem)
 

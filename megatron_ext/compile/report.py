@@ -87,7 +87,7 @@ def report(
     problem = program.problem
     with task(f"simulating {resolved.spec}"):
         timeline = simulate(program, problem.costs)
-        overlap = problem.extras.post_validation
+        overlap = problem.options.steps_overlap
         step = step_seconds(program, problem.costs) if overlap else timeline.makespan
     schedule = program.schedule
     return program, ScheduleReport(
@@ -97,10 +97,10 @@ def report(
         microbatches=problem.microbatches,
         slices=problem.slices.count,
         slice_lengths=str(problem.slices),
-        vocabulary=problem.extras.vocab_parallel,
-        offload=problem.extras.activation_offload,
-        recompute=str(problem.extras.recompute),
-        post_validation=problem.extras.post_validation,
+        vocabulary=problem.options.vocab_parallel,
+        offload=problem.options.activation_offload,
+        recompute=str(problem.options.recompute),
+        post_validation=problem.options.steps_overlap,
         makespan=timeline.makespan,
         span=timeline.span,
         step=step,

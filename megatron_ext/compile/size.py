@@ -21,8 +21,8 @@ def problem_size(problem: Problem) -> str:
     """Return the size of ``problem`` in words: ``8 ranks and 32 microbatches``. For a very large
     problem the text includes the time and memory to build its program."""
     text = _counts(problem)
-    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
-        text += f", vocabulary parallelism {problem.extras.vocab_parallel}"
+    if problem.options.vocab_parallel is not VocabularyParallel.NONE:
+        text += f", vocabulary parallelism {problem.options.vocab_parallel}"
     passes = 3 * _stage_microbatches(problem)  # F, I and W
     if passes < _WORTH_A_WORD:
         return text

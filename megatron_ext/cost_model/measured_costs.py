@@ -135,7 +135,7 @@ def measured_costs(
     costs = costs.with_copies_of(estimate)
     if estimate.vocabulary is None:
         return costs
-    if program.problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+    if program.problem.options.vocab_parallel is not VocabularyParallel.NONE:
         return costs.with_vocabulary(_of_shards(seconds, program, estimate.vocabulary))
     costs = replace(costs, vocabulary=_scaled(in_passes, costs))
     costs = _with_weight_gradient_apart(costs, in_passes, estimate)
@@ -244,7 +244,7 @@ def _of_shards(
     """Return the summed costs of all shards of the vocabulary."""
     whole = {kind: sum(figures) for kind, figures in seconds.items()}
     forward, input_gradient = whole[Kind.LOGITS], whole[Kind.LOGITS_INPUT]
-    if program.problem.extras.vocab_parallel is VocabularyParallel.TWO:  # both are in one pass
+    if program.problem.options.vocab_parallel is VocabularyParallel.TWO:  # both are in one pass
         both = forward + input_gradient
         forward = both * estimate.head[0] / (sum(estimate.head[:2]) or 1.0)
         input_gradient = both - forward

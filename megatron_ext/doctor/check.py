@@ -600,7 +600,7 @@ def _predict(
     )
     report.prediction = replace(prediction, ranks=ranks)
     _judge_memory(report, [rank.total_bytes for rank in ranks], free)
-    if problem.extras.activation_offload is not Offload.NONE and costs.held_bytes is not None:
+    if problem.options.activation_offload is not Offload.NONE and costs.held_bytes is not None:
         planned = [planned_bytes(row, costs) or 0.0 for row in program.schedule.rows]
         text = f"offload takes up to {bytes_text(max(planned))} per rank"
         report.add(Severity.RIGHT, "host memory", text, "add up the ranks of a node")

@@ -44,7 +44,7 @@ def check_communicators(
         shapes_vary: whether the shapes of tensors that stages send differ between microbatches.
     """
     subject = "communicators"
-    if program.problem.extras.p2p is P2P.BATCHED:
+    if program.problem.options.p2p is P2P.BATCHED:
         text = "none beyond Megatron's own: all messages go over the pipeline's"
         return Finding(Severity.RIGHT, subject, text)
     of_ranks = communicators(program)
@@ -79,7 +79,7 @@ def _batched(config: PipelineConfig, program: Program, shapes_vary: bool) -> str
         return ""
     try:
         config = replace(config, p2p=P2P.BATCHED)
-        problem = program.problem.with_extras(p2p=P2P.BATCHED)
+        problem = program.problem.with_options(p2p=P2P.BATCHED)
         batched = build_program(config.choice, problem)
     except ValueError:
         return ""

@@ -59,7 +59,7 @@ class Judgement:
     def candidate(self) -> Candidate:
         """Return the command as plans compare it."""
         step = simulated_in_full(self.choice, self.problem, lambda choice, problem: self.program)
-        method = VocabMethod.of(self.problem.extras.vocab_parallel)
+        method = VocabMethod.of(self.problem.options.vocab_parallel)
         return candidate_of(Variant(self.choice, self.problem, self.model), method, step)
 
 

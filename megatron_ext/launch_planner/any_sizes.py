@@ -163,8 +163,8 @@ def _check(request: LaunchRequest, parsed: ParsedLaunch) -> None:
             "--any-sizes: speeds and types of GPUs are those of the launch's pipeline ranks, and "
             "other sizes have other ranks: name one type of GPU with --gpu, and drop --rank-speeds"
         )
-    extras = config.extras
-    is_plain = extras.recompute == Recompute() and extras.activation_offload is Offload.NONE
+    options = config.options
+    is_plain = options.recompute == Recompute() and options.activation_offload is Offload.NONE
     is_whole = config.slices == 1 and not config.post_validation
     if not (is_plain and is_whole) or config.memory_limit is not None:
         raise ValueError(

@@ -122,13 +122,13 @@ class LaunchVariants:
 
     def _may_recompute(self, args: Any, config: PipelineConfig) -> bool:
         """Return whether a launch with these could add ``--pipeline-recompute fit``."""
-        extras = replace(config.extras, recompute=Recompute(fit=True))
+        options = replace(config.options, recompute=Recompute(fit=True))
         is_given = config.recompute != Recompute()
-        if not self.tries_recompute or is_given or extras.conflict is not None:
+        if not self.tries_recompute or is_given or options.conflict is not None:
             return False
         try:
             check_settings(args, config)  # also of the launch's own schedule, if that is Megatron's
-            refuse(args, config.choice, extras)
+            refuse(args, config.choice, options)
         except ValueError:
             return False
         return True

@@ -37,7 +37,7 @@ def take(searches: Sequence[str], problem_of: Callable[[ResolvedSpec], Problem])
     def variant(spec: str, method: VocabMethod) -> Variant | None:
         choice = choose(spec)
         problem = problem_of(choice)
-        is_asked_for = method.vocabulary is problem.extras.vocab_parallel
+        is_asked_for = method.vocabulary is problem.options.vocab_parallel
         if not is_asked_for or method is VocabMethod.REDISTRIBUTED:
             return None
         return Variant(choice, problem)

@@ -65,7 +65,7 @@ class Variant:
 
     def check_launch(self) -> None:
         """Raise ValueError if this schedule can be simulated, but no training can run it."""
-        is_divided = self.problem.extras.vocab_parallel is not VocabularyParallel.NONE
+        is_divided = self.problem.options.vocab_parallel is not VocabularyParallel.NONE
         if is_divided and not is_line_or_v(self.problem.placement):
             raise ValueError("its vocabulary cannot be divided: only that of a line or a V can")
 
@@ -151,7 +151,7 @@ class Candidate:
     @property
     def recompute(self) -> Recompute:
         """Recompute of activations in bubbles."""
-        return self.variant.problem.extras.recompute
+        return self.variant.problem.options.recompute
 
     @property
     def holds(self) -> float:

@@ -50,9 +50,9 @@ def consider(
         ValueError: the schedule cannot be built, or does not fit (`TooFull`).
     """
     with caching_proofs():
-        if not variant.problem.extras.pairs:
+        if not variant.problem.options.pairs:
             return _consider(variant, method, allowed_bytes, may_offload, at_most)
-        without_overlap = replace(variant, problem=variant.problem.with_extras(pairs=False))
+        without_overlap = replace(variant, problem=variant.problem.with_options(pairs=False))
         candidates: list[Candidate] = []
         with contextlib.suppress(ValueError):
             candidates.append(_as_requested(variant, method, allowed_bytes))
@@ -87,9 +87,9 @@ def _consider(
         refusal = error
     if limit is not None and (refusal or _is_slowed_by_memory(variant, candidates[0])):
         may_recompute = refusal is not None or variant.choice.traits.fits_recompute
-        for extras in _ways_to_fit(variant, may_offload, may_recompute):
+        for options in _ways_to_fit(variant, may_offload, may_recompute):
             with contextlib.suppress(ValueError):
-                fitting = replace(variant.problem, memory_limit=limit, extras=extras)
+                fitting = replace(variant.problem, memory_limit=limit, options=options)
                 candidate = _candidate(replace(variant, problem=fitting), method)
                 check_bytes(candidate, allowed_bytes)
                 candidates.append(candidate)
@@ -115,9 +115,9 @@ def _ways_to_fit(
     """Yield the options of offload or recompute with which ``variant`` may fit into its limit."""
     problem = variant.problem
     if may_offload and problem.costs.host is not None:
-        yield replace(problem.extras, activation_offload=Offload.FIT)
+        yield replace(problem.options, activation_offload=Offload.FIT)
     if may_recompute and variant.may_recompute:
-        yield replace(problem.extras, recompute=Recompute(fit=True))
+        yield replace(problem.options, recompute=Recompute(fit=True))
 
 
 def _as_requested(variant: Variant, method: VocabMethod, allowed_bytes: float | None) -> Candidate:

@@ -39,15 +39,15 @@ def is_close(made: Candidate) -> bool:
 def least_time(problem: Problem, splits_backward: bool) -> float:
     """Return a lower bound on the time of all schedules for ``problem``, in any order, with a split
     backward pass or without."""
-    if problem.extras.recompute != Recompute():  # which knows how to do with less memory
-        extras = replace(problem.extras, recompute=Recompute())
-        problem = replace(problem, memory_limit=None, extras=extras)
+    if problem.options.recompute != Recompute():  # which knows how to do with less memory
+        options = replace(problem.options, recompute=Recompute())
+        problem = replace(problem, memory_limit=None, options=options)
     costs = problem.costs
-    if problem.extras.vocab_parallel is VocabularyParallel.NONE:
+    if problem.options.vocab_parallel is VocabularyParallel.NONE:
         return lower_bound(problem, splits_backward)
-    shared = share_vocabulary(costs, problem.placement, problem.extras.vocab_parallel)
+    shared = share_vocabulary(costs, problem.placement, problem.options.vocab_parallel)
     work = [problem.microbatches * shared.least_on(row) for row in problem.placement.stages_of]
-    layers = replace(problem, costs=costs.without_vocabulary()).with_extras(
+    layers = replace(problem, costs=costs.without_vocabulary()).with_options(
         vocab_parallel=VocabularyParallel.NONE
     )
     return max(lower_bound(layers, splits_backward), *work)

@@ -103,7 +103,7 @@ def long_sequences(
     Args:
         allowed_bytes: bytes that a rank may take; None: as much as it takes.
     """
-    trained, requested = training.trained, training.extras.slices
+    trained, requested = training.trained, training.options.slices
     if trained is None or trained.execution.sequence < LONG:
         return None
     ways = alternatives_of_plan(plan, requested.count)
@@ -119,7 +119,7 @@ def long_sequences(
 
 
 def _with_slices(training: Training, slices: Slices) -> VariantOf:
-    return replace(training, extras=replace(training.extras, slices=slices)).variant
+    return replace(training, options=replace(training.options, slices=slices)).variant
 
 
 def _of_other_settings(

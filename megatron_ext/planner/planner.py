@@ -240,7 +240,7 @@ def _check_promising(
     problem = variant.problem
     if variant.choice.traits.searches and method is not best.method:
         raise ValueError(f"searched for only with the vocabulary as {best.schedule} has it")
-    if problem.extras.pairs:  # how much they gain is not bounded
+    if problem.options.pairs:  # how much they gain is not bounded
         return
     if variant.may_recompute:  # which makes a step longer, and any limit looser
         problem = replace(problem, memory_limit=None)

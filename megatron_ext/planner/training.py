@@ -33,7 +33,7 @@ from megatron_ext.schedule.problem import Problem, ScheduleOptions
 from megatron_ext.schedule.rank_speeds import RankSpeeds, at_speeds
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 
-_NO_EXTRAS = ScheduleOptions()
+_NO_OPTIONS = ScheduleOptions()
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Training:
         costs: the costs on a placement, as given; None: they are estimated from ``trained``.
         trained: the model; None: only costs are known.
         limit: of activations; None: no limit.
-        extras: the requested options. Only schedules that can overlap passes do so.
+        options: the requested options. Only schedules that can overlap passes do so.
         layers: of the model, if ``trained`` does not tell.
         speeds: of the ranks, relative to those of the costs; None: all are alike.
     """
@@ -72,7 +72,7 @@ class Training:
     costs: Callable[[Placement], Costs] | None = None
     trained: TrainedModel | None = None
     limit: MemoryLimit | None = None
-    extras: ScheduleOptions = _NO_EXTRAS
+    options: ScheduleOptions = _NO_OPTIONS
     layers: int | None = None
     speeds: RankSpeeds | None = None
 
@@ -105,16 +105,16 @@ class Training:
             ValueError: the layers cannot be split over its stages.
         """
         choice = choose(name)
-        if not goes_with(self.extras.slices, choice, method.vocabulary):
+        if not goes_with(self.options.slices, choice, method.vocabulary):
             return None
         placement = choice.place(self.ranks)
         costs = self._costs(placement, method)
         if costs is None:
             return None
         costs = at_speeds(costs, placement, self.rank_speeds)
-        pairs = self.extras.pairs and keeps_pairs(choice, method.vocabulary)
-        extras = replace(self.extras, vocab_parallel=method.vocabulary, pairs=pairs)
-        problem = Problem(placement, self.microbatches, costs, self.limit, extras=extras)
+        pairs = self.options.pairs and keeps_pairs(choice, method.vocabulary)
+        options = replace(self.options, vocab_parallel=method.vocabulary, pairs=pairs)
+        problem = Problem(placement, self.microbatches, costs, self.limit, options=options)
         problem = run_by_stock(problem, name, STOCK_EXECUTOR)
         trained = self.trained
         if trained is None:

@@ -139,8 +139,8 @@ def _layouts(training: Training, allowed_bytes: float | None) -> list[Alternativ
 
 
 def _work_of(training: Training) -> Work | None:
-    trained, extras = training.trained, training.extras
-    if extras.slices.count > 1 or extras.pairs:
+    trained, options = training.trained, training.options
+    if options.slices.count > 1 or options.pairs:
         return None
     if training.costs is not None:
         costs = training.costs(line(training.ranks))
@@ -164,7 +164,7 @@ def _work_of(training: Training) -> Work | None:
     return replace(
         work,
         limit=training.limit,
-        post_validation=extras.post_validation,
+        steps_overlap=options.steps_overlap,
         speeds=training.rank_speeds,
     )
 

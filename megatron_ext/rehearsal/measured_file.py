@@ -47,7 +47,7 @@ def write_costs(
     )
     layers = None
     if prepared.basis is not None:
-        vocabulary = program.problem.extras.vocab_parallel
+        vocabulary = program.problem.options.vocab_parallel
         is_divided = vocabulary is not VocabularyParallel.NONE
         layers = layer_costs(costs, prepared.basis, is_divided=is_divided)
     path.parent.mkdir(parents=True, exist_ok=True)

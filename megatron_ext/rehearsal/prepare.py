@@ -246,7 +246,7 @@ def _has_table(judged: Judgement, path: Path) -> bool:
 
 def _tables(judged: Judgement) -> Iterator[Schedule]:
     """Yield passes, some of which are those that a family has made for ``judged``."""
-    if judged.problem.extras.vocab_parallel is VocabularyParallel.NONE:
+    if judged.problem.options.vocab_parallel is VocabularyParallel.NONE:
         yield judged.program.schedule
         return
     # The program has them at other times, by the vocabulary's passes: the family makes them again.

@@ -540,7 +540,7 @@ _ROWS = (
         partner=Kind.SEND_P,
         where=Where.RANK,
         by_optimizer=True,
-        option="post_validation",
+        option="steps_overlap",
     ),
     Rule(
         Kind.STEP,
@@ -551,7 +551,7 @@ _ROWS = (
         by_optimizer=True,
         legend="optimizer step",
         mark="v",
-        option="post_validation",
+        option="steps_overlap",
     ),
     Rule(
         Kind.SEND_P,
@@ -562,7 +562,7 @@ _ROWS = (
         partner=Kind.RECV_P,
         where=Where.RANK,
         by_optimizer=True,
-        option="post_validation",
+        option="steps_overlap",
     ),
     Rule(
         Kind.RECV_V,
@@ -571,7 +571,7 @@ _ROWS = (
         neighbour=Neighbour.NEXT,
         partner=Kind.SEND_V,
         where=Where.RANK,
-        option="post_validation",
+        option="steps_overlap",
     ),
     Rule(
         Kind.SETTLE,
@@ -581,7 +581,7 @@ _ROWS = (
         where=Where.RANK,
         legend="verdict on the last step",
         mark="o",
-        option="post_validation",
+        option="steps_overlap",
     ),
     Rule(
         Kind.SEND_V,
@@ -591,7 +591,7 @@ _ROWS = (
         neighbour=Neighbour.PREVIOUS,
         partner=Kind.RECV_V,
         where=Where.RANK,
-        option="post_validation",
+        option="steps_overlap",
     ),
 )
 

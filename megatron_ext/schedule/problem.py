@@ -82,7 +82,8 @@ def parse_recompute(text: str, name: str = "recompute") -> Recompute:
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """Options of a schedule in addition to the order of its passes, named as the settings are.
+    """Options of a schedule in addition to the order of its passes, named as the settings are,
+    except for ``steps_overlap`` (`config.setting_of`).
 
     A field's ``phrase`` is the name of the option in errors, with {} for its value.
 
@@ -95,7 +96,7 @@ class ScheduleOptions:
         recompute: which activations are recomputed. (Families do not see it, unless they choose the
             activations themselves, as `Traits.fits_recompute` says: `transforms.recompute` adds the
             passes.)
-        post_validation: whether the optimizer steps before all ranks are done, and is rolled back
+        steps_overlap: whether the optimizer steps before all ranks are done, and is rolled back
             if that was wrong. Steps overlap then, and cost about their span. (Families see it, as
             another schedule may then be the best; `transforms.post_validation` adds the messages.)
         slices: how microbatches are cut along their sequence. (Families see it.)
@@ -109,7 +110,7 @@ class ScheduleOptions:
     )
     activation_offload: Offload = field(default=Offload.NONE, metadata={"phrase": "offload {}"})
     recompute: Recompute = field(default=Recompute(), metadata={"phrase": "recompute {}"})
-    post_validation: bool = field(default=False, metadata={"phrase": "post-validation"})
+    steps_overlap: bool = field(default=False, metadata={"phrase": "post-validation"})
     slices: Slices = field(default=UNCUT, metadata={"phrase": "division into {.count} slices"})
     pairs: bool = field(default=False, metadata={"phrase": "pairing of passes"})
 
@@ -117,28 +118,28 @@ class ScheduleOptions:
     def conflict(self) -> Conflict | None:
         """The first conflict between two requested options; None if there is none."""
         given = set(self.requested)
-        return next((pair for pair in CONFLICTS if given.issuperset(pair.extras)), None)
+        return next((one for one in CONFLICTS if given.issuperset(one.options)), None)
 
     @property
     def requested(self) -> list[str]:
         """Names of the options that are requested."""
-        return [extra.name for extra in fields(self) if self.requests(extra.name)]
+        return [option.name for option in fields(self) if self.requests(option.name)]
 
-    def requests(self, extra: str) -> bool:
-        """Return whether the option ``extra`` differs from its default."""
-        return bool(getattr(self, extra) != getattr(ScheduleOptions, extra))
+    def requests(self, option: str) -> bool:
+        """Return whether the ``option`` differs from its default."""
+        return bool(getattr(self, option) != getattr(ScheduleOptions, option))
 
-    def phrase(self, extra: str) -> str:
-        """Return the option ``extra`` with its value, as errors name it."""
-        return _PHRASES[extra].format(getattr(self, extra))
+    def phrase(self, option: str) -> str:
+        """Return ``option`` with its value, as errors name it."""
+        return _PHRASES[option].format(getattr(self, option))
 
     @staticmethod
-    def name_of(extra: str) -> str:
-        """Return the option ``extra`` without its value, as errors name it."""
-        return _PHRASES[extra].removesuffix(" {}")
+    def name_of(option: str) -> str:
+        """Return ``option`` without its value, as errors name it."""
+        return _PHRASES[option].removesuffix(" {}")
 
 
-_PHRASES = {extra.name: extra.metadata["phrase"] for extra in fields(ScheduleOptions)}
+_PHRASES = {option.name: option.metadata["phrase"] for option in fields(ScheduleOptions)}
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Conflict:
     """Two options in `ScheduleOptions` that do not go together. ``why`` is the end of an error
     about them."""
 
-    extras: tuple[str, str]
+    options: tuple[str, str]
     why: str
 
     def text(self, first: str, second: str) -> str:
@@ -160,18 +161,18 @@ CONFLICTS = (
         ("activation_offload", "recompute"),
         "an activation is either copied to the host or recomputed",
     ),
-    Conflict(("post_validation", "p2p"), "a batch of messages could be under way at the verdict"),
+    Conflict(("steps_overlap", "p2p"), "a batch of messages could be under way at the verdict"),
     Conflict(
-        ("post_validation", "vocab_parallel"),
+        ("steps_overlap", "vocab_parallel"),
         "collectives of the vocabulary hold up all ranks before a verdict has come",
     ),
     Conflict(
-        ("post_validation", "activation_offload"),
+        ("steps_overlap", "activation_offload"),
         "a copy of an activation to the host cannot be undone",
     ),
     Conflict(("slices", "vocab_parallel"), "the vocabulary's passes take whole microbatches"),
     Conflict(
-        ("slices", "post_validation"),
+        ("slices", "steps_overlap"),
         "passes of a microbatch's first slices cannot be undone at the verdict",
     ),
     Conflict(
@@ -185,7 +186,7 @@ CONFLICTS = (
         ("pairs", "activation_offload"), "the two of a pair keep their activations on the device"
     ),
     Conflict(
-        ("pairs", "post_validation"),
+        ("pairs", "steps_overlap"),
         "a backward pass that overlaps a forward pass cannot be undone",
     ),
     Conflict(("pairs", "slices"), "a pair runs whole microbatches"),
@@ -203,7 +204,7 @@ class Problem:
         memory_limit: limit of each rank's memory; None is no limit.
         forward_only: whether the step is one of evaluation, where nothing is differentiated and
             nothing is held.
-        extras: the options in addition to the order of passes.
+        options: the options in addition to the order of passes.
         first_trained: the first stage with anything to train. Earlier stages have only forward
             passes, which hold nothing. (Families do not see it: `transforms.omitted_backward`
             removes the other passes.)
@@ -216,14 +217,14 @@ class Problem:
     costs: Costs
     memory_limit: MemoryLimit | None = None
     forward_only: bool = False
-    extras: ScheduleOptions = ScheduleOptions()
+    options: ScheduleOptions = ScheduleOptions()
     first_trained_stage: int = 0
     stock: StockExecutor | None = None
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise ValueError(f"the number of microbatches is {self.microbatches}; write 1 or more")
-        offload = self.extras.activation_offload
+        offload = self.options.activation_offload
         if offload is not Offload.NONE and self.costs.host is None:
             raise ValueError(
                 f"offload {offload}: the costs ({self.costs.origin}) do not say how long copies to "
@@ -235,19 +236,21 @@ class Problem:
                 f"{Offload.FULL} or {Offload.HALF}"
             )
         self._check_recompute()
-        if (conflict := self.extras.conflict) is not None:
-            raise ValueError(conflict.text(*map(self.extras.phrase, conflict.extras)))
-        if self.extras.post_validation:
+        if (conflict := self.options.conflict) is not None:
+            raise ValueError(conflict.text(*map(self.options.phrase, conflict.options)))
+        if self.options.steps_overlap:
             self._check_chain()
         assert self.costs.stages == self.placement.stages
         lengths = {self.microbatches, *map(len, self.costs.at_places.values())}
         assert len(lengths) == 1 and not (self.costs.at_places and self.slices.count > 1)
         assert 0 <= self.first_trained_stage <= self.placement.last
         # A partitioned embedding has gradients of the first stage.
-        assert not self.first_trained_stage or self.extras.vocab_parallel is VocabularyParallel.NONE
+        assert (
+            not self.first_trained_stage or self.options.vocab_parallel is VocabularyParallel.NONE
+        )
 
     def _check_recompute(self) -> None:
-        recompute, stages = self.extras.recompute, self.placement.stages
+        recompute, stages = self.options.recompute, self.placement.stages
         if recompute.fit and self.memory_limit is None:
             raise ValueError(
                 f"recompute {recompute} has no memory limit to fit into: give a memory limit, or "
@@ -276,15 +279,15 @@ class Problem:
     @property
     def executor(self) -> StockExecutor | None:
         """Megatron's own pipeline functions, if they run this problem (`stock`); None: our executor
-        does. Only ours has `extras` but for overlapped passes, and leaves backward passes out."""
-        is_plain = not {*self.extras.requested} - {"p2p", "pairs"}
+        does. Only ours has `options` but for overlapped passes, and leaves backward passes out."""
+        is_plain = not {*self.options.requested} - {"p2p", "pairs"}
         is_whole = not (self.forward_only or self.first_trained_stage)
         return self.stock if is_plain and is_whole else None
 
     @property
     def slices(self) -> Slices:
         """The slices of a microbatch (`ScheduleOptions.slices`)."""
-        return self.extras.slices
+        return self.options.slices
 
     @property
     def pieces(self) -> int:
@@ -346,6 +349,6 @@ class Problem:
             return lengths
         return lengths_of(self.slice_ends, tokens, multiple_of)
 
-    def with_extras(self, **changes: Any) -> Problem:
-        """Return this problem with some of its `extras` replaced."""
-        return replace(self, extras=replace(self.extras, **changes))
+    def with_options(self, **changes: Any) -> Problem:
+        """Return this problem with some of its `options` replaced."""
+        return replace(self, options=replace(self.options, **changes))

@@ -135,7 +135,7 @@ def bitwise_order(schedule: Schedule) -> bool:
 
 def in_microbatch_order(schedule: Schedule) -> bool:
     """Return whether the passes of each kind of each stage run in microbatch order. The results are
-    then to the last bit those of any other such schedule of the same placement and extras."""
+    then to the last bit those of any other such schedule of the same placement and options."""
     arrays = schedule.arrays
     _, work = arrays.work
     is_done = IS_PASS[arrays.kind][:, np.newaxis] & (work >= 0)

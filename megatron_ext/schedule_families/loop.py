@@ -111,7 +111,7 @@ def units(problem: Problem, *, u: int = 0) -> Schedule:
         _filled("units", problem, _units(problem, slices * min(number, m), _SPLIT), 2 * number)
         for number in tried
     ]
-    best = min(filled, key=lambda order: order.order(problem.extras.post_validation))
+    best = min(filled, key=lambda order: order.order(problem.options.steps_overlap))
     return Schedule("units", problem.placement, best.rows)
 
 
@@ -357,4 +357,4 @@ def _filled(name: str, problem: Problem, order: Rows, microbatches: float) -> Ti
                 )
     # In bytes, the chunks of which it holds most may be larger than the others.
     memory = replace(memory, allowed=tuple(map(max, memory.allowed, least)))
-    return fill_best(order, problem, memory, by_span=problem.extras.post_validation)
+    return fill_best(order, problem, memory, by_span=problem.options.steps_overlap)

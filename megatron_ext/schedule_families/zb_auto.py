@@ -81,7 +81,7 @@ def zb_auto(problem: Problem) -> Schedule:
     least_makespan = _best("zb-auto", problem, memory, others, by_span=False)
     if problem.slices.count > 1:
         return _packed(least_makespan, problem, memory)
-    if not problem.extras.post_validation:
+    if not problem.options.steps_overlap:
         return least_makespan
     least_span = _best("zb-auto", problem, memory, others, by_span=True)
     return min(least_span, least_makespan, key=lambda schedule: _step(schedule, problem))

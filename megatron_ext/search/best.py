@@ -78,7 +78,7 @@ def best_known(name: str, problem: Problem) -> Schedule:
     """
     problem = _limited(problem)
     _check_limit(name, problem)
-    if problem.extras.recompute.fit:
+    if problem.options.recompute.fit:
         candidates = _recompute_candidates(_known_with_recompute(problem), problem)
     else:
         shop, known = job_shop_of(problem), _known(problem)
@@ -147,7 +147,7 @@ def searched_briefly(name: str, problem: Problem) -> Schedule:
 
 def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
     shop, least = job_shop_of(problem), lower_bound(problem, splits_backward=True) * (1 + 1e-9)
-    if problem.extras.recompute.fit:
+    if problem.options.recompute.fit:
         return _searched_with_recompute(name, problem, how, shop, least)
     known = _known(problem)
     starts = _starts_of_each(known, shop)
@@ -171,7 +171,7 @@ def _searched_with_recompute(
     name: str, problem: Problem, how: Effort, shop: JobShop, least: float
 ) -> _Chosen:
     """Search as `_searched` does, with recompute allowed."""
-    without = _searched(name, problem.with_extras(recompute=Recompute()), how)
+    without = _searched(name, problem.with_options(recompute=Recompute()), how)
     if without.seconds <= least:
         return without
     passes = without.program.schedule.compute_rows
@@ -209,7 +209,7 @@ def _passes(name: str, program: Program) -> Schedule:
 
 def _known_with_recompute(problem: Problem) -> list[Rows]:
     """Return the schedules that need no search, with R if they exceed the limit without."""
-    alone = problem.with_extras(recompute=Recompute())
+    alone = problem.with_options(recompute=Recompute())
     rows = dict.fromkeys([*_known(alone), *_known(replace(alone, memory_limit=None))])
     schedules = (Schedule("", problem.placement, of_ranks) for of_ranks in rows)
     return list(dict.fromkeys(recompute(schedule, problem).rows for schedule in schedules))
@@ -305,7 +305,7 @@ def _best_of(name: str, candidates: Sequence[_Candidate], problem: Problem) -> _
 
 def _may_take_less(problem: Problem) -> bool:
     """Return whether a step may take less time than plans count without messages."""
-    return problem.extras.post_validation or any(problem.costs.passes.fused_backward_saving)
+    return problem.options.steps_overlap or any(problem.costs.passes.fused_backward_saving)
 
 
 def _is_within_limit(schedule: Schedule, problem: Problem) -> bool:

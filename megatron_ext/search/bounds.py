@@ -72,10 +72,10 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
             left = _most_work(weight_gradient, Held.WEIGHT_INPUTS, rank, problem, memory)
         work = m * sum(forward[s] + input_gradient[s] + weight_gradient[s] - saving[s] for s in row)
         idle_before = max(arrival, way_out + way_back - ahead)
-        if problem.extras.post_validation:
+        if problem.options.steps_overlap:
             idle_before, return_trip = max(0.0, way_out + way_back - ahead - arrival), 0.0
         bound = max(bound, idle_before + work + max(0.0, return_trip - left))
-        first_pass = 0.0 if problem.extras.post_validation else arrival
+        first_pass = 0.0 if problem.options.steps_overlap else arrival
         bound = max(
             bound, first_pass + _least_held(rank, backward, problem, memory, splits_backward)
         )
@@ -88,7 +88,7 @@ def _of_differing(problem: Problem) -> float:
     for stage in range(placement.stages):
         if placement.is_remote(stage, Neighbour.PREVIOUS):
             arrival += costs.of(Action(stage - 1, Kind.SEND_F, part))
-        arrivals.append(0.0 if problem.extras.post_validation else arrival)
+        arrivals.append(0.0 if problem.options.steps_overlap else arrival)
         arrival += costs.of(Action(stage, Kind.FORWARD, part))
     works = [problem.microbatches * costs.least_on(stages) for stages in placement.stages_of]
     return max(
@@ -98,7 +98,7 @@ def _of_differing(problem: Problem) -> float:
 
 def _memory(problem: Problem) -> Memory:
     """Return the memory limits of the ranks; none with offload or recompute, which free memory."""
-    stays = problem.with_extras(activation_offload=Offload.NONE, recompute=Recompute())
+    stays = problem.with_options(activation_offload=Offload.NONE, recompute=Recompute())
     return memory_of(problem if stays == problem else replace(stays, memory_limit=None))
 
 

@@ -61,16 +61,16 @@ def certify(program: Program, seconds: float) -> Certificate:
             OR-tools is needed and not installed.
     """
     problem = program.problem
-    extras = problem.extras
-    if extras.vocab_parallel is not VocabularyParallel.NONE:
+    options = problem.options
+    if options.vocab_parallel is not VocabularyParallel.NONE:
         raise ValueError(
-            f"--certify knows no bound with vocabulary parallelism {extras.vocab_parallel}: drop "
+            f"--certify knows no bound with vocabulary parallelism {options.vocab_parallel}: drop "
             "--certify or --vocab-parallel"
         )
-    if extras.activation_offload is not Offload.NONE:
+    if options.activation_offload is not Offload.NONE:
         raise ValueError(
-            f"--certify knows no bound with offload {extras.activation_offload}: drop --certify or "
-            f"--offload"
+            f"--certify knows no bound with offload {options.activation_offload}: drop --certify "
+            "or --offload"
         )
     if problem.slices.count > 1:
         raise ValueError("--certify knows no bound with slices: drop --certify or --slices")

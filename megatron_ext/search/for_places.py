@@ -91,4 +91,4 @@ def problem_for_places(program: Program, at_places: PlaceCosts) -> Problem | Non
 
 def _is_plain(problem: Problem) -> bool:
     """Whether there are no options in addition to the order of passes."""
-    return replace(problem.extras, p2p=ScheduleOptions.p2p) == ScheduleOptions()
+    return replace(problem.options, p2p=ScheduleOptions.p2p) == ScheduleOptions()

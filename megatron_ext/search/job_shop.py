@@ -590,7 +590,7 @@ def _tails(problem: Problem, tick: float) -> tuple[int, ...]:
     The largest end plus tail is then a constant plus the span.
     """
     placement, costs = problem.placement, problem.costs
-    if not problem.extras.post_validation:
+    if not problem.options.steps_overlap:
         return (0,) * placement.ranks
     begins = [0.0]
     for stage, forward in enumerate(costs.seconds[Kind.FORWARD][:-1]):

@@ -73,7 +73,7 @@ def summarize(program: Program) -> str:
     held = ""
     if costs.held_bytes is not None:
         held = f" ({bytes_text(max(peaks(program.schedule, in_bytes(costs))))})"
-    offloads = problem.extras.activation_offload is not Offload.NONE
+    offloads = problem.options.activation_offload is not Offload.NONE
     outlined = outline_costs(costs, program.schedule.placement, with_copies=offloads)
     return (
         f"{program.schedule.name} on {counted(problem.ranks, 'rank')}, "
@@ -96,7 +96,7 @@ def _of_slices(problem: Problem) -> str:
 
 
 def _what_overlaps(program: Program) -> str:
-    return f"; {what_overlapping_gains(program)}" if program.problem.extras.post_validation else ""
+    return f"; {what_overlapping_gains(program)}" if program.problem.options.steps_overlap else ""
 
 
 def _frozen_part(problem: Problem) -> str:
@@ -122,7 +122,7 @@ def _recomputed_part(program: Program) -> str:
 
 def _offloaded_part(program: Program) -> str:
     """Return words on the share of activations that is offloaded; "" without offload."""
-    if program.problem.extras.activation_offload is Offload.NONE:
+    if program.problem.options.activation_offload is Offload.NONE:
         return ""
     made, left = Counter[Held](), Counter[Held]()
     for action in (action for row in program.schedule.rows for action in row):
@@ -139,6 +139,6 @@ def _offloaded_part(program: Program) -> str:
     placement = program.schedule.placement
     on_host = max(peak_on_host(row, placement) for row in program.schedule.rows)
     return (
-        f"; offload {program.problem.extras.activation_offload}: {' and '.join(shares)} leave, the "
-        f"rest stays (at most {counted(on_host, 'microbatch')} of a rank on the host)"
+        f"; offload {program.problem.options.activation_offload}: {' and '.join(shares)} leave, "
+        f"the rest stays (at most {counted(on_host, 'microbatch')} of a rank on the host)"
     )

@@ -39,7 +39,7 @@ from scripts.benchmarks.emulated import (
 )
 
 CPU = torch.device("cpu")
-NO_EXTRAS = ScheduleOptions()
+NO_OPTIONS = ScheduleOptions()
 TORCH = {
     "1F1B": pipelining.Schedule1F1B,
     "Interleaved1F1B": pipelining.ScheduleInterleaved1F1B,
@@ -54,13 +54,13 @@ def program_of(
     ranks: int,
     microbatches: int,
     costs: str,
-    extras: ScheduleOptions = NO_EXTRAS,
+    options: ScheduleOptions = NO_OPTIONS,
 ) -> Program:
     """Return the program of ``choice`` for emulated ``costs`` in milliseconds, with free
     messages."""
     placement = choice.place(ranks)
     seconds = in_seconds(costs, placement)
-    return build_program(choice, Problem(placement, microbatches, seconds, extras=extras))
+    return build_program(choice, Problem(placement, microbatches, seconds, options=options))
 
 
 def ideal_of(program: Program) -> float:
@@ -169,17 +169,17 @@ class EmulatedRank:
 
 
 def ours(
-    spec: str, ranks: int, microbatches: int, costs: str, extras: ScheduleOptions
+    spec: str, ranks: int, microbatches: int, costs: str, options: ScheduleOptions
 ) -> Contender:
     """Return the contender of our executor and transport under ``spec``."""
     choice = choose(spec)
-    divides = extras.vocab_parallel is not VocabularyParallel.NONE
-    program = program_of(choice, ranks, microbatches, costs, extras)
+    divides = options.vocab_parallel is not VocabularyParallel.NONE
+    program = program_of(choice, ranks, microbatches, costs, options)
     emulated = EmulatedRank(program.schedule, program.problem.costs, has_loss=not divides)
     world, recorder = emulated.world, emulated.recorder
     shard = EmulatedVocabulary(program, world, recorder) if divides else None
     validation = None
-    if extras.post_validation:
+    if options.steps_overlap:
         validation = EmulatedValidation(world, emulated.placement, recorder)
 
     def step() -> None:
@@ -196,9 +196,9 @@ def ours(
         assert validation is not None
         validation.commit_or_rollback()
 
-    name = f"megatron-ext {spec}" + f", vocabulary {extras.vocab_parallel}" * divides
-    name += ", in pairs" * extras.pairs + ", post-validation" * extras.post_validation
-    ended = commit_or_rollback if extras.post_validation else None
+    name = f"megatron-ext {spec}" + f", vocabulary {options.vocab_parallel}" * divides
+    name += ", in pairs" * options.pairs + ", post-validation" * options.steps_overlap
+    ended = commit_or_rollback if options.steps_overlap else None
     return Contender(name, ideal_of(program), _passes(program), step, ended)
 
 

@@ -81,13 +81,13 @@ class Setting:
         vocabularies = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
         combined = [ScheduleOptions(vocab_parallel=vocabulary) for vocabulary in vocabularies]
         if self.post_validation:
-            combined.append(ScheduleOptions(post_validation=True))
+            combined.append(ScheduleOptions(steps_overlap=True))
         made = []
         for spec in self.specs:
             in_pairs = [ScheduleOptions(pairs=True)] * (
                 self.pairs and choose(spec).example.chunks > 1
             )
-            made += [(spec, extras) for extras in (*combined, *in_pairs)]
+            made += [(spec, options) for options in (*combined, *in_pairs)]
         return made
 
 
@@ -173,8 +173,8 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> BenchReport:
         ValueError: a schedule that these sizes do not allow.
     """
     sizes = setting.ranks, setting.microbatches, setting.costs
-    for spec, extras in setting.ours:  # said here, not by a rank
-        program_of(choose(spec), *sizes, extras)
+    for spec, options in setting.ours:  # said here, not by a rank
+        program_of(choose(spec), *sizes, options)
     importlib.import_module("scripts.benchmarks.stock")  # once, before forking
     launches = []
     for number in range(setting.launches):
@@ -253,8 +253,8 @@ def _contenders(setting: Setting, costs: str) -> Iterator[Contender]:
     yield from stock.contenders(setting.ranks, setting.microbatches, costs)
     if not setting.post_validation:
         yield from torchs(setting.ranks, setting.microbatches, costs)
-    for spec, extras in setting.ours:
-        yield ours(spec, setting.ranks, setting.microbatches, costs, extras)
+    for spec, options in setting.ours:
+        yield ours(spec, setting.ranks, setting.microbatches, costs, options)
 
 
 def _timed(step: Callable[[], None]) -> float:

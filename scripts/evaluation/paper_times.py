@@ -74,6 +74,6 @@ def _training(step: PublishedStep, times: PublishedStage, launch: float) -> Desc
         costs_of=costs_of,
         bytes_of=bytes_of,
         seconds_outside_passes=lambda model: 0.0,
-        post_validation=option == "post-validation",
+        steps_overlap=option == "post-validation",
     )
     return DescribedTraining(work, spec, Layout(evenly(layers, stages).layers))

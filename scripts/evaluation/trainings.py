@@ -89,7 +89,7 @@ def _of_gpt(step: PublishedStep) -> DescribedTraining:
         GPUS["a100"].rates(),
         ranks=step.pipeline,
         microbatches=step.microbatches,
-        post_validation=option == "post-validation",
+        steps_overlap=option == "post-validation",
     )
     number = option.removeprefix("vocab ")
     vocabulary = VocabMethod(number) if number != option else VocabMethod.NAIVE

@@ -117,6 +117,6 @@ def _evaluated(name: str, p2p: P2P, vocabulary: VocabularyParallel) -> str:
         8,
         costs,
         forward_only=True,
-        extras=ScheduleOptions(p2p=p2p, vocab_parallel=vocabulary),
+        options=ScheduleOptions(p2p=p2p, vocab_parallel=vocabulary),
     )
     return _described(build_program(choice, problem).text)

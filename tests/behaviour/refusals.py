@@ -68,7 +68,7 @@ def _row(refusal: RefusedSetting, group: RefusalGroup) -> str:
     line_or_v = next(name for name in names if choose(name).example.name in ("line", "v"))
     settings = {"load": "FOLDER", "hidden_dropout": 0.1, **group.settings}
     settings[refusal.setting] = values[0]
-    error = _refusal(partial(_refuse, line_or_v, settings, group.extras))
+    error = _refusal(partial(_refuse, line_or_v, settings, group.options))
     return f"{which}, by {whose}\n{error}"
 
 
@@ -83,9 +83,9 @@ def _is_refused(refusal: RefusedSetting, value: object) -> bool:
         return False
 
 
-def _refuse(name: str, settings: dict[str, Any], extras: ScheduleOptions) -> None:
+def _refuse(name: str, settings: dict[str, Any], options: ScheduleOptions) -> None:
     choice = choose(name)
-    refuse(_megatrons(choice, settings), choice, extras)
+    refuse(_megatrons(choice, settings), choice, options)
 
 
 def _megatrons(choice: ResolvedSpec, settings: dict[str, Any]) -> SimpleNamespace:
@@ -142,7 +142,7 @@ def _of_schedules() -> Subject:
         "barriers": (
             "zb-h1",
             {"timing_log_level": 1, "barrier_with_L1_time": True},
-            ScheduleOptions(post_validation=True),
+            ScheduleOptions(steps_overlap=True),
         ),
     }
     orders = {

@@ -50,7 +50,7 @@ def step(spec: str, ranks: int, kind: str, way: Offload) -> Step:
     copies = [3 / placement.chunks] * placement.stages
     costs = uniform(placement, 10, 12, 8, 1).with_host(copies, copies)
     program = build_program(
-        choice, Problem(placement, 4 * ranks, costs).with_extras(activation_offload=way)
+        choice, Problem(placement, 4 * ranks, costs).with_options(activation_offload=way)
     )
     run = partial(_on_rank, program=program, device=device_of(kind), shape=SHAPES[kind])
     seen: list[Seen] = values(run_ranks(ranks, run))

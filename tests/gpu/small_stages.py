@@ -262,7 +262,7 @@ def connect(
     program: Program, device: torch.device, boundary: Boundary, recorder: Recorder, by_host: bool
 ) -> Callable[[], Messages]:
     """What makes the transport of a step."""
-    if program.problem.extras.p2p is P2P.BATCHED:
+    if program.problem.options.p2p is P2P.BATCHED:
         group = (HostGroup if by_host else PipelineGroup)(world(), device)
         return lambda: BatchedTransport(group, boundary, program, recorder)
     make = HostChannels if by_host else Channels
@@ -312,7 +312,7 @@ def program_of(spec: str, ranks: int, p2p: P2P) -> Program:
     return build_program(
         choice,
         Problem(
-            placement, 2 * ranks, uniform(placement, 10, 12, 8, 1), extras=ScheduleOptions(p2p=p2p)
+            placement, 2 * ranks, uniform(placement, 10, 12, 8, 1), options=ScheduleOptions(p2p=p2p)
         ),
     )
 
@@ -321,7 +321,7 @@ def check(seen: Sequence[Seen], program: Program, device: str) -> None:
     """Whether ``seen``, by rank, has stock's gradients and the simulator's peaks; prints these."""
     assert all(rank.gradients_are_stocks for rank in seen)
     expected = expected_peaks(program, seen, boundary_bytes(device))
-    name, p2p = program.schedule.name, program.problem.extras.p2p
+    name, p2p = program.schedule.name, program.problem.options.p2p
     for rank, (result, peak) in enumerate(zip(seen, expected, strict=True)):
         print(f"{name}, {p2p}, {device}, rank {rank} of {len(seen)}: {result.peak} of {peak:.0f}")
     differences = relative_errors([rank.peak for rank in seen], expected)

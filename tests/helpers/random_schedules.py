@@ -69,7 +69,7 @@ def random_problem(random: Random) -> Problem:
         placement,
         random.randint(1, 5),
         random_costs(random, placement),
-        extras=ScheduleOptions(p2p=p2p),
+        options=ScheduleOptions(p2p=p2p),
     )
 
 

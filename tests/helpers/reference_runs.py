@@ -49,7 +49,7 @@ def run(schedule: Schedule, problem: Problem, held_up: bool = False) -> Run:
     ``held_up``: what a rank has started must end before it does anything else; batched, before it
     does anything but start messages.
     """
-    ranks = _BatchedRanks if problem.extras.p2p is P2P.BATCHED else _Ranks
+    ranks = _BatchedRanks if problem.options.p2p is P2P.BATCHED else _Ranks
     return ranks(schedule, problem, held_up).run()
 
 
@@ -152,7 +152,7 @@ class _Ranks:
     def do_pass_at_an_end(self, rank: int, action: Action) -> bool:
         """F of the first stage, I or B of the last."""
         _, kind, microbatch = action
-        if self.problem.extras.vocab_parallel is VocabularyParallel.NONE:
+        if self.problem.options.vocab_parallel is VocabularyParallel.NONE:
             return self.finish(rank, action, None)
         brought = Kind.REDUCE_E if kind is F else Kind.REDUCE_SI
         if kind is not F and Action(self.first[rank], Kind.LOSS, microbatch) not in self.times:
@@ -178,7 +178,7 @@ class _Ranks:
         stage, kind, microbatch = action
         maker, before, after = COPIES[kind]
         what = Action(stage, maker, microbatch)
-        if self.problem.extras.activation_offload is Offload.NONE or what not in self.times:
+        if self.problem.options.activation_offload is Offload.NONE or what not in self.times:
             raise _Fault(f"{action}: there is nothing to copy")
         if any(Action(stage, user, microbatch) in self.times for user in USERS[maker]):
             raise _Fault(f"{action}: it has been used up")
@@ -220,7 +220,7 @@ class _Ranks:
         return given
 
     def check_vocabulary(self, rank: int, action: Action) -> None:
-        if self.problem.extras.vocab_parallel is VocabularyParallel.NONE:
+        if self.problem.options.vocab_parallel is VocabularyParallel.NONE:
             raise _Fault(f"{action}: there are no shards")
         if action.stage != self.first[rank]:
             raise _Fault(f"{action}: the shard is beside stage {self.first[rank]}")
@@ -313,7 +313,7 @@ class _Ranks:
                 passes = {kind for kind in (F, I, W, B) if Action(stage, kind, k) in self.times}
                 if passes not in wanted:
                     raise _Fault(f"microbatch {k} on stage {stage} has had {passes}")
-        if self.problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+        if self.problem.options.vocab_parallel is not VocabularyParallel.NONE:
             self.check_vocabulary_done()
         away = [what for what, where in self.where.items() if where != "here"]
         if away:

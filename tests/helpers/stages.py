@@ -104,19 +104,19 @@ def program_for(
     forward_only: bool = False,
     p2p: P2P = P2P.ASYNC,
     offload: Offload = Offload.NONE,
-    post_validation: bool = False,
+    steps_overlap: bool = False,
     recompute: Recompute = Recompute(),  # noqa: B008  # frozen
     pairs: bool = False,
 ) -> Program:
     problem = problem_for(choice.place(ranks), microbatches, forward_only)
-    extras = ScheduleOptions(
+    options = ScheduleOptions(
         p2p=p2p,
         activation_offload=offload,
         recompute=recompute,
-        post_validation=post_validation,
+        steps_overlap=steps_overlap,
         pairs=pairs,
     )
-    return build_program(choice, replace(problem, extras=extras))
+    return build_program(choice, replace(problem, options=options))
 
 
 def as_file(schedule: Schedule) -> ResolvedSpec:
@@ -383,7 +383,7 @@ class Pipeline:
     def _connection(self) -> Channels | PipelineGroup:
         if self.connect is not None:
             return self.connect(self.group, CPU)
-        if self.program.problem.extras.p2p is P2P.BATCHED:
+        if self.program.problem.options.p2p is P2P.BATCHED:
             return InOrderGroup(self.group, CPU)
         connection = Channels(self.group, channels(self.program.schedule), CPU)
         if self.varies:

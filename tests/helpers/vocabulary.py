@@ -77,7 +77,7 @@ def program_for(
 ) -> Program:
     choice = choose(name)
     problem = problem_for(choice.place(ranks), microbatches, forward_only)
-    return build_program(choice, problem.with_extras(vocab_parallel=vocabulary))
+    return build_program(choice, problem.with_options(vocab_parallel=vocabulary))
 
 
 class JoinShards(torch.autograd.Function):

@@ -25,7 +25,7 @@ def test_it_is_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     line = capsys.readouterr().out
     assert ("not yet verified on several GPUs" in line) != gpu_notice.HAS_FIGURES
     assert ("--pipeline-p2p batched" in line) != gpu_notice.HAS_FIGURES
-    batched = PROBLEM.with_extras(p2p=P2P.BATCHED)
+    batched = PROBLEM.with_options(p2p=P2P.BATCHED)
     gpu_notice.say_unverified(torch.device("cuda", 0), batched)
     assert "batched" not in capsys.readouterr().out
 

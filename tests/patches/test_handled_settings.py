@@ -76,7 +76,7 @@ def test_it_is_accepted_with_one_line(setting: str, capsys: pytest.CaptureFixtur
     given, stays = CASES[setting]
     config = PipelineConfig.parse(**given)
     settings = on(setting, config)
-    refuse(settings, config.choice, config.extras)
+    refuse(settings, config.choice, config.options)
     for _ in range(2):  # as get_batch makes a config for each microbatch
         apply_handled_settings(settings, config)
         assert getattr(settings, setting) is stays
@@ -96,7 +96,7 @@ def test_without_ours_it_stays_megatrons(setting: str) -> None:
 def test_megatrons_own_offload_without_ours_is_refused() -> None:
     config = PipelineConfig.parse(schedule="zb-h1")
     with pytest.raises(ValueError, match=r"write --pipeline-activation-offload full, or half"):
-        refuse(on("fine_grained_activation_offloading", config), config.choice, config.extras)
+        refuse(on("fine_grained_activation_offloading", config), config.choice, config.options)
 
 
 MEGATRONS = "--fine-grained-activation-offloading"

@@ -240,7 +240,7 @@ def test_what_is_split_beside_graphs_has_its_gradients(
 
 
 @pytest.mark.parametrize(
-    ("settings", "extras", "why"),
+    ("settings", "options", "why"),
     [
         ({"cuda_graph_impl": "local"}, ScheduleOptions(), "made at the end of Megatron's own step"),
         ({"cuda_graph_impl": "full_iteration"}, ScheduleOptions(), "has no place for the host"),
@@ -259,7 +259,7 @@ def test_what_is_split_beside_graphs_has_its_gradients(
         ({}, ScheduleOptions(activation_offload=Offload.FULL), "stays in its memory"),
         (
             {},
-            ScheduleOptions(post_validation=True),
+            ScheduleOptions(steps_overlap=True),
             "not the order that CUDA graphs are captured in",
         ),
         ({}, ScheduleOptions(vocab_parallel=VocabularyParallel.ONE), None),
@@ -267,7 +267,7 @@ def test_what_is_split_beside_graphs_has_its_gradients(
     ],
 )
 def test_what_goes_beside_graphs(
-    settings: dict[str, object], extras: ScheduleOptions, why: str | None
+    settings: dict[str, object], options: ScheduleOptions, why: str | None
 ) -> None:
     given = SimpleNamespace(
         pipeline_model_parallel_size=2,
@@ -276,10 +276,10 @@ def test_what_goes_beside_graphs(
         **{"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": 3, **settings},
     )
     if why is None:
-        refuse(given, choose("zb-v"), extras)
+        refuse(given, choose("zb-v"), options)
     else:
         with pytest.raises(ValueError, match=why):
-            refuse(given, choose("zb-v"), extras)
+            refuse(given, choose("zb-v"), options)
 
 
 MODEL = {

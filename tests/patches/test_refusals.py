@@ -95,7 +95,7 @@ def refused(refusal: RefusedSetting, group: RefusalGroup) -> None:
         if _text(settings, choice, group) is None:
             settings[refusal.setting] = value
             texts.add(_text(settings, choice, group))
-            requested = group.requested(SimpleNamespace(**settings), choice, group.extras)
+            requested = group.requested(SimpleNamespace(**settings), choice, group.options)
             end = f"does not go with {refusal.setting}={value}: {refusal.instead}"
             wanted.add(f"{requested} {end}")
     assert texts & wanted
@@ -103,7 +103,7 @@ def refused(refusal: RefusedSetting, group: RefusalGroup) -> None:
 
 def _text(settings: dict[str, object], choice: ResolvedSpec, group: RefusalGroup) -> str | None:
     try:
-        refuse(SimpleNamespace(**settings), choice, group.extras)
+        refuse(SimpleNamespace(**settings), choice, group.options)
     except ValueError as error:
         return str(error)
     return None
@@ -159,9 +159,9 @@ def test_recompute_refuses_what_cannot_run_again(setting: dict[str, object]) -> 
     choice = choose("1f1b")
     refuse(SimpleNamespace(**settings, **setting), choice)
     again = ScheduleOptions(recompute=Recompute(first=1))
-    for asked, extras in ((choice, again), (replace(choice, recomputes=True), ScheduleOptions())):
+    for asked, options in ((choice, again), (replace(choice, recomputes=True), ScheduleOptions())):
         with pytest.raises(ValueError, match=r"^--pipeline-(recompute|schedule) .* does not go"):
-            refuse(SimpleNamespace(**settings, **setting), asked, extras)
+            refuse(SimpleNamespace(**settings, **setting), asked, options)
         harmless = {
             "recompute_granularity": "selective",
             "fp8_recipe": "delayed",  # Megatron's default, without FP8
@@ -169,7 +169,7 @@ def test_recompute_refuses_what_cannot_run_again(setting: dict[str, object]) -> 
             "te_rng_tracker": True,
             "hidden_dropout": 0.0,
         }
-        refuse(SimpleNamespace(**settings, **harmless), asked, extras)
+        refuse(SimpleNamespace(**settings, **harmless), asked, options)
 
 
 UNTIED = {"untie_embeddings_and_output_weights": True}
@@ -197,7 +197,7 @@ def test_post_validation_refuses_what_waits(schedule: str, setting: dict[str, ob
     )
     refuse(settings, choice)
     with pytest.raises(ValueError, match=r"^--pipeline-post-validation does not go with"):
-        refuse(settings, choice, ScheduleOptions(post_validation=True))
+        refuse(settings, choice, ScheduleOptions(steps_overlap=True))
 
 
 @pytest.mark.parametrize(
@@ -212,23 +212,23 @@ def test_post_validation_refuses_what_waits(schedule: str, setting: dict[str, ob
 def test_post_validation_takes_what_does_not_wait(setting: dict[str, object]) -> None:
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     settings = SimpleNamespace(**sizes, transformer_impl="local", **setting)
-    assert accepts(refuse, settings, choose("zb-v"), ScheduleOptions(post_validation=True))
+    assert accepts(refuse, settings, choose("zb-v"), ScheduleOptions(steps_overlap=True))
     settings.log_params_norm = True
-    assert not accepts(refuse, settings, choose("zb-v"), ScheduleOptions(post_validation=True))
+    assert not accepts(refuse, settings, choose("zb-v"), ScheduleOptions(steps_overlap=True))
 
 
 def test_sequences_are_divided_beside_all_of_ours() -> None:
     """A divided vocabulary and offload refused it, as nobody had tried."""
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     settings = SimpleNamespace(**sizes, transformer_impl="local", context_parallel_size=2)
-    for extras in (
+    for options in (
         ScheduleOptions(vocab_parallel=VocabularyParallel.ONE),
         ScheduleOptions(vocab_parallel=VocabularyParallel.TWO, activation_offload=Offload.FULL),
-        ScheduleOptions(post_validation=True),
+        ScheduleOptions(steps_overlap=True),
     ):
-        assert accepts(refuse, settings, choose("zb-v"), extras)
+        assert accepts(refuse, settings, choose("zb-v"), options)
         unsupported = SimpleNamespace(**vars(settings), hybrid_context_parallel=True)
-        assert not accepts(refuse, unsupported, choose("zb-v"), extras)
+        assert not accepts(refuse, unsupported, choose("zb-v"), options)
 
 
 def test_slices_of_ranks_that_share_sequences_look_no_further_ahead() -> None:

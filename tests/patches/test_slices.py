@@ -686,7 +686,7 @@ def test_a_model_that_is_not_known_is_refused(
 def test_weights_that_are_quantised_want_their_first_gradient_first() -> None:
     """With slices it is the first slice's, which comes last. Other weights' are all added."""
     problem = Problem(
-        line(2), 4, uniform(line(2), 1, 1, 1), extras=ScheduleOptions(slices=Slices(2))
+        line(2), 4, uniform(line(2), 1, 1, 1), options=ScheduleOptions(slices=Slices(2))
     )
     schedule = build_program(choose("zb-h1"), problem).schedule
     settings = SimpleNamespace(

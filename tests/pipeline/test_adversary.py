@@ -113,7 +113,7 @@ def run_all(programs: dict[str, list[Program]], rank: int) -> None:
     for way, of_one_way in programs.items():
         for program in of_one_way:
             varies = way == "varying shapes"
-            use = program.problem.extras.p2p, varies
+            use = program.problem.options.p2p, varies
             pipeline = Pipeline(program, world(), varies=varies, connect=connections.get(use))
             connections[use] = partial(connected, pipeline.connection)
             assert pipeline.step().is_empty()
@@ -163,7 +163,7 @@ def test_divided_vocabulary(name: str) -> None:
 )
 def test_post_validation_of_bad_steps(name: str) -> None:
     ranks = 3
-    programs = [program_for(choose(name), ranks, m, post_validation=True) for m in (2, 7)]
+    programs = [program_for(choose(name), ranks, m, steps_overlap=True) for m in (2, 7)]
     values(run_ranks(ranks, run_courses(programs, bad_days(ranks), shapes=(False, True))))
 
 

@@ -344,7 +344,7 @@ def test_what_the_proof_lets_through_runs(p2p: P2P) -> None:
     strict about its order as NCCL's.
     """
     rng = random.Random(0)
-    problem = problem_for(v_placement(3), 4).with_extras(p2p=p2p)
+    problem = problem_for(v_placement(3), 4).with_options(p2p=p2p)
     start = program_for(as_file(greedy(problem.placement, 4, True)), 3, 4, p2p=p2p).schedule
     accepted: list[Program] = []
     rejected = 0
@@ -370,7 +370,7 @@ def test_what_the_proof_refuses_hangs() -> None:
         """,
         (0, 1),
     )
-    problem = problem_for(line(2), 1).with_extras(p2p=P2P.BATCHED)
+    problem = problem_for(line(2), 1).with_options(p2p=P2P.BATCHED)
     with pytest.raises(InvalidSchedule, match="it would hang: "):
         prove(schedule, problem)
     forged = Program(schedule, problem, verify._SEAL)

@@ -137,7 +137,7 @@ def predicted(
     placement = choice.place(RANKS)
     known = load_costs(costs, placement)
     problem = Problem(
-        placement, microbatches, known, limit, extras=ScheduleOptions(activation_offload=way)
+        placement, microbatches, known, limit, options=ScheduleOptions(activation_offload=way)
     )
     program = build_program(choice, problem)
     return program, [round(peak) for peak in peaks(program.schedule, in_bytes(problem.costs))]
@@ -252,9 +252,9 @@ def test_a_pass_that_runs_again_leaves_its_input_alone(spec: str) -> None:
     first = stages - 1
     choice = choose(spec)
     known = load_costs(costs, choice.place(RANKS))
-    extras = ScheduleOptions(recompute=Recompute(first=first))
+    options = ScheduleOptions(recompute=Recompute(first=first))
     program = build_program(
-        choice, Problem(choice.place(RANKS), MICROBATCHES, known, extras=extras)
+        choice, Problem(choice.place(RANKS), MICROBATCHES, known, options=options)
     )
     ranks = measured(spec, {"pipeline_costs": costs, "pipeline_recompute": f"first:{first}"})
     assert {rank.digest for rank in ranks} == {program.digest}

@@ -93,7 +93,7 @@ def bad_days(ranks: int) -> Course:
 def test_parameters_are_those_of_synchronous_steps(name: str, ranks: int) -> None:
     """With fewer microbatches than ranks, a number that is not a multiple of them, and with shapes
     that vary."""
-    programs = [program_for(choose(name), ranks, m, post_validation=True) for m in (1, 2, 5)]
+    programs = [program_for(choose(name), ranks, m, steps_overlap=True) for m in (1, 2, 5)]
     values(run_ranks(ranks, run_courses(programs, bad_days(ranks), shapes=(False, True))))
 
 
@@ -101,7 +101,7 @@ def test_parameters_are_those_of_synchronous_steps(name: str, ranks: int) -> Non
 @pytest.mark.parametrize("pipelines", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
 def test_two_pipelines_in_one_world(name: str, pipelines: list[list[int]]) -> None:
     """Each has its own data, states and verdicts."""
-    program = program_for(choose(name), 2, 3, post_validation=True)
+    program = program_for(choose(name), 2, 3, steps_overlap=True)
     courses = [Course(5, clips={0: 1, 3: 0}), Course(5, clips={2: 1}, overflows={3: 0})]
 
     def run(rank: int) -> None:

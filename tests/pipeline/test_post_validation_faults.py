@@ -85,7 +85,7 @@ class Steps:
     def __call__(self, rank: int) -> None:
         watchdog.GRACE_SECONDS = 0.5
         be_soon_stuck()
-        pipeline = Pipeline(program_for(choose("zb-2p"), RANKS, 5, post_validation=True), world())
+        pipeline = Pipeline(program_for(choose("zb-2p"), RANKS, 5, steps_overlap=True), world())
         watchdog.Watchdog(pipeline.recorder).start()
         fails = rank == self.failing
         validation = Faulty(pipeline, self.where if fails else "", self.fault)

@@ -170,7 +170,7 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     if spec in ("1f1b", "zb-h1"):  # which have one order of passes, whatever they cost
         p2p = P2P(str(more.get("pipeline_p2p", P2P.ASYNC)))
         again = place_output_layer(
-            choose(spec), Problem(placement, 4, costs, extras=ScheduleOptions(p2p=p2p))
+            choose(spec), Problem(placement, 4, costs, options=ScheduleOptions(p2p=p2p))
         )
         predicted = 1e3 * simulate(again, again.problem.costs).makespan
         said_so = re.search(r"step predicted ([\d.e+]+) ms", predictions[0])

@@ -229,7 +229,7 @@ class StepProfile(StepObserver[Step]):
             return None
         factors = _machine_factors(basis, collectives)
         basis = replace(basis, rates=replace(basis.rates, factors=factors))
-        vocabulary = program.problem.extras.vocab_parallel
+        vocabulary = program.problem.options.vocab_parallel
         layers = layer_costs(costs, basis, is_divided=vocabulary is not VocabularyParallel.NONE)
         for group in layers.alike:
             logger.info(not_told_apart(group))

@@ -32,20 +32,20 @@ def has_pairs(settings: Any, microbatches: int) -> bool:
     return requests_pairs(settings) and microbatches > 1
 
 
-def with_requested_pairs(extras: ScheduleOptions, settings: Any) -> ScheduleOptions:
-    """Return ``extras`` with overlapped passes if ``settings`` request them.
+def with_requested_pairs(options: ScheduleOptions, settings: Any) -> ScheduleOptions:
+    """Return ``options`` with overlapped passes if ``settings`` request them.
 
     Raises:
-        ValueError: they conflict with another option in ``extras``.
+        ValueError: they conflict with another option in ``options``.
     """
     if not requests_pairs(settings):
-        return extras
-    extras = replace(extras, pairs=True)
-    conflict = extras.conflict
-    if conflict is not None and "pairs" in conflict.extras:
-        (other,) = set(conflict.extras) - {"pairs"}
+        return options
+    options = replace(options, pairs=True)
+    conflict = options.conflict
+    if conflict is not None and "pairs" in conflict.options:
+        (other,) = set(conflict.options) - {"pairs"}
         raise ValueError(conflict.text(FLAG, flag(other)))
-    return extras
+    return options
 
 
 def refuse_measuring(settings: Any, ours: PipelineConfig) -> None:

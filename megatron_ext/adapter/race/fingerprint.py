@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.adapter.step.call import Call
-from megatron_ext.config import PipelineConfig, flag_with_value
+from megatron_ext.config import PipelineConfig, flag_with_value, setting_of
 
 
 def run_fingerprint(call: Call, ours: PipelineConfig) -> dict[str, str]:
@@ -61,7 +61,7 @@ def _sizes(call: Call) -> list[str]:
 
 def _settings(ours: PipelineConfig) -> list[str]:
     """Return the flags that change what is timed, without those that have their default."""
-    names = ours.extras.requested
+    names = [*map(setting_of, ours.options.requested)]
     if ours.memory_limit is not None:
         names.insert(0, "memory_limit")
     return [flag_with_value(name, getattr(ours, name)) for name in names]

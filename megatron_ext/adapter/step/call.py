@@ -92,7 +92,7 @@ def refuse_call(
     """Raise ValueError for the first argument or setting that does not go with ``ours``."""
     vocabulary = ours.vocab_parallel
     for choice in ours.choices:
-        refuse(config, choice, ours.extras)
+        refuse(config, choice, ours.options)
     refuse_measuring(config, ours)
     if adjust_tensor_shapes_fn is not None:
         raise ValueError(

@@ -69,7 +69,7 @@ def _stages(
     call, placement = step.call, step.program.schedule.placement
     first_trained_stage = step.program.problem.first_trained_stage
     stages: dict[int, ModelStage] = {}
-    asks = step.program.problem.extras.pairs and not call.forward_only
+    asks = step.program.problem.options.pairs and not call.forward_only
     is_planned = asks and takes_plans(call.forward_step_func)
     for number, chunk, iterator in zip(_numbers(step), call.models, iterators, strict=True):
         is_last = placement.is_last(number)

@@ -256,7 +256,7 @@ class PipelineTraining:
         if call.models[0] in self._checked:
             return
         with self._heard_if_it_fails("the check of a model"):
-            if self._config.extras.slices.count > 1:
+            if self._config.options.slices.count > 1:
                 refuse_unknown(call.models)
             refuse_different_copies(call.pipeline, call.models)
             if self._connections is not None:  # connections of the first model include its own

@@ -64,9 +64,9 @@ def communicators(program: Program) -> list[Communicators]:
     """
     problem = program.problem
     message_channels = (
-        channels(program.schedule) if problem.extras.p2p is P2P.ASYNC else set[Channel]()
+        channels(program.schedule) if problem.options.p2p is P2P.ASYNC else set[Channel]()
     )
-    shares = problem.extras.vocab_parallel is not VocabularyParallel.NONE
+    shares = problem.options.vocab_parallel is not VocabularyParallel.NONE
     ends = Counter(
         rank for channel in message_channels for rank in (channel.sender, channel.receiver)
     )

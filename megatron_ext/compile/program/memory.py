@@ -210,7 +210,7 @@ def without_reserved(limit: MemoryLimit, microbatches: int, problem: Problem) ->
     if left < microbatch:
         raise ValueError(
             f"the memory limit is {limit}, and vocabulary parallelism "
-            f"{problem.extras.vocab_parallel} holds {counted(microbatches, 'microbatch')} more "
+            f"{problem.options.vocab_parallel} holds {counted(microbatches, 'microbatch')} more "
             f"than the schedule without it, which holds 1 microbatch or more; give at least "
             f"{limit.at_least(microbatch + more)}"
         )
@@ -222,8 +222,8 @@ def without_reserved(limit: MemoryLimit, microbatches: int, problem: Problem) ->
 def check_one_microbatch(problem: Problem) -> None:
     """Raise ValueError if the memory limit is below one microbatch of some rank, which every
     schedule holds there at once unless it copies activations to the host or recomputes them."""
-    limit, extras = problem.memory_limit, problem.extras
-    saves = extras.activation_offload is not Offload.NONE or extras.recompute != Recompute()
+    limit, options = problem.memory_limit, problem.options
+    saves = options.activation_offload is not Offload.NONE or options.recompute != Recompute()
     if limit is None or saves or problem.slices.count > 1:
         return
     least = 1.0

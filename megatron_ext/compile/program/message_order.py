@@ -68,7 +68,7 @@ def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
     graph, arrays = build_graph(schedule), schedule.arrays
     if len(graph.order) < len(graph.actions):
         return schedule
-    keys = _batched if problem.extras.p2p is P2P.BATCHED else _in_sequence
+    keys = _batched if problem.options.p2p is P2P.BATCHED else _in_sequence
     times, firsts, places = keys(graph, schedule, problem.costs)
     ordered = [graph.actions[n] for n in np.lexsort((places, firsts, times, arrays.rank)).tolist()]
     bounds = pairwise(accumulate(map(len, schedule.rows), initial=0))

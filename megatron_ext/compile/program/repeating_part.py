@@ -59,7 +59,7 @@ def repeating_part(program: Program, periods: Sequence[int]) -> RepeatingPart | 
     host, to which this account does not apply.
     """
     problem = program.problem
-    if problem.extras.post_validation or links_of(program.graph, problem.costs):
+    if problem.options.steps_overlap or links_of(program.graph, problem.costs):
         return None
     cuts = _Cuts(program)
     last = problem.microbatches - 1

@@ -36,7 +36,7 @@ def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -
     """
     schedule, graph = program.as_run
     if device is not Device.PARALLEL:
-        p2p, schedule = program.problem.extras.p2p, program.schedule
+        p2p, schedule = program.problem.options.p2p, program.schedule
         graph = build_graph(schedule, p2p, device, program.known_order)
     return _run(graph, schedule, costs)
 
@@ -56,7 +56,7 @@ def step_seconds(program: Program, costs: Costs) -> float:
 
     (A rank that idles in the middle of its span may wait less if it begins later.)
     """
-    if not program.problem.extras.post_validation or program.problem.forward_only:
+    if not program.problem.options.steps_overlap or program.problem.forward_only:
         return _makespan(program, costs)
     before = [0.0] * program.problem.ranks
     ends = []
@@ -89,7 +89,7 @@ def _one_after_the_other(program: Program, costs: Costs) -> Iterator[tuple[Timel
         for event in timeline.events:
             if RULES[event.action.kind].is_blocking:
                 free[event.rank] = max(free[event.rank], event.end)
-        if not program.problem.extras.post_validation:
+        if not program.problem.options.steps_overlap:
             free = [max(free)] * len(free)
         yield timeline, free
 
@@ -105,7 +105,7 @@ def simulate_unproved(schedule: Schedule, problem: Problem) -> Timeline:
 
 def simulate_messages(schedule: Schedule, problem: Problem) -> Timeline:
     """Simulate a schedule that has its messages and is not proved."""
-    return _run(build_graph(schedule, problem.extras.p2p), schedule, problem.costs)
+    return _run(build_graph(schedule, problem.options.p2p), schedule, problem.costs)
 
 
 def _run(

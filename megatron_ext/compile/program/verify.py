@@ -94,7 +94,7 @@ class Program:
     @cached_property
     def graph(self) -> Graph:
         """The graph of waits between the actions."""
-        p2p = self.problem.extras.p2p
+        p2p = self.problem.options.p2p
         return build_graph(self.schedule, p2p, known_order=self.known_order)
 
     @cached_property
@@ -119,7 +119,7 @@ class Program:
     @cached_property
     def digest(self) -> str:
         """Hash that is equal on two ranks exactly if they hold the same program."""
-        text = f"{self.problem.extras.p2p}\n{self.schedule.placement.rank_of}\n{self.text}"
+        text = f"{self.problem.options.p2p}\n{self.schedule.placement.rank_of}\n{self.text}"
         if self.problem.slices.count > 1:
             text += f"slices that end at {self.problem.slice_ends}\n"
         return hashlib.sha256(text.encode()).hexdigest()
@@ -166,11 +166,11 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     check_compute(schedule, problem)
     _check_all_done_once(schedule, problem, set(Lane))
     _check_data_order(schedule, problem, set(Lane))
-    _check_channels(schedule, problem.extras.p2p)
+    _check_channels(schedule, problem.options.p2p)
     _check_collectives(schedule)
-    if problem.extras.post_validation and not problem.forward_only:
+    if problem.options.steps_overlap and not problem.forward_only:
         _check_speculation(schedule)
-    known_order = _check_acyclic(schedule, problem.extras.p2p)
+    known_order = _check_acyclic(schedule, problem.options.p2p)
     _check_memory(schedule, problem)
     return Program(schedule, problem, _SEAL, known_order)
 
@@ -309,7 +309,7 @@ def _required_work(
 
 def _is_required(kind: Kind, stage: int, problem: Problem) -> bool:
     """Return whether ``kind`` must be found on ``stage``, at least for some microbatches."""
-    if RULES[kind].repeats is not None and stage >= problem.extras.recompute.first:
+    if RULES[kind].repeats is not None and stage >= problem.options.recompute.first:
         return False
     return _belongs(kind, stage, problem)
 
@@ -317,7 +317,7 @@ def _is_required(kind: Kind, stage: int, problem: Problem) -> bool:
 def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
     """Return whether ``kind`` is found on ``stage`` in a schedule for ``problem``."""
     option = RULES[kind].option
-    if option and not problem.extras.requests(option):
+    if option and not problem.options.requests(option):
         return False
     return has_place(
         kind, stage, problem.placement, problem.forward_only, problem.first_trained_stage
@@ -326,7 +326,7 @@ def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
 
 def _why_not(kind: Kind, stage: int, problem: Problem) -> str:
     rule = RULES[kind]
-    if rule.option and not problem.extras.requests(rule.option):
+    if rule.option and not problem.options.requests(rule.option):
         return f"belongs to {ScheduleOptions.name_of(rule.option)}, which is not requested"
     if problem.forward_only and not rule.in_evaluation:
         return "has no place in an evaluation"
@@ -446,7 +446,7 @@ def _check_data_order(schedule: Schedule, problem: Problem, lanes: set[Lane]) ->
 
 
 def _check_pairs(schedule: Schedule, problem: Problem) -> None:
-    if schedule.pairs and not problem.extras.pairs:
+    if schedule.pairs and not problem.options.pairs:
         overlapped = min(schedule.pairs)
         _reject(
             schedule,

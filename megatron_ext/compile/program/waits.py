@@ -58,12 +58,12 @@ _WAIT_FOR: dict[Kind, Kind] = {
 def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has its messages, with a wait for each send, and for each input to
     a collective whose result the rank does not use."""
-    graph, arrays = build_graph(schedule, problem.extras.p2p), schedule.arrays
+    graph, arrays = build_graph(schedule, problem.options.p2p), schedule.arrays
     channels = [_channel(Action(stage, kind, 0), problem) for stage, kind in arrays.stage_kinds]
     is_given = np.array([channel is not None for channel in channels], dtype=bool)[
         arrays.stage_kind
     ]
-    has_gone = _known_by_batches if problem.extras.p2p is P2P.BATCHED else _known_by_clocks
+    has_gone = _known_by_batches if problem.options.p2p is P2P.BATCHED else _known_by_clocks
     given = arrays.numbers[is_given]
     known_at: list[int] = has_gone(schedule, graph, given).tolist()
     _in_order(

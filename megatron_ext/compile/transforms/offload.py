@@ -86,7 +86,7 @@ def offload(schedule: Schedule, problem: Problem) -> Schedule:
     To meet a memory limit for which the link is too slow, copies are booked as if passes took
     longer. Passes do take longer then, because they wait for copies.
     """
-    if problem.extras.activation_offload is not Offload.FIT:
+    if problem.options.activation_offload is not Offload.FIT:
         return _most_that_cost_nothing(schedule, problem)
     for slower in _SLOWER:
         leaving = _Leaving(schedule, problem, slower)
@@ -146,7 +146,7 @@ class _Leaving:
         of_ranks = []
         for rank in ranks:
             absences = _longest_lived_first(_absences(rank, self.passes[rank], self.problem))
-            halves = self.problem.extras.activation_offload is Offload.HALF
+            halves = self.problem.options.activation_offload is Offload.HALF
             of_ranks.append(_longer_lived_half(absences, self.problem) if halves else absences)
         turns = itertools.chain.from_iterable(itertools.zip_longest(*of_ranks))
         return [absence for absence in turns if absence is not None]

@@ -32,7 +32,7 @@ def recompute(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has passes only, with R; unchanged if it has R already."""
     if any(RULES[action.kind].repeats for row in schedule.rows for action in row):
         return schedule
-    requested = problem.extras.recompute
+    requested = problem.options.recompute
     if requested.fit:
         limit = problem.memory_limit
         assert limit is not None

@@ -104,7 +104,7 @@ def _delayed_starts(base: Timeline, problem: Problem, interval: float) -> _Times
                 starts[stage, covered, microbatch] = event.start + after
     stages = range(problem.placement.stages)
     order = sorted(range(problem.microbatches), key=lambda k: starts[stages[-1], Kind.FORWARD, k])
-    count = INTERVALS[problem.extras.vocab_parallel]
+    count = INTERVALS[problem.options.vocab_parallel]
     left = order[-count:]
     backward = list(itertools.product(stages, (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)))
     lengths = (starts[*which, left[-1]] - starts[*which, left[0]] + 1 for which in backward)

@@ -99,6 +99,6 @@ def _unchanged(plan: Plan, variants: LaunchVariants) -> Candidate | None:
     """Return the unchanged command; None if it is not in ``plan``."""
     for candidate in plan.candidates:
         is_own = (candidate.schedule, candidate.method) == (variants.own, VocabMethod.NAIVE)
-        if is_own and candidate.recompute == variants.config.extras.recompute:
+        if is_own and candidate.recompute == variants.config.options.recompute:
             return candidate
     return None

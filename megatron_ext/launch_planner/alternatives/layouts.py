@@ -72,7 +72,7 @@ def work_of(
         ranks=ranks,
         microbatches=microbatches,
         limit=limit,
-        post_validation=config is not None and config.post_validation,
+        steps_overlap=config is not None and config.post_validation,
     )
     speeds = () if config is None or config.rank_speeds is None else config.rank_speeds.values
     return replace(work, costs_of=costs_of, pairs=requests_pairs(args), speeds=speeds, stock=stock)

@@ -75,7 +75,7 @@ class Timed:
         self._figures, self._allowed_bytes = figures, allowed_bytes
         self._placement, self._microbatches = variant.problem.placement, work.microbatches
         periods, rest = divmod(work.microbatches, work.ranks)
-        told_by = PERIODS_IN_PAIRS if variant.problem.extras.pairs else _PERIODS
+        told_by = PERIODS_IN_PAIRS if variant.problem.options.pairs else _PERIODS
         self._short = min(periods, told_by) * work.ranks + rest
         problem = replace(
             variant.problem,

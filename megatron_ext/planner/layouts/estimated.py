@@ -29,7 +29,7 @@ def estimated_work(
     ranks: int,
     microbatches: int,
     limit: MemoryLimit | None = None,
-    post_validation: bool = False,
+    steps_overlap: bool = False,
 ) -> Work:
     """Return the work of ``model`` on so many pipeline ``ranks``. Arguments as of `Training`."""
 
@@ -56,6 +56,6 @@ def estimated_work(
             passes=rank_passes(model, execution, rates, ranks),
         ),
         limit=limit,
-        post_validation=post_validation,
+        steps_overlap=steps_overlap,
         recompute=LayerRecompute.of(execution),
     )

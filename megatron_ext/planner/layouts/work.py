@@ -39,7 +39,7 @@ class Work:
         seconds_outside_passes: seconds of a step for the optimizer and for reductions that no pass
             hides, by the bytes of the model on a rank.
         limit: the user's limit of activations; None: no limit.
-        post_validation: whether consecutive steps overlap.
+        steps_overlap: whether consecutive steps overlap.
         recompute: Megatron's recompute of layers, which ``costs_of`` counts.
         pairs: whether forward and backward passes overlap if a rank has several stages.
         speeds: of the ranks, relative to those that ``costs_of`` is for; () if all are alike.
@@ -54,7 +54,7 @@ class Work:
     bytes_of: BytesOf
     seconds_outside_passes: Callable[[ModelBytes], float]
     limit: MemoryLimit | None = None
-    post_validation: bool = False
+    steps_overlap: bool = False
     recompute: LayerRecompute = NO_RECOMPUTE
     pairs: bool = False
     speeds: tuple[float, ...] = ()
@@ -82,9 +82,9 @@ class Work:
             self.microbatches,
             at_speeds(self.costs_of(stages, placement), placement, self.speeds),
             self.limit,
-            extras=ScheduleOptions(
+            options=ScheduleOptions(
                 vocab_parallel=method.vocabulary,
-                post_validation=self.post_validation,
+                steps_overlap=self.steps_overlap,
                 slices=self.slices,
                 pairs=self.pairs and placement.chunks > 1,
             ),

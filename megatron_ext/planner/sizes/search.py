@@ -350,7 +350,7 @@ class _Search:
             made = best.made
             problem = made.candidate.variant.problem
             work = self._work_of(best.sizes, made.recompute)
-            if problem.extras != work.variant(made.schedule, made.layout).problem.extras:
+            if problem.options != work.variant(made.schedule, made.layout).problem.options:
                 continue  # searches know whole microbatches without offload
             placement = problem.placement
             for search in SEARCHES:

@@ -86,7 +86,7 @@ class VocabularyPasses(Owner):
         placement = program.schedule.placement
         self._first_rank, self._last_rank = placement.rank_of[0], placement.rank_of[-1]
         self._stage = placement.stages_of[collectives.rank][0]
-        self._is_early = program.problem.extras.vocab_parallel is VocabularyParallel.TWO
+        self._is_early = program.problem.options.vocab_parallel is VocabularyParallel.TWO
         self._trains = not program.problem.forward_only
         self._vocabulary = shard.rows * placement.ranks * shard.tensor_parallel_size
         self._ends = ends

@@ -77,9 +77,9 @@ class Run:
         return sum(box.track.group is TrackGroup.PASSES for box in self.boxes)
 
 
-def title_of(name: str, extras: ScheduleOptions) -> str:
+def title_of(name: str, options: ScheduleOptions) -> str:
     """Return the title of a run of the schedule ``name``: the name and its requested options."""
-    return ", ".join([name, *map(extras.phrase, extras.requested)])
+    return ", ".join([name, *map(options.phrase, options.requested)])
 
 
 def simulated_run(title: str, program: Program, steps: int = 1, remarks: Sequence[str] = ()) -> Run:
@@ -104,7 +104,7 @@ def simulated_run(title: str, program: Program, steps: int = 1, remarks: Sequenc
             )
             for box in of_step
         ]
-        if number and not problem.extras.post_validation:
+        if number and not problem.options.steps_overlap:
             moved = _after_all(moved, boxes)
         boxes += moved
     sorted_boxes = _sorted(boxes)

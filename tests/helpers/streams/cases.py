@@ -299,13 +299,13 @@ def _night(entry: FamilyEntry, settings: Sequence[str]) -> Callable[[], None]:
 
 def _go_together(entry: FamilyEntry, settings: Sequence[str]) -> bool:
     """Whether nobody refuses it (`megatron_ext.schedule.problem.CONFLICTS`)."""
-    extras = {_EXTRAS[name] for name in settings if name in _EXTRAS}
+    options = {_OPTIONS[name] for name in settings if name in _OPTIONS}
     place = entry.place(2)
     return not (
-        any(extras.issuperset(conflict.extras) for conflict in CONFLICTS)
-        or ("pairs" in extras and not entry.traits.keeps_pairs)
-        or ("post_validation" in extras and not _gains_by_validation(entry, extras))
-        or ("vocab_parallel" in extras and place.name not in ("line", "v"))
+        any(options.issuperset(conflict.options) for conflict in CONFLICTS)
+        or ("pairs" in options and not entry.traits.keeps_pairs)
+        or ("steps_overlap" in options and not _gains_by_validation(entry, options))
+        or ("vocab_parallel" in options and place.name not in ("line", "v"))
         or ("fits" in settings and place.chunks == 1)  # too little leaves for its limit
         or {"pairs", "recompute"} <= {*settings}  # which Megatron refuses
         or {"post-validation", "recompute"} <= {*settings}  # steps of some do not overlap then
@@ -314,15 +314,15 @@ def _go_together(entry: FamilyEntry, settings: Sequence[str]) -> bool:
     )
 
 
-def _gains_by_validation(entry: FamilyEntry, extras: Set[str]) -> bool:
+def _gains_by_validation(entry: FamilyEntry, options: Set[str]) -> bool:
     """Whether steps overlap on two ranks: a loop's do not, nor those with an R."""
-    return entry.traits.steps_overlap and entry.name != "loop-auto" and "recompute" not in extras
+    return entry.traits.steps_overlap and entry.name != "loop-auto" and "recompute" not in options
 
 
-_EXTRAS = {
+_OPTIONS = {
     "vocabulary 1": "vocab_parallel",
     "vocabulary 2": "vocab_parallel",
-    "post-validation": "post_validation",
+    "post-validation": "steps_overlap",
     "half leaves": "activation_offload",
     "all leaves": "activation_offload",
     "fits": "activation_offload",

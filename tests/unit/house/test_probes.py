@@ -50,7 +50,7 @@ def with_costs_of_dummies(costs):
         "compile/build.py",
         "    return replace(problem, costs=costs)\n\n\ndef _transformed",
         "    from megatron_ext.compile.transforms.dummy import with_costs_of_dummies\n"
-        "    if problem.extras.recompute != Recompute():\n"
+        "    if problem.options.recompute != Recompute():\n"
         "        costs = with_costs_of_dummies(costs)\n",
     ),
     (
@@ -75,7 +75,7 @@ class Dummies(Owner):
         "compile/build.py",
         "    for transform in transforms:\n        schedule = transform(",
         "    from megatron_ext.compile.transforms.dummy import with_dummies\n"
-        "    if problem.extras.recompute != Recompute():\n"
+        "    if problem.options.recompute != Recompute():\n"
         "        transforms.insert(transforms.index(communicate), with_dummies)\n",
     ),
 )
@@ -111,8 +111,8 @@ from megatron_ext.viz.draw import COLOURS, draw
 
 place = line(2)
 costs = parse_costs("f=1,i=1,w=1", place)
-extras = ScheduleOptions(recompute=Recompute(first=1))
-program = build_program(choose("1f1b"), Problem(place, 3, costs, extras=extras))
+options = ScheduleOptions(recompute=Recompute(first=1))
+program = build_program(choose("1f1b"), Problem(place, 3, costs, options=options))
 dummies = [a for row in program.schedule.rows for a in row if a.kind is Kind.DUMMY]
 assert len(dummies) == 6, dummies
 costs = program.problem.costs
@@ -175,7 +175,7 @@ def late_weights(schedule, problem):
         "compile/build.py",
         "    if not problem.forward_only:\n        transforms += ",
         "    from megatron_ext.compile.transforms.late_weights import late_weights\n"
-        "    if problem.extras.late_weights and not problem.forward_only:\n"
+        "    if problem.options.late_weights and not problem.forward_only:\n"
         "        transforms.insert(transforms.index(communicate), late_weights)\n",
     ),
     ("compile/build.py", "        pairs=False,\n", "        late_weights=False,\n"),
@@ -183,7 +183,7 @@ def late_weights(schedule, problem):
     (
         "compile/report.py",
         "        makespan=timeline.makespan",
-        "        late_weights=problem.extras.late_weights,\n",
+        "        late_weights=problem.options.late_weights,\n",
     ),
     (
         "commands/options.py",
@@ -209,7 +209,7 @@ def late_weights(schedule, problem):
         "late weights refusals",
         (_drop("moe_dummy", "this is a dummy"),),
         _by_option("late_weights"),
-        extras=ScheduleOptions(late_weights=True),
+        options=ScheduleOptions(late_weights=True),
     ),
 """,
     ),
@@ -220,7 +220,7 @@ def late_weights(schedule, problem):
     (
         "commands/plan.py",
         '        for name in ("costs", "memory_limit", "rank_speeds"):',
-        '        words += [flag("late_weights")] if self.extras.late_weights else []\n',
+        '        words += [flag("late_weights")] if self.options.late_weights else []\n',
     ),
     (
         "planner/figures.py",
@@ -277,7 +277,7 @@ assert "--pipeline-late-weights" in add_flags(argparse.ArgumentParser()).format_
 config = from_argv(flags)
 variables = {"MEGATRON_EXT_SCHEDULE": "zb-h1", "MEGATRON_EXT_LATE_WEIGHTS": "1"}
 keyword = PipelineConfig.parse(schedule="zb-h1", late_weights=True)  # as install does
-assert config == from_environment(variables) == keyword and config.extras.late_weights
+assert config == from_environment(variables) == keyword and config.options.late_weights
 
 why = refused(from_argv, [*flags, "--pipeline-recompute", "first:1"])
 assert "--pipeline-late-weights" in why and "this is a dummy" in why, why
@@ -288,7 +288,7 @@ settings = SimpleNamespace(
     transformer_impl="local", moe_dummy=True,
 )
 refuse(settings, config.choice)
-why = refused(refuse, settings, config.choice, config.extras)
+why = refused(refuse, settings, config.choice, config.options)
 assert why.startswith("--pipeline-late-weights does not go with moe_dummy=True"), why
 
 def last(program):
@@ -300,7 +300,7 @@ def built(config):
 
 assert last(built(config)) == {Kind.BACKWARD_WEIGHT}
 assert last(built(from_argv(flags[:2]))) != {Kind.BACKWARD_WEIGHT}
-assert title_of("zb-h1", config.extras) == "zb-h1, late weights"
+assert title_of("zb-h1", config.options) == "zb-h1, late weights"
 assert _settings(config) == ["--pipeline-late-weights"]
 
 def run(*words):

@@ -11,10 +11,10 @@ from megatron_ext.written_settings import from_argv
 
 def test_both_are_one_extra() -> None:
     line = "--pipeline-schedule zb-h1 --pipeline-slices 3 --pipeline-slice-lengths 8,5,3"
-    assert from_argv(line.split()).extras.slices == Slices(3, (8, 5, 3))
+    assert from_argv(line.split()).options.slices == Slices(3, (8, 5, 3))
     config = PipelineConfig.parse(schedule="1f1b", slices="4", slice_lengths="balanced")
-    assert config.extras.slices == Slices(4, Lengths.BALANCED)
-    assert PipelineConfig.parse(schedule="1f1b").extras.slices == Slices()
+    assert config.options.slices == Slices(4, Lengths.BALANCED)
+    assert PipelineConfig.parse(schedule="1f1b").options.slices == Slices()
 
 
 @pytest.mark.parametrize(

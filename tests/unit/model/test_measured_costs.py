@@ -68,7 +68,7 @@ def placed(spec: str, vocabulary: VocabularyParallel = NONE, rows: int = 2000) -
     costs = estimated(placement, rows)
     return place_output_layer(
         choice,
-        Problem(placement, MICROBATCHES, costs, extras=ScheduleOptions(vocab_parallel=vocabulary)),
+        Problem(placement, MICROBATCHES, costs, options=ScheduleOptions(vocab_parallel=vocabulary)),
     )
 
 

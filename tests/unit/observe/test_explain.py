@@ -195,7 +195,9 @@ def test_a_replay_knows_what_collectives_bring(how: VocabularyParallel) -> None:
     costs = replace(
         uniform(placement, 9, 12, 6), vocabulary=VocabularyCosts((3, 3, 3), (1, 1), 0.0)
     )
-    made = program("zb-v", Problem(placement, 6, costs, extras=ScheduleOptions(vocab_parallel=how)))
+    made = program(
+        "zb-v", Problem(placement, 6, costs, options=ScheduleOptions(vocab_parallel=how))
+    )
     passes = Schedule("passes", placement, made.schedule.compute_rows)
     replayed, costs = Replay(passes), made.problem.costs
     assert Kind.LOGITS_INPUT in {

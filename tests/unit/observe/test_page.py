@@ -46,11 +46,13 @@ from tests.unit.observe.test_trace import SIMULATED, measured, written
 runner = CliRunner()
 
 
-def program_of(name: str, p: int = 4, m: int = 6, **extras: Any) -> Program:
+def program_of(name: str, p: int = 4, m: int = 6, **options: Any) -> Program:
     costs = "f=10,i=12,w=8,comm=1,head=6/6/6,embedding=1/2,d2h=4"
     choice = choose(name)
     placement = choice.place(p)
-    problem = Problem(placement, m, parse_costs(costs, placement), extras=ScheduleOptions(**extras))
+    problem = Problem(
+        placement, m, parse_costs(costs, placement), options=ScheduleOptions(**options)
+    )
     return build_program(choice, problem)
 
 
@@ -60,7 +62,7 @@ ALL_SORTS = {
     "loop": program_of("interleaved"),
     "vocabulary": program_of("1f1b", vocab_parallel=VocabularyParallel.ONE),
     "offload": program_of("zb-v", activation_offload=Offload.FULL),
-    "post-validation": program_of("zb-h2", post_validation=True),
+    "post-validation": program_of("zb-h2", steps_overlap=True),
     "slices": program_of("1f1b", slices=Slices(2)),
 }
 EACH = pytest.mark.parametrize("sort", ALL_SORTS)

@@ -102,8 +102,8 @@ def test_balanced_slices_of_mixtures_take_as_long(layers: tuple[str, ...]) -> No
     }
     sizes["rates"] = replace(H100, launch=0.0)
     costs = costs_of(layers, **sizes)
-    extras = ScheduleOptions(slices=Slices(4, Lengths.BALANCED))
-    problem = Problem(line(4), 1, costs, extras=extras)
+    options = ScheduleOptions(slices=Slices(4, Lengths.BALANCED))
+    problem = Problem(line(4), 1, costs, options=options)
 
     def until(end: int) -> float:
         return sum(sum(figures) for figures in costs_of(layers, end, **sizes).seconds.values())
@@ -123,7 +123,7 @@ def test_lengths_are_by_the_share_of_all_stages(spec: str) -> None:
 
     def makespan(share: float) -> float:
         lengths = lengths_of(Slices(4, Lengths.BALANCED).ends(share), 32768)
-        problem = Problem(placement, 4, costs, extras=ScheduleOptions(slices=Slices(4, lengths)))
+        problem = Problem(placement, 4, costs, options=ScheduleOptions(slices=Slices(4, lengths)))
         return simulate(build_program(choose(spec), problem), costs).makespan
 
     ours = makespan(costs.attention_share)
@@ -285,7 +285,7 @@ def test_short_slices_are_compared_and_not_taken(training: Training) -> None:
 
 @nightly("test_long_sequences_are_compared_in_all_ways")
 def test_a_training_with_slices_is_compared_with_whole_sequences(training: Training) -> None:
-    cut = replace(training, extras=ScheduleOptions(slices=Slices(4, Lengths.BALANCED)))
+    cut = replace(training, options=ScheduleOptions(slices=Slices(4, Lengths.BALANCED)))
     words = [way.words for way in compared(cut).ways]
     assert words == ["4 slices", "whole sequences", "2 slices", "8 slices"]
 
@@ -307,7 +307,7 @@ def test_no_way_is_longer_than_it_takes_to_see_that(training: Training) -> None:
     """Programs of very many passes are left out, and it is said what to do."""
     many = replace(training, microbatches=2000)
     (way,) = alternatives_with_slices(
-        lambda cut: replace(many, extras=ScheduleOptions(slices=cut)).variant,
+        lambda cut: replace(many, options=ScheduleOptions(slices=cut)).variant,
         None,
         [8],
         ["1f1b", "zb-h1"],

@@ -476,7 +476,7 @@ def test_a_schedule_that_memory_slows_is_tried_with_offload(
     tried: list[Offload] = []
 
     def noting(choice: Any, problem: Problem, *given: Any, **options: Any) -> Any:
-        tried.append(problem.extras.activation_offload)
+        tried.append(problem.options.activation_offload)
         return simulate_step(choice, problem, *given, **options)
 
     monkeypatch.setattr(fitting, "simulate_step", noting)

@@ -51,7 +51,7 @@ def test_no_bound_is_above_what_a_step_takes(name: str, vocabulary: VocabularyPa
     placement = choice.place(4)
     fused_backward_saving = (4 / placement.chunks,) * placement.stages
     costs = uniform(placement, 10, 12, 8).with_passes(fused_backward_saving=fused_backward_saving)
-    problem = Problem(placement, 64, costs).with_extras(vocab_parallel=vocabulary)
+    problem = Problem(placement, 64, costs).with_options(vocab_parallel=vocabulary)
     program = build_program(choice, problem)
     taken = step_seconds(program, program.problem.costs)
     assert 0.8 * taken < least_time(problem, choice.traits.splits_backward) <= taken + 1e-9
@@ -101,7 +101,7 @@ def test_each_way_for_a_head_is_what_simulate_finds() -> None:
 
     problem = Problem(line(4), 8, costs(line(4)))
     program = build_program(
-        choose("zb-h1"), problem.with_extras(vocab_parallel=VocabularyParallel.TWO)
+        choose("zb-h1"), problem.with_options(vocab_parallel=VocabularyParallel.TWO)
     )
     two = simulate(program, program.problem.costs).makespan
     naive = simulate(build_program(choose("zb-h1"), problem), problem.costs).makespan

@@ -37,7 +37,7 @@ from tests.helpers.schedules import (
 
 
 def batched(problem: Problem) -> Problem:
-    return problem.with_extras(p2p=P2P.BATCHED)
+    return problem.with_options(p2p=P2P.BATCHED)
 
 
 def test_a_send_moves_with_the_receives_before_it_and_other_receives_alone() -> None:
@@ -190,7 +190,7 @@ def test_every_order_of_passes_is_sound_whatever_ends_together(seed: int) -> Non
         random.randint(1, 12 if forward_only else 5),
         costs_with_ties(random, placement),
         forward_only=forward_only,
-        extras=ScheduleOptions(p2p=P2P.BATCHED),
+        options=ScheduleOptions(p2p=P2P.BATCHED),
     )
     schedule = random_schedule(random, problem)
     if forward_only:

@@ -74,7 +74,7 @@ def program_of(
     costs = parse_costs("f=2,i=2,w=2,head=1/1/1,embedding=1/1", placement)
     return build_program(
         choice,
-        Problem(placement, 4, costs, extras=ScheduleOptions(p2p=p2p, vocab_parallel=vocabulary)),
+        Problem(placement, 4, costs, options=ScheduleOptions(p2p=p2p, vocab_parallel=vocabulary)),
     )
 
 

@@ -77,8 +77,8 @@ def test_waits_stand_where_what_must_have_ended_tells(seed: int) -> None:
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved"])
 def test_waits_for_collectives_do_too(name: str, vocabulary: VocabularyParallel) -> None:
     placement = choose(name).place(3)
-    extras = ScheduleOptions(vocab_parallel=vocabulary)
-    made = program(name, Problem(placement, 6, uniform(placement, 10, 12, 8, 1), extras=extras))
+    options = ScheduleOptions(vocab_parallel=vocabulary)
+    made = program(name, Problem(placement, 6, uniform(placement, 10, 12, 8, 1), options=options))
     rows = (tuple(a for a in r if RULES[a.kind].lane is not Lane.WAIT) for r in made.schedule.rows)
     without = Schedule(name, placement, tuple(rows))
     assert waited_for(made.schedule) == as_soon_as_known(without)
@@ -86,7 +86,7 @@ def test_waits_for_collectives_do_too(name: str, vocabulary: VocabularyParallel)
 
 def async_case(seed: int) -> tuple[Case, Problem]:
     case = random_case(seed)
-    return case, case.problem.with_extras(p2p=P2P.ASYNC)
+    return case, case.problem.with_options(p2p=P2P.ASYNC)
 
 
 def waited_for(schedule: Schedule) -> dict[Action, Action | None]:

@@ -199,7 +199,7 @@ def moved(made: Program, action: str, before: str) -> Schedule:
 
 
 def family_program(
-    name: str, ranks: int, microbatches: int, forward_only: bool = False, **extras: Any
+    name: str, ranks: int, microbatches: int, forward_only: bool = False, **options: Any
 ) -> Program:
     choice = choose(name)
     placement = choice.place(ranks)
@@ -212,7 +212,7 @@ def family_program(
             microbatches,
             costs,
             forward_only=forward_only,
-            extras=ScheduleOptions(**extras),
+            options=ScheduleOptions(**options),
         ),
     )
 
@@ -239,10 +239,10 @@ SPOILT: dict[str, tuple[Callable[[], Program], str, str]] = {
         partial(family_program, "1f1b", 2, 6, activation_offload=Offload.FULL), "0RECV_B0", "0F1"
     ),
     "post-validation: a message of its own": (
-        partial(family_program, "zb-2p", 2, 4, post_validation=True), "1RECV_P0", "1RECV_F0"
+        partial(family_program, "zb-2p", 2, 4, steps_overlap=True), "1RECV_P0", "1RECV_F0"
     ),
     "post-validation: a message beside them": (
-        partial(family_program, "zb-2p", 2, 4, post_validation=True), "1RECV_F0", "1SEND_V0"
+        partial(family_program, "zb-2p", 2, 4, steps_overlap=True), "1RECV_F0", "1SEND_V0"
     ),
 }  # fmt: skip
 

@@ -302,7 +302,9 @@ def test_summary_tells_what_leaves_for_the_host() -> None:
     problem = line_problem(4, 8, 1, 1, 1)
     costs = problem.costs.with_host([0.5] * 4, [0.5] * 4)
     text = summarize(
-        program("zb-h1", replace(problem, costs=costs).with_extras(activation_offload=Offload.HALF))
+        program(
+            "zb-h1", replace(problem, costs=costs).with_options(activation_offload=Offload.HALF)
+        )
     )
     assert (
         "peak 4 microbatches; offload half: 31% of the activations and 31% of the inputs of W "
@@ -312,7 +314,7 @@ def test_summary_tells_what_leaves_for_the_host() -> None:
 
 def test_summary_tells_how_many_run_in_pairs() -> None:
     placement = Placement("v", (1, 0, 0, 1))
-    problem = Problem(placement, 8, uniform(placement, 1, 1, 1)).with_extras(pairs=True)
+    problem = Problem(placement, 8, uniform(placement, 1, 1, 1)).with_options(pairs=True)
     made = program("zb-v", problem)
     pairs = len(made.schedule.pairs)
     assert f"; {pairs} of 32 forward passes overlap a backward pass; costs" in summarize(made)

@@ -107,7 +107,7 @@ def test_1f1b_by_hand() -> None:
 
 
 def test_overlapped_passes_run_as_one_under_megatron_too() -> None:
-    of = problem("interleaved:vpp=2", 4, 8, "f=10,i=12,w=8,comm=0").with_extras(pairs=True)
+    of = problem("interleaved:vpp=2", 4, 8, "f=10,i=12,w=8,comm=0").with_options(pairs=True)
     for executor in (OVERLAPS, AT_ENDS, WAITS):
         made = program("interleaved:vpp=2", of, executor)
         assert made.schedule.pairs
@@ -126,9 +126,9 @@ def test_a_long_step_follows_from_its_repeating_part(spec: str, executor: StockE
 def test_options_that_only_our_executor_has_are_timed_under_it() -> None:
     of = replace(problem("interleaved:vpp=2", 4, 8, "f=10,i=12,w=8,comm=1"), stock=OVERLAPS)
     assert of.executor is OVERLAPS
-    assert of.with_extras(post_validation=True).executor is None
+    assert of.with_options(steps_overlap=True).executor is None
     assert replace(of, forward_only=True).executor is None
-    assert of.with_extras(pairs=True).executor is OVERLAPS
+    assert of.with_options(pairs=True).executor is OVERLAPS
 
 
 @pytest.mark.parametrize("executor", [OVERLAPS, AT_ENDS, WAITS])
@@ -219,8 +219,8 @@ def _step(
     }
     costs = Costs(PassCosts(seconds), LinkCosts(hop))
     # The paper's zero-bubble runs had post-validation, so their steps overlapped.
-    extras = ScheduleOptions(post_validation=executor is None)
-    of = Problem(placement, microbatches, costs, extras=extras, stock=executor)
+    options = ScheduleOptions(steps_overlap=executor is None)
+    of = Problem(placement, microbatches, costs, options=options, stock=executor)
     return step_seconds(place_output_layer(choose(spec), of), costs)
 
 
@@ -230,7 +230,7 @@ def test_pairs_in_another_order_than_stocks_are_timed() -> None:
     choice = choose("interleaved:vpp=2")
     placement = choice.place(4)
     costs = parse_costs("f=10,i=12,w=8,comm=3,hidden=5", placement)
-    problem = Problem(placement, 16, costs, extras=ScheduleOptions(pairs=True))
+    problem = Problem(placement, 16, costs, options=ScheduleOptions(pairs=True))
     ours = build_program(choice, problem)
     stock = build_program(choice, replace(problem, stock=STOCK_EXECUTOR))
     assert stock.schedule.pairs

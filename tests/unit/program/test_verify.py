@@ -275,7 +275,7 @@ def test_a_rank_reads_in_one_order_for_each_of_its_stages() -> None:
 
 def test_tokens_are_sent_in_the_order_of_the_forward_passes() -> None:
     """With a divided vocabulary the first stage's data are read when its tokens are sent."""
-    problem = line_problem(2, 2).with_extras(vocab_parallel=VocabularyParallel.TWO)
+    problem = line_problem(2, 2).with_options(vocab_parallel=VocabularyParallel.TWO)
     good = program("1f1b", problem)
 
     def renamed(action: Action) -> Action:
@@ -400,7 +400,7 @@ def test_transforms_keep_a_good_evaluation_good(seed: int) -> None:
         microbatches,
         random_costs(random, placement),
         forward_only=True,
-        extras=ScheduleOptions(p2p=random.choice(list(P2P))),
+        options=ScheduleOptions(p2p=random.choice(list(P2P))),
     )
     forwards = keep_forward(random_schedule(random, problem), problem)
     proved = prove(with_messages(forwards, problem), problem)
@@ -475,7 +475,7 @@ def assert_waits_in_a_circle(
     error: InvalidSchedule,
     device: Device = Device.PARALLEL,
 ) -> None:
-    graph = build_graph(schedule, problem.extras.p2p, device)
+    graph = build_graph(schedule, problem.options.p2p, device)
     cycle = [graph.actions.index(action) for action in error.actions]
     for node, earlier in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
         assert earlier in graph.before[node]

@@ -116,8 +116,8 @@ def test_ranks_that_recompute_are_a_class_of_their_own() -> None:
     """Rank 1 has the pass R and rank 2 has not, though their stages are equal."""
     choice = choose("zb-h1")
     placement = choice.place(4)
-    extras = ScheduleOptions(recompute=Recompute(first=2))
-    problem = Problem(placement, 8, uniform(placement, 40.0, 50.0, 30.0), extras=extras)
+    options = ScheduleOptions(recompute=Recompute(first=2))
+    problem = Problem(placement, 8, uniform(placement, 40.0, 50.0, 30.0), options=options)
     program = build_program(choice, problem)
     assert sorted(one.members for one in classes(program)) == [(0,), (1,), (2,), (3,)]
     of = program.problem.costs.of

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from megatron_ext.compile.registry import choose
-from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.config import PipelineConfig, flag, setting_of
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.problem import (
     CONFLICTS,
@@ -27,7 +27,7 @@ OTHERS = ScheduleOptions(
     vocab_parallel=VocabularyParallel.ONE,
     activation_offload=Offload.FULL,
     recompute=Recompute(first=1),
-    post_validation=True,
+    steps_overlap=True,
     slices=Slices(3),
     pairs=True,
 )
@@ -37,31 +37,32 @@ def _only(*names: str) -> ScheduleOptions:
     return ScheduleOptions(**{name: getattr(OTHERS, name) for name in names})
 
 
-@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: " and ".join(conflict.extras))
+@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: " and ".join(conflict.options))
 def test_a_problem_names_both_options_and_the_reason(conflict: Conflict) -> None:
     placement = choose("zb-v").place(2)
     costs = parse_costs("f=1,i=1,w=1,d2h=1", placement)
-    phrases = [_only(name).phrase(name) for name in conflict.extras]
+    phrases = [_only(name).phrase(name) for name in conflict.options]
     text = f"{phrases[0]} does not go with {phrases[1]}: {conflict.why}; drop one"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        Problem(placement, 4, costs, extras=_only(*conflict.extras))
-    for name in conflict.extras:
-        Problem(placement, 4, costs, extras=_only(name))
+        Problem(placement, 4, costs, options=_only(*conflict.options))
+    for name in conflict.options:
+        Problem(placement, 4, costs, options=_only(name))
 
 
 @pytest.mark.parametrize(
     "conflict",
-    [conflict for conflict in CONFLICTS if "pairs" not in conflict.extras],
-    ids=lambda conflict: " and ".join(conflict.extras),
+    [conflict for conflict in CONFLICTS if "pairs" not in conflict.options],
+    ids=lambda conflict: " and ".join(conflict.options),
 )
 def test_settings_name_both_flags_and_the_reason(conflict: Conflict) -> None:
-    first, second = conflict.extras
-    given = {name: _written(name) for name in conflict.extras}
+    first, second = map(setting_of, conflict.options)
+    given = {setting_of(name): _written(name) for name in conflict.options}
     text = f"{flag(first)}.* does not go with {flag(second)}.*: {re.escape(conflict.why)}; drop one"
     with pytest.raises(ValueError, match=f"^{text}$"):
         PipelineConfig.parse(schedule="zb-v", **given)
-    for name in conflict.extras:
-        assert PipelineConfig.parse(schedule="zb-v", **{name: given[name]}).extras == _only(name)
+    for name in conflict.options:
+        setting = {setting_of(name): given[setting_of(name)]}
+        assert PipelineConfig.parse(schedule="zb-v", **setting).options == _only(name)
 
 
 def _written(name: str) -> str | bool:

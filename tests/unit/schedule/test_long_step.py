@@ -159,7 +159,7 @@ def test_step_that_holds_more_with_each_microbatch_is_not_built_whole_in_vain() 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "v-half"])
 @pytest.mark.parametrize(
-    "extras",
+    "options",
     [
         {"vocab_parallel": VocabularyParallel.ONE},
         {"recompute": Recompute(first=2)},
@@ -167,11 +167,11 @@ def test_step_that_holds_more_with_each_microbatch_is_not_built_whole_in_vain() 
     ],
     ids=["vocabulary", "recompute", "slices"],
 )
-def test_options_beside_the_order_give_the_same_figures(name: str, extras: dict[str, Any]) -> None:
-    pair = both(name, random_problems(name, 1)[0].with_extras(**extras))
+def test_options_beside_the_order_give_the_same_figures(name: str, options: dict[str, Any]) -> None:
+    pair = both(name, random_problems(name, 1)[0].with_options(**options))
     if pair is not None:
         assert_same(*pair)
-    if "slices" in extras and name != "interleaved":
+    if "slices" in options and name != "interleaved":
         assert pair is not None and not pair[0].has_all_microbatches
 
 

@@ -51,7 +51,7 @@ def test_the_page_has_its_examples() -> None:
 
 
 def test_the_page_tells_what_a_family_is_given() -> None:
-    """Post-validation is in `Problem.extras`; the page sent its readers to where it had been."""
+    """Post-validation is in `Problem.options`; the page sent its readers to where it had been."""
     page, problem = PAGE.read_text(), line_problem(2, 2)
     _, _, given = page.partition("## What a family gets and returns")
     cells = re.findall(r"^\| (`.*?) \|", given.partition("`Schedule(")[0], re.MULTILINE)

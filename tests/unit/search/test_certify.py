@@ -95,8 +95,8 @@ def test_what_leaves_the_rank_bounds_nothing() -> None:
     placement = v(4)
     costs = uniform(placement, 10, 12, 8, 1).with_host((1,) * 8, (1,) * 8)
     problem = Problem(placement, 16, costs, MemoryLimit(2))
-    copied = problem.with_extras(activation_offload=Offload.FULL)
-    given_up = problem.with_extras(recompute=Recompute(fit=True))
+    copied = problem.with_options(activation_offload=Offload.FULL)
+    given_up = problem.with_options(recompute=Recompute(fit=True))
     without_limit = replace(problem, memory_limit=None)
     variants = (problem, copied, given_up, without_limit)
     bounds = [lower_bound(made, splits_backward=True) for made in variants]

@@ -104,7 +104,7 @@ def test_any_costs_and_bytes(seed: int, p: int, m: int, above: float) -> None:
 def test_what_can_be_made_longer_or_shorter() -> None:
     problem = problem_of("zb-v", 4, 16, 3)
     assert has_middle(problem) and not has_middle(with_microbatches(problem, 15))
-    assert has_middle(problem.with_extras(recompute=Recompute(fit=True)))
+    assert has_middle(problem.with_options(recompute=Recompute(fit=True)))
 
 
 # By limit, the makespans at 37, 64 and 128 microbatches of an earlier search, which was compiled.

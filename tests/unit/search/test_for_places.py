@@ -228,15 +228,15 @@ def test_it_stays_within_what_the_program_holds_if_there_is_no_limit(
 
 
 @pytest.mark.parametrize(
-    ("spec", "extras"),
+    ("spec", "options"),
     [
         ("1f1b", {}),
         ("zb-h1", {"recompute": Recompute(first=1)}),
-        ("zb-h1", {"post_validation": True}),
+        ("zb-h1", {"steps_overlap": True}),
     ],
 )
-def test_some_programs_have_none(spec: str, extras: dict[str, Any]) -> None:
-    here = program(spec, 4, 8, **extras)
+def test_some_programs_have_none(spec: str, options: dict[str, Any]) -> None:
+    here = program(spec, 4, 8, **options)
     assert program_for_places(here, same_for_all_passes([1.0] * 8)) is None
 
 

@@ -65,7 +65,7 @@ def test_a_search_chooses_what_is_made_again(limit: float) -> None:
     alone = usual(v(3), 9, limit)
     seconds = []
     for recompute in (Recompute(), Recompute(fit=True)):
-        problem = alone.with_extras(recompute=recompute)
+        problem = alone.with_options(recompute=recompute)
         program = complete(searched("v-auto", problem, little_effort()), problem)
         seconds.append(simulate(program, problem.costs).makespan)
         again = recomputed_share(program.schedule)
@@ -76,7 +76,7 @@ def test_a_search_chooses_what_is_made_again(limit: float) -> None:
 
 def test_what_takes_the_least_there_is_is_not_improved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute_search, "shifted", None)  # would fail if called
-    problem = usual(v(2), 4, 1.5).with_extras(recompute=Recompute(fit=True))
+    problem = usual(v(2), 4, 1.5).with_options(recompute=Recompute(fit=True))
     assert recompute_search.search_with_recompute(problem, [], 1e9, little_effort())
     with pytest.raises(TypeError):
         recompute_search.search_with_recompute(problem, [], 0.0, little_effort())
@@ -105,7 +105,7 @@ TARGETS = ((2.0, 1338), (3.0, 1245), (4.0, 1182))
 @pytest.mark.parametrize(("limit", "makespan"), at_night(*TARGETS))
 def test_a_v_in_little_memory(limit: float, makespan: float) -> None:
     pytest.importorskip("numba")
-    problem = usual(v(8), 32, limit).with_extras(recompute=Recompute(fit=True))
+    problem = usual(v(8), 32, limit).with_options(recompute=Recompute(fit=True))
     program = complete(searched("v-auto", problem, effort()), problem)
     assert simulate(program, problem.costs).makespan <= makespan
 
@@ -114,7 +114,7 @@ def test_a_v_in_little_memory(limit: float, makespan: float) -> None:
 def test_what_was_found_is_made_longer_and_shorter(microbatches: int) -> None:
     """A step of another length makes the same stages' activations again, of the microbatches that
     its own are like. (It met a lane of R that was not there.)"""
-    known = usual(v(3), 13, 1.5).with_extras(recompute=Recompute(fit=True))
+    known = usual(v(3), 13, 1.5).with_options(recompute=Recompute(fit=True))
     schedule = build_program(choose("v-half"), known).schedule
     schedule = replace(schedule, rows=schedule.compute_rows)
     problem = replace(known, microbatches=microbatches)

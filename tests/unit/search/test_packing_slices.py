@@ -70,7 +70,7 @@ def random_problem(random: Random, place: Place, p: int, m: int, k: int) -> Prob
         )
         limit = MemoryLimit(bytes=int(most * (1 + 3 * random.random())) + 1)
     cut = Slices(k, random.choice(list(Lengths)))
-    return Problem(placement, m, costs, limit, extras=ScheduleOptions(slices=cut))
+    return Problem(placement, m, costs, limit, options=ScheduleOptions(slices=cut))
 
 
 def random_plan(random: Random, shop: JobShop) -> Starts:
@@ -141,8 +141,8 @@ def asked(
 ) -> Problem:
     placement = choose(spec).place(p)
     within = None if limit is None else MemoryLimit(microbatches=limit)
-    extras = ScheduleOptions(slices=Slices(k, lengths))
-    return Problem(placement, m, parse_costs(costs, placement), within, extras=extras)
+    options = ScheduleOptions(slices=Slices(k, lengths))
+    return Problem(placement, m, parse_costs(costs, placement), within, options=options)
 
 
 SEARCHES = ("v-auto", "loop-auto", "wave-auto")
@@ -207,7 +207,7 @@ def test_bytes_are_respected_down_to_the_least() -> None:
     random, placement = Random(3), v(3)
     costs = costs_of_slices(random, placement)
     problem = Problem(
-        placement, 3, costs, MemoryLimit(bytes=1), extras=ScheduleOptions(slices=Slices(3))
+        placement, 3, costs, MemoryLimit(bytes=1), options=ScheduleOptions(slices=Slices(3))
     )
     with pytest.raises(ValueError, match="least feasible") as error:
         best_schedule("v-auto", problem)
@@ -235,6 +235,6 @@ def test_a_schedule_of_slices_is_made_longer_and_shorter(spec: str, p: int, k: i
 def test_recompute_of_slices_searches_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It tries several limits, and a search for each would take minutes."""
     monkeypatch.delattr(best_room, "searched")
-    problem = asked("v-auto", 2, 3, 2, limit=1.2).with_extras(recompute=Recompute(fit=True))
+    problem = asked("v-auto", 2, 3, 2, limit=1.2).with_options(recompute=Recompute(fit=True))
     program = build_program(choose("v-auto"), problem)
     assert Kind.RECOMPUTE in {a.kind for row in program.schedule.rows for a in row}

@@ -27,6 +27,6 @@ def test_ends_of_the_model_without_layers(
     }
     costs = costs.with_passes(seconds={**costs.seconds, **seconds}).with_links(hop=hop)
     program = build_program(
-        choice, Problem(placement, 4, costs, extras=ScheduleOptions(vocab_parallel=variant))
+        choice, Problem(placement, 4, costs, options=ScheduleOptions(vocab_parallel=variant))
     )
     assert program.schedule.placement == placement

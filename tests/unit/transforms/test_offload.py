@@ -61,7 +61,7 @@ def problem_of(
     placement, m = choose(spec).place(ranks), microbatches or 4 * ranks
     costs = parse_costs(f"f=1,i=1,w=1,d2h={k},h2d={k}{more}", placement)
     allowed = None if limit is None else parse_limit(limit, ranks, m)
-    return Problem(placement, m, costs, allowed, extras=ScheduleOptions(activation_offload=how))
+    return Problem(placement, m, costs, allowed, options=ScheduleOptions(activation_offload=how))
 
 
 def built(spec: str, problem: Problem) -> Program:
@@ -108,7 +108,7 @@ def test_what_fits_without_copies_fits_with_them(
     the order that fits."""
     shorten_search(monkeypatch)
     allowed = problem_of(spec, 3, k, how, limit=limit, microbatches=6)
-    build_program(choose(spec), allowed.with_extras(activation_offload=NONE))  # it fits
+    build_program(choose(spec), allowed.with_options(activation_offload=NONE))  # it fits
     program = build_program(choose(spec), allowed)
     held = max(peaks(program.schedule, in_microbatches(program.schedule)))
     assert allowed.memory_limit is not None and held <= allowed.memory_limit.amount
@@ -119,7 +119,7 @@ def test_copies_allow_looser_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     less time than those that fit without copies."""
     shorten_search(monkeypatch)
     tight = problem_of("v-auto", 3, 0.2, microbatches=6, limit="0.5x")
-    copied = tight.with_extras(activation_offload=FULL)
+    copied = tight.with_options(activation_offload=FULL)
     assert makespan(built("v-auto", copied)) < makespan(built("v-auto", tight))
 
 
@@ -135,7 +135,7 @@ def random_problem(seed: int) -> tuple[Schedule, Problem]:
     costs = random_host_costs(random, case.problem.costs)
     how = random.choice([HALF, FULL, FIT])
     limit = MemoryLimit(microbatches=random.choice([1.0, 2.0, 3.0])) if how is FIT else None
-    problem = replace(case.problem, costs=costs, memory_limit=limit).with_extras(
+    problem = replace(case.problem, costs=costs, memory_limit=limit).with_options(
         p2p=P2P.ASYNC, activation_offload=how
     )
     return without_waits(case.schedule, problem), problem
@@ -166,7 +166,7 @@ def test_any_schedule_takes_the_copies(seed: int) -> None:
     timeline = simulate(program, problem.costs)
     for event in timeline.events:
         assert other.times[event.action][1] == pytest.approx(event.end), event
-    if problem.extras.activation_offload is not FIT:
+    if problem.options.activation_offload is not FIT:
         without = prove(await_sends(schedule, problem), without_limit(problem))
         assert timeline.makespan == pytest.approx(makespan(without))
     amount = in_microbatches(schedule)
@@ -177,7 +177,7 @@ def test_any_schedule_takes_the_copies(seed: int) -> None:
 @given(seeds)
 def test_what_is_damaged_is_proved_only_if_it_runs(seed: int) -> None:
     schedule, problem = random_problem(seed)
-    problem = problem.with_extras(activation_offload=FULL)
+    problem = problem.with_options(activation_offload=FULL)
     problem = without_limit(problem)
     whole, random = await_sends(offload(schedule, problem), problem), Random(seed)
     for _ in range(3):
@@ -210,7 +210,7 @@ def test_what_is_wrong_is_named(row: str, why: str) -> None:
         placement,
         1,
         parse_costs("f=1,i=1,w=1,d2h=1", placement),
-        extras=ScheduleOptions(activation_offload=FULL),
+        options=ScheduleOptions(activation_offload=FULL),
     )
     with pytest.raises(InvalidSchedule, match=why):
         prove(schedule, problem)
@@ -219,7 +219,7 @@ def test_what_is_wrong_is_named(row: str, why: str) -> None:
 def test_a_problem_that_does_not_offload_has_no_copies() -> None:
     program = built("gis", problem_of("gis", 2, 0.1, FULL))
     with pytest.raises(InvalidSchedule, match=r"belongs to offload, which is not requested"):
-        prove(program.schedule, program.problem.with_extras(activation_offload=NONE))
+        prove(program.schedule, program.problem.with_options(activation_offload=NONE))
 
 
 def test_copies_drawn() -> None:
@@ -232,7 +232,7 @@ def test_copies_drawn() -> None:
     )
     costs = parse_costs("f=1,i=1,w=0,d2h=1,h2d=1", placement)
     made = offload(
-        schedule, Problem(placement, 4, costs, extras=ScheduleOptions(activation_offload=FULL))
+        schedule, Problem(placement, 4, costs, options=ScheduleOptions(activation_offload=FULL))
     )
     assert " ".join(map(str, made.rows[0])) == (
         "0F0 0OFFLOAD_F0 0F1 0OFFLOAD_F1 0FREE_F0 0F2 0FREE_F1 0F3 0B3 "
@@ -330,7 +330,11 @@ def test_fit_counts_bytes() -> None:
     costs = parse_costs("f=1,i=1,w=1", placement).with_passes(held_bytes=held)
     costs = costs.with_host((0.3,) * 4, (0.3,) * 4)
     problem = Problem(
-        placement, 16, costs, MemoryLimit(bytes=250), extras=ScheduleOptions(activation_offload=FIT)
+        placement,
+        16,
+        costs,
+        MemoryLimit(bytes=250),
+        options=ScheduleOptions(activation_offload=FIT),
     )
     program = built("1f1b", problem)
     assert max(peaks(program.schedule, in_bytes(costs))) == 200
@@ -350,7 +354,7 @@ def test_a_copy_back_can_be_what_does_not_fit() -> None:
         2,
         parse_costs("f=1,i=1,w=1,d2h=1", placement),
         MemoryLimit(microbatches=1),
-        extras=ScheduleOptions(activation_offload=FULL),
+        options=ScheduleOptions(activation_offload=FULL),
     )
     with pytest.raises(InvalidSchedule, match="0RELOAD_F0 brings rank 0 over the memory limit"):
         prove(Schedule("tight", placement, rows_of(text)), problem)
@@ -416,19 +420,19 @@ def test_evaluation_has_no_copies() -> None:
 
 def test_batched_messages() -> None:
     problem = problem_of("zb-v", 4, 0.8, FULL)
-    program = built("zb-v", problem.with_extras(p2p=P2P.BATCHED))
+    program = built("zb-v", problem.with_options(p2p=P2P.BATCHED))
     assert chunks_held(program) <= 3
     assert copies(program)
 
 
 def test_a_divided_vocabulary() -> None:
     problem = problem_of("zb-v", 4, 0.4, FULL, more=",head=0.5/0.5/0.5")
-    program = built("zb-v", problem.with_extras(vocab_parallel=VocabularyParallel.TWO))
+    program = built("zb-v", problem.with_options(vocab_parallel=VocabularyParallel.TWO))
     assert chunks_held(program) <= 4
     assert makespan(program) <= 1.01 * makespan(
         built(
             "zb-v",
-            problem.with_extras(vocab_parallel=VocabularyParallel.TWO, activation_offload=NONE),
+            problem.with_options(vocab_parallel=VocabularyParallel.TWO, activation_offload=NONE),
         )
     )
 
@@ -504,7 +508,7 @@ def test_what_is_missing_is_named() -> None:
     placement = line(2)
     costs = parse_costs("f=1,i=1,w=1", placement)
     with pytest.raises(ValueError, match="add d2h= and h2d="):
-        Problem(placement, 4, costs, extras=ScheduleOptions(activation_offload=FULL))
+        Problem(placement, 4, costs, options=ScheduleOptions(activation_offload=FULL))
     with pytest.raises(ValueError, match="no memory limit to fit into"):
         problem_of("1f1b", 2, 1, FIT)
     with pytest.raises(ValueError, match="knows no bound with offload full"):

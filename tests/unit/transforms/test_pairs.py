@@ -62,12 +62,12 @@ BY_HAND = """
 
 
 def problem_for(
-    spec: str, p: int, m: int, costs: str = COSTS, limit: float | None = None, **extras: Any
+    spec: str, p: int, m: int, costs: str = COSTS, limit: float | None = None, **options: Any
 ) -> Problem:
     placement = choose(spec).place(p)
     allowed = None if limit is None else MemoryLimit(microbatches=limit)
-    asked = ScheduleOptions(**{"pairs": True} | extras)
-    return Problem(placement, m, parse_costs(costs, placement), allowed, extras=asked)
+    asked = ScheduleOptions(**{"pairs": True} | options)
+    return Problem(placement, m, parse_costs(costs, placement), allowed, options=asked)
 
 
 def built(spec: str, p: int, m: int, costs: str = COSTS, **asked: Any) -> Program:
@@ -84,7 +84,7 @@ def by_hand(*pairs: str, text: str = BY_HAND, costs: str = "f=2,i=2,w=2,hidden=2
     return Schedule("by hand", V, rows_of(text), frozenset(named))
 
 
-PROBLEM = Problem(V, 2, parse_costs("f=2,i=2,w=2,hidden=2", V), extras=ScheduleOptions(pairs=True))
+PROBLEM = Problem(V, 2, parse_costs("f=2,i=2,w=2,hidden=2", V), options=ScheduleOptions(pairs=True))
 GOOD = "(3F1;3I0)OVERLAP_F_B"
 
 
@@ -111,7 +111,7 @@ def test_messages_of_a_pair_stand_before_and_after_both() -> None:
     assert ",(3F1;3I0)OVERLAP_F_B,3SEND_B0," in program.text
     alone = proved(by_hand(), PROBLEM)
     assert program.digest != alone.digest
-    assert alone.digest == proved(by_hand(), PROBLEM.with_extras(pairs=False)).digest
+    assert alone.digest == proved(by_hand(), PROBLEM.with_options(pairs=False)).digest
 
 
 def test_both_are_held_at_once() -> None:
@@ -182,7 +182,7 @@ def test_kinds_that_are_no_pair() -> None:
 
 
 def test_pairs_that_nobody_asked_for_are_refused() -> None:
-    alone = PROBLEM.with_extras(pairs=False)
+    alone = PROBLEM.with_options(pairs=False)
     with pytest.raises(InvalidSchedule, match=r"\(3F1;3I0\)OVERLAP_F_B, .* are not requested"):
         proved(by_hand(GOOD), alone)
 
@@ -327,7 +327,7 @@ def test_an_evaluation_has_none() -> None:
     problem = replace(problem_for("zb-v", 4, 8), forward_only=True)
     program = build_program(choose("zb-v"), problem)
     assert not program.schedule.pairs
-    alone = build_program(choose("zb-v"), problem.with_extras(pairs=False))
+    alone = build_program(choose("zb-v"), problem.with_options(pairs=False))
     assert program.digest == alone.digest
 
 
@@ -339,19 +339,19 @@ def test_stages_with_nothing_to_train_have_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "extras",
+    "options",
     [
         {"vocab_parallel": VocabularyParallel.TWO},
         {"recompute": Recompute(first=1)},
         {"activation_offload": Offload.HALF},
-        {"post_validation": True},
+        {"steps_overlap": True},
         {"slices": Slices(2)},
     ],
-    ids=lambda extras: next(iter(extras)),
+    ids=lambda options: next(iter(options)),
 )
-def test_what_does_not_go_with_pairs(extras: dict[str, Any]) -> None:
+def test_what_does_not_go_with_pairs(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="pairing of passes does not go with"):
-        problem_for("zb-v", 4, 8, f"{COSTS},d2h=1", **extras)
+        problem_for("zb-v", 4, 8, f"{COSTS},d2h=1", **options)
 
 
 # ---- Costs
@@ -434,7 +434,7 @@ def test_a_table_with_pairs_runs_without_them_unless_they_are_asked_for(tmp_path
     program = built("dualpipe-v", 4, 8)
     path = tmp_path / "x.csv"
     path.write_text(to_csv(program.schedule))
-    alone = build_program(choose(str(path)), program.problem.with_extras(pairs=False))
+    alone = build_program(choose(str(path)), program.problem.with_options(pairs=False))
     assert not alone.schedule.pairs
     assert build_program(choose(str(path)), program.problem).digest == program.digest
 
@@ -478,7 +478,7 @@ def test_a_plan_of_a_dense_model_has_no_pairs() -> None:
 def test_a_plan_compares_with_and_without() -> None:
     """In pairs where they gain, else not; lines have none. And what to write for it."""
     training = Training(
-        2, 8, lambda placement: parse_costs(COSTS, placement), extras=ScheduleOptions(pairs=True)
+        2, 8, lambda placement: parse_costs(COSTS, placement), options=ScheduleOptions(pairs=True)
     )
     variant_of = training.variant
     made = make_plan(variant_of, specs=["zb-v", "1f1b", "1f1b-v"])

@@ -56,7 +56,7 @@ def problem(name: str, p: int, m: int, costs: str = EQUAL, *, validated: bool = 
         placement,
         m,
         parse_costs(costs, placement),
-        extras=ScheduleOptions(post_validation=validated),
+        options=ScheduleOptions(steps_overlap=validated),
     )
 
 
@@ -157,7 +157,7 @@ REFUSED = {
 def small(text: str = SMALL) -> tuple[Problem, str]:
     placement = Placement("written", (0, 1))
     return Problem(
-        placement, 2, uniform(placement, 1, 1, 1), extras=ScheduleOptions(post_validation=True)
+        placement, 2, uniform(placement, 1, 1, 1), options=ScheduleOptions(steps_overlap=True)
     ), text
 
 
@@ -183,7 +183,7 @@ def test_refused(what: str) -> None:
 def test_the_problem_has_to_want_it() -> None:
     wanted, text = small()
     with pytest.raises(InvalidSchedule, match="belongs to post-validation, which is not requested"):
-        prove(written(text, (0, 1)), wanted.with_extras(post_validation=False))
+        prove(written(text, (0, 1)), wanted.with_options(steps_overlap=False))
 
 
 def test_an_evaluation_has_no_optimizer() -> None:
@@ -193,7 +193,7 @@ def test_an_evaluation_has_no_optimizer() -> None:
     forwards = written("0SETTLE0 0F0", (0,))
     alone = Placement("written", (0,))
     wanted = Problem(
-        alone, 1, uniform(alone, 1, 1, 1), None, True, extras=ScheduleOptions(post_validation=True)
+        alone, 1, uniform(alone, 1, 1, 1), None, True, options=ScheduleOptions(steps_overlap=True)
     )
     with pytest.raises(InvalidSchedule, match="0SETTLE0"):
         prove(forwards, wanted)
@@ -210,16 +210,16 @@ def test_an_evaluation_has_no_optimizer() -> None:
 def test_what_does_not_go_with_it(changes: dict[str, Any], why: str) -> None:
     placement = Placement("v", (1, 0, 0, 1))
     costs = parse_costs(f"{EQUAL},d2h=1,h2d=1", placement)
-    good = Problem(placement, 2, costs, extras=ScheduleOptions(post_validation=True))
+    good = Problem(placement, 2, costs, options=ScheduleOptions(steps_overlap=True))
     with pytest.raises(ValueError, match=why):
-        good.with_extras(**changes)
+        good.with_options(**changes)
 
 
 def test_no_placement_whose_first_stages_share_a_rank() -> None:
     placement = Placement("mine", (0, 0, 1, 1))
     with pytest.raises(ValueError, match=r"on ranks \(0, 0\)"):
         Problem(
-            placement, 2, uniform(placement, 1, 1, 1), extras=ScheduleOptions(post_validation=True)
+            placement, 2, uniform(placement, 1, 1, 1), options=ScheduleOptions(steps_overlap=True)
         )
 
 
@@ -245,7 +245,7 @@ def test_every_schedule(
     choice = choose(name)
     placement = choice.place(p)
     wanted = Problem(
-        placement, m, uniform(placement, *fiw, comm), extras=ScheduleOptions(post_validation=True)
+        placement, m, uniform(placement, *fiw, comm), options=ScheduleOptions(steps_overlap=True)
     )
     try:
         made = build_program(choice, wanted)
@@ -272,7 +272,7 @@ def test_any_order_of_passes(seed: int) -> None:
     case = random_case(seed)
     firsts = sorted(stages[0] for stages in case.problem.placement.stages_of)
     assume(firsts == list(range(case.problem.ranks)))
-    wanted = case.problem.with_extras(p2p=P2P.ASYNC, post_validation=True)
+    wanted = case.problem.with_options(p2p=P2P.ASYNC, steps_overlap=True)
     made = validate_afterwards(with_messages(case.schedule, wanted), wanted)
     proved = prove(made, wanted)
     limit = simulate(proved, wanted.costs).makespan
@@ -437,7 +437,7 @@ def test_the_bound_holds_of_steps_that_overlap(name: str, p: int, m: int, comm: 
         placement,
         m,
         uniform(placement, 2, 3, 2, comm),
-        extras=ScheduleOptions(post_validation=True),
+        options=ScheduleOptions(steps_overlap=True),
     )
     try:
         made = build_program(choice, wanted)
@@ -446,7 +446,7 @@ def test_the_bound_holds_of_steps_that_overlap(name: str, p: int, m: int, comm: 
     bound = lower_bound(wanted, choice.traits.splits_backward)
     assert bound <= step_seconds(made, wanted.costs) * (1 + 1e-9)
     assert bound <= lower_bound(
-        wanted.with_extras(post_validation=False), choice.traits.splits_backward
+        wanted.with_options(steps_overlap=False), choice.traits.splits_backward
     )
 
 

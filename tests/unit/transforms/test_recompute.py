@@ -58,7 +58,7 @@ def problem_by_hand(limit: float | None = None, recompute: Recompute = NONE) -> 
     placement = line(2)
     allowed = None if limit is None else MemoryLimit(microbatches=limit)
     costs = uniform(placement, 1, 1, 1)
-    return Problem(placement, 2, costs, allowed, extras=ScheduleOptions(recompute=recompute))
+    return Problem(placement, 2, costs, allowed, options=ScheduleOptions(recompute=recompute))
 
 
 def proved_by_hand(text: str, problem: Problem) -> Program:
@@ -180,7 +180,7 @@ def test_texts() -> None:
 def test_refusals(problem: dict[str, object], message: str) -> None:
     costs = parse_costs("f=1,i=1,w=1,d2h=1", line(2))
     with pytest.raises(ValueError, match=message):
-        Problem(line(2), 4, costs).with_extras(**problem)
+        Problem(line(2), 4, costs).with_options(**problem)
 
 
 # ---- The transform
@@ -193,7 +193,7 @@ def test_any_schedule_takes_them(seed: int) -> None:
     and no rank holds more than before."""
     case = random_case(seed)
     stages = case.problem.placement.stages
-    problem = case.problem.with_extras(recompute=Recompute(first=Random(seed).randint(1, stages)))
+    problem = case.problem.with_options(recompute=Recompute(first=Random(seed).randint(1, stages)))
     made = recompute(case.schedule, problem)
     passes = [tuple(a for a in row if a.kind is not Kind.RECOMPUTE) for row in made.rows]
     assert tuple(passes) == case.schedule.rows
@@ -242,7 +242,7 @@ def test_what_fits_is_within_the_limit(seed: int) -> None:
     hand. Where it does not fit, it would not with all made again."""
     random, case = Random(seed), random_case(seed)
     limit = MemoryLimit(microbatches=random.choice([1.0, 1.5, 2.0, 3.0]))
-    problem = replace(case.problem, memory_limit=limit).with_extras(recompute=FIT)
+    problem = replace(case.problem, memory_limit=limit).with_options(recompute=FIT)
     made = recompute(case.schedule, problem)
     for row, before in zip(made.rows, case.schedule.rows, strict=True):
         now, w_now = others_and_w(row)
@@ -259,7 +259,7 @@ def test_what_fits_is_within_the_limit(seed: int) -> None:
     else:
         with pytest.raises(InvalidSchedule, match="over the memory limit"):
             prove(with_messages(made, problem), problem)
-        full = problem.with_extras(recompute=Recompute(first=made.placement.stages))
+        full = problem.with_options(recompute=Recompute(first=made.placement.stages))
         most = recompute(case.schedule, full)
         assert max(peaks(most, amount)) > limit.microbatches
 
@@ -282,7 +282,11 @@ def test_a_schedule_takes_less_memory_than_its_order_needs(
     placement = choose(spec).place(8)
     costs = parse_costs("f=10,i=12,w=8,comm=1", placement)
     problem = Problem(
-        placement, 32, costs, MemoryLimit(microbatches=limit), extras=ScheduleOptions(recompute=FIT)
+        placement,
+        32,
+        costs,
+        MemoryLimit(microbatches=limit),
+        options=ScheduleOptions(recompute=FIT),
     )
     program = build_program(choose(spec), problem)
     assert max(peaks(program.schedule, in_microbatches(program.schedule))) <= limit * (1 + 1e-9)
@@ -298,7 +302,7 @@ def test_with_a_divided_vocabulary() -> None:
         12,
         costs,
         MemoryLimit(microbatches=3),
-        extras=ScheduleOptions(recompute=FIT, vocab_parallel=VocabularyParallel.TWO),
+        options=ScheduleOptions(recompute=FIT, vocab_parallel=VocabularyParallel.TWO),
     )
     program = build_program(choose("v-half"), problem)
     assert recomputed_share(program.schedule) > 0
@@ -315,7 +319,7 @@ def test_in_bytes_messages_count() -> None:
     )
     for limit in (330, 400, 500):
         problem = Problem(
-            placement, 12, costs, MemoryLimit(bytes=limit), extras=ScheduleOptions(recompute=FIT)
+            placement, 12, costs, MemoryLimit(bytes=limit), options=ScheduleOptions(recompute=FIT)
         )
         program = build_program(choose("zb-v"), problem)
         assert 0.6 * limit < max(peaks(program.schedule, in_bytes(costs))) <= limit
@@ -332,7 +336,7 @@ def test_stages_with_nothing_to_train_make_nothing_again(spec: str) -> None:
 def problem_of_v_or_line(spec: str) -> Problem:
     placement = choose(spec).place(4)
     costs = parse_costs("f=10,i=12,w=8,comm=1", placement)
-    return Problem(placement, 8, costs, extras=ScheduleOptions(recompute=Recompute(first=3)))
+    return Problem(placement, 8, costs, options=ScheduleOptions(recompute=Recompute(first=3)))
 
 
 _WITH_BYTES = (
@@ -365,7 +369,7 @@ def test_a_limit_that_a_refusal_names_is_enough_and_little_less_is_not(
 
     def within(limit: str) -> Program:
         allowed = parse_limit(limit, 2, 4)
-        problem = Problem(placement, 4, known, allowed, extras=ScheduleOptions(recompute=wanted))
+        problem = Problem(placement, 4, known, allowed, options=ScheduleOptions(recompute=wanted))
         return build_program(choice, problem)
 
     with pytest.raises(InvalidSchedule, match="over the memory limit") as refusal:

@@ -54,8 +54,8 @@ def problem_for(
     spec: str, p: int, m: int, k: int, costs: str = "f=1,i=1,w=1", lengths: str = "even"
 ) -> Problem:
     placement = choose(spec).place(p)
-    extras = ScheduleOptions(slices=Slices(k, parse_lengths(lengths)))
-    return Problem(placement, m, parse_costs(costs, placement), extras=extras)
+    options = ScheduleOptions(slices=Slices(k, parse_lengths(lengths)))
+    return Problem(placement, m, parse_costs(costs, placement), options=options)
 
 
 def built(spec: str, p: int, m: int, k: int, *costs: str) -> Program:
@@ -199,7 +199,7 @@ def test_an_eager_warm_up_is_chosen_by_costs_and_limit(name, comm, limit, eager)
     if limit is not None:
         problem = replace(problem, memory_limit=MemoryLimit(microbatches=limit))
     assert choose(name).build(problem) == choose(f"{name}:eager={eager}").build(problem)
-    whole = problem.with_extras(slices=Slices())
+    whole = problem.with_options(slices=Slices())
     assert choose(name).build(whole) == choose(f"{name}:eager=no").build(whole)
     with pytest.raises(ValueError, match="eager is 'true'; write eager=auto"):
         choose(f"{name}:eager=true").build(problem)
@@ -304,16 +304,16 @@ def test_w_may_come_in_any_order_and_that_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "extras",
+    "options",
     [
         {"vocab_parallel": VocabularyParallel.TWO},
-        {"post_validation": True},
+        {"steps_overlap": True},
     ],
 )
-def test_what_does_not_go_with_slices(extras: dict[str, Any]) -> None:
+def test_what_does_not_go_with_slices(options: dict[str, Any]) -> None:
     problem = problem_for("1f1b", 2, 2, 2, "f=1,i=1,w=1,d2h=1")
     with pytest.raises(ValueError, match="division into 2 slices does not go with"):
-        problem.with_extras(**extras)
+        problem.with_options(**options)
 
 
 def test_a_family_without_an_order_for_slices(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_csv(tmp_path: Path) -> None:
         ValueError,
         match="for 2 slices of a microbatch, and this step has 4 slices: write --pipeline-s",
     ):
-        build_program(choice, made.problem.with_extras(slices=Slices(4)))
+        build_program(choice, made.problem.with_options(slices=Slices(4)))
 
 
 def test_a_table_that_leaves_slices_out() -> None:
@@ -466,7 +466,7 @@ def test_bytes_of_slices() -> None:
 
 def test_recompute_keeps_keys_and_values() -> None:
     """Later slices attend to them: what is given up is the rest."""
-    problem = with_bytes(problem_for("1f1b", 1, 1, 2)).with_extras(recompute=Recompute(first=1))
+    problem = with_bytes(problem_for("1f1b", 1, 1, 2)).with_options(recompute=Recompute(first=1))
     program = build_program(choose("1f1b"), problem)
     assert program.text == "0F0.0,0F0.1,0R0.1,0B0.1,0R0.0,0B0.0\n"
     # Half of the input, 6.4, and of keys and values, 16, in F; the rest of 32 in R.
@@ -480,7 +480,7 @@ def offloaded(name: str, way: Offload, k: int = 4) -> Program:
     held = {Held.ACTIVATION: (64.0,) * 4, Held.WEIGHT_INPUTS: (32.0,) * 4}
     known = problem.costs.with_passes(held_bytes=held).with_slices(keys_values=(16.0,) * 4)
     return build_program(
-        choose(name), replace(problem, costs=known).with_extras(activation_offload=way)
+        choose(name), replace(problem, costs=known).with_options(activation_offload=way)
     )
 
 
@@ -533,7 +533,7 @@ def test_no_schedule_of_slices_is_shorter_than_the_bound(name: str) -> None:
     least = makespan(choose(name).build(problem), problem)
     assert lower_bound(problem, splits) <= least * (1 + 1e-9)
     if name == "zb-v":
-        assert least < lower_bound(problem.with_extras(slices=Slices()), splits)
+        assert least < lower_bound(problem.with_options(slices=Slices()), splits)
 
 
 def test_a_bound_is_not_certified() -> None:
@@ -631,7 +631,7 @@ def test_the_table_of_offload(name: str, cut: str, cells: str) -> None:
     held = {Held.ACTIVATION: (64.0,) * stages, Held.WEIGHT_INPUTS: (32.0,) * stages}
     known = problem.costs.with_passes(held_bytes=held).with_slices(keys_values=(8.0,) * stages)
     for way, cell in zip(("none", "half", "full"), cells.split("|"), strict=True):
-        asked = replace(problem, costs=known).with_extras(activation_offload=Offload(way))
+        asked = replace(problem, costs=known).with_options(activation_offload=Offload(way))
         made = build_program(choose(name), asked)
         takes = simulate(made, known).makespan
         most = max(peaks(made.schedule, in_bytes(known))) / (64 * problem.placement.chunks)

@@ -29,17 +29,17 @@ FAMILIES = (
 M = 6
 
 
-def problem(spec: str, first_trained_stage: int, **extras: object) -> Problem:
+def problem(spec: str, first_trained_stage: int, **options: object) -> Problem:
     placement = choose(spec).place(3)
     held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (8.0,) * placement.stages)
     costs = uniform(placement, 10, 12, 8, 0.5).with_passes(held_bytes=held)
     costs = costs.with_host((1.0,) * placement.stages, (1.0,) * placement.stages)
     asked = Problem(placement, M, costs, first_trained_stage=first_trained_stage)
-    return asked.with_extras(**extras)
+    return asked.with_options(**options)
 
 
-def made(spec: str, first_trained_stage: int, **extras: object) -> Program:
-    return build_program(choose(spec), problem(spec, first_trained_stage, **extras))
+def made(spec: str, first_trained_stage: int, **options: object) -> Program:
+    return build_program(choose(spec), problem(spec, first_trained_stage, **options))
 
 
 def kinds_of(program: Program, stage: int) -> Counter[Kind]:
@@ -141,7 +141,7 @@ def test_nothing_of_them_is_offloaded(spec: str) -> None:
 
 @pytest.mark.parametrize("first_trained_stage", [1, 2])
 def test_post_validation(first_trained_stage: int) -> None:
-    program = made("zb-h1", first_trained_stage, post_validation=True)
+    program = made("zb-h1", first_trained_stage, steps_overlap=True)
     assert all(any(a.kind is Kind.STEP for a in row) for row in program.schedule.rows)
 
 

@@ -61,14 +61,14 @@ def random_problem(random: Random, names: Sequence[str], most: int) -> tuple[str
         placement,
         microbatches,
         costs,
-        extras=ScheduleOptions(vocab_parallel=random.choice([ONE, TWO])),
+        options=ScheduleOptions(vocab_parallel=random.choice([ONE, TWO])),
     )
 
 
 def without(name: str, problem: Problem) -> Schedule:
     """The schedule that the vocabulary's passes are added to."""
-    costs = share_vocabulary(problem.costs, problem.placement, problem.extras.vocab_parallel)
-    return choose(name).build(replace(problem, costs=costs).with_extras(vocab_parallel=NONE))
+    costs = share_vocabulary(problem.costs, problem.placement, problem.options.vocab_parallel)
+    return choose(name).build(replace(problem, costs=costs).with_options(vocab_parallel=NONE))
 
 
 def check(program: Program) -> None:
@@ -100,7 +100,7 @@ def test_any_line_or_v_takes_them_and_holds_one_or_two_more(seed: int) -> None:
         for stage, kind in {(action.stage, action.kind) for action in row}:
             order = [a.microbatch for a in row if (a.stage, a.kind) == (stage, kind)]
             assert order == sorted(order), "gradients are added in another order than stock's"
-    alone, more = without(name, problem), MORE[problem.extras.vocab_parallel]
+    alone, more = without(name, problem), MORE[problem.options.vocab_parallel]
     amount = in_microbatches(alone)
     before, after = peaks(alone, amount), peaks(program.schedule, amount)
     assert max(after) == min(max(before) + more, problem.microbatches)
@@ -114,16 +114,16 @@ def test_any_schedule_takes_them(seed: int) -> None:
     """Microbatches that overtake one another, any placement, B beside I and W."""
     random = Random(seed)
     case = random_case(seed)
-    problem = case.problem.with_extras(p2p=P2P.ASYNC, vocab_parallel=random.choice([ONE, TWO]))
+    problem = case.problem.with_options(p2p=P2P.ASYNC, vocab_parallel=random.choice([ONE, TWO]))
     whole = problem.costs.with_vocabulary(VocabularyCosts((1.0, 2.0, 3.0), (1.0, 1.0)))
-    shared = share_vocabulary(whole, problem.placement, problem.extras.vocab_parallel)
+    shared = share_vocabulary(whole, problem.placement, problem.options.vocab_parallel)
     problem = replace(problem, costs=shared)
     schedule = divide_vocabulary(case.schedule, problem)
     check(prove(with_messages(schedule, problem), problem))
     amount = in_microbatches(schedule)
     for before, after in zip(peaks(case.schedule, amount), peaks(schedule, amount), strict=True):
         assert (
-            after <= before + MORE[problem.extras.vocab_parallel] + 1e-9
+            after <= before + MORE[problem.options.vocab_parallel] + 1e-9
         )  # shares of a rank's work
 
 
@@ -151,7 +151,7 @@ def first_of(name: str, how: VocabularyParallel) -> tuple[Schedule, Problem]:
     placement = choose(name).place(2)
     costs = uniform(placement, 1, 1, 1).with_vocabulary(VocabularyCosts((1.0, 1.0, 1.0)))
     program = build_program(
-        choose(name), Problem(placement, 2, costs, extras=ScheduleOptions(vocab_parallel=how))
+        choose(name), Problem(placement, 2, costs, options=ScheduleOptions(vocab_parallel=how))
     )
     return program.schedule, program.problem
 
@@ -200,7 +200,7 @@ def test_searches_leave_room(name: str, how: VocabularyParallel) -> None:
     costs = uniform(placement, 10, 12, 8, 1).with_vocabulary(VocabularyCosts((10.0, 12.0, 8.0)))
     limit = 2 + MORE[how]
     memory = MemoryLimit(microbatches=limit)
-    problem = Problem(placement, 6, costs, memory, extras=ScheduleOptions(vocab_parallel=how))
+    problem = Problem(placement, 6, costs, memory, options=ScheduleOptions(vocab_parallel=how))
     program = build_program(choose(name), problem)
     check(program)
     held = max(peaks(program.schedule, in_microbatches(program.schedule)))
@@ -219,7 +219,7 @@ def test_limits_in_bytes_count_the_shards_logits(name: str, how: VocabularyParal
     def held(limit: MemoryLimit | None) -> float:
         program = build_program(
             choose(name),
-            Problem(placement, 12, costs, limit, extras=ScheduleOptions(vocab_parallel=how)),
+            Problem(placement, 12, costs, limit, options=ScheduleOptions(vocab_parallel=how)),
         )
         amount: Amount = in_bytes(program.problem.costs)
         return max(peaks(program.schedule, amount))
@@ -233,7 +233,7 @@ def test_limits_in_bytes_count_the_shards_logits(name: str, how: VocabularyParal
         peaks(
             build_program(
                 choose(name),
-                Problem(placement, 12, costs, extras=ScheduleOptions(vocab_parallel=how)),
+                Problem(placement, 12, costs, options=ScheduleOptions(vocab_parallel=how)),
             ).schedule,
             lambda kind, stage: 0.0 if kind in (Held.LOGITS, Held.MESSAGE) else 2**30,
         )
@@ -244,7 +244,7 @@ def test_limits_in_bytes_count_the_shards_logits(name: str, how: VocabularyParal
 def test_too_little_room_is_refused_with_what_is_enough() -> None:
     placement = choose("zb-v").place(4)
     problem = Problem(
-        placement, 8, uniform(placement, 1, 1, 1), extras=ScheduleOptions(vocab_parallel=ONE)
+        placement, 8, uniform(placement, 1, 1, 1), options=ScheduleOptions(vocab_parallel=ONE)
     )
     problem = replace(problem, memory_limit=MemoryLimit(microbatches=2.5))
     with pytest.raises(ValueError, match=r"holds 2 microbatches more .* give at least 3 microb"):
@@ -258,7 +258,7 @@ def test_one_communicator_is_refused() -> None:
             placement,
             2,
             uniform(placement, 1, 1, 1),
-            extras=ScheduleOptions(p2p=P2P.BATCHED, vocab_parallel=TWO),
+            options=ScheduleOptions(p2p=P2P.BATCHED, vocab_parallel=TWO),
         )
 
 
@@ -278,9 +278,9 @@ def timed(
     schedule = _BUILT[key]
     costs = layers.with_vocabulary(VocabularyCosts((head,) * 3))
     shared = share_vocabulary(costs, placement, how)
-    problem = Problem(placement, m, shared, extras=ScheduleOptions(vocab_parallel=how))
+    problem = Problem(placement, m, shared, options=ScheduleOptions(vocab_parallel=how))
     divided = divide_vocabulary(schedule, problem)
-    alone = simulate_unproved(schedule, problem.with_extras(vocab_parallel=NONE)).makespan
+    alone = simulate_unproved(schedule, problem.with_options(vocab_parallel=NONE)).makespan
     return alone, simulate_unproved(divided, problem).makespan
 
 
