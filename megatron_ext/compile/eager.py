@@ -39,7 +39,7 @@ def eager_or_not(
     if requested != "auto":
         return build(requested == "yes")
     lean = build(False)
-    if problem.slices.count == 1 or not problem.costs.links.hop:
+    if problem.slices.count == 1 or not problem.costs.links.p2p_seconds:
         return lean
     eager = build(True)
     takes, would_take = (simulate_unproved(made, problem).makespan for made in (lean, eager))

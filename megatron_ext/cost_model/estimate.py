@@ -102,12 +102,12 @@ def _links(stages: Sequence[Stage], message: float, speed: float, latency: float
     states = tuple(1 + depths for depths in accumulate(stage.depths for stage in stages[:-1]))
     if set(states) <= {1}:
         return links
-    hops = tuple(number * of_one for number in states)
+    by_stage = tuple(number * of_one for number in states)
     return replace(
         links,
-        hop=statistics.fmean(hops),
-        hops=hops,
-        latencies=tuple(min(latency, hop) for hop in hops),
+        p2p_seconds=statistics.fmean(by_stage),
+        p2p_seconds_by_stage=by_stage,
+        latencies=tuple(min(latency, seconds) for seconds in by_stage),
         states=states,
     )
 

@@ -22,7 +22,7 @@ def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, str
         return costs
     seconds = [costs.links.message_bytes / speed for speed in rates.to_neighbours]
     near, far = zip(seconds, rates.latencies, strict=True)
-    hops, latencies = [0.0] * placement.last, [0.0] * placement.last
+    by_stage, latencies = [0.0] * placement.last, [0.0] * placement.last
     of_pairs: dict[frozenset[int], tuple[float, float]] = {}
     for stage in remote:
         pair = frozenset(placement.rank_of[stage : stage + 2])
@@ -30,15 +30,15 @@ def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, str
             crosses = crosses_a_node(pair, rates.ranks_of_node, placement.ranks, ranks, stride)
             of_pairs[pair] = far if crosses else near
         of_one, latency = of_pairs[pair]
-        hops[stage] = costs.links.states_behind(stage) * of_one
-        latencies[stage] = min(hops[stage], latency)
-    hop, latency = (
-        statistics.fmean(figures[stage] for stage in remote) for figures in (hops, latencies)
+        by_stage[stage] = costs.links.states_behind(stage) * of_one
+        latencies[stage] = min(by_stage[stage], latency)
+    p2p_seconds, latency = (
+        statistics.fmean(figures[stage] for stage in remote) for figures in (by_stage, latencies)
     )
-    costs = costs.with_links(hop=hop, latency=latency)
-    if len({(hops[stage], latencies[stage]) for stage in remote}) == 1:
-        return costs.with_links(hops=(), latencies=())
-    return costs.with_links(hops=tuple(hops), latencies=tuple(latencies))
+    costs = costs.with_links(p2p_seconds=p2p_seconds, latency=latency)
+    if len({(by_stage[stage], latencies[stage]) for stage in remote}) == 1:
+        return costs.with_links(p2p_seconds_by_stage=(), latencies=())
+    return costs.with_links(p2p_seconds_by_stage=tuple(by_stage), latencies=tuple(latencies))
 
 
 def with_links_of_span(

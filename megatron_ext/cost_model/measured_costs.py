@@ -34,7 +34,8 @@ class RankFigures:
     Attributes:
         seconds: seconds of its passes, by stage and kind.
         held: bytes that a microbatch holds, by stage and kind of memory, as far as known.
-        hops: seconds of a message, for each neighbour that this rank has exchanged messages with.
+        p2p_seconds: seconds of a message, for each neighbour that this rank has exchanged messages
+            with.
         neighbours: global ranks of these neighbours, in the same order.
         host: the name of its node.
         reserved: bytes that its allocator has reserved beyond the most that was allocated; None: it
@@ -46,7 +47,7 @@ class RankFigures:
 
     seconds: _Passes
     held: Mapping[tuple[int, Held], float]
-    hops: Sequence[float]
+    p2p_seconds: Sequence[float]
     neighbours: Sequence[int] = ()
     host: str = ""
     reserved: float | None = None
@@ -71,12 +72,12 @@ class Machine:
     @classmethod
     def of(cls, ranks: Sequence[RankFigures]) -> Machine:
         """Return the measurements of ``ranks``, all ranks of a training in their order."""
-        hops: dict[bool, list[float]] = defaultdict(list)
+        by_kind: dict[bool, list[float]] = defaultdict(list)
         for rank in ranks:
-            for hop, neighbour in zip(rank.hops, rank.neighbours, strict=True):
-                hops[ranks[neighbour].host != rank.host].append(hop)
+            for seconds, neighbour in zip(rank.p2p_seconds, rank.neighbours, strict=True):
+                by_kind[ranks[neighbour].host != rank.host].append(seconds)
         return cls(
-            {is_far: statistics.fmean(group) for is_far, group in sorted(hops.items())},
+            {is_far: statistics.fmean(group) for is_far, group in sorted(by_kind.items())},
             max(Counter(rank.host for rank in ranks).values()),
             max((rank.reserved for rank in ranks if rank.reserved is not None), default=None),
         )
@@ -105,8 +106,8 @@ def measured_costs(
     ``program``.
 
     With tensor or data parallelism several ranks have a stage. The median of their seconds counts,
-    and the maximum of their bytes. A hop is the mean over all neighbours, since a microbatch passes
-    them all.
+    and the maximum of their bytes. Of messages the mean over all neighbours counts, since a
+    microbatch passes them all.
 
     Args:
         estimate: costs with which ``program`` was made. They split passes that contain several
@@ -115,8 +116,8 @@ def measured_costs(
     """
     passes = _over_ranks([rank.seconds for rank in ranks], statistics.median)
     held = _over_ranks([rank.held for rank in ranks], max)
-    hops = [hop for rank in ranks for hop in rank.hops]
-    hop = statistics.mean(hops) if hops else 0.0
+    of_neighbours = [seconds for rank in ranks for seconds in rank.p2p_seconds]
+    p2p_seconds = statistics.mean(of_neighbours) if of_neighbours else 0.0
     in_passes = costs_in(program, estimate)
     seconds = {
         kind: tuple(_seconds(kind, stage, passes, in_passes) for stage in range(estimate.stages))
@@ -128,7 +129,7 @@ def measured_costs(
             held_bytes=_held_bytes(held, in_passes),
             recompute=_recompute_seconds(passes, seconds[Kind.FORWARD]),
         ),
-        LinkCosts(hop, latency=min(estimate.links.latency, hop)),
+        LinkCosts(p2p_seconds, latency=min(estimate.links.latency, p2p_seconds)),
         slices=estimate.slices,
         origin=f"measured: {measured}",
     )

@@ -1,4 +1,4 @@
-"""Costs of passes: seconds per stage, seconds per hop, bytes held.
+"""Costs of passes: seconds per stage, seconds per message, bytes held.
 
 Costs are given per kind. A kind that does the work of others (`Rule.covers`) costs their sum: a
 fused backward B costs I + W. The text form is in costs_text.py.
@@ -132,19 +132,20 @@ class LinkCosts(CostPart):
     """Seconds and bytes of messages.
 
     Attributes:
-        hop: seconds of a message from a stage to the next on another rank; the mean if `hops` are
-            given.
-        latency: seconds of ``hop`` that do not depend on the size of the message.
-        hops: seconds of a message between each stage and the next; () if all take ``hop``.
-        latencies: latency of each of ``hops``; () if all have ``latency``.
+        p2p_seconds: seconds of a message from a stage to the next on another rank; the mean if
+            stages differ.
+        latency: seconds of ``p2p_seconds`` that do not depend on the size of the message.
+        p2p_seconds_by_stage: seconds of a message between each stage and the next; () if all take
+            ``p2p_seconds``.
+        latencies: latency of each of ``p2p_seconds_by_stage``; () if all have ``latency``.
         message_bytes: size of a message from stage to stage, in bytes; 0 if not known.
         states: hidden states in a message from each stage to the next: with multi-token prediction
             those of its depths go on to the loss; () if all messages have one.
     """
 
-    hop: float = 0.0
+    p2p_seconds: float = 0.0
     latency: float = 0.0
-    hops: tuple[float, ...] = ()
+    p2p_seconds_by_stage: tuple[float, ...] = ()
     latencies: tuple[float, ...] = ()
     message_bytes: float = 0.0
     states: tuple[int, ...] = ()
@@ -166,8 +167,12 @@ class LinkCosts(CostPart):
         ) -> tuple[Amount, ...]:
             return figures and tuple(mean if at is None else figures[at] for at in between)
 
-        hops, latencies = picked(self.hops, self.hop), picked(self.latencies, self.latency)
-        return replace(self, hops=hops, latencies=latencies, states=picked(self.states, 1))
+        return replace(
+            self,
+            p2p_seconds_by_stage=picked(self.p2p_seconds_by_stage, self.p2p_seconds),
+            latencies=picked(self.latencies, self.latency),
+            states=picked(self.states, 1),
+        )
 
 
 @dataclass(frozen=True)
@@ -322,7 +327,7 @@ class Costs:
 
     def without_messages(self) -> Costs:
         """Return these costs with messages that take no time."""
-        return self.with_links(hop=0.0, latency=0.0, hops=(), latencies=())
+        return self.with_links(p2p_seconds=0.0, latency=0.0, p2p_seconds_by_stage=(), latencies=())
 
     def with_slices(self, **changes: Any) -> Costs:
         """Return these costs with fields of `slices` replaced."""
@@ -376,11 +381,12 @@ class Costs:
 
     def p2p_seconds_of(self, part: int) -> float:
         """Return the seconds of a message of ``part``: the mean if links differ."""
-        return _part_of_p2p_seconds(self.links.hop, self.links.latency, part)
+        return _part_of_p2p_seconds(self.links.p2p_seconds, self.links.latency, part)
 
     def p2p_seconds_behind(self, stage: int) -> float:
         """Return the seconds of a message between ``stage`` and the next, in either direction."""
-        return self.links.hops[stage] if self.links.hops else self.links.hop
+        by_stage = self.links.p2p_seconds_by_stage
+        return by_stage[stage] if by_stage else self.links.p2p_seconds
 
     def _of_pass(self, kind: Kind, action: Action) -> float:
         """Return the seconds of ``kind``, whose work ``action`` does.
@@ -695,9 +701,9 @@ class Costs:
         return self.with_passes(seconds=seconds, held_bytes=held, recompute=recompute)
 
 
-def _part_of_p2p_seconds(hop: float, latency: float, part: int) -> float:
-    latency = min(latency, hop)
-    return latency + (hop - latency) * token_share(part)
+def _part_of_p2p_seconds(p2p_seconds: float, latency: float, part: int) -> float:
+    latency = min(latency, p2p_seconds)
+    return latency + (p2p_seconds - latency) * token_share(part)
 
 
 def uniform(

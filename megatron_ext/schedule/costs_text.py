@@ -36,8 +36,8 @@ _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
 # Entries that a measuring training adds; cost_model/measured/file.py reads them.
 _MEASURED = ("links", "reserved", "layers", "machine")
-# Figures that slices need: attention's share of passes, and the parts of a hop and of a pass that
-# do not shrink with the slice.
+# Figures that slices need: attention's share of passes, and the parts of a message and of a pass
+# that do not shrink with the slice.
 _SLICES = ("attention", "latency", "launch")
 
 # Seconds that an overlapped pair saves; in a file also a table of them by kind of backward pass.
@@ -51,7 +51,7 @@ LEAST, MOST = 1e-18, 1e18  # of any figure, so that no sum or share of them is i
 _DEFERRED = "output weight inputs"
 _SINGLE = (Held.LOGITS.value, _DEFERRED, Held.MESSAGE.value, _TOWER)
 
-_EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) or a file"
+_EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per message) or a file"
 
 
 def format_costs(costs: Costs) -> str:
@@ -62,7 +62,7 @@ def format_costs(costs: Costs) -> str:
     parts = [f"{key}={_joined(layers.seconds[kind])}" for key, kind in _PASSES.items()]
     if layers.passes.recompute:
         parts.append(f"{_RECOMPUTE}={_joined(layers.passes.recompute)}")
-    parts.append(f"comm={costs.links.hop:.4g}")
+    parts.append(f"comm={costs.links.p2p_seconds:.4g}")
     if any(costs.slices.attention):
         parts.append(f"attention={_joined(costs.slices.attention)}")
     if costs.links.latency:
@@ -97,7 +97,7 @@ def outline_costs(costs: Costs, placement: Placement, *, with_copies: bool) -> s
     if with_copies and costs.host is not None:
         figures |= _copies(costs.host)
     parts = [f"{key}={_outlined(per_stage, placement)}" for key, per_stage in figures.items()]
-    parts.append(f"comm={costs.links.hop:.3g}")
+    parts.append(f"comm={costs.links.p2p_seconds:.3g}")
     if costs.vocabulary is not None and any(costs.vocabulary.head):
         parts.append("head=" + "/".join(f"{figure:.3g}" for figure in costs.vocabulary.head))
     return ",".join(parts)
@@ -175,13 +175,13 @@ def parse_costs(text: str, placement: Placement) -> Costs:
         wrong = _listed(unknown or missing) + (" is unknown" if unknown else " is missing")
         raise ValueError(f"costs {what!r}: {wrong}; {_EXAMPLE}")
     seconds = {kind: _per_stage(figures[key], placement, what) for key, kind in _PASSES.items()}
-    hops = figures.get("comm", [0.0])
-    if len(hops) > 1:
+    p2p_seconds = figures.get("comm", [0.0])
+    if len(p2p_seconds) > 1:
         raise ValueError(f"costs {what!r}: comm is a single number; {_EXAMPLE}")
-    _check_figures(what, hops)
+    _check_figures(what, p2p_seconds)
     recompute = _per_stage(figures[_RECOMPUTE], placement, what) if _RECOMPUTE in figures else ()
     costs = _with_slices(
-        Costs(PassCosts(seconds, recompute=recompute), LinkCosts(hops[0])), figures, what
+        Costs(PassCosts(seconds, recompute=recompute), LinkCosts(p2p_seconds[0])), figures, what
     )
     costs = _with_hidden(costs, figures, placement, what)
     costs = _with_tower(_with_vocabulary(costs, figures, (0.0, 0.0), what), figures, 0.0, what)
@@ -204,10 +204,10 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
             f"number per stage, not {shown(_joined(shares))}"
         )
     latency = given.get("latency", [0.0])
-    if len(latency) != 1 or latency[0] > costs.links.hop:
+    if len(latency) != 1 or latency[0] > costs.links.p2p_seconds:
         raise ValueError(
-            f"costs {what}: latency is a single number, at most comm={costs.links.hop:g}, which "
-            f"includes it, not {shown(_joined(latency))}"
+            f"costs {what}: latency is a single number, at most "
+            f"comm={costs.links.p2p_seconds:g}, which includes it, not {shown(_joined(latency))}"
         )
     launch = given.get("launch", [])
     if len(launch) not in (0, 1, costs.stages):
@@ -376,8 +376,8 @@ def load_costs(path: Path, placement: Placement) -> Costs:
             _check_figures(f"{path}, {name}", [single[name]])
         held = {what: per_stage(figures[what.value], what.value) for what in of_stages}
     seconds = {kind: per_stage(data[key], key) for key, kind in _PASSES.items()}
-    hop = data.get("comm", 0)
-    _check_figures(f"{path}, comm", [hop])
+    p2p_seconds = data.get("comm", 0)
+    _check_figures(f"{path}, comm", [p2p_seconds])
     origin = f"{path} ({shown(data['origin'], 300)})" if "origin" in data else str(path)
     if not any(map(any, seconds.values())):
         raise ValueError(f"costs file {path}: all passes cost nothing; at least one must cost")
@@ -388,7 +388,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
             held_bytes=held,
             recompute=per_stage(data[_RECOMPUTE], _RECOMPUTE) if _RECOMPUTE in data else (),
         ),
-        LinkCosts(float(hop), message_bytes=message_bytes),
+        LinkCosts(float(p2p_seconds), message_bytes=message_bytes),
         slices=SliceCosts(keys_values=keys_values),
         origin=origin,
     )
@@ -456,7 +456,7 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
     data |= {key: rounded(layers.seconds[kind]) for key, kind in _PASSES.items()}
     if layers.passes.recompute:
         data[_RECOMPUTE] = rounded(layers.passes.recompute)
-    data["comm"] = rounded([costs.links.hop])[0]
+    data["comm"] = rounded([costs.links.p2p_seconds])[0]
     if any(costs.slices.attention):
         data["attention"] = rounded(costs.slices.attention)
     if costs.links.latency:

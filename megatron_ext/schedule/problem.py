@@ -200,7 +200,7 @@ class Problem:
     Attributes:
         placement: which rank holds which stage.
         microbatches: number of microbatches of one training step, at least 1.
-        costs: seconds per stage and kind, and per hop.
+        costs: seconds per stage and kind, and per message.
         memory_limit: limit of each rank's memory; None is no limit.
         forward_only: whether the step is one of evaluation, where nothing is differentiated and
             nothing is held.

@@ -166,8 +166,8 @@ def _there_and_back(stage: int, backward: Sequence[float], problem: Problem) -> 
     remote = [s for s in after if placement.is_remote(s, Neighbour.PREVIOUS)]
     hops = (
         sum(costs.p2p_seconds_behind(s - 1) for s in remote)
-        if costs.links.hops
-        else costs.links.hop * len(remote)
+        if costs.links.p2p_seconds_by_stage
+        else costs.links.p2p_seconds * len(remote)
     )
     forward = costs.seconds[Kind.FORWARD]
     return sum(forward[stage:]) + sum(backward[stage:]) + 2 * hops

@@ -404,7 +404,7 @@ def job_shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = Non
     work /= placement.ranks
     hops = _hops(problem)
     means = {link: fmean(row) for link, row in hops.items()}
-    unit = common_tick([*chain(*seconds), *(means.values() or [costs.links.hop])], work)
+    unit = common_tick([*chain(*seconds), *(means.values() or [costs.links.p2p_seconds])], work)
     tick = unit / math.ceil(_MIN_TICKS * unit / work)
     longest = max(means.values(), default=0.0)
     if longest * placement.stages > _MOST_TICKS * tick:

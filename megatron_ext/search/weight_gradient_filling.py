@@ -199,7 +199,7 @@ def fill_best(
 def makespan(schedule: Schedule, problem: Problem) -> float:
     """Return the makespan that `simulate` gives ``schedule``, unproved and with its messages
     implied."""
-    if not problem.costs.links.hop:
+    if not problem.costs.links.p2p_seconds:
         return time(schedule.rows, problem).makespan
     return simulate_unproved(schedule, problem).makespan
 

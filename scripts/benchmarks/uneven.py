@@ -100,7 +100,7 @@ def with_slow_link(
     alike = uniform(placement, 10, 12, 8, 1)
     between = [sorted(pair) for pair in pairwise(placement.rank_of)]
     hops = tuple(0.0 if a == b else hop if a == link else 1.0 for a, b in between)
-    slow = alike.with_links(hops=hops, hop=sum(hops) / len(hops))
+    slow = alike.with_links(p2p_seconds_by_stage=hops, p2p_seconds=sum(hops) / len(hops))
     limit = parse_limit("1x", ranks, microbatches)
     before, after = (
         build_program(choice, Problem(placement, microbatches, costs, limit))

@@ -57,8 +57,10 @@ def random_costs(random: Random, placement: Placement) -> Costs:
 
 def with_random_links(random: Random, costs: Costs) -> Costs:
     """``costs`` whose links between stages are as quick as it comes: some free, some slow."""
-    hops = tuple(costs.links.hop * random.choice([0, 0.5, 1, 4]) for _ in range(costs.stages - 1))
-    return costs.with_links(hop=fmean(hops), hops=hops) if hops else costs
+    hops = tuple(
+        costs.links.p2p_seconds * random.choice([0, 0.5, 1, 4]) for _ in range(costs.stages - 1)
+    )
+    return costs.with_links(p2p_seconds=fmean(hops), p2p_seconds_by_stage=hops) if hops else costs
 
 
 def random_problem(random: Random) -> Problem:

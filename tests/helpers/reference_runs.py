@@ -249,7 +249,7 @@ class _Ranks:
                 before = [row[self.called[kind] - 1] for row in rows] if self.called[kind] else []
                 start = max(self.started[action] for action in together)
                 start = max([start, *(self.times[action][1] for action in before)])
-                end = start + self.problem.costs.links.hop
+                end = start + self.problem.costs.links.p2p_seconds
                 for action in together:
                     self.times[action], self.there[action] = (start, end), end
                 self.called[kind] += 1
@@ -300,7 +300,7 @@ class _Ranks:
     def seconds(self, action: Action) -> float:
         stage, kind, _ = action
         if kind in (Kind.SEND_F, Kind.SEND_B):
-            return self.problem.costs.links.hop
+            return self.problem.costs.links.p2p_seconds
         seconds = self.problem.costs.seconds
         if kind is B:
             return seconds[I][stage] + seconds[W][stage]

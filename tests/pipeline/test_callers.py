@@ -233,7 +233,7 @@ def test_all_pipelines_take_the_costs_of_global_rank_0(size: int) -> None:
         with installed(size, schedule="zb-h1", costs=costs):
             step(own_groups=False)
             (agreed,) = schedules.get_forward_backward_func()._training._programs.costs.values()
-            return agreed.links.hop
+            return agreed.links.p2p_seconds
 
     assert values(run_ranks(RANKS, told)) == [0.0] * RANKS
 

@@ -162,7 +162,7 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     placement = choose(spec).place(pipeline)
     costs = costs_in(path, spec, pipeline)
     assert all(figure > 0 for figures in costs.seconds.values() for figure in figures)
-    assert costs.links.hop > 0
+    assert costs.links.p2p_seconds > 0
     assert costs.held_bytes is not None
     assert all(costs.held_bytes[Held.ACTIVATION][stage] > 0 for stage in range(placement.stages))
     predictions = [line for line in said if "step predicted" in line]
@@ -293,7 +293,7 @@ def test_a_training_that_ends_early_compares_too(
     run(2, flags | {"exit_interval": STEPS + 1, "pipeline_trace_iters": "2:3"})
     out = capfd.readouterr().out
     assert f"in iterations 2 to {STEPS}, and written to {tmp_path}/costs.json" in out
-    assert costs_in(tmp_path / "costs.json", "zb-h1", 2).links.hop > 0
+    assert costs_in(tmp_path / "costs.json", "zb-h1", 2).links.p2p_seconds > 0
     assert out.count("step predicted") == 2 and "median of 1 step" in out
 
 

@@ -139,8 +139,10 @@ def _times(
     actions = chain.from_iterable(arrays.examples)
     longest = max(costs.alike.of(action) for action in actions if is_compute(action))
     least = longest * least_share
-    p2p_seconds = tuple(max(seconds, least) for seconds in costs.links.hops)
-    costs = costs.with_links(hop=max(costs.links.hop, least), hops=p2p_seconds)
+    p2p_seconds = tuple(max(seconds, least) for seconds in costs.links.p2p_seconds_by_stage)
+    costs = costs.with_links(
+        p2p_seconds=max(costs.links.p2p_seconds, least), p2p_seconds_by_stage=p2p_seconds
+    )
     tick = longest / _TICKS or 1.0  # the passes of an evaluation may cost nothing
     ticks = arrays.of_each(
         lambda a: max(round(costs.of(a) / tick), int(is_compute(a))), bool(costs.at_places)

@@ -83,9 +83,9 @@ def _in_ticks(costs: Costs) -> Costs:
         kind: tuple(max(1.0, round(figure / tick)) for figure in figures)
         for kind, figures in costs.seconds.items()
     }
-    p2p_ticks = tuple(float(round(p2p / tick)) for p2p in costs.links.hops)
+    p2p_ticks = tuple(float(round(p2p / tick)) for p2p in costs.links.p2p_seconds_by_stage)
     return costs.with_passes(seconds=seconds).with_links(
-        hop=round(costs.links.hop / tick), hops=p2p_ticks
+        p2p_seconds=round(costs.links.p2p_seconds / tick), p2p_seconds_by_stage=p2p_ticks
     )
 
 
@@ -125,13 +125,13 @@ def _vocabulary_times(
 
     SI comes halfway between S and the last stage's backward pass, SW half an interval later. (No
     other position that was tried makes a step shorter by more than 1 %.) The broadcast before S
-    spans all links, and takes the mean of their hops, as every collective does (`Costs.of`).
+    spans all links, and takes the mean of their messages, as every collective does (`Costs.of`).
     """
     last = placement.last
     embeddings = starts[0, Kind.FORWARD, microbatch] - interval
     hidden_states = starts[last, Kind.FORWARD, microbatch] + costs.seconds[Kind.FORWARD][last]
     gradient = starts[last, Kind.BACKWARD_INPUT, microbatch]
-    logits = hidden_states + min(costs.links.hop, (gradient - hidden_states) / 4)
+    logits = hidden_states + min(costs.links.p2p_seconds, (gradient - hidden_states) / 4)
     logits_input = logits + min(gradient - logits, 2 * interval) / 2
     loss = (logits + logits_input) / 2
     logits_weight = logits_input + interval / 2

@@ -81,7 +81,7 @@ def as_data(
     if machine.links:
         names = {False: _WITHIN, True: _BETWEEN}
         data[_LINKS] = {
-            **{names[is_far]: rounded([hop])[0] for is_far, hop in machine.links.items()},
+            **{names[is_far]: rounded([seconds])[0] for is_far, seconds in machine.links.items()},
             _OF_NODE: machine.ranks_of_node,
         }
     if machine.reserved is not None:

@@ -33,7 +33,7 @@ def given_work(
     def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
         passes = alone.passes.spread(layers, [len(stage.layers) for stage in stages])
         links = alone.links
-        links = LinkCosts(links.hop, links.latency, message_bytes=links.message_bytes)
+        links = LinkCosts(links.p2p_seconds, links.latency, message_bytes=links.message_bytes)
         made = Costs(passes, links, origin=costs.origin).with_vocabulary(ends)
         return made if costs.tower is None else made.with_tower(costs.tower)
 

@@ -91,7 +91,7 @@ class Profile:
         """
         assert boundary.shape is not None
         ways = channels(self.program.schedule)
-        hops = message_seconds(connection, ways, boundary.shape, boundary.dtype, self._clock)
+        p2p_seconds = message_seconds(connection, ways, boundary.shape, boundary.dtype, self._clock)
         steps = [recording.read()[0] for recording in self._recordings]
         problem, places = self.program.problem, None
         if by_place and problem.slices.count == 1:
@@ -100,8 +100,8 @@ class Profile:
         return RankFigures(
             medians(event for events in steps for event in events),
             self._counting.per_microbatch(largest=places is not None),
-            list(hops.values()),
-            [dist.get_global_rank(pipeline, rank) for rank in hops],
+            list(p2p_seconds.values()),
+            [dist.get_global_rank(pipeline, rank) for rank in p2p_seconds],
             socket.gethostname(),
             reserved_beyond_allocated(connection.device),
             forwards_of_first_stage(steps[-1]),

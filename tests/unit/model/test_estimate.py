@@ -336,10 +336,12 @@ def test_messages_behind_multi_token_prediction_have_all_its_hidden_states() -> 
     stages = stages_of(model, [4, 4, 8, 0], [0, 0, 2, 0])
     costs = estimate(model, stages, replace(RUN, tensor_parallel=1), WHOLE)
     plain = estimate(model, stages_of(model, [4, 4, 8, 0]), RUN, WHOLE).links
-    assert not plain.hops and costs.links.message_bytes == plain.message_bytes
-    assert costs.links.hops == pytest.approx((plain.hop, plain.hop, 3 * plain.hop))
+    assert not plain.p2p_seconds_by_stage and costs.links.message_bytes == plain.message_bytes
+    assert costs.links.p2p_seconds_by_stage == pytest.approx(
+        (plain.p2p_seconds, plain.p2p_seconds, 3 * plain.p2p_seconds)
+    )
     linked = with_links(costs, line(4), WHOLE, ranks=4, stride=1)
-    first, *others = linked.links.hops
+    first, *others = linked.links.p2p_seconds_by_stage
     assert others == pytest.approx([first, 3 * first]) and first > 0
     amounts = [in_bytes(costs)(Held.MESSAGE, stage) for stage in range(4)]
     assert amounts == [plain.message_bytes * states for states in (1, 1, 3, 3)]
@@ -354,7 +356,7 @@ def test_tensor_parallel_ranks_share_the_work() -> None:
     alone, four = costs_of(), costs_of(rates=ALONE, tensor_parallel=4)
     for kind in (F, I, W):
         assert four.seconds[kind] == pytest.approx([s / 4 for s in alone.seconds[kind]])
-    assert four.links.hop == alone.links.hop / 4
+    assert four.links.p2p_seconds == alone.links.p2p_seconds / 4
 
 
 def test_tensor_parallel_ranks_wait_for_one_another() -> None:
@@ -509,7 +511,7 @@ def test_messages_within_a_domain_are_peers() -> None:
     """Four pipeline ranks of two GPUs are in one node, sixteen are not, but in a rack."""
     rack = replace(WHOLE, domain=72)
     hops = {
-        (span, rates.domain): costs_of(rates=rates, pipeline_span=span).links.hop
+        (span, rates.domain): costs_of(rates=rates, pipeline_span=span).links.p2p_seconds
         for span in (0, 8, 32)
         for rates in (WHOLE, rack)
     }
@@ -526,7 +528,9 @@ def test_a_slower_machine_takes_longer_and_holds_as_much() -> None:
     for kind in (F, I, W):
         times = WHOLE.linear / CPU.linear
         assert slow.seconds[kind] == pytest.approx([s * times for s in fast.seconds[kind]])
-    assert slow.links.hop == pytest.approx(fast.links.hop * WHOLE.network / CPU.network)
+    assert slow.links.p2p_seconds == pytest.approx(
+        fast.links.p2p_seconds * WHOLE.network / CPU.network
+    )
     assert slow.held_bytes == fast.held_bytes
 
 

@@ -219,7 +219,9 @@ def test_a_file_without_layers_is_read_as_ever(tmp_path: Path) -> None:
     costs = costs_of([6, 6], RATES)
     path = in_file(costs, None, NOTHING, tmp_path)
     assert load_measured(path) is None
-    assert load_costs(path, line(2)).links.hop == pytest.approx(costs.links.hop, rel=1e-5)
+    assert load_costs(path, line(2)).links.p2p_seconds == pytest.approx(
+        costs.links.p2p_seconds, rel=1e-5
+    )
 
 
 def test_layers_that_are_not_understood_are_refused(tmp_path: Path) -> None:
@@ -260,8 +262,8 @@ def test_links_within_a_node_and_between_nodes_are_two_figures(tmp_path: Path) -
     near, far = (again.links.message_bytes / speed for speed in read.rates.to_neighbours)
     assert (near, far) == pytest.approx((1.5e-3, 4e-3))
     linked = with_links(again, line(4), read.rates, 4, 1)
-    assert linked.links.hops == pytest.approx((1.5e-3, 4e-3, 1.5e-3))
-    assert linked.links.hop == pytest.approx(7e-3 / 3)
+    assert linked.links.p2p_seconds_by_stage == pytest.approx((1.5e-3, 4e-3, 1.5e-3))
+    assert linked.links.p2p_seconds == pytest.approx(7e-3 / 3)
 
 
 def test_of_a_v_the_turn_takes_no_message() -> None:
@@ -269,7 +271,7 @@ def test_of_a_v_the_turn_takes_no_message() -> None:
     costs = costs_of([2] * 6, rates)
     linked = with_links(costs, v(3), rates, ranks=3, stride=1)
     near, far = costs.links.message_bytes / 9e9, costs.links.message_bytes / 1e9
-    assert linked.links.hops == pytest.approx((far, near, 0.0, near, far))
+    assert linked.links.p2p_seconds_by_stage == pytest.approx((far, near, 0.0, near, far))
 
 
 @pytest.mark.parametrize("spec", ["zb-1p", "interleaved-zb", "zb-v"])
@@ -279,7 +281,7 @@ def test_schedules_are_made_where_links_differ(spec: str) -> None:
     placement = choose(spec).place(3)
     costs = costs_of([12 // placement.stages] * placement.stages, rates)
     linked = with_links(costs, placement, rates, ranks=3, stride=1)
-    assert len(set(linked.links.hops)) > 1
+    assert len(set(linked.links.p2p_seconds_by_stage)) > 1
     problem = Problem(placement, 3, linked)
     assert simulate(build_program(choose(spec), problem), linked).makespan > 0
 
@@ -288,9 +290,9 @@ def test_schedules_are_made_where_links_differ(spec: str) -> None:
 def test_links_that_are_all_alike_are_one_figure(stride: int, hops: tuple[float, ...]) -> None:
     costs = costs_of([3] * 4, RATES)
     linked = with_links(costs, loop(2, vpp=2), RATES, 2 * stride, stride)
-    assert linked.links.hops == hops
+    assert linked.links.p2p_seconds_by_stage == hops
     speed = RATES.to_neighbours[stride == 8]
-    assert linked.links.hop == pytest.approx(costs.links.message_bytes / speed)
+    assert linked.links.p2p_seconds == pytest.approx(costs.links.message_bytes / speed)
 
 
 def test_a_pair_crosses_where_any_pipeline_has_it_on_two_nodes() -> None:
@@ -304,7 +306,7 @@ def test_a_pair_crosses_where_any_pipeline_has_it_on_two_nodes() -> None:
 def test_messages_take_what_their_own_link_takes() -> None:
     """Activations and gradients alike; and no bound is above what is simulated so."""
     passes = uniform(line(3), 10, 10, 10, comm=3)
-    costs = passes.with_links(hops=(1.0, 5.0))
+    costs = passes.with_links(p2p_seconds_by_stage=(1.0, 5.0))
     problem = Problem(line(3), 1, costs)
     timeline = simulate(build_program(choose("zb-h1"), problem), costs)
     assert timeline.makespan == 3 * 10 + 6 + 3 * 10 + 6 + 10
@@ -317,7 +319,7 @@ def test_messages_take_what_their_own_link_takes() -> None:
 def test_an_order_is_timed_by_each_link(name: str) -> None:
     """All messages were taken to be as quick as the mean, and weight gradients put into gaps that
     are not there."""
-    costs = uniform(line(4), 10, 10, 10, comm=5).with_links(hops=(1.0, 13.0, 1.0))
+    costs = uniform(line(4), 10, 10, 10, comm=5).with_links(p2p_seconds_by_stage=(1.0, 13.0, 1.0))
     problem, choice = Problem(line(4), 8, costs), choose(name)
     exact = simulate(build_program(choice, problem), costs).makespan
     assert time(choice.build(problem).rows, problem).makespan == exact

@@ -114,11 +114,11 @@ def test_gradients_are_reduced_round_a_ring() -> None:
 
 def test_blocking_messages_are_in_the_pass_that_sends_them() -> None:
     passes = dict.fromkeys((Kind.FORWARD, Kind.BACKWARD_INPUT), (1.0, 1.0, 1.0))
-    costs = Costs(PassCosts(passes), LinkCosts(hop=0.3, hops=(0.1, 0.2)))
+    costs = Costs(PassCosts(passes), LinkCosts(p2p_seconds=0.3, p2p_seconds_by_stage=(0.1, 0.2)))
     blocking = with_blocking_messages(costs)
     assert blocking.seconds[Kind.FORWARD] == pytest.approx((1.1, 1.2, 1.0))
     assert blocking.seconds[Kind.BACKWARD_INPUT] == pytest.approx((1.0, 1.1, 1.2))
-    assert not blocking.links.hop and not blocking.links.hops
+    assert not blocking.links.p2p_seconds and not blocking.links.p2p_seconds_by_stage
 
 
 def test_temporary_tensors_of_the_loss() -> None:

@@ -57,7 +57,7 @@ def real(costs: Costs) -> Costs:
     forward, input_gradient, weight_gradient = (factors[-1] * x for x in costs.vocabulary.head)
     vocabulary = replace(costs.vocabulary, head=(forward, input_gradient, weight_gradient))
     return replace(
-        costs.with_passes(seconds=seconds).with_links(hop=3 * costs.links.hop),
+        costs.with_passes(seconds=seconds).with_links(p2p_seconds=3 * costs.links.p2p_seconds),
         vocabulary=vocabulary,
     )
 
@@ -84,7 +84,7 @@ def recorded(program: Program, truth: Costs) -> list[RankFigures]:
                 if kind is not Held.LOGITS:
                     held[event.action.stage, kind] = in_passes.held_bytes[kind][event.action.stage]
         figures.append(
-            RankFigures(medians(row), held, [truth.links.hop] if rank < RANKS - 1 else [])
+            RankFigures(medians(row), held, [truth.links.p2p_seconds] if rank < RANKS - 1 else [])
         )
     return figures
 
@@ -111,7 +111,7 @@ def test_what_the_passes_cost_is_found_again(
     measured = measured_costs(before, guess, recorded(before, truth), "here")
     for kind in (F, I, W):
         assert measured.seconds[kind] == pytest.approx(truth.seconds[kind]), kind
-    assert measured.links.hop == pytest.approx(truth.links.hop)
+    assert measured.links.p2p_seconds == pytest.approx(truth.links.p2p_seconds)
     assert measured.vocabulary is not None and truth.vocabulary is not None
     assert measured.vocabulary.head == pytest.approx(truth.vocabulary.head)
     assert measured.held_bytes is not None and truth.held_bytes is not None
@@ -136,12 +136,12 @@ def test_of_several_ranks_of_a_stage_the_median_and_the_most_bytes_count() -> No
                 RankFigures(
                     {key: factor * value for key, value in rank.seconds.items()},
                     {key: factor * value for key, value in rank.held.items()},
-                    [factor * hop for hop in rank.hops],
+                    [factor * seconds for seconds in rank.p2p_seconds],
                 )
             )
     measured = measured_costs(before, guess, ranks, "here")
     assert measured.seconds[F] == pytest.approx([2 * cost for cost in guess.seconds[F]])
-    assert measured.links.hop == pytest.approx(4 * guess.links.hop)
+    assert measured.links.p2p_seconds == pytest.approx(4 * guess.links.p2p_seconds)
     assert measured.held_bytes is not None and guess.held_bytes is not None
     expected = [9 * size for size in guess.held_bytes[Held.ACTIVATION]]
     assert measured.held_bytes[Held.ACTIVATION] == pytest.approx(expected)
@@ -181,7 +181,7 @@ def test_costs_are_written_as_they_are_read(tmp_path: Path) -> None:
     for kind in (F, I, W):
         assert read.seconds[kind] == pytest.approx(costs.seconds[kind], rel=1e-5)
     assert costs.vocabulary is not None and read.vocabulary is not None
-    assert read.links.hop == pytest.approx(costs.links.hop, rel=1e-5)
+    assert read.links.p2p_seconds == pytest.approx(costs.links.p2p_seconds, rel=1e-5)
     assert read.vocabulary.head == pytest.approx(costs.vocabulary.head, rel=1e-5)
     assert read.vocabulary.logits_bytes == costs.vocabulary.logits_bytes
     assert read.held_bytes is not None and costs.held_bytes is not None
@@ -196,7 +196,7 @@ def test_costs_without_bytes_and_vocabulary_are_written_too(tmp_path: Path) -> N
     costs = Costs(PassCosts({F: (1, 2), I: (3, 4), W: (0, 5)}), LinkCosts(0.5))
     save_costs(costs, tmp_path / "costs.json")
     read = load_costs(tmp_path / "costs.json", line(2))
-    assert read.seconds == costs.seconds and read.links.hop == 0.5
+    assert read.seconds == costs.seconds and read.links.p2p_seconds == 0.5
     assert read.held_bytes is None and read.vocabulary is None
 
 

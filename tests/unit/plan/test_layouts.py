@@ -185,8 +185,11 @@ def test_each_link_takes_its_own_time(spec: str) -> None:
 
     def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
         costs = training.costs_of(stages, placement)
-        hops = [costs.links.hop * (20 if stage % 4 == 1 else 1) for stage in range(placement.last)]
-        return costs.with_links(hops=tuple(hops))
+        hops = [
+            costs.links.p2p_seconds * (20 if stage % 4 == 1 else 1)
+            for stage in range(placement.last)
+        ]
+        return costs.with_links(p2p_seconds_by_stage=tuple(hops))
 
     linked = replace(training, costs_of=costs_of)
     layout = evenly(16, choose(spec).place(4).stages)

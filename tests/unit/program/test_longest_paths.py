@@ -60,7 +60,7 @@ def test_many_vectors_at_once_are_timed_as_one_by_one(
 def test_passes_alone_are_timed_as_they_are_simulated_with_messages(case: Case, hop: float) -> None:
     """Any placement and order is timed so. Messages that are too short to wait for one another are
     no more than a lag."""
-    schedule, costs = case.schedule, case.problem.costs.with_links(hop=hop)
+    schedule, costs = case.schedule, case.problem.costs.with_links(p2p_seconds=hop)
     exact = simulate_unproved(schedule, replace(case.problem, costs=costs))
     timed = time(schedule.rows, replace(case.problem, costs=costs))
     assert timed.rows == schedule.rows

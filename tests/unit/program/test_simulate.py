@@ -240,7 +240,7 @@ def test_every_need_is_respected(case: Case) -> None:
     def made(stage: int, kinds: tuple[Kind, ...], k: int, rank: int) -> float:
         """When what the first of ``kinds`` makes is on ``rank``."""
         end = next(events[a].end for kind in kinds if (a := Action(stage, kind, k)) in events)
-        return end + (costs.links.hop if rank_of[stage] != rank else 0)
+        return end + (costs.links.p2p_seconds if rank_of[stage] != rank else 0)
 
     slack = 1e-9
     for event in timeline.events:

@@ -1,6 +1,6 @@
 """`Costs` and its parts: nothing is forgotten when costs are joined or changed.
 
-They were rebuilt by hand, field by field, and lost hops, latencies, overlap and more.
+They were rebuilt by hand, field by field, and lost messages, latencies, overlap and more.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FULL = Costs(
     LinkCosts(
         2.0,
         latency=0.5,
-        hops=(1.0, 2.0, 3.0),
+        p2p_seconds_by_stage=(1.0, 2.0, 3.0),
         latencies=(0.25, 0.5, 0.75),
         message_bytes=64.0,
         states=(1, 1, 2),
@@ -108,7 +108,7 @@ def test_a_v_has_both_ends_of_the_vocabulary_on_one_rank() -> None:
     joined = FULL.per_rank(v(2))
     assert joined.vocabulary is None and joined.stages == 2
     assert joined.seconds[F] == (6.0, 26.0)
-    assert joined.links.hops == (1.0,) and joined.links.latencies == (0.25,)
+    assert joined.links.p2p_seconds_by_stage == (1.0,) and joined.links.latencies == (0.25,)
 
 
 def test_what_is_joined_is_summed_up_and_links_are_those_between() -> None:
@@ -119,7 +119,9 @@ def test_what_is_joined_is_summed_up_and_links_are_those_between() -> None:
         recompute=(12.0, 20.0),
         fused_backward_saving=(0.75, 1.75),
     )
-    assert joined.links == replace(FULL.links, hops=(2.0,), latencies=(0.5,), states=(1,))
+    assert joined.links == replace(
+        FULL.links, p2p_seconds_by_stage=(2.0,), latencies=(0.5,), states=(1,)
+    )
     assert joined.slices == SliceCosts((0.3, 1 / 3), (0.375, 0.875), (3.0, 7.0), sharing=2)
     assert joined.host is not None and joined.host.seconds[Kind.OFFLOAD_I] == (3.0, 9.0)
     assert (joined.host.ranks_per_link, joined.host.duplex) == (2, False)
@@ -131,7 +133,7 @@ def test_what_is_joined_is_summed_up_and_links_are_those_between() -> None:
 
 def test_a_loop_has_one_link_between_two_ranks() -> None:
     costs = replace(FULL, vocabulary=None)
-    assert costs.per_rank(loop(2, vpp=2)).links.hops == (1.0,)
+    assert costs.per_rank(loop(2, vpp=2)).links.p2p_seconds_by_stage == (1.0,)
 
 
 _TOWER = FULL.tower or TowerCosts((0.0, 0.0, 0.0))
@@ -141,10 +143,10 @@ _CHANGES: dict[str, tuple[Callable[[Costs], Costs], set[str]]] = {
         lambda costs: costs.with_passes(fused_backward_saving=(9.0,) * 4),
         {"passes.fused_backward_saving"},
     ),
-    "with_links": (lambda costs: costs.with_links(hop=9.0), {"links.hop"}),
+    "with_links": (lambda costs: costs.with_links(p2p_seconds=9.0), {"links.p2p_seconds"}),
     "without_messages": (
         Costs.without_messages,
-        {"links.hop", "links.latency", "links.hops", "links.latencies"},
+        {"links.p2p_seconds", "links.latency", "links.p2p_seconds_by_stage", "links.latencies"},
     ),
     "with_slices": (lambda costs: costs.with_slices(sharing=9), {"slices.sharing"}),
     "with_attention_of": (

@@ -46,10 +46,10 @@ LOOP = Placement("loop", (0, 1, 0, 1))
 def test_costs_are_a_full_ranks() -> None:
     on_line = parse_costs("f=10,i=12,w=8,comm=1", LINE)
     assert on_line.seconds == {F: (10, 10), I: (12, 12), W: (8, 8)}
-    assert (on_line.links.hop, on_line.held_bytes, on_line.origin) == (1, None, "given")
+    assert (on_line.links.p2p_seconds, on_line.held_bytes, on_line.origin) == (1, None, "given")
     in_chunks = parse_costs(" w=8, f=10 ,i=12", LOOP)
     assert in_chunks.seconds == {F: (5,) * 4, I: (6,) * 4, W: (4,) * 4}
-    assert in_chunks.links.hop == 0
+    assert in_chunks.links.p2p_seconds == 0
 
 
 def test_costs_may_be_given_per_stage() -> None:
@@ -62,7 +62,7 @@ def test_costs_may_be_given_per_stage() -> None:
 def test_costs_read_back_what_they_print(seed: int) -> None:
     costs = random_costs(Random(seed), LOOP)
     read = parse_costs(format_costs(costs), LOOP)
-    assert read.links.hop == pytest.approx(costs.links.hop, rel=1e-3)
+    assert read.links.p2p_seconds == pytest.approx(costs.links.p2p_seconds, rel=1e-3)
     for kind, figures in costs.seconds.items():
         assert read.seconds[kind] == pytest.approx(figures, rel=1e-3)
 
@@ -169,7 +169,7 @@ def test_shares_of_the_vocabulary(how: VocabularyParallel, passes: dict[str, flo
     assert costs.whole == whole
 
 
-HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) or a file"
+HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per message) or a file"
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
     costs = parse_costs(str(path), LINE)
     assert costs == load_costs(path, LINE)
     assert costs.seconds == {F: (10, 10), I: (12, 14), W: (8, 8)}
-    assert (costs.links.hop, costs.held_bytes, costs.origin) == (0.5, None, str(path))
+    assert (costs.links.p2p_seconds, costs.held_bytes, costs.origin) == (0.5, None, str(path))
 
 
 def test_bytes_from_a_file(tmp_path: Path) -> None:

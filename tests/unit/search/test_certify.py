@@ -115,7 +115,7 @@ def test_search_knows_the_hop_of_each_link() -> None:
     """It took the least of them for all: a microbatch alone could have been 32 sooner."""
     pytest.importorskip("ortools")
     problem = program("1f1b", 3, 1, (10, 12, 8, 9)).problem
-    costs = problem.costs.with_links(hops=(1.0, 17.0))
+    costs = problem.costs.with_links(p2p_seconds_by_stage=(1.0, 17.0))
     made = build_program(choose("1f1b"), replace(problem, costs=costs))
     makespan = simulate(made, costs).makespan
     assert makespan == 126

@@ -123,7 +123,7 @@ def test_any_plan_packs_soundly(
     ran = complete(schedule, problem)  # within the limit
     makespan = simulate(ran, problem.costs).makespan
     assert lower_bound(problem, splits_backward=True) <= makespan * (1 + 1e-9)
-    instant = replace(problem, costs=problem.costs.with_links(hop=0.0))
+    instant = replace(problem, costs=problem.costs.with_links(p2p_seconds=0.0))
     quick = simulate(complete(schedule, instant), instant.costs).makespan
     assert quick <= packed.makespan * shop.tick * 1.001
     starts = starts_of(schedule.rows, shop)

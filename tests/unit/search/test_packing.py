@@ -171,7 +171,7 @@ def test_each_link_takes_its_own_time(spec: str, place: Callable[[int], Placemen
     """A search was blind to one slow link: it took the mean of all hops for each."""
     placement = place(4)
     hops = tuple(8.0 if placement.rank_of[s] == 1 else 1.0 for s in range(placement.last))
-    costs = uniform(placement, 10, 12, 8, fmean(hops)).with_links(hops=hops)
+    costs = uniform(placement, 10, 12, 8, fmean(hops)).with_links(p2p_seconds_by_stage=hops)
     problem = Problem(placement, 8, costs)
     shop, rows = job_shop_of(problem), choose(spec).build(problem).rows
     program = complete(Schedule(spec, placement, rows), problem)

@@ -50,7 +50,7 @@ def brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def costs_of_slices(random: Random, placement: Placement) -> Costs:
     costs = random_costs(random, placement)
     attention = tuple(random.uniform(0, 0.6) for _ in range(placement.stages))
-    costs = costs.with_links(latency=costs.links.hop * random.random())
+    costs = costs.with_links(latency=costs.links.p2p_seconds * random.random())
     assert costs.held_bytes is not None
     keys_values = tuple(held * random.random() for held in costs.held_bytes[Held.ACTIVATION])
     return costs.with_slices(attention=attention, keys_values=keys_values)

@@ -309,7 +309,7 @@ def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> No
     assert all(peak <= limit for peak in held) or min(held) > limit
     problem = Problem(placement, m, costs, MemoryLimit(microbatches=limit + 2))
     for plan in plans:
-        instant = replace(problem, costs=problem.costs.with_links(hop=0.0))
+        instant = replace(problem, costs=problem.costs.with_links(p2p_seconds=0.0))
         program = complete(Schedule("repeated", placement, rows_of(plan, placement)), instant)
         took = simulate(program, instant.costs).makespan
         rounding = shop.operation_count * m * shop.tick
@@ -359,9 +359,9 @@ def test_a_period_is_excluded_by_the_hop_of_each_link() -> None:
     there is no pattern, and one that exists was said to be impossible."""
     problem = problem_of(8, 32, 5)
     hops = tuple({0: 9.0, 14: 9.0, 7: 0.0}.get(stage, 1.0) for stage in range(15))
-    linked = problem.costs.with_links(hop=2.0, hops=hops)
+    linked = problem.costs.with_links(p2p_seconds=2.0, p2p_seconds_by_stage=hops)
     assert excluded_period(replace(problem, costs=linked), seconds=0) is None
-    alike = problem.costs.with_links(hop=2.0)
+    alike = problem.costs.with_links(p2p_seconds=2.0)
     assert excluded_period(replace(problem, costs=alike), seconds=0) == 30
 
 

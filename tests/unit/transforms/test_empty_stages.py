@@ -25,7 +25,7 @@ def test_ends_of_the_model_without_layers(
         kind: (0.0, *costs.seconds[kind][1:-1], 0.0)
         for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     }
-    costs = costs.with_passes(seconds={**costs.seconds, **seconds}).with_links(hop=hop)
+    costs = costs.with_passes(seconds={**costs.seconds, **seconds}).with_links(p2p_seconds=hop)
     program = build_program(
         choice, Problem(placement, 4, costs, options=ScheduleOptions(vocab_parallel=variant))
     )
