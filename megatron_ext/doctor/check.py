@@ -448,7 +448,7 @@ def _say_what_slices_give(
         return
     parsed.padded_vocab_size = args.padded_vocab_size
     methods = frozenset([VocabMethod.NAIVE])
-    variants = LaunchVariants(parsed, config, args.world_size, methods, None, made.choice.spec)
+    variants = LaunchVariants(parsed, config, args.world_size, methods, None, made.resolved.spec)
     tokens = args.seq_length // args.context_parallel_size
     text = what_slices_give(variants, made.candidate(), tokens, gpu_bytes)
     if text is not None:

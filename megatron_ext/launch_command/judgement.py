@@ -37,7 +37,7 @@ class Judgement:
 
     Attributes:
         args: validated, with the vocabulary.
-        choice: the schedule, which is Megatron's own if the command names none.
+        resolved: the schedule, which is Megatron's own if the command names none.
         problem: the step with most samples, as the schedule's family takes it.
         programs: one for each size of a step, that of ``problem`` first.
         model: bytes of the model on each rank; None: not known.
@@ -45,7 +45,7 @@ class Judgement:
     """
 
     args: Any
-    choice: ResolvedSpec
+    resolved: ResolvedSpec
     problem: Problem
     programs: Sequence[Program]
     model: Sequence[ModelBytes] | None
@@ -58,9 +58,11 @@ class Judgement:
 
     def candidate(self) -> Candidate:
         """Return the command as plans compare it."""
-        step = simulated_in_full(self.choice, self.problem, lambda choice, problem: self.program)
+        step = simulated_in_full(
+            self.resolved, self.problem, lambda resolved, problem: self.program
+        )
         method = VocabMethod.of(self.problem.options.vocab_parallel)
-        return candidate_of(Variant(self.choice, self.problem, self.model), method, step)
+        return candidate_of(Variant(self.resolved, self.problem, self.model), method, step)
 
 
 def judge(

@@ -107,7 +107,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
         return taken
 
     control = best_of([step for step in found.steps if step.is_stock])
-    same_sizes = best_of([step for step in found.steps if step.sizes == job.own])
+    same_sizes = best_of([step for step in found.steps if step.sizes == job.sizes])
     best = best_of(found.steps)
     checked = None
     if best is not None and best.adds_unchecked:
@@ -199,7 +199,7 @@ def sized_job_of(request: LaunchRequest, parsed: ParsedLaunch) -> SizedJob:
         run,
         state_of(args),
         dimensions.rates(run.precision),
-        own=_sizes_of(args),
+        sizes=_sizes_of(args),
         gpus=args.world_size,
         global_batch=main_size(args).batch,
         recompute=tuple(recompute_of_launch(variants, args)),
@@ -244,14 +244,16 @@ class SizedLaunch:
         except ValueError:
             return None
         _, layout = own_layout(self._parsed.validated, str(variants.own))
-        return SizedStep(job.own, Evaluated(layout, made.candidate, made.seconds, job.recompute[0]))
+        return SizedStep(
+            job.sizes, Evaluated(layout, made.candidate, made.seconds, job.recompute[0])
+        )
 
     def variants(self, sizes: Sizes) -> LaunchVariants:
         """Return the launch with ``sizes``, one stage a rank, and layers as even as can be."""
         from megatron_ext.adapter.layers import SEGMENT_END, even_layout_text, prediction_depths
 
         variants = self._parsed.variants
-        if sizes == self._job.own:
+        if sizes == self._job.sizes:
             return variants
         args = copy.deepcopy(variants.args)
         for name in _OF_PIPELINE:
@@ -284,7 +286,7 @@ class SizedLaunch:
         from megatron_ext.launch_planner.alternatives.recompute import with_recompute
 
         variants = self.variants(sizes)
-        if sizes == self._job.own:
+        if sizes == self._job.sizes:
             args = self._parsed.validated
         else:
             args, config = variants.validated("1f1b", VocabMethod.NAIVE)
@@ -322,13 +324,13 @@ class SizedLaunch:
         args = variants.args
         added: list[str] = []
         dropped: list[str] = []
-        if sizes == self._job.own:
+        if sizes == self._job.sizes:
             before = own_layout(self._parsed.validated, str(variants.own))
         else:
             # No layout of another pipeline is the same: all of it is written.
             before = "1f1b", Layout(())
             added += self._size_words(sizes)
-            if self._job.own.sequence_parallel and not sizes.sequence_parallel:
+            if self._job.sizes.sequence_parallel and not sizes.sequence_parallel:
                 dropped.append("--sequence-parallel")
             gone = (*_OF_PIPELINE, *self._dropped_of_tensor(sizes))
             dropped += [argument_flag(name) for name in gone if getattr(args, name, None)]
@@ -341,7 +343,7 @@ class SizedLaunch:
         return Written(tuple(added), tuple(dict.fromkeys(dropped)))
 
     def _size_words(self, sizes: Sizes) -> Iterator[str]:
-        args, own = self._parsed.variants.args, self._job.own
+        args, own = self._parsed.variants.args, self._job.sizes
         for name, field in _NAMES.items():
             size = getattr(sizes, field)
             # Megatron's own expert tensor parallelism follows tensor parallelism if not given.

@@ -32,7 +32,7 @@ from megatron_ext.launch_planner.variants import LaunchVariants
 from megatron_ext.planner.auto import AS_1F1B, nothing_left, schedules_not_compared
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.confirmation import with_whole_step
-from megatron_ext.planner.figures import made_again
+from megatron_ext.planner.figures import recompute_phrase
 from megatron_ext.planner.fitting import caching_candidates, consider
 from megatron_ext.planner.job_plan import JobPlan, PlannedJob, plan_job
 from megatron_ext.planner.planner import SpecWithMethod, make_plan, without_figures
@@ -252,7 +252,7 @@ class LaunchChoice(PlannedJob):
             if found.baseline is not None:
                 own = found.baseline.candidate.schedule
                 text = f"a step {found.gain:.1%} shorter than {own}'s, {text}"
-            text += made_again(found.taken.candidate)
+            text += recompute_phrase(found.taken.candidate)
             tie = dict.fromkeys(one.candidate.schedule for one in found.tie)
             if tie:
                 text += f"; {', '.join(tie)} as long within {ALIKE:.0%}, in no less memory"

@@ -186,11 +186,12 @@ class LaunchJob(PlannedJob):
             Alternative(
                 made.candidate,
                 made.seconds,
-                partial(written_of, self.parsed.variants, layouts.own, made, costs),
+                partial(written_of, self.parsed.variants, layouts.baseline, made, costs),
                 made.layout.text(),
             )
             for made in dict.fromkeys(layouts.others.values())
-            if made is not layouts.own and (allowed_bytes is None or made.fullest <= allowed_bytes)
+            if made is not layouts.baseline
+            and (allowed_bytes is None or made.fullest <= allowed_bytes)
         ]
 
 

@@ -35,12 +35,12 @@ def take(searches: Sequence[str], problem_of: Callable[[ResolvedSpec], Problem])
     """
 
     def variant(spec: str, method: VocabMethod) -> Variant | None:
-        choice = choose(spec)
-        problem = problem_of(choice)
+        resolved = choose(spec)
+        problem = problem_of(resolved)
         is_asked_for = method.vocabulary is problem.options.vocab_parallel
         if not is_asked_for or method is VocabMethod.REDISTRIBUTED:
             return None
-        return Variant(choice, problem)
+        return Variant(resolved, problem)
 
     plan = make_plan(variant, only_promising=True, specs=searches)
     if plan.best is None:

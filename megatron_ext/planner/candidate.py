@@ -52,7 +52,7 @@ class Variant:
         layers: of the model; None: not known.
     """
 
-    choice: ResolvedSpec
+    resolved: ResolvedSpec
     problem: Problem
     model: Sequence[ModelBytes] | None = None
     may_recompute: bool = False
@@ -70,16 +70,16 @@ class Variant:
             raise ValueError("its vocabulary cannot be divided: only that of a line or a V can")
 
 
-def goes_with(slices: Slices, choice: ResolvedSpec, vocabulary: VocabularyParallel) -> bool:
+def goes_with(slices: Slices, resolved: ResolvedSpec, vocabulary: VocabularyParallel) -> bool:
     """Return whether a schedule can have ``slices`` with ``vocabulary``."""
-    is_whole = vocabulary is VocabularyParallel.NONE
-    return slices.count == 1 or (choice.traits.takes_slices and is_whole)
+    is_undivided = vocabulary is VocabularyParallel.NONE
+    return slices.count == 1 or (resolved.traits.takes_slices and is_undivided)
 
 
-def keeps_pairs(choice: ResolvedSpec, vocabulary: VocabularyParallel) -> bool:
+def keeps_pairs(resolved: ResolvedSpec, vocabulary: VocabularyParallel) -> bool:
     """Return whether a schedule with ``vocabulary`` overlaps most F with backward passes if overlap
     is requested."""
-    return entry_of(choice.spec).traits.keeps_pairs and vocabulary is VocabularyParallel.NONE
+    return entry_of(resolved.spec).traits.keeps_pairs and vocabulary is VocabularyParallel.NONE
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Candidate:
     def program(self) -> Program:
         """Build its program once more. A plan stores no programs, since they are large; results of
         searches are cached."""
-        return self.variant.build(self.variant.choice, self.variant.problem)
+        return self.variant.build(self.variant.resolved, self.variant.problem)
 
     @property
     def schedule(self) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_ext.compile.program.repeating_part import SAME
 from megatron_ext.planner.candidate import Candidate, Plan, by_time
-from megatron_ext.planner.fitting import built_whole, check_bytes
+from megatron_ext.planner.fitting import built_in_full, check_bytes
 from megatron_ext.planner.planning_time import WHOLE_STEPS, until_end
 from megatron_ext.planner.verdict import Alternative, Verdict, eligible, verdict_of
 from megatron_ext.progress import remark
@@ -103,17 +103,17 @@ class _Confirmation:
         estimated = next((one for one in close if not one.candidate.has_all_microbatches), None)
         if estimated is None:
             return False
-        whole, self.builds_close = _built_in_time(estimated, self.free)
+        built, self.builds_close = _built_in_time(estimated, self.free)
         if self.builds_close:
-            self._replace(estimated, whole)
+            self._replace(estimated, built)
         return True
 
-    def _replace(self, estimated: Alternative, whole: Alternative | None) -> None:
-        """Put ``whole`` in place of ``estimated``; None removes it."""
+    def _replace(self, estimated: Alternative, built: Alternative | None) -> None:
+        """Put ``built`` in place of ``estimated``; None removes it."""
         at = self.pool.index(estimated)
-        self.pool[at : at + 1] = [] if whole is None else [whole]
-        true = None if whole is None else whole.candidate
-        self.plan = _with_whole(self.plan, estimated.candidate, true)
+        self.pool[at : at + 1] = [] if built is None else [built]
+        true = None if built is None else built.candidate
+        self.plan = _with_built(self.plan, estimated.candidate, true)
 
 
 def _close(pool: Sequence[Alternative]) -> list[Alternative]:
@@ -131,23 +131,23 @@ def _built_in_time(estimated: Alternative, free: float | None) -> tuple[Alternat
 def _built(estimated: Alternative, free: float | None) -> Alternative | None:
     """Return ``estimated`` with its true figures; None if it cannot be built whole."""
     try:
-        whole = with_whole_step(estimated, free)
+        built = with_whole_step(estimated, free)
     except ValueError as error:
         remark(f"{estimated.candidate.schedule} is ignored: {error}")
         return None
-    _tell_difference(estimated, whole)
-    return whole
+    _tell_difference(estimated, built)
+    return built
 
 
 def with_whole_step(estimated: Alternative, free: float | None = None) -> Alternative:
     """Return ``estimated`` with its true figures. Raises ValueError if it cannot be built whole."""
     before = estimated.candidate
     try:
-        whole = built_whole(before, free)
+        built = built_in_full(before, free)
     except ValueError as error:
         raise ValueError(f"its whole step cannot be built: {error}") from error
-    seconds = estimated.seconds + whole.step - before.step
-    return replace(estimated, candidate=whole, seconds=seconds)
+    seconds = estimated.seconds + built.step - before.step
+    return replace(estimated, candidate=built, seconds=seconds)
 
 
 def _tell_difference(estimated: Alternative, true: Alternative) -> None:
@@ -159,7 +159,7 @@ def _tell_difference(estimated: Alternative, true: Alternative) -> None:
         )
 
 
-def _with_whole(plan: Plan, estimated: Candidate, whole: Candidate | None) -> Plan:
-    """Return ``plan`` with ``whole`` in place of ``estimated``."""
-    candidates = [whole if one is estimated else one for one in plan.candidates]
+def _with_built(plan: Plan, estimated: Candidate, built: Candidate | None) -> Plan:
+    """Return ``plan`` with ``built`` in place of ``estimated``."""
+    candidates = [built if one is estimated else one for one in plan.candidates]
     return replace(plan, candidates=tuple(sorted(filter(None, candidates), key=by_time)))

@@ -99,10 +99,12 @@ def _compared(plan: Plan) -> list[Candidate]:
 def _by_microbatches(
     variant: Variant, candidate: Candidate, allowed_bytes: float | None
 ) -> Iterator[tuple[int, float]]:
-    ranks, own = variant.problem.ranks, variant.problem.microbatches
-    choice = variant.choice.without_search
-    for number in sorted({math.ceil(times * ranks) for times in MICROBATCHES_PER_RANK} | {own}):
+    ranks, microbatches = variant.problem.ranks, variant.problem.microbatches
+    resolved = variant.resolved.without_search
+    for number in sorted(
+        {math.ceil(times * ranks) for times in MICROBATCHES_PER_RANK} | {microbatches}
+    ):
         problem = replace(variant.problem, microbatches=number)
         with contextlib.suppress(ValueError):  # refused for this number, or too little memory
-            other = replace(variant, choice=choice, problem=problem)
+            other = replace(variant, resolved=resolved, problem=problem)
             yield number, consider(other, candidate.method, allowed_bytes).step

@@ -164,7 +164,7 @@ def slower_by(candidate: Candidate, best: Candidate) -> float:
     return candidate.step / best.step - 1
 
 
-def made_again(candidate: Candidate) -> str:
+def recompute_phrase(candidate: Candidate) -> str:
     """Return a phrase to append to a text: the share of the activations that is recomputed; ""
     if nothing is."""
     share = candidate.report.made_again

@@ -86,8 +86,8 @@ def _consider(
     except ValueError as error:
         refusal = error
     if limit is not None and (refusal or _is_slowed_by_memory(variant, candidates[0])):
-        may_recompute = refusal is not None or variant.choice.traits.fits_recompute
-        for options in _ways_to_fit(variant, may_offload, may_recompute):
+        may_recompute = refusal is not None or variant.resolved.traits.fits_recompute
+        for options in _options_to_fit(variant, may_offload, may_recompute):
             with contextlib.suppress(ValueError):
                 fitting = replace(variant.problem, memory_limit=limit, options=options)
                 candidate = _candidate(replace(variant, problem=fitting), method)
@@ -106,10 +106,10 @@ SLOWED = 1.1
 def _is_slowed_by_memory(variant: Variant, candidate: Candidate) -> bool:
     """Return whether the step of ``candidate`` would probably be shorter with more memory."""
     unlimited = replace(variant.problem, memory_limit=None)
-    return candidate.step > SLOWED * least_time(unlimited, variant.choice.traits.splits_backward)
+    return candidate.step > SLOWED * least_time(unlimited, variant.resolved.traits.splits_backward)
 
 
-def _ways_to_fit(
+def _options_to_fit(
     variant: Variant, may_offload: bool, may_recompute: bool
 ) -> Iterator[ScheduleOptions]:
     """Yield the options of offload or recompute with which ``variant`` may fit into its limit."""
@@ -186,8 +186,8 @@ def _candidate(
     cache = _CACHE.get()
     if cache is None:
         return _simulated(variant, method, allowed_bytes)
-    choice = variant.choice
-    key = repr((choice.spec, choice.takes_long, variant.problem, variant.model, method))
+    resolved = variant.resolved
+    key = repr((resolved.spec, resolved.takes_long, variant.problem, variant.model, method))
     if key not in cache:
         cache[key] = _simulated(variant, method, allowed_bytes)
     return replace(cache[key], variant=variant)
@@ -198,9 +198,9 @@ def _simulated(
     method: VocabMethod,
     allowed_bytes: float | None = None,
     *,
-    whole: bool = False,
+    all_microbatches: bool = False,
 ) -> Candidate:
-    """Build and simulate ``variant``. ``whole`` is that of `simulate_step`.
+    """Build and simulate ``variant``. ``all_microbatches`` is that of `simulate_step`.
 
     Raises:
         HoldsMore: a step that takes long to be built holds more than ``allowed_bytes`` on some
@@ -210,7 +210,11 @@ def _simulated(
     if allowed_bytes is not None and variant.model is not None:
         most = [allowed_bytes - rank.total for rank in variant.model]
     step = simulate_step(
-        variant.choice, variant.problem, variant.build, all_microbatches=whole, most=most
+        variant.resolved,
+        variant.problem,
+        variant.build,
+        all_microbatches=all_microbatches,
+        most=most,
     )
     return candidate_of(variant, method, step)
 
@@ -224,7 +228,7 @@ def candidate_of(variant: Variant, method: VocabMethod, step: Simulated) -> Cand
     return Candidate(method, step.report, variant, limit, memory, step.has_all_microbatches)
 
 
-def built_whole(candidate: Candidate, allowed_bytes: float | None = None) -> Candidate:
+def built_in_full(candidate: Candidate, allowed_bytes: float | None = None) -> Candidate:
     """Return ``candidate`` simulated with all microbatches of a step. (Long steps are first
     simulated with fewer, and their figures computed from the part that repeats.)
 
@@ -234,6 +238,6 @@ def built_whole(candidate: Candidate, allowed_bytes: float | None = None) -> Can
     if candidate.has_all_microbatches:
         return candidate
     with caching_proofs():
-        whole = _simulated(candidate.variant, candidate.method, whole=True)
-    check_bytes(whole, allowed_bytes)
-    return whole
+        built = _simulated(candidate.variant, candidate.method, all_microbatches=True)
+    check_bytes(built, allowed_bytes)
+    return built

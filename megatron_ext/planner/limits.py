@@ -27,7 +27,7 @@ def least_step(variant: Variant, allowed_bytes: float | None = None) -> float:
     its limit or within the memory that the model leaves of ``allowed_bytes``."""
     limit = variant.problem.memory_limit or limit_left(variant, allowed_bytes)
     problem = replace(variant.problem, memory_limit=limit)
-    return least_time(problem, variant.choice.traits.splits_backward)
+    return least_time(problem, variant.resolved.traits.splits_backward)
 
 
 def is_close(made: Candidate) -> bool:

@@ -26,10 +26,10 @@ SPECS = (
     *("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-auto"),
     *("zb-v", "v-half", "v-min"),
 )
-WHOLE, FULL_RECOMPUTE = "whole sequences", "--recompute-granularity full"
+WHOLE_SEQUENCES, FULL_RECOMPUTE = "whole sequences", "--recompute-granularity full"
 EQUAL = 0.02  # of a step: what no estimate tells apart
 _SECONDS = 0.3  # to build a program that is compared here: others are said to take long
-_MADE_AGAIN = "it fits if some activations are recomputed"
+_IF_RECOMPUTED = "it fits if some activations are recomputed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ class LongSequences:
     def best(self) -> Candidate | None:
         """The shortest step with slices that are long enough for fast kernels."""
         most = self.of_rank // LONG_ENOUGH
-        return shortest_of(way for way in self.ways if 1 < way.slices <= most)
+        return shortest_of(one for one in self.ways if 1 < one.slices <= most)
 
 
 def context_parallel(ranks: int, copies: int) -> str:
@@ -88,9 +88,9 @@ def context_parallel(ranks: int, copies: int) -> str:
     return f"--context-parallel-size {ranks}, DP {copies}"
 
 
-def shortest_of(ways: Iterable[LongSequenceAlternative]) -> Candidate | None:
-    """Return the candidate with the shortest step of ``ways``."""
-    known = [way.shortest for way in ways if way.shortest is not None]
+def shortest_of(alternatives: Iterable[LongSequenceAlternative]) -> Candidate | None:
+    """Return the candidate with the shortest step of ``alternatives``."""
+    known = [one.shortest for one in alternatives if one.shortest is not None]
     return min(known, key=lambda made: (made.step, made.holds), default=None)
 
 
@@ -106,15 +106,17 @@ def long_sequences(
     trained, requested = training.trained, training.options.slices
     if trained is None or trained.execution.sequence < LONG:
         return None
-    ways = alternatives_of_plan(plan, requested.count)
+    alternatives = alternatives_of_plan(plan, requested.count)
     if requested.count > 1:
-        ways.append(long_sequence_alternative(WHOLE, _with_slices(training, UNCUT), allowed_bytes))
+        alternatives.append(
+            long_sequence_alternative(WHOLE_SEQUENCES, _with_slices(training, UNCUT), allowed_bytes)
+        )
     elif training.is_estimate:
-        ways += _of_other_settings(training, trained, allowed_bytes)
+        alternatives += _of_other_settings(training, trained, allowed_bytes)
     counts = [count for count in COUNTS if count != requested.count]
-    ways += alternatives_with_slices(partial(_with_slices, training), allowed_bytes, counts)
+    alternatives += alternatives_with_slices(partial(_with_slices, training), allowed_bytes, counts)
     execution = trained.execution
-    made = LongSequences(execution.sequence, tuple(ways), execution.context_parallel)
+    made = LongSequences(execution.sequence, tuple(alternatives), execution.context_parallel)
     return made if made.best is None else replace(made, written=Written(flags_of(made.best)))
 
 
@@ -133,8 +135,8 @@ def _of_other_settings(
         return replace(training, trained=changed, microbatches=microbatches).variant
 
     if not execution.recompute:
-        again = run(replace(execution, recompute=True), training.microbatches)
-        yield long_sequence_alternative(FULL_RECOMPUTE, again, allowed_bytes)
+        fully_recomputed = run(replace(execution, recompute=True), training.microbatches)
+        yield long_sequence_alternative(FULL_RECOMPUTE, fully_recomputed, allowed_bytes)
     if copies % 2 == 0:
         ranks = 2 * execution.context_parallel
         divided = run(replace(execution, context_parallel=ranks), 2 * training.microbatches)
@@ -150,18 +152,26 @@ def alternatives_of_plan(plan: Plan, slices: int = 1) -> list[LongSequenceAltern
     Args:
         slices: number of slices into which each sequence is cut in this plan.
     """
-    words = WHOLE if slices == 1 else f"{slices} slices"
-    once = tuple(made for made in plan.candidates if not made.report.made_again)
-    ways = [
+    words = WHOLE_SEQUENCES if slices == 1 else f"{slices} slices"
+    without_recompute = tuple(made for made in plan.candidates if not made.report.made_again)
+    alternatives = [
         LongSequenceAlternative(
-            words, once, "" if once else _why_nothing(plan) or _MADE_AGAIN, slices
+            words,
+            without_recompute,
+            "" if without_recompute else _why_nothing(plan) or _IF_RECOMPUTED,
+            slices,
         )
     ]
-    again = tuple(made for made in plan.candidates if made.report.made_again)
+    with_recompute = tuple(made for made in plan.candidates if made.report.made_again)
     return (
-        [*ways, LongSequenceAlternative(f"{words}, --pipeline-recompute fit", again, "", slices)]
-        if again
-        else ways
+        [
+            *alternatives,
+            LongSequenceAlternative(
+                f"{words}, --pipeline-recompute fit", with_recompute, "", slices
+            ),
+        ]
+        if with_recompute
+        else alternatives
     )
 
 
@@ -178,16 +188,18 @@ def alternatives_with_slices(
             none.
         allowed_bytes: bytes that a rank may take; None: as much as it takes.
     """
-    ways = []
+    alternatives = []
     for count in counts:
         words = f"{count} slices"
         try:
             variant_of = variants_of(Slices(count, Lengths.BALANCED))
         except ValueError as error:
-            ways.append(LongSequenceAlternative(words, (), str(error), count))
+            alternatives.append(LongSequenceAlternative(words, (), str(error), count))
             continue
-        ways.append(long_sequence_alternative(words, variant_of, allowed_bytes, count, specs))
-    return ways
+        alternatives.append(
+            long_sequence_alternative(words, variant_of, allowed_bytes, count, specs)
+        )
+    return alternatives
 
 
 def long_sequence_alternative(
@@ -210,7 +222,7 @@ def long_sequence_alternative(
                 f"{counted(variant.problem.pieces, 'slice')} a step take long to be simulated: "
                 f"write --pipeline-slices {slices} in the planned command"
             )
-        return variant and replace(variant, choice=variant.choice.without_search)
+        return variant and replace(variant, resolved=variant.resolved.without_search)
 
     plan = make_plan(quick, allowed_bytes, specs=specs)
     return LongSequenceAlternative(words, plan.candidates, _why_nothing(plan), slices, is_here)

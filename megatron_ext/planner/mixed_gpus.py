@@ -31,11 +31,11 @@ def speeds_of_gpus(gpus: Sequence[Gpu], model: Model, execution: Execution) -> R
     """
     if len(set(gpus)) == 1:
         return None
-    whole = Stage(model.layers)
+    all_layers = Stage(model.layers)
 
     def seconds(gpu: Gpu) -> float:
         rates = gpu.rates(execution.precision)
-        return sum(seconds_of_layers(model, whole, execution, rates).totals)
+        return sum(seconds_of_layers(model, all_layers, execution, rates).totals)
 
     of_types = {gpu: seconds(gpu) for gpu in set(gpus)}
     first = of_types[gpus[0]]

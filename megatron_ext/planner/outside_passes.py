@@ -74,21 +74,21 @@ def seconds_outside_passes(
         return seconds
     assert passes is not None
 
-    def hidden(dense: float, experts: float, element: float) -> float:
+    def overlappable(dense: float, experts: float, element: float) -> float:
         # The last bucket is counted as exposed already.
         rest = max(dense - state.bucket * element, 0.0)
         return rest * each_dense + experts * each_of_experts
 
-    reduction = hidden(dense[1], experts[1], state.gradient_bytes)
+    reduction = overlappable(dense[1], experts[1], state.gradient_bytes)
     if not state.distributed:  # as a sum, bytes are sent twice
         return seconds + max(2 * reduction - passes.backward, 0.0)
-    gather = hidden(dense[0], experts[0], state.weight_bytes)
+    gather = overlappable(dense[0], experts[0], state.weight_bytes)
     return seconds + max(reduction - passes.backward, 0.0) + max(gather - passes.forward, 0.0)
 
 
 def _exposed_bytes(weights: float, gradients: float, state: TrainingState) -> float:
-    whole = gradients + (weights if state.distributed else gradients)  # as a sum is, again
+    exposed = gradients + (weights if state.distributed else gradients)  # a sum sends bytes twice
     if state.bucket:
         of_bucket = state.bucket * (state.gradient_bytes + state.weight_bytes)
-        whole = min(whole, of_bucket)
-    return whole
+        exposed = min(exposed, of_bucket)
+    return exposed

@@ -27,7 +27,7 @@ from megatron_ext.schedule.limit import MemoryLimit
 VariantOf = Callable[[str, VocabMethod], Variant | None]
 SpecWithMethod = tuple[str, VocabMethod]  # a spec, and what is done about the vocabulary
 
-_MARKS = tuple(Maturity)  # the stable ones are compared first
+_MATURITIES = tuple(Maturity)  # the stable ones are compared first
 SEARCHED = 2  # with each method, of all that search
 _WHATEVER = ", whatever its order"  # so ends a refusal of what a bound proves to take longer
 NO_TIME = "not compared: the time of the plan was over"
@@ -67,20 +67,20 @@ def make_plan(
         variant_of, allowed_bytes, only_promising, may_offload, better_than, known, is_long
     )
     pairs = [(spec, method) for spec in specs or all_specs() for method in VocabMethod]
-    searched = [pair for pair in pairs if entry_of(pair[0]).traits.searches]
-    at_once = [pair for pair in pairs if pair not in searched]
-    at_once.sort(key=lambda pair: _MARKS.index(entry_of(pair[0]).maturity))
+    searched = [one for one in pairs if entry_of(one[0]).traits.searches]
+    at_once = [one for one in pairs if one not in searched]
+    at_once.sort(key=lambda one: _MATURITIES.index(entry_of(one[0]).maturity))
 
     def compare() -> bool:
         with task("comparing schedules", len(pairs)) as work:
-            for pair in at_once:
-                comparison.add(pair, may_be_made_to_fit=not is_long)
+            for one in at_once:
+                comparison.add(one, may_be_made_to_fit=not is_long)
                 work.done += 1
                 work.found = comparison.found
             if is_long:
                 comparison.make_fit(work)
             for method in VocabMethod:
-                comparison.add_searched([pair for pair in searched if pair[1] is method], work)
+                comparison.add_searched([one for one in searched if one[1] is method], work)
         return True
 
     if not until_end(compare, False, SCHEDULES):
@@ -121,23 +121,23 @@ class _Comparison:
         self._allowed_bytes, self._may_offload = allowed_bytes, may_offload
         self._only_promising = only_promising
 
-    def add(self, pair: SpecWithMethod, *, may_be_made_to_fit: bool = True) -> bool:
-        """Make ``pair`` a candidate, or store the reason of its refusal. Return whether it is
-        one."""
-        candidate = self._consider(pair, may_be_made_to_fit=may_be_made_to_fit)
+    def add(self, spec_and_method: SpecWithMethod, *, may_be_made_to_fit: bool = True) -> bool:
+        """Make the schedule of ``spec_and_method`` a candidate, or store the reason of its refusal.
+        Return whether it is one."""
+        candidate = self._consider(spec_and_method, may_be_made_to_fit=may_be_made_to_fit)
         if candidate is None:
             return False
         self.candidates.append(candidate)
-        self.refusals.pop(pair, None)
+        self.refusals.pop(spec_and_method, None)
         return True
 
     def make_fit(self, work: Task) -> None:
         """Make schedules that hold too much fit, the shortest first, as long as they would not take
         longer than the best."""
-        for pair, seconds in sorted(self._too_full.items(), key=lambda full: full[1]):
+        for spec_and_method, seconds in sorted(self._too_full.items(), key=lambda full: full[1]):
             best = self._best
             if best is None or seconds < best.step:
-                self.add(pair)
+                self.add(spec_and_method)
                 work.found = self.found
 
     @property
@@ -150,16 +150,18 @@ class _Comparison:
 
     def add_searched(self, pairs: Sequence[SpecWithMethod], work: Task) -> None:
         """Make the best `SEARCHED` of ``pairs`` candidates, by what each has without its search."""
-        short = [self._consider(pair, without_search=True) for pair in pairs]
+        short = [self._consider(one, without_search=True) for one in pairs]
         ahead: list[str] = []
         for candidate in sorted(filter(None, short), key=by_time):
-            pair = candidate.schedule, candidate.method
+            spec_and_method = candidate.schedule, candidate.method
             if len(ahead) == SEARCHED:
-                self.refusals[pair] = f"{' and '.join(ahead)} take less time before any search"
+                self.refusals[spec_and_method] = (
+                    f"{' and '.join(ahead)} take less time before any search"
+                )
             elif self._is_long and self._is_known_enough(candidate):
                 self.candidates.append(candidate)
                 ahead.append(candidate.schedule)
-            elif self.add(pair):
+            elif self.add(spec_and_method):
                 ahead.append(candidate.schedule)
                 work.found = self.found
         work.done += len(pairs)
@@ -171,35 +173,39 @@ class _Comparison:
         return is_close(candidate) or (best is not None and candidate.step >= best.step)
 
     def _consider(
-        self, pair: SpecWithMethod, without_search: bool = False, *, may_be_made_to_fit: bool = True
+        self,
+        spec_and_method: SpecWithMethod,
+        without_search: bool = False,
+        *,
+        may_be_made_to_fit: bool = True,
     ) -> Candidate | None:
-        spec, method = pair
+        spec, method = spec_and_method
         try:
             variant = self._variant_of(spec, method)
             if variant is None:
                 return None
             variant.check_launch()
-            if (variant.choice.spec, method) in self._known:
-                return self._known[variant.choice.spec, method]
+            if (variant.resolved.spec, method) in self._known:
+                return self._known[variant.resolved.spec, method]
             best = self._best
             if best is not None:
                 _check_promising(variant, method, self._allowed_bytes, best)
-            if best is not None and self._is_long and variant.choice.traits.searches:
+            if best is not None and self._is_long and variant.resolved.traits.searches:
                 _check_on_stages_of(best, variant)
             if without_search:
-                variant = replace(variant, choice=variant.choice.without_search)
-            elif variant.choice.traits.searches:
+                variant = replace(variant, resolved=variant.resolved.without_search)
+            elif variant.resolved.traits.searches:
                 variant = self._within_the_best(variant)
             at_most = best.step if best is not None and self._is_long else math.inf
             if entry_of(spec).maturity is Maturity.LABORATORY or not may_be_made_to_fit:
                 at_most = 0.0
             return consider(variant, method, self._allowed_bytes, self._may_offload, at_most)
         except TooFull as error:
-            self._too_full[pair] = error.seconds
-            self.refusals[pair] = str(error)
+            self._too_full[spec_and_method] = error.seconds
+            self.refusals[spec_and_method] = str(error)
             return None
         except ValueError as error:
-            self.refusals[pair] = str(error)
+            self.refusals[spec_and_method] = str(error)
             return None
 
     def _within_the_best(self, variant: Variant) -> Variant:
@@ -226,7 +232,7 @@ class _Comparison:
         """Store what is known already, and refuse each schedule of ``pairs`` that was not compared,
         since there was no time for it."""
         there = {(made.schedule, made.method) for made in self.candidates}
-        self.candidates += [made for pair, made in self._known.items() if pair not in there]
+        self.candidates += [made for one, made in self._known.items() if one not in there]
         answered = {made.schedule for made in self.candidates} | {spec for spec, _ in self.refusals}
         for spec in dict.fromkeys(spec for spec, _ in pairs if spec not in answered):
             self.refusals[spec, VocabMethod.NAIVE] = NO_TIME
@@ -238,7 +244,7 @@ def _check_promising(
     """Raise ValueError if no schedule of this kind takes less time than ``best``, or for a search
     that would have to be made with every method."""
     problem = variant.problem
-    if variant.choice.traits.searches and method is not best.method:
+    if variant.resolved.traits.searches and method is not best.method:
         raise ValueError(f"searched for only with the vocabulary as {best.schedule} has it")
     if problem.options.pairs:  # how much they gain is not bounded
         return
@@ -247,7 +253,7 @@ def _check_promising(
     elif allowed_bytes is not None and variant.model is not None and problem.memory_limit is None:
         left = max(allowed_bytes - min(rank.total for rank in variant.model), 0.0)
         problem = replace(problem, memory_limit=MemoryLimit(bytes=int(left)))
-    bound = least_time(problem, variant.choice.traits.splits_backward)
+    bound = least_time(problem, variant.resolved.traits.splits_backward)
     if bound > best.step:
         raise ValueError(
             f"takes at least {bound / best.step - 1:.1%} more time than {best.schedule}{_WHATEVER}"

@@ -24,7 +24,7 @@ RECOMPUTE, PAIRS, SLICES = "other recompute", "passes in pairs", "slices"
 WHOLE_STEPS = "whole steps of long ones"
 
 LIMIT = 50.0  # CPU seconds of the comparison: the winner is built whole after it
-_AGAIN = 0.5  # CPU seconds: an exception that a destructor has swallowed is raised again
+_REPEAT = 0.5  # CPU seconds: an exception that a destructor has swallowed is raised again
 # numba's compiler calls back from C++, which would print an exception and go on.
 _COMPILER = "llvmlite"
 _SOON = 0.01  # CPU seconds
@@ -46,7 +46,7 @@ class PlanningTime:
         first_answer: CPU seconds from then to the first answer; None: there is none yet.
         is_interrupted: whether Ctrl-C ended it.
         is_short: whether some of the comparison was ignored because the time was over.
-        left_out: the kinds of alternatives that were not compared to their end because of that.
+        unfinished: the kinds of alternatives that were not compared to their end because of that.
         share: of the limit, after which work ends now.
         kind: the kind of alternatives that the outermost work compares now; "": none.
     """
@@ -56,7 +56,7 @@ class PlanningTime:
     first_answer: float | None = None
     is_interrupted: bool = False
     is_short: bool = False
-    left_out: list[str] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
     share: float = 1.0
     kind: str = ""
 
@@ -69,7 +69,7 @@ class PlanningTime:
         """Note that work on alternatives of a ``kind`` has not ended; "": of no kind of its own."""
         self.is_short = True
         if kind:
-            self.left_out.append(kind)
+            self.unfinished.append(kind)
 
     @property
     def why_short(self) -> str:
@@ -119,7 +119,7 @@ def has_ended_early() -> bool:
 def unfinished_alternatives() -> tuple[str, ...]:
     """Return the kinds of alternatives that the plan has not compared to their end."""
     plan = _TIME.get()
-    return () if plan is None else tuple(dict.fromkeys(plan.left_out))
+    return () if plan is None else tuple(dict.fromkeys(plan.unfinished))
 
 
 @contextmanager
@@ -143,11 +143,11 @@ def provisional() -> Iterator[None]:
     if plan is None:
         yield
         return
-    is_short, left_out = plan.is_short, plan.left_out.copy()
+    is_short, unfinished = plan.is_short, plan.unfinished.copy()
     try:
         yield
     finally:
-        plan.is_short, plan.left_out = is_short, left_out
+        plan.is_short, plan.unfinished = is_short, unfinished
 
 
 def until_end[T](work: Callable[[], T], otherwise: T, kind: str = "") -> T:
@@ -178,14 +178,14 @@ def until_end[T](work: Callable[[], T], otherwise: T, kind: str = "") -> T:
             plan.is_interrupted = True
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if frame is not None and _COMPILER in frame.f_code.co_filename:
-            signal.setitimer(signal.ITIMER_PROF, _SOON, _AGAIN)
+            signal.setitimer(signal.ITIMER_PROF, _SOON, _REPEAT)
         elif is_running:
             raise PlanningEnd
 
     handlers = {name: signal.signal(name, end) for name in (signal.SIGPROF, signal.SIGINT)}
     try:
         plan.kind = kind
-        signal.setitimer(signal.ITIMER_PROF, left, _AGAIN)
+        signal.setitimer(signal.ITIMER_PROF, left, _REPEAT)
         return work()
     except PlanningEnd:
         plan.end_early(kind)
@@ -196,6 +196,6 @@ def until_end[T](work: Callable[[], T], otherwise: T, kind: str = "") -> T:
         if plan.is_interrupted:
             handlers[signal.SIGINT] = signal.default_int_handler
         left = plan.share * plan.limit - plan.seconds if around else 0.0
-        signal.setitimer(signal.ITIMER_PROF, max(left, 0.0), _AGAIN)
+        signal.setitimer(signal.ITIMER_PROF, max(left, 0.0), _REPEAT)
         for name, handler in handlers.items():
             signal.signal(name, handler)

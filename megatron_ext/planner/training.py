@@ -104,21 +104,21 @@ class Training:
         Raises:
             ValueError: the layers cannot be split over its stages.
         """
-        choice = choose(name)
-        if not goes_with(self.options.slices, choice, method.vocabulary):
+        resolved = choose(name)
+        if not goes_with(self.options.slices, resolved, method.vocabulary):
             return None
-        placement = choice.place(self.ranks)
+        placement = resolved.place(self.ranks)
         costs = self._costs(placement, method)
         if costs is None:
             return None
         costs = at_speeds(costs, placement, self.rank_speeds)
-        pairs = self.options.pairs and keeps_pairs(choice, method.vocabulary)
+        pairs = self.options.pairs and keeps_pairs(resolved, method.vocabulary)
         options = replace(self.options, vocab_parallel=method.vocabulary, pairs=pairs)
         problem = Problem(placement, self.microbatches, costs, self.limit, options=options)
         problem = run_by_stock(problem, name, STOCK_EXECUTOR)
         trained = self.trained
         if trained is None:
-            return Variant(choice, problem, may_recompute=True, layers=self.layers)
+            return Variant(resolved, problem, may_recompute=True, layers=self.layers)
         model = bytes_of_ranks(
             trained.model,
             trained.stages(placement, method),
@@ -128,7 +128,7 @@ class Training:
             trained.state,
         )
         may_recompute = not trained.execution.recompute
-        return Variant(choice, problem, model, may_recompute, len(trained.model.layers))
+        return Variant(resolved, problem, model, may_recompute, len(trained.model.layers))
 
     def _costs(self, placement: Placement, method: VocabMethod) -> Costs | None:
         trained, estimated = self.trained, None

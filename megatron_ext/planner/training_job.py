@@ -80,8 +80,8 @@ class TrainingJob(PlannedJob):
         return make_plan(self.variant, self.allowed_bytes, may_offload=may_offload)
 
     def baseline(self, plan: Plan) -> Alternative | None:
-        own = next((one for one in plan.candidates if _is_baseline(one)), None)
-        return None if own is None else replace(self.alternative(own), write=lambda: NOTHING)
+        found = next((one for one in plan.candidates if _is_baseline(one)), None)
+        return None if found is None else replace(self.alternative(found), write=lambda: NOTHING)
 
     def alternative(self, made: Candidate) -> Alternative:
         seconds = made.step + self.training.seconds_outside_passes(made)
@@ -124,8 +124,8 @@ def _layouts(training: Training, allowed_bytes: float | None) -> list[Alternativ
     if work is None:
         return []
     rule = partial(even_layout, work.model)
-    own = evenly(len(work.model.layers), training.ranks)
-    compared = compare_layouts([work], (_BASELINE, own), rule, allowed_bytes)
+    even = evenly(len(work.model.layers), training.ranks)
+    compared = compare_layouts([work], (_BASELINE, even), rule, allowed_bytes)
     return [
         Alternative(
             made.candidate,
@@ -134,7 +134,8 @@ def _layouts(training: Training, allowed_bytes: float | None) -> list[Alternativ
             made.layout.text(),
         )
         for made in dict.fromkeys(compared.others.values())
-        if made is not compared.own and (allowed_bytes is None or made.fullest <= allowed_bytes)
+        if made is not compared.baseline
+        and (allowed_bytes is None or made.fullest <= allowed_bytes)
     ]
 
 

@@ -76,13 +76,13 @@ def unequal_gains(
     outside = taken.seconds - candidate.step
     seconds = unequal.arrival + outside
     is_dealt = replicas > 1
-    order, deal, own = (
+    order, deal, profile = (
         None if makespan is None else 1 - (makespan + outside) / seconds
         for makespan in (unequal.ordered, unequal.dealt, unequal.profile)
     )
     assert order is not None
     dealt = (*ORDER, *(DEAL if is_dealt else ()))
-    parts = {(): 0.0, ORDER: order, dealt: deal, (*dealt, *PROGRAM): own}
+    parts = {(): 0.0, ORDER: order, dealt: deal, (*dealt, *PROGRAM): profile}
     saved = {flags: share for flags, share in parts.items() if share is not None}
     refused, flags = "", _fewest(saved)
     while flags:
@@ -101,7 +101,7 @@ def unequal_gains(
         seconds=seconds,
         order=order,
         deal=deal if is_dealt else None,
-        program=own,
+        program=profile,
         flags=flags,
         refused=refused,
     )

@@ -126,10 +126,10 @@ def comparison_kinds(one: Alternative, other: Alternative) -> set[ComparisonKind
 def spread_of(found: Verdict) -> GainSpread | None:
     """Return the spread of the gain of ``found``, or of the part that ours add to Megatron's own
     flags if only that part is within its spread; None without a gain."""
-    own, taken, stock = found.baseline, found.taken, found.stock
-    if own is None or taken is None or found.gain <= 0:
+    baseline, taken, stock = found.baseline, found.taken, found.stock
+    if baseline is None or taken is None or found.gain <= 0:
         return None
-    of_gain = GainSpread.of("the gain", found.gain, comparison_kinds(own, taken))
+    of_gain = GainSpread.of("the gain", found.gain, comparison_kinds(baseline, taken))
     if of_gain.is_within or stock is None or stock is taken or taken.seconds >= stock.seconds:
         return of_gain
     added = 1 - taken.seconds / stock.seconds
@@ -165,12 +165,12 @@ def verdict_of(
     if baseline is not None and free is not None and baseline.candidate.fullest is not None:
         excess = max(baseline.candidate.fullest - free, 0.0)
     fits = baseline is not None and not excess
-    own = baseline if fits else None
-    taken, tie = _taken(own, stable)
-    stock, tie_of_stock = _taken(own, [one for one in stable if is_stock(one.candidate)])
-    if stock is not None and stock is not own and not _adds(taken, stock):
+    fitting = baseline if fits else None
+    taken, tie = _taken(fitting, stable)
+    stock, tie_of_stock = _taken(fitting, [one for one in stable if is_stock(one.candidate)])
+    if stock is not None and stock is not fitting and not _adds(taken, stock):
         taken, tie = stock, tie_of_stock
-    if stock is own:
+    if stock is fitting:
         stock = None
     shortest = min(stable, key=lambda one: one.seconds, default=None)
     found = Verdict(baseline, taken, stock, tie, excess, shortest)
@@ -221,13 +221,15 @@ def _adds(taken: Alternative | None, stock: Alternative) -> bool:
 
 
 def _taken(
-    own: Alternative | None, others: Sequence[Alternative]
+    baseline: Alternative | None, others: Sequence[Alternative]
 ) -> tuple[Alternative | None, tuple[Alternative, ...]]:
     """Return the recommended one, and those that it ties with: their steps are within `ALIKE` of
     the shortest. Of a tie it is the shortest of those within `ALIKE` of the least memory."""
-    worth = [one for one in others if own is None or one.seconds <= (1 - WORTH) * own.seconds]
+    worth = [
+        one for one in others if baseline is None or one.seconds <= (1 - WORTH) * baseline.seconds
+    ]
     if not worth:
-        return own, ()
+        return baseline, ()
     worth.sort(key=lambda one: one.seconds)
     alike = [one for one in worth if one.seconds <= (1 + ALIKE) * worth[0].seconds]
     least = min(one.holds for one in alike)

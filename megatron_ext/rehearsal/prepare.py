@@ -225,7 +225,7 @@ def _schedule(
         )
     judged = judgement_of(request, parsed, written)
     words = arguments_with(request.launch, written)
-    if judged.choice.takes_long and _has_table(judged, folder / PASSES):
+    if judged.resolved.takes_long and _has_table(judged, folder / PASSES):
         schedule = flag("schedule")
         words = (*without(words, (schedule,)), schedule, str(folder / PASSES))
     return _of_judgement(name, judged, words, is_stock=is_stock)
@@ -253,10 +253,10 @@ def _tables(judged: Judgement) -> Iterator[Schedule]:
     made: list[Schedule] = []
 
     def build(problem: Problem) -> Schedule:
-        made.append(judged.choice.build(problem))
+        made.append(judged.resolved.build(problem))
         return made[-1]
 
-    place_output_layer(replace(judged.choice, build=build), judged.problem)
+    place_output_layer(replace(judged.resolved, build=build), judged.problem)
     yield from reversed(made)
 
 
@@ -311,7 +311,7 @@ def _of_judgement(
     peaks = [rank.total for rank in memory] if memory else list(range(placement.ranks, 0, -1))
     return PreparedSchedule(
         name=name,
-        spec=judged.choice.spec,
+        spec=judged.resolved.spec,
         is_stock=is_stock,
         program=program,
         costs=program.problem.costs,

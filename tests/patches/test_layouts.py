@@ -102,7 +102,7 @@ def test_megatron_reads_what_is_printed(layers: tuple[int, ...], ranks: int, dep
 def _laid_out(read: ParsedLaunch) -> tuple[LayoutComparison, tuple[Written, ...]]:
     variants = read.variants
     made = lay_out(variants, read.validated, str(variants.own), read.allowed_bytes, search=False)
-    return made, tuple(written_of(variants, made.own, other) for other in made.others.values())
+    return made, tuple(written_of(variants, made.baseline, other) for other in made.others.values())
 
 
 @functools.cache
@@ -141,13 +141,13 @@ def test_a_launch_is_compared_as_its_layout_has_multi_token_prediction() -> None
     launch has. What is written has it there: our schedules train it nowhere else."""
     name = "depths before the loss"
     made, all_written = laid_out(name)
-    assert made.own.layout.text() == LAUNCHES[name]["pipeline_model_parallel_layout"]
+    assert made.baseline.layout.text() == LAUNCHES[name]["pipeline_model_parallel_layout"]
     as_it_is = plan_of(Launch(str(SCRIPT), False, words_of(name), world_size=WORLD))
-    assert made.own.rank_bytes == pytest.approx(as_it_is.ranks)
+    assert made.baseline.rank_bytes == pytest.approx(as_it_is.ranks)
     changed = [
         (other.layout, written)
         for other, written in zip(made.others.values(), all_written, strict=True)
-        if other is not made.own
+        if other is not made.baseline
     ]
     assert changed
     for layout, written in changed:
@@ -157,12 +157,12 @@ def test_a_launch_is_compared_as_its_layout_has_multi_token_prediction() -> None
 def test_recompute_is_chosen_beside_the_layout() -> None:
     """A small model needs none of what its launch recomputes."""
     made, all_written = laid_out("full recompute")
-    assert str(made.own.recompute) == "full"
+    assert str(made.baseline.recompute) == "full"
     assert {str(other.recompute) for other in made.others.values()} == {"none"}
     flags = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
     for written in all_written:
         assert set(flags) <= set(written.dropped) and not set(flags) & set(written.added)
-    assert as_data(made)["own"]["recompute"]["granularity"] == "full"
+    assert as_data(made)["baseline"]["recompute"]["granularity"] == "full"
 
 
 def test_what_the_launch_cannot_recompute_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from megatron_ext.planner.long_sequences import (
     EQUAL,
     FULL_RECOMPUTE,
     LONG,
-    WHOLE,
+    WHOLE_SEQUENCES,
     LongSequenceAlternative,
     LongSequences,
     alternatives_of_plan,
@@ -46,7 +46,9 @@ def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences 
     ways = alternatives_of_plan(plan, requested)
     if requested > 1:
         ways.append(
-            long_sequence_alternative(WHOLE, variants.with_slices(UNCUT).variant, allowed_bytes)
+            long_sequence_alternative(
+                WHOLE_SEQUENCES, variants.with_slices(UNCUT).variant, allowed_bytes
+            )
         )
     elif parsed.measured is None and variants.config.costs.is_estimate:
         ways += _of_other_settings(parsed)

@@ -117,21 +117,24 @@ class Candidates:
         self._tell([*known, *made])
         return sorted(made, key=_seconds)
 
-    def further(self, made: Sequence[Evaluated], own: Evaluated) -> list[Evaluated]:
+    def further(self, made: Sequence[Evaluated], baseline: Evaluated) -> list[Evaluated]:
         """Return candidates that searches find with the layouts of ``made``, and with the layout of
-        ``own``, the launch command; and schedules with the vocabulary split."""
+        ``baseline``, the launch command; and schedules with the vocabulary split."""
         more: list[Evaluated] = []
         near = self._worth_more(made)
         is_among = any(
-            (other.layout, other.recompute) == (own.layout, own.recompute) for other in near
+            (other.layout, other.recompute) == (baseline.layout, baseline.recompute)
+            for other in near
         )
-        for candidate in [*near, *([] if is_among else [own])]:
-            best = min([own, *made, *more], key=_seconds).seconds
-            more += self._searched(candidate, best, is_near=candidate is not own)
+        for candidate in [*near, *([] if is_among else [baseline])]:
+            best = min([baseline, *made, *more], key=_seconds).seconds
+            more += self._searched(candidate, best, is_near=candidate is not baseline)
             self._tell([*made, *more])
         of_near = [(candidate.schedule, candidate.recompute) for candidate in near]
         for spec, recompute in dict.fromkeys([*of_near, *self._dividing]):
-            more += self._divided(spec, recompute, min([own, *made, *more], key=_seconds).seconds)
+            more += self._divided(
+                spec, recompute, min([baseline, *made, *more], key=_seconds).seconds
+            )
             self._tell([*made, *more])
         return more
 
@@ -182,10 +185,12 @@ class Candidates:
         its way to the last one."""
         placement, figures = choose(spec).place(self._work.ranks), self._of(recompute)
         layers = len(self._work.model.layers)
-        whole = figures.piece(0, layers, is_first=True, is_last=True)
-        share = self._work.microbatches * busy(whole) / sum(self._work.speeds or [placement.ranks])
-        way = (placement.ranks - 1) * whole[Figure.FORWARD] / placement.stages
-        if not is_line_or_v(placement) or share + way > (1 - _WORTH) * best:
+        all_layers = figures.piece(0, layers, is_first=True, is_last=True)
+        share = (
+            self._work.microbatches * busy(all_layers) / sum(self._work.speeds or [placement.ranks])
+        )
+        arrival = (placement.ranks - 1) * all_layers[Figure.FORWARD] / placement.stages
+        if not is_line_or_v(placement) or share + arrival > (1 - _WORTH) * best:
             return []
         layout = least_slowest_stage(layers, placement, figures, with_ends=False)
         made = []

@@ -29,7 +29,7 @@ class LayoutComparison:
     nothing better is found.
 
     Attributes:
-        own: the unchanged launch.
+        baseline: the unchanged launch.
         chunks: stock's schedules with any number of chunks, layers on stages by Megatron's rule.
         stock: stock's schedules with any layout.
         ours: any schedule with any layout.
@@ -38,7 +38,7 @@ class LayoutComparison:
         best_not_permitted: the best schedule that is not permitted, if it takes less than `ours`.
     """
 
-    own: Evaluated
+    baseline: Evaluated
     chunks: Evaluated
     stock: Evaluated
     ours: Evaluated
@@ -54,7 +54,7 @@ class LayoutComparison:
     def gain(self, other: Evaluated) -> float:
         """Return how much longer a step of the launch takes than a step of ``other``, as a share of
         the latter."""
-        return self.own.seconds / other.seconds - 1
+        return self.baseline.seconds / other.seconds - 1
 
 
 def permit_all(spec: str, method: VocabMethod) -> None:
@@ -63,7 +63,7 @@ def permit_all(spec: str, method: VocabMethod) -> None:
 
 def compare_layouts(
     works: Sequence[Work],
-    own: tuple[str, Layout],
+    baseline: tuple[str, Layout],
     rule: LayoutRule,
     allowed_bytes: float | None = None,
     *,
@@ -71,7 +71,8 @@ def compare_layouts(
     search: bool = True,
     margin: float = 0.0,
 ) -> LayoutComparison:
-    """Compare a training, whose schedule and layout are ``own``, with other schedules and layouts.
+    """Compare a training, whose schedule and layout are ``baseline``, with other schedules and
+    layouts.
 
     If the planning time ends before that is done (`planning_time`), the results are the best so
     far.
@@ -86,24 +87,26 @@ def compare_layouts(
         margin: bytes that all results but the launch itself must leave unused.
 
     Raises:
-        ValueError: ``own`` cannot be made.
+        ValueError: ``baseline`` cannot be made.
     """
     work = works[0]
     with task("laying out stages") as progress:
-        of_own = evaluate(work, *own, search=search)
-        bound = None if allowed_bytes is None else max(allowed_bytes, of_own.fullest) - margin
+        evaluated = evaluate(work, *baseline, search=search)
+        bound = None if allowed_bytes is None else max(allowed_bytes, evaluated.fullest) - margin
         candidates = Candidates(works, bound, rule, permits, search, progress)
-        loops = _with_chunks("interleaved", work, of_own)
-        chunks = _best_by_rule(candidates, ["1f1b", *loops], of_own)
-        stock = _best_by_layout(candidates, [["1f1b"], *([spec] for spec in loops)], of_own, chunks)
+        loops = _with_chunks("interleaved", work, evaluated)
+        chunks = _best_by_rule(candidates, ["1f1b", *loops], evaluated)
+        stock = _best_by_layout(
+            candidates, [["1f1b"], *([spec] for spec in loops)], evaluated, chunks
+        )
         ladders = _ladders(work, sorted(loops, key=lambda spec: candidates.about.get(spec, inf)))
-        ours = _best_by_layout(candidates, ladders, of_own, stock, further=True)
+        ours = _best_by_layout(candidates, ladders, evaluated, stock, further=True)
         best_of_all = ours
         if candidates.not_permitted:
             all_permitted = Candidates(works, bound, rule, permit_all, search, progress)
-            best_of_all = _best(ours, _best_by_layout(all_permitted, ladders, of_own, stock))
+            best_of_all = _best(ours, _best_by_layout(all_permitted, ladders, evaluated, stock))
     return LayoutComparison(
-        of_own,
+        evaluated,
         chunks,
         stock,
         ours,
@@ -113,17 +116,17 @@ def compare_layouts(
     )
 
 
-def _best_by_rule(candidates: Candidates, specs: Sequence[str], own: Evaluated) -> Evaluated:
-    """Return the best of ``own`` and the schedules ``specs`` with Megatron's own layouts."""
+def _best_by_rule(candidates: Candidates, specs: Sequence[str], baseline: Evaluated) -> Evaluated:
+    """Return the best of ``baseline`` and the schedules ``specs`` with Megatron's own layouts."""
     # What was evaluated is in `made`.
     until_end(partial(candidates.by_rule, specs), None, LAYOUTS)
-    return _best(own, *candidates.made)
+    return _best(baseline, *candidates.made)
 
 
 def _best_by_layout(
     candidates: Candidates,
     ladders: Sequence[Sequence[str]],
-    own: Evaluated,
+    baseline: Evaluated,
     before: Evaluated,
     *,
     further: bool = False,
@@ -134,9 +137,9 @@ def _best_by_layout(
     """
 
     def work() -> None:
-        made = candidates.by_layout(ladders, [own, before])
+        made = candidates.by_layout(ladders, [baseline, before])
         if further:
-            candidates.further(made, own)
+            candidates.further(made, baseline)
 
     until_end(work, None, LAYOUTS)
     return _best(before, *candidates.made)
@@ -147,12 +150,12 @@ def _best(first: Evaluated, *others: Evaluated) -> Evaluated:
     return min([first, *others], key=lambda made: made.seconds)
 
 
-def _with_chunks(name: str, work: Work, own: Evaluated) -> list[str]:
+def _with_chunks(name: str, work: Work, baseline: Evaluated) -> list[str]:
     """Return the family ``name`` with each number of chunks that ``work`` has layers for."""
     layers = len(work.model.layers)
     on_rank = layers // work.ranks
     even = (chunks for chunks in range(2, on_rank + 1) if on_rank % chunks == 0)
-    numbers = {*range(2, _MOST_CHUNKS + 1), *even, own.candidate.report.vpp}
+    numbers = {*range(2, _MOST_CHUNKS + 1), *even, baseline.candidate.report.vpp}
     return [
         with_option(name, "vpp", chunks)
         for chunks in sorted(numbers)

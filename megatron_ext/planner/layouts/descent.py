@@ -83,7 +83,7 @@ class Timed:
             costs=with_input_gradient(variant.problem.costs),
         )
         limit = work.limit or limit_left(variant, allowed_bytes)
-        self.schedule = _ordered(variant.choice.without_search, problem, limit)
+        self.schedule = _ordered(variant.resolved.without_search, problem, limit)
         self._order = Order(self.schedule, problem.costs, problem.executor)
 
     def in_less(self, share: float) -> Timed:
@@ -176,25 +176,25 @@ class Timed:
         return moved[np.argsort(promises, kind="stable")[:_TIMED]]
 
 
-def _ordered(choice: ResolvedSpec, problem: Problem, limit: MemoryLimit | None) -> Schedule:
-    """Return the passes of ``choice`` within ``limit``; if it needs more, which other layouts may
+def _ordered(resolved: ResolvedSpec, problem: Problem, limit: MemoryLimit | None) -> Schedule:
+    """Return the passes of ``resolved`` within ``limit``; if it needs more, which other layouts may
     leave, within that of ``problem``. Passes are overlapped if that is requested. A schedule that
     ignores costs overlaps all it can, whatever memory that takes, as Megatron's does."""
     within = replace(problem, memory_limit=limit)
     try:
-        passes = choice.build(within)
+        passes = resolved.build(within)
     except ValueError:
         within = problem
-        passes = choice.build(within)
+        passes = resolved.build(within)
     with contextlib.suppress(ValueError):  # no two can run as one
-        return with_pairs(passes, within if entry_of(choice.spec).traits.uses_costs else problem)
+        return with_pairs(passes, within if entry_of(resolved.spec).traits.uses_costs else problem)
     return passes
 
 
 def _both(counts: Counts, moved: Counts) -> Counts:
     """Return each two of the moves from ``counts`` to ``moved``, made at once."""
     pairs = [a + b - counts for a, b in combinations(moved, 2)]
-    pairs = [pair for pair in pairs if is_layout(pair)]
+    pairs = [joint for joint in pairs if is_layout(joint)]
     return np.array(pairs, dtype=np.int64).reshape(len(pairs), len(counts))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.cost_model.model import Stage
-from megatron_ext.planner.layouts.hidden import Hidden
+from megatron_ext.planner.layouts.overlap_saving import OverlapSaving
 from megatron_ext.planner.layouts.work import Work
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.action_arrays import Floats
@@ -45,7 +45,7 @@ class StageFigures:
     (`output_layer`).
 
     Attributes:
-        hidden: seconds that overlapped passes hide, by their rows.
+        overlap_saving: seconds that overlapped passes hide, by their rows.
 
     Args:
         is_after_overlap: whether the weight gradient of a stage is without the time that its F
@@ -60,7 +60,7 @@ class StageFigures:
         self._rows = np.full((2, 2, size, size), -1, dtype=np.int64)
         self._row_of: dict[Stage, int] = {}
         self._stages: list[Stage] = []
-        self.hidden = Hidden(work, self._stages)
+        self.overlap_saving = OverlapSaving(work, self._stages)
         self._table = np.empty((0, len(Figure)))
 
     def of(self, counts: Counts, placement: Placement) -> Floats:
@@ -134,7 +134,7 @@ class StageFigures:
         companion = Stage(self.work.model.layers[:1])  # costs of nothing at all are none
         figures = figures_of_stage(self.work.costs_of((companion, stage), line(2)), 1, stage)
         if self._is_after_overlap:
-            figures[Figure.WEIGHT] -= self.hidden.beside_itself(stage)
+            figures[Figure.WEIGHT] -= self.overlap_saving.with_itself(stage)
         # A pipeline of one rank would have no communicator.
         stages = (stage,) if self.work.ranks == 1 else (companion, stage)
         *_, of_model = self.work.bytes_of(stages, line(len(stages)), VocabularyParallel.NONE)

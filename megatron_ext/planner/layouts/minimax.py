@@ -65,9 +65,9 @@ def _partition(parts: Sequence[Floats], joined: np.ufunc) -> tuple[float, tuple[
         made = joined(best[:, None], of_stage)
         cuts.append(made.argmin(axis=0))
         best = made.min(axis=0)
-    whole = joined(best, of_last)
-    end = int(whole.argmin())
-    least, counts = float(whole[end]), [len(of_last) - 1 - end]
+    totals = joined(best, of_last)
+    end = int(totals.argmin())
+    least, counts = float(totals[end]), [len(of_last) - 1 - end]
     for cut in reversed(cuts):
         start = int(cut[end])
         counts.append(end - start)

@@ -16,7 +16,7 @@ from megatron_ext.compile.program.longest_paths import BatchedTimes
 from megatron_ext.compile.program.pass_graph import pass_graph
 from megatron_ext.compile.program.stock import stock_pass_graph
 from megatron_ext.planner.layouts.figures import Counts, Figure, StageFigures
-from megatron_ext.planner.layouts.hidden import PairedStages
+from megatron_ext.planner.layouts.overlap_saving import PairedStages
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.action_arrays import KINDS, ActionArrays, Floats, Ints
 from megatron_ext.schedule.costs import Costs
@@ -45,7 +45,7 @@ class Order:
         self, schedule: Schedule, costs: Costs, executor: StockExecutor | None = None
     ) -> None:
         self._placement = schedule.placement
-        self._sent = _share_under_way(self._placement) * costs.links.message_bytes
+        self._sent = _share_in_flight(self._placement) * costs.links.message_bytes
         pairs = zip(schedule.rows, self._placement.stages_of, strict=True)
         self._held = [_held_by(row, stages) for row, stages in pairs]
         by_stock = None if executor is None else stock_pass_graph(schedule, costs, executor)
@@ -59,12 +59,12 @@ class Order:
         of_nodes[graph.nodes[is_first]] = codes[is_first]
         self._codes = of_nodes[self._times.order]
         self._seconds = places[second], codes[second]
-        self._pairs, self._pair_of = _paired_stages(schedule)
+        self._pairs, self._places_of_pairs = _paired_stages(schedule)
         # In pairs a rank's work is not the sum of its passes'.
         self._shares = None if self._pairs else _shares_of_ranks(schedule, codes)
         middle = _MIDDLE_IN_PAIRS if self._pairs else _MIDDLE
         microbatches = [k * self._placement.ranks for k in middle]
-        self._ways_back = places[_ways_back(schedule.arrays, microbatches)]
+        self._final_passes = places[_final_passes(schedule.arrays, microbatches)]
 
     def seconds(self, of_stages: StageFigures, counts: Counts, more: int = 0) -> Floats:
         """Return the seconds of a step, by layout, with so many ``more`` microbatches, each of
@@ -77,30 +77,32 @@ class Order:
         times = of_passes[self._codes]
         if self._pairs:
             places, codes = self._seconds
-            hidden = of_stages.hidden.by_layout(self._pairs, of_stages.rows(counts))
+            saved = of_stages.overlap_saving.by_layout(self._pairs, of_stages.rows(counts))
             slowness = of_stages.slowness(self._placement)
             if slowness is not None:
-                hidden = hidden * slowness[[there for there, _, _ in self._pairs], None]
-            times[places] = times[places] + of_passes[codes] - hidden[self._pair_of]
+                saved = saved * slowness[[there for there, _, _ in self._pairs], None]
+            times[places] = times[places] + of_passes[codes] - saved[self._places_of_pairs]
         self._times.run(times)
-        whole = np.asarray(times.max(axis=0))
+        makespans = np.asarray(times.max(axis=0))
         if not more:
-            return whole
-        earlier, later = times[self._ways_back]
+            return makespans
+        earlier, later = times[self._final_passes]
         by_microbatch = (later - earlier) / self._placement.ranks
         if self._shares is not None:
             of_ranks = self._shares @ of_passes[: _no_time(self._placement)]
             by_microbatch = np.maximum(by_microbatch, of_ranks.max(axis=0))
-        return np.asarray(whole + more * by_microbatch)
+        return np.asarray(makespans + more * by_microbatch)
 
     def rank_bytes(self, figures: Floats) -> Floats:
         """Return the bytes of each rank at its peak, by layout and rank."""
         peaks = []
         for held, stages in zip(self._held, self._placement.stages_of, strict=True):
-            own = figures[:, list(stages)]
-            held_forward = own[..., Figure.ACTIVATION] + self._sent
-            kept = np.concatenate([held_forward, own[..., Figure.LEFT]], axis=1)
-            besides = own[..., Figure.MODEL].sum(axis=1) + own[..., Figure.BESIDES].max(axis=1)
+            of_rank = figures[:, list(stages)]
+            held_forward = of_rank[..., Figure.ACTIVATION] + self._sent
+            kept = np.concatenate([held_forward, of_rank[..., Figure.LEFT]], axis=1)
+            besides = of_rank[..., Figure.MODEL].sum(axis=1) + of_rank[..., Figure.BESIDES].max(
+                axis=1
+            )
             peaks.append((kept @ held.T).max(axis=1) + besides)
         return np.stack(peaks, axis=1)
 
@@ -116,15 +118,15 @@ def _codes(arrays: ActionArrays) -> NDArray[np.intp]:
 def _paired_stages(schedule: Schedule) -> tuple[list[PairedStages], NDArray[np.intp]]:
     """Return the stages of overlapped passes, and for each such pair the place of its own."""
     arrays = schedule.arrays
-    back = [arrays.stage_kinds[pair] for pair in arrays.stage_kind[schedule.paired + 1].tolist()]
+    back = [arrays.stage_kinds[code] for code in arrays.stage_kind[schedule.paired + 1].tolist()]
     forwards = arrays.stage[schedule.paired].tolist()
     pairs = [(there, stage, kind) for there, (stage, kind) in zip(forwards, back, strict=True)]
     distinct = sorted(set(pairs))
-    place = {pair: n for n, pair in enumerate(distinct)}
-    return distinct, np.array([place[pair] for pair in pairs], dtype=np.intp)
+    place = {stages: n for n, stages in enumerate(distinct)}
+    return distinct, np.array([place[stages] for stages in pairs], dtype=np.intp)
 
 
-def _ways_back(arrays: ActionArrays, microbatches: Sequence[int]) -> Ints:
+def _final_passes(arrays: ActionArrays, microbatches: Sequence[int]) -> Ints:
     """Return the passes with which ``microbatches``, as far as they exist, leave the first
     stage."""
     is_back = (arrays.stage == 0) & np.isin(arrays.kind, (_INPUT, _FULL))
@@ -139,7 +141,7 @@ def _shares_of_ranks(schedule: Schedule, codes: NDArray[np.intp]) -> Floats:
     return np.asarray(shares / (1 + schedule.arrays.microbatch.max()))
 
 
-def _share_under_way(placement: Placement) -> float:
+def _share_in_flight(placement: Placement) -> float:
     """Return the share of a stage's microbatches whose output it also holds because it was sent:
     until something that comes back shows that it has arrived. On a V that is soon."""
     if not placement.in_turn:
@@ -175,20 +177,20 @@ def _held_by(row: Sequence[Action], stages: Sequence[int]) -> Floats:
     and after these from I to W, at each moment when that may be the most."""
     chunk = {stage: number for number, stage in enumerate(stages)}
     held = [0] * (2 * len(stages))
-    seen: set[tuple[int, ...]] = set()
+    moments: set[tuple[int, ...]] = set()
     for stage, kind, _ in row:
         number = chunk[stage]
         if kind is Kind.FORWARD:
             held[number] += 1
-            seen.add(tuple(held))
+            moments.add(tuple(held))
             continue
-        seen.add(tuple(held))
+        moments.add(tuple(held))
         if kind is Kind.BACKWARD_WEIGHT:
             held[len(stages) + number] -= 1
         else:
             held[number] -= 1
             held[len(stages) + number] += kind is Kind.BACKWARD_INPUT
-    return _largest(np.array(sorted(seen), dtype=float))
+    return _largest(np.array(sorted(moments), dtype=float))
 
 
 def _largest(moments: Floats) -> Floats:

@@ -109,15 +109,15 @@ def recompute_options(
             It is called with single modules only: modules are assumed to be permitted together
             if each of them is permitted.
     """
-    own = LayerRecompute.of(execution)
+    given = LayerRecompute.of(execution)
     # Uniform recompute of a launch already recomputes all layers, whatever the size of its groups.
-    of_all_layers = [] if own.method == "uniform" else [_ALL]
+    of_all_layers = [] if given.method == "uniform" else [_ALL]
     tried = [
         *filter(permits, [NO_RECOMPUTE]),
         *_selective(model, execution, rates, permits),
         *filter(permits, of_all_layers),
     ]
-    return [own, *(option for option in tried if option != own)]
+    return [given, *(option for option in tried if option != given)]
 
 
 NO_RECOMPUTE = LayerRecompute()

@@ -69,8 +69,8 @@ class Work:
         Raises:
             ValueError: it cannot be.
         """
-        choice = choose(spec)
-        placement = choice.place(self.ranks)
+        resolved = choose(spec)
+        placement = resolved.place(self.ranks)
         if placement.stages != layout.stages:
             raise ValueError(
                 f"{spec} has {placement.stages} stages on {self.ranks} ranks, and the layout "
@@ -90,7 +90,7 @@ class Work:
             ),
         )
         problem = run_by_stock(problem, spec, self.stock)
-        return Variant(choice, problem, self.bytes_of(stages, placement, method.vocabulary))
+        return Variant(resolved, problem, self.bytes_of(stages, placement, method.vocabulary))
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +158,7 @@ def evaluate(
         candidate = _searched(variant, method, allowed_bytes, better_than - outside, may_offload)
         step = candidate.step
     else:
-        variant = replace(variant, choice=variant.choice.without_search)
+        variant = replace(variant, resolved=variant.resolved.without_search)
         candidate, step = _from_shorter(variant, method, allowed_bytes, may_offload)
     return Evaluated(layout, candidate, step + outside, work.recompute)
 
@@ -177,8 +177,8 @@ def _searched(
     nothing, or if the step takes ``better_than`` or more without it."""
     problem = variant.problem
     is_long = problem.placement.stages * problem.microbatches > LONG_STEP
-    if variant.choice.traits.searches and is_long:
-        short = replace(variant, choice=variant.choice.without_search)
+    if variant.resolved.traits.searches and is_long:
+        short = replace(variant, resolved=variant.resolved.without_search)
         candidate = consider(short, method, allowed_bytes, may_offload)
         if is_close(candidate) or candidate.step >= better_than:
             return candidate

@@ -235,29 +235,29 @@ class _Sized:
         ranks, microbatches = self._ranks, self._microbatches
         forward, backward, weight = self._passes
         work = sum(self._passes)
-        hops = 2 * (ranks - 1) * self._message
+        p2p_seconds = 2 * (ranks - 1) * self._message
         if ranks == 1:
             yield self._made("1f1b", True, 0.0, 1)
             return
-        yield self._made("1f1b", True, (ranks - 1) * work + hops, ranks)
-        bubble = (ranks - 1) * max(forward + backward - weight, 0.0) + hops
+        yield self._made("1f1b", True, (ranks - 1) * work + p2p_seconds, ranks)
+        bubble = (ranks - 1) * max(forward + backward - weight, 0.0) + p2p_seconds
         yield self._made("zb-1p", False, bubble, ranks)
         most = min(_MOST_CHUNKS, (self._layers + 1) // ranks)
         if microbatches >= ranks:
             for chunks in range(2, most + 1):
                 in_flight = ranks + (ranks - 1) / chunks
-                bubble = (ranks - 1) * work / chunks + hops
+                bubble = (ranks - 1) * work / chunks + p2p_seconds
                 spec = f"interleaved:vpp={chunks}"
                 yield self._made(spec, True, bubble, in_flight, chunks=chunks)
-                bubble = (ranks - 1) * max(forward + backward - weight, 0.0) / chunks + hops
+                bubble = (ranks - 1) * max(forward + backward - weight, 0.0) / chunks + p2p_seconds
                 spec = f"interleaved-zb:vpp={chunks}"
                 yield self._made(spec, False, bubble, in_flight, chunks=chunks)
         if most >= 2:
-            way = (ranks - 1) * forward / 2 + hops
-            yield self._made("zb-v", False, way, ranks, chunks=2, is_v=True)
-            way += (ranks - 1) * work / 3
+            bubble = (ranks - 1) * forward / 2 + p2p_seconds
+            yield self._made("zb-v", False, bubble, ranks, chunks=2, is_v=True)
+            bubble += (ranks - 1) * work / 3
             least = _least_in_flight(ranks)
-            yield self._made("v-half", False, way, least, chunks=2, is_v=True)
+            yield self._made("v-half", False, bubble, least, chunks=2, is_v=True)
 
     def _made(
         self,

@@ -26,7 +26,7 @@ class SizedJob:
     Attributes:
         model: with the vocabulary that it has with the job's own sizes.
         execution, state: with the job's own sizes.
-        own: the job's own sizes.
+        sizes: the job's own sizes.
         global_batch: samples of a step.
         recompute: the recompute of layers that Megatron could do, the job's own first.
         memory: bytes of a GPU; None: unknown.
@@ -43,7 +43,7 @@ class SizedJob:
     execution: Execution
     state: TrainingState
     rates: Rates
-    own: Sizes
+    sizes: Sizes
     gpus: int
     global_batch: int
     recompute: tuple[LayerRecompute, ...]

@@ -104,13 +104,13 @@ class Found:
         steps: all that fit into memory.
         refused: reasons why sizes are not among them.
         compared: number of sizes that were estimated.
-        is_whole: whether these are all.
+        is_complete: whether these are all.
     """
 
     steps: list[SizedStep] = field(default_factory=list)
     refused: dict[Sizes, str] = field(default_factory=dict)
     compared: int = 0
-    is_whole: bool = False
+    is_complete: bool = False
 
     def best(self, kind: CandidateKind) -> SizedStep | None:
         """Return the shortest step of ``kind``."""
@@ -150,10 +150,13 @@ class CandidateKind:
 def adds_unchecked(job: SizedJob, sizes: Sizes) -> bool:
     """Whether the estimate for ``sizes`` has parts that no measurement has checked and that the
     job's own sizes do not have in the same way: context parallelism, experts across nodes."""
-    own = job.own
+    job_sizes = job.sizes
     crosses = sizes.expert > 1 and sizes.expert * sizes.expert_tensor > _NODE
-    same_experts = (sizes.expert, sizes.expert_tensor) == (own.expert, own.expert_tensor)
-    return sizes.context not in (1, own.context) or (crosses and not same_experts)
+    same_experts = (sizes.expert, sizes.expert_tensor) == (
+        job_sizes.expert,
+        job_sizes.expert_tensor,
+    )
+    return sizes.context not in (1, job_sizes.context) or (crosses and not same_experts)
 
 
 def kinds_of(job: SizedJob) -> list[CandidateKind]:
@@ -205,7 +208,7 @@ class _Search:
         bounds = {sizes: estimator.bound(sizes) for sizes in space(self._job)}
         self.found.compared = len(bounds)
         # ``shortest``: seconds of the best that is of all kinds
-        for sizes in sorted(bounds, key=lambda one: (one != self._job.own, bounds[one])):
+        for sizes in sorted(bounds, key=lambda one: (one != self._job.sizes, bounds[one])):
             far = _FAR * shortest
             if bounds[sizes] > far:
                 break
@@ -213,7 +216,7 @@ class _Search:
             estimated += made
             of_all = (one for one in made if self._kinds[0].has_estimated(one) and not one.excess)
             shortest = min([shortest, *(one.seconds for one in of_all)])
-        self.found.is_whole = True
+        self.found.is_complete = True
         self._too_full = [one for one in estimated if one.excess]
         shortlist = self._shortlist(estimated)
         progress.steps, has_answered = len(shortlist), False
@@ -241,7 +244,7 @@ class _Search:
         the job's own sizes first that may be the best there."""
         fitting = sorted((one for one in estimated if not one.excess), key=lambda one: one.seconds)
         queues = [[one for one in fitting if kind.has_estimated(one)] for kind in self._kinds]
-        queues.append([one for one in fitting if one.sizes == self._job.own])
+        queues.append([one for one in fitting if one.sizes == self._job.sizes])
         taken: dict[int, Estimated] = {}
         numbers: dict[tuple[int, Sizes, bool], int] = {}
         for place in range(max(map(len, queues), default=0)):
@@ -297,7 +300,7 @@ class _Search:
         ordered = sorted(self._simulated, key=lambda one: one[2])
         kinds = [
             *([one for one in ordered if kind.has_estimated(one[0])] for kind in self._kinds),
-            [one for one in ordered if one[0].sizes == self._job.own],
+            [one for one in ordered if one[0].sizes == self._job.sizes],
         ]
         return list({id(one[0]): one for kind in kinds for one in kind[:number]}.values())
 
@@ -392,7 +395,7 @@ class _Search:
         done: set[Sizes] = set()
         for kind in (None, *reversed(self._kinds)):
             best = None if kind is None else self.found.best(kind)
-            sizes = self._job.own if best is None else best.sizes
+            sizes = self._job.sizes if best is None else best.sizes
             if sizes not in done:
                 done.add(sizes)
                 with task(sizes.text(self._job.gpus)):
@@ -423,7 +426,7 @@ class _Search:
             return []
         return [
             SizedStep(sizes, made)
-            for made in dict.fromkeys([compared.own, *compared.others.values()])
+            for made in dict.fromkeys([compared.baseline, *compared.others.values()])
             if bound is None or made.fullest <= bound
         ]
 

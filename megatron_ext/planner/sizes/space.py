@@ -21,7 +21,7 @@ _WHOLE_SEQUENCE = frozenset("GM")  # layers whose context parallelism has rules 
 
 def space(job: SizedJob) -> Iterator[Sizes]:
     """Yield the sizes of ``job``, its own first."""
-    yield job.own
+    yield job.sizes
     for tensor, context in product(_tensor(job), _context(job)):
         if job.gpus % (tensor * context):
             continue
@@ -29,7 +29,7 @@ def space(job: SizedJob) -> Iterator[Sizes]:
             if pipeline > len(job.model.layers) + 1:
                 continue
             for sizes in _of_batches(job, tensor, context, pipeline):
-                if sizes != job.own:
+                if sizes != job.sizes:
                     yield sizes
 
 
@@ -40,9 +40,9 @@ def _of_batches(job: SizedJob, tensor: int, context: int, pipeline: int) -> Iter
     elif has_experts:  # which Megatron requires with tensor parallelism
         splits = [True]
     else:
-        splits = sorted({True, job.own.sequence_parallel}, reverse=True)
+        splits = sorted({True, job.sizes.sequence_parallel}, reverse=True)
     experts = _experts(job, tensor, pipeline) if has_experts else [(1, 1)]
-    micro_batches = {*_powers(_MOST_MICRO_BATCH), job.own.micro_batch}
+    micro_batches = {*_powers(_MOST_MICRO_BATCH), job.sizes.micro_batch}
     for micro_batch, (expert, expert_tensor), split in product(
         sorted(micro_batches), experts, splits
     ):
@@ -59,19 +59,19 @@ def _tensor(job: SizedJob) -> list[int]:
     if job.tokens is None:
         divided.append(model.vocabulary)
     fitting = (size for size in _powers(most) if not any(n % size for n in divided))
-    return sorted({*fitting, job.own.tensor})
+    return sorted({*fitting, job.sizes.tensor})
 
 
 def _context(job: SizedJob) -> list[int]:
     sequence = job.execution.sequence
     if _WHOLE_SEQUENCE & set("".join(job.model.layers)):
-        return [job.own.context]
+        return [job.sizes.context]
     fitting = (
         size
         for size in _powers(min(_MOST_CONTEXT, sequence // _LEAST_SEQUENCE))
         if size == 1 or sequence % (2 * size) == 0
     )
-    return sorted({1, *fitting, job.own.context})
+    return sorted({1, *fitting, job.sizes.context})
 
 
 def _experts(job: SizedJob, tensor: int, pipeline: int) -> Iterator[tuple[int, int]]:

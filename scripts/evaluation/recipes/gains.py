@@ -96,7 +96,7 @@ def gains_of(configuration: Configuration) -> Gains:
     if any(one.fullest > compared.bound - MARGIN for one in gaining):
         less = _compared(configuration, works, room, MARGIN)
     return Gains(
-        own=_option(compared, compared.own),
+        own=_option(compared, compared.baseline),
         stock=_option(compared, compared.stock, less.gain(less.stock)),
         ours=_option(compared, compared.ours, less.gain(less.ours)),
         bound=compared.bound,
@@ -121,7 +121,7 @@ def _option(compared: LayoutComparison, made: Evaluated, gain_with_less: float =
         seconds=made.seconds,
         fullest=made.fullest,
         is_tight=gain > _WORTH > 1 + gain_with_less,
-        recompute=str(made.recompute) if made.recompute != compared.own.recompute else "",
+        recompute=str(made.recompute) if made.recompute != compared.baseline.recompute else "",
     )
 
 

@@ -145,12 +145,12 @@ def even(stages: int) -> Layout:
 @functools.cache
 def fullest(own: LayerRecompute) -> float:
     """Bytes of a launch that has so much recomputed."""
-    return compared(own, None).own.fullest
+    return compared(own, None).baseline.fullest
 
 
 def test_without_a_bound_nothing_is_run_again() -> None:
     made = compared(FULL, None)
-    assert made.own.recompute == FULL
+    assert made.baseline.recompute == FULL
     assert all(result.recompute == NONE for result in made.others.values())
     assert made.gain(made.chunks) > 0.2  # a forward pass of four
     assert all(result.recompute == NONE for result in compared(NONE, None).others.values())
@@ -174,8 +174,8 @@ BY_DAY = CASES[0], CASES[4]
 def test_nothing_is_slower_or_larger_than_may_be(own: LayerRecompute, share: float) -> None:
     room = (1 - share) * fullest(FULL) + share * fullest(NONE)
     made = compared(own, room)
-    steps = [result.seconds for result in (made.own, *made.others.values())]
+    steps = [result.seconds for result in (made.baseline, *made.others.values())]
     assert steps == sorted(steps, reverse=True)
-    bound = max(room, made.own.fullest)
-    assert made.own.recompute == own
+    bound = max(room, made.baseline.fullest)
+    assert made.baseline.recompute == own
     assert all(result.fullest <= bound for result in made.others.values())

@@ -269,7 +269,7 @@ def four_results() -> LayoutComparison:
 
 def test_four_results() -> None:
     made = four_results()
-    steps = [result.seconds for result in (made.own, *made.others.values())]
+    steps = [result.seconds for result in (made.baseline, *made.others.values())]
     assert steps == sorted(steps, reverse=True)
     assert made.chunks.layout.is_even and not made.stock.layout.is_even
     assert made.gain(made.stock) > 0.02
@@ -277,7 +277,7 @@ def test_four_results() -> None:
     assert sum(made.stock.layout.layers) == sum(made.ours.layout.layers) == 16
 
 
-@pytest.mark.parametrize(("ended", "is_better"), [("by_rule", "own"), ("further", "stock")])
+@pytest.mark.parametrize(("ended", "is_better"), [("by_rule", "baseline"), ("further", "stock")])
 def test_a_comparison_that_its_time_ends_has_the_best_so_far(
     ended: str, is_better: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,14 +302,14 @@ def test_nothing_is_slower_than_the_launch_itself() -> None:
     """Whose layout may be better than any that Megatron makes, and is where a descent starts."""
     best = four_results().stock
     again = compared(work(**SMALL), (best.schedule, best.layout))
-    assert again.own.seconds == pytest.approx(best.seconds)
-    assert again.chunks is again.own
-    assert again.ours.seconds <= again.stock.seconds <= again.own.seconds
+    assert again.baseline.seconds == pytest.approx(best.seconds)
+    assert again.chunks is again.baseline
+    assert again.ours.seconds <= again.stock.seconds <= again.baseline.seconds
 
 
 def test_all_are_within_the_bound() -> None:
     """The bound is the larger of the free memory and the memory of the launch as it is."""
-    training, fullest = work(**SMALL), four_results().own.fullest
+    training, fullest = work(**SMALL), four_results().baseline.fullest
     made = compared(training, allowed_bytes=0.5 * fullest)
     assert made.bound == fullest
     assert all(result.fullest <= fullest for result in made.others.values())

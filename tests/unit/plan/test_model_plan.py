@@ -414,14 +414,14 @@ def test_schedule_that_cannot_be_built_whole_is_not_recommended(
 ) -> None:
     plan = long_plan("1f1b", "zb-v")
     best, other = plan.candidates
-    real = confirmation.built_whole
+    real = confirmation.built_in_full
 
     def built(candidate: Candidate, room: float | None) -> Candidate:
         if candidate is best:
             raise ValueError("no schedule")
         return real(candidate, room)
 
-    monkeypatch.setattr(confirmation, "built_whole", built)
+    monkeypatch.setattr(confirmation, "built_in_full", built)
     found, made = confirmed_verdict(plan, None, alternatives(plan), with_whole_step)
     assert found.taken is not None and found.taken.candidate.schedule == other.schedule
     assert [one.schedule for one in made.candidates] == [other.schedule]
@@ -432,7 +432,7 @@ def test_what_takes_longer_is_not_made_to_fit(monkeypatch: pytest.MonkeyPatch) -
     assert variant is not None
     fullest = consider(variant, VocabMethod.NAIVE).fullest
     assert fullest is not None
-    monkeypatch.setattr(fitting, "_ways_to_fit", lambda *given: pytest.fail("it is made to"))
+    monkeypatch.setattr(fitting, "_options_to_fit", lambda *given: pytest.fail("it is made to"))
     with pytest.raises(TooFull, match="more than it may") as refusal:
         consider(variant, VocabMethod.NAIVE, 0.9 * fullest, may_offload=True, at_most=1e-9)
     assert refusal.value.seconds > 0
@@ -455,10 +455,10 @@ def test_what_takes_longer_than_a_later_schedule_is_not_made_to_fit(
     tried: list[str] = []
 
     def noting(variant: Variant, *given: object) -> Iterator[ScheduleOptions]:
-        tried.append(variant.choice.spec)
+        tried.append(variant.resolved.spec)
         return iter(())
 
-    monkeypatch.setattr(fitting, "_ways_to_fit", noting)
+    monkeypatch.setattr(fitting, "_options_to_fit", noting)
     compare = partial(make_plan, variant_of, 1.01 * fullest, only_promising=True, is_long=True)
     slow = compare(specs=["gpipe", "1f1b"])
     assert not tried and [made.schedule for made in slow.candidates] == ["1f1b"]
@@ -475,9 +475,9 @@ def test_a_schedule_that_memory_slows_is_tried_with_offload(
     which gives it to all schedules, then found one that was 2 % shorter."""
     tried: list[Offload] = []
 
-    def noting(choice: Any, problem: Problem, *given: Any, **options: Any) -> Any:
+    def noting(resolved: Any, problem: Problem, *given: Any, **options: Any) -> Any:
         tried.append(problem.options.activation_offload)
-        return simulate_step(choice, problem, *given, **options)
+        return simulate_step(resolved, problem, *given, **options)
 
     monkeypatch.setattr(fitting, "simulate_step", noting)
     monkeypatch.setattr(fitting, "SLOWED", slowed)
@@ -490,9 +490,9 @@ def test_a_schedule_that_memory_slows_is_tried_with_offload(
 def test_what_is_made_is_kept_for_the_same_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
-    def noting(choice: Any, *given: Any, **options: Any) -> Any:
-        made.append(choice.spec)
-        return simulate_step(choice, *given, **options)
+    def noting(resolved: Any, *given: Any, **options: Any) -> Any:
+        made.append(resolved.spec)
+        return simulate_step(resolved, *given, **options)
 
     monkeypatch.setattr(fitting, "simulate_step", noting)
     variants = [training().variant(name, VocabMethod.NAIVE) for name in ("1f1b", "zb-v", "1f1b")]
@@ -540,10 +540,10 @@ def test_the_best_of_all_families_on_a_published_setting(
     if model != "1.5B":
         return
     for name in entries():
-        choice = choose(name)
-        problem = Problem(choice.place(ranks), microbatches, costs(choice.place(ranks)), memory)
+        resolved = choose(name)
+        problem = Problem(resolved.place(ranks), microbatches, costs(resolved.place(ranks)), memory)
         try:
-            program = build_program(choice, problem)
+            program = build_program(resolved, problem)
         except ValueError:
             continue
         assert simulate(program, problem.costs).makespan >= best.step, name

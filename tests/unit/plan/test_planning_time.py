@@ -186,7 +186,7 @@ def test_plan_has_what_was_compared_when_its_time_ended(monkeypatch: pytest.Monk
     real = planner.consider
 
     def slow(variant: Variant, *given: object) -> Candidate:
-        if variant.choice.spec == "zb-v":
+        if variant.resolved.spec == "zb-v":
             work_for(60)
         return real(variant, *given)  # type: ignore[arg-type]
 

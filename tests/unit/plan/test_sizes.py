@@ -93,13 +93,13 @@ def measured() -> dict[str, list[tuple[SizedJob, float]]]:
 
 
 def estimated(job: SizedJob) -> float:
-    (seconds,) = (one.seconds for one in Estimator(job).estimates(job.own) if one.spec == "1f1b")
+    (seconds,) = (one.seconds for one in Estimator(job).estimates(job.sizes) if one.spec == "1f1b")
     return seconds
 
 
 def simulated(job: SizedJob) -> float:
-    work = work_of(job, job.own, NO_RECOMPUTE)
-    layout = evenly(len(job.model.layers), job.own.pipeline)
+    work = work_of(job, job.sizes, NO_RECOMPUTE)
+    layout = evenly(len(job.model.layers), job.sizes.pipeline)
     return evaluate(work, "1f1b", layout, search=False).seconds
 
 
@@ -129,7 +129,7 @@ def test_estimate_is_near_the_simulation() -> None:
     """The estimate balances layers, and the simulation here has as many on each rank."""
     for rows in timed().values():
         for job, _, simulation, estimate in rows:
-            assert 0.93 * simulation < estimate < 1.02 * simulation, job.own
+            assert 0.93 * simulation < estimate < 1.02 * simulation, job.sizes
 
 
 SMALL = Model(
@@ -341,7 +341,7 @@ def piped_job(memory: float, sequence: int) -> SizedJob:
         job,
         global_batch=16,
         model=model,
-        own=Sizes(pipeline=8),
+        sizes=Sizes(pipeline=8),
         execution=replace(job.execution, sequence=sequence),
         recompute=(NO_RECOMPUTE,),
         rates=replace(job.rates, host=50e9),
@@ -395,7 +395,7 @@ def test_schedules_are_searched_for_the_best_sizes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(search, "_OFFLOADED", 0)
     job = replace(piped_job(4.1e9, 4096), global_batch=8)
     found = search_sizes(job, partial(described_works, job))
-    searched = [step for step in found.steps if step.made.candidate.variant.choice.takes_long]
+    searched = [step for step in found.steps if step.made.candidate.variant.resolved.takes_long]
     assert searched
     before = [step for step in found.steps if step not in searched and step.sizes.pipeline > 1]
     assert {step.sizes for step in searched} <= {step.sizes for step in before}
@@ -408,7 +408,7 @@ def test_unchecked_parts_of_other_sizes() -> None:
     assert adds_unchecked(job, replace(OWN, context=2))
     assert adds_unchecked(job, replace(OWN, expert=16))
     assert not adds_unchecked(job, replace(OWN, expert=8))
-    assert not adds_unchecked(replace(job, own=replace(OWN, context=2)), OWN)
+    assert not adds_unchecked(replace(job, sizes=replace(OWN, context=2)), OWN)
 
 
 def test_end_of_planning_time_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:

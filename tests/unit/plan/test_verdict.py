@@ -32,7 +32,12 @@ GIB = 2.0**30
 
 
 def way(
-    schedule: str, seconds: float, gib: float, *, pairs: int = 0, mark: Maturity = Maturity.STABLE
+    schedule: str,
+    seconds: float,
+    gib: float,
+    *,
+    pairs: int = 0,
+    maturity: Maturity = Maturity.STABLE,
 ) -> Alternative:
     """A way to train, as its figures alone tell it."""
     made = SimpleNamespace(
@@ -51,7 +56,7 @@ def way(
         schedule=schedule,
         family=schedule.partition(":")[0],
         method=VocabMethod.NAIVE,
-        mark=mark,
+        maturity=maturity,
         fullest=gib * GIB,
         holds=gib * GIB,
         overlaps=False,
@@ -231,7 +236,7 @@ def test_what_fits_is_taken_though_it_is_longer_than_what_does_not() -> None:
 
 
 def test_only_stable_schedules_are_taken_where_there_are_some() -> None:
-    own, best = way("1f1b", 2.0, 30), way("dualpipe-v", 1.0, 20, mark=Maturity.EXPERIMENTAL)
+    own, best = way("1f1b", 2.0, 30), way("dualpipe-v", 1.0, 20, maturity=Maturity.EXPERIMENTAL)
     other = way("zb-v", 1.5, 30)
     assert verdict_of(own, [best, other]).taken is other
     assert verdict_of(own, [best]).taken is best

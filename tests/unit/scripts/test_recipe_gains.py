@@ -68,7 +68,7 @@ def lines(stock: float, fullest: float) -> Any:
 
     own, best = line(1.0), line(1 / stock)
     return SimpleNamespace(
-        own=own, stock=best, ours=best, bound=10.0 * MARGIN, gain=lambda of: 1 / of.seconds - 1
+        baseline=own, stock=best, ours=best, bound=10.0 * MARGIN, gain=lambda of: 1 / of.seconds - 1
     )
 
 

@@ -16,7 +16,7 @@ from megatron_ext.schedule.placement import line
 PairedStages = tuple[int, int, Kind]  # of F, of the backward pass, and its kind
 
 
-class Hidden:
+class OverlapSaving:
     """Hidden time under ``work``, by the numbers of ``stages``, to which more may be added."""
 
     def __init__(self, work: Work, stages: Sequence[Stage]) -> None:
@@ -39,20 +39,20 @@ class Hidden:
         looked_up = 2 * looked_up + np.array([kind is Kind.FULL_BACKWARD for kind in kinds])
         distinct, places = np.unique(looked_up, return_inverse=True)
         seconds = [
-            self._seconds(*divmod(both, size), bool(is_whole))
-            for both, is_whole in (divmod(code, 2) for code in distinct.tolist())
+            self._seconds(*divmod(both, size), bool(full_backward))
+            for both, full_backward in (divmod(code, 2) for code in distinct.tolist())
         ]
         return np.asarray(np.array(seconds)[places.reshape(looked_up.shape)].T)
 
-    def beside_itself(self, stage: Stage) -> float:
+    def with_itself(self, stage: Stage) -> float:
         """Return the seconds that F of ``stage`` and a whole backward pass of the same stage hide:
         about as much as overlapped passes of a rank with equal stages."""
-        return self._saved(stage, stage, is_whole=True)
+        return self._saved(stage, stage, full_backward=True)
 
-    def _of(self, there: int, back: int, is_whole: bool) -> float:
-        return self._saved(self._stages[there], self._stages[back], is_whole=is_whole)
+    def _of(self, there: int, back: int, full_backward: bool) -> float:
+        return self._saved(self._stages[there], self._stages[back], full_backward=full_backward)
 
-    def _saved(self, there: Stage, back: Stage, *, is_whole: bool) -> float:
-        kind = Kind.FULL_BACKWARD if is_whole else Kind.BACKWARD_INPUT
+    def _saved(self, there: Stage, back: Stage, *, full_backward: bool) -> float:
+        kind = Kind.FULL_BACKWARD if full_backward else Kind.BACKWARD_INPUT
         costs = self._work.costs_of((there, back), line(2))
         return costs.overlap_saving(Action(0, Kind.FORWARD, 0), Action(1, kind, 0))
