@@ -248,7 +248,9 @@ def _estimated(job: Job, measured: Rates | None = None, tell: Listener | None = 
     costs = estimate(layers.model, layers.stages, layers.execution, reached)
     costs = with_links(costs, job.placement, reached, job.ranks, job.stride)
     trained = job.trained
-    return without_frozen(costs, trained.matrices, reached=trained.reached, head=trained.head)
+    return without_frozen(
+        costs, trained.matrices, reached=trained.reached, output_layer=trained.head
+    )
 
 
 def _layers_built(

@@ -35,7 +35,7 @@ class Kept:
         figures: bytes kept inside the parts in addition to ``elements``.
         widths: summed widths of the inputs and outputs of matrices whose weight gradients wait for
             W.
-        whole: the part of ``widths`` that each tensor-parallel rank has whole. One half are the
+        unsharded: the part of ``widths`` that each tensor-parallel rank has whole. One half are the
             inputs of pairs' first matrices, the other the gradients of the last matrices' outputs.
     """
 
@@ -44,7 +44,7 @@ class Kept:
     masks: float = 0.0
     figures: float = 0.0
     widths: float = 0.0
-    whole: float = 0.0
+    unsharded: float = 0.0
 
     def __add__(self, other: Kept) -> Kept:
         names = [field.name for field in fields(self)]
@@ -80,7 +80,7 @@ def held_by_component(
         of_norms = 3 * (_norms(model, execution) - 1)
         projection = boundary if execution.recompute else (2 + of_norms) * split
         yield DEPTH, stage.depths * projection, stage.depths * 3 * split
-    if stage.head or stage.final_norm:  # what enters the output layer, and the final norm's
+    if stage.output_layer or stage.final_norm:  # what enters the output layer, and the final norm's
         of_norm = stage.final_norm * (_norms(model, execution) - 1)
         yield OUTPUT_LAYER, (stage.output_runs + of_norm) * split, 0.0
     layers = [(layer, layer) for layer in stage.layers] + [(DEPTH, model.mtp_layer)] * stage.depths
@@ -112,7 +112,7 @@ def _left_for_w(kept: Kept, execution: Execution) -> float:
     """Return the summed widths that wait for W on a rank."""
     share = 1 / execution.tensor_parallel
     gathered = len(execution.gathered_for_w) if execution.sequence_parallel else 0
-    return kept.widths * share + kept.whole / 2 * (2 - gathered) * (1 - share)
+    return kept.widths * share + kept.unsharded / 2 * (2 - gathered) * (1 - share)
 
 
 @lru_cache(maxsize=1024)
@@ -121,29 +121,33 @@ def _kept_of_layer(layer: str, model: Model, execution: Execution) -> Kept:
 
 
 def _kept_by(symbol: str, model: Model, execution: Execution) -> Kept:
-    hidden, captured = model.hidden_size, execution.captured
+    hidden_size, captured = model.hidden_size, execution.captured
     match symbol:
         case "*" | "w" | "+":
-            kept, pair, name = _attention(model, execution), 2 * hidden, "attn"
+            kept, unsharded_width, name = _attention(model, execution), 2 * hidden_size, "attn"
         case "G":
-            kept, pair, name = _delta_net(model, execution), 2 * hidden, "attn"
+            kept, unsharded_width, name = _delta_net(model, execution), 2 * hidden_size, "attn"
         case "M":
-            kept, pair, name = _mamba(model, execution), 2 * hidden, "mamba"
+            kept, unsharded_width, name = _mamba(model, execution), 2 * hidden_size, "mamba"
         case "-":
-            kept, pair, name = _mlp(model, execution), 2 * hidden, "mlp"
+            kept, unsharded_width, name = _mlp(model, execution), 2 * hidden_size, "mlp"
         case _:
-            kept, pair, name = _experts(model, execution), 0, "moe"
+            kept, unsharded_width, name = _experts(model, execution), 0, "moe"
             if model.moe_shared_expert_intermediate_size:
-                pair = 2 * hidden
+                unsharded_width = 2 * hidden_size
     if name in captured:
-        return replace(kept, widths=0.0, whole=0.0)
-    if execution.tensor_parallel == 1 or not pair:
+        return replace(kept, widths=0.0, unsharded=0.0)
+    if execution.tensor_parallel == 1 or not unsharded_width:
         return kept
     if "column" in execution.userbuffers:
         return replace(kept, widths=0.0)
     if execution.userbuffers:
-        return replace(kept, widths=kept.widths - hidden - _row_input(symbol, model), whole=hidden)
-    return replace(kept, whole=float(pair))
+        return replace(
+            kept,
+            widths=kept.widths - hidden_size - _row_input(symbol, model),
+            unsharded=hidden_size,
+        )
+    return replace(kept, unsharded=float(unsharded_width))
 
 
 def _row_input(symbol: str, model: Model) -> float:
@@ -187,7 +191,7 @@ def _around(
 
 
 def _attention(model: Model, execution: Execution) -> Kept:
-    hidden, heads = model.hidden_size, model.num_attention_heads
+    hidden_size, heads = model.hidden_size, model.num_attention_heads
     norms = _norms(model, execution)
     if model.multi_latent_attention:
         query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
@@ -212,7 +216,7 @@ def _attention(model: Model, execution: Execution) -> Kept:
     kept = Kept(
         elements=inside_kept + (0 if is_forgotten else output) + made + matrix,
         figures=masks,
-        widths=hidden + widths + output + hidden,
+        widths=hidden_size + widths + output + hidden_size,
     )
     return kept + _around(model, execution, "linear_qkv", is_alone=model.multi_latent_attention)
 

@@ -34,8 +34,8 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
         vocabulary: padded size; None takes ``padded_vocab_size``, or 0 if that is not known yet.
     """
     get = _reader(settings)
-    hidden, heads = settings.hidden_size, settings.num_attention_heads
-    ffn = get("ffn_hidden_size") or 4 * hidden
+    hidden_size, heads = settings.hidden_size, settings.num_attention_heads
+    ffn = get("ffn_hidden_size") or 4 * hidden_size
     # Without this flag, which a TransformerConfig has not, the arguments say 1 group and mean none.
     grouped = get("group_query_attention", True)
     layers = layers_of(settings)
@@ -44,10 +44,10 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
     is_latent = bool(get("multi_latent_attention")) or "+" in "".join(layers)
     return Model(
         layers=layers,
-        hidden_size=hidden,
+        hidden_size=hidden_size,
         num_attention_heads=heads,
         num_query_groups=(get("num_query_groups") if grouped else None) or heads,
-        kv_channels=get("kv_channels") or hidden // heads,
+        kv_channels=get("kv_channels") or hidden_size // heads,
         ffn_hidden_size=ffn,
         vocabulary=(get("padded_vocab_size") or 0) if vocabulary is None else vocabulary,
         gated_linear_unit=bool(get("gated_linear_unit") or get("swiglu")),
@@ -72,7 +72,7 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
             *("mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
             *("moe_router_topk", "moe_shared_expert_intermediate_size", "moe_latent_size"),
         ),
-        mamba_num_heads=_mamba_heads(get, hidden),
+        mamba_num_heads=_mamba_heads(get, hidden_size),
         num_experts=number,
         moe_ffn_hidden_size=get("moe_ffn_hidden_size") or ffn,
         moe_shared_expert_gate=bool(get("moe_shared_expert_gate")),
@@ -81,7 +81,7 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
         mtp_use_repeated_layer=bool(get("mtp_use_repeated_layer")),
         mtp_layer=_layer_of_depths(get, layers),
         is_frozen=bool(get("freeze_language_model")),
-        tower=_tower(get, hidden),
+        tower=_tower(get, hidden_size),
         unknown=_unknown(get, layers),
     )
 
@@ -176,16 +176,16 @@ def _reader(settings: Any) -> _Get:
     return get
 
 
-def _tower(get: _Get, hidden: int) -> Tower | None:
+def _tower(get: _Get, hidden_size: int) -> Tower | None:
     """Return the vision tower; None without one, or if its sizes or its tokens are not known."""
     sizes, patches = get("vision"), get("vision_tokens") or get("seq_length")
     if not isinstance(sizes, Mapping) or not patches:
         return None
-    tower = tower_of(sizes, hidden, patches)
+    tower = tower_of(sizes, hidden_size, patches)
     if not get("freeze_vision_model"):
         return tower
-    is_whole = bool(get("freeze_vision_projection"))
-    trained = TowerTraining.NOTHING if is_whole else TowerTraining.PROJECTOR
+    is_frozen = bool(get("freeze_vision_projection"))
+    trained = TowerTraining.NOTHING if is_frozen else TowerTraining.PROJECTOR
     return replace(tower, trained=trained)
 
 
@@ -209,9 +209,9 @@ def _window(size: Any) -> int:
     return max(back or 0, 0)
 
 
-def _mamba_heads(get: _Get, hidden: int) -> int:
+def _mamba_heads(get: _Get, hidden_size: int) -> int:
     width = get("mamba_head_dim") or 0
-    return get("mamba_num_heads") or (2 * hidden // width if width else 0)
+    return get("mamba_num_heads") or (2 * hidden_size // width if width else 0)
 
 
 def _depths(get: _Get) -> int:

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from megatron_ext.cost_model.activations import held_of_stage, keys_values_of_stage
 from megatron_ext.cost_model.execution import Execution, Framework
-from megatron_ext.cost_model.messages.hidden import hidden_by_pairs
+from megatron_ext.cost_model.messages.paired_layers import hidden_by_pairs
 from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.operations.operation import Group
 from megatron_ext.cost_model.rates import Rates
@@ -168,9 +168,9 @@ def waiting_shares(
     stage = Stage(model.layers, depths=model.mtp_num_layers)
     costs = estimate(model, [stage], execution, rates).without_vocabulary()
     layers = seconds_of_layers(model, stage, execution, rates)
-    whole = {kind: figures[0] for kind, figures in costs.seconds.items()}
+    totals = {kind: figures[0] for kind, figures in costs.seconds.items()}
     terms = dict(
-        zip(whole, (layers.forward, layers.input_gradient, layers.weight_gradient), strict=True)
+        zip(totals, (layers.forward, layers.input_gradient, layers.weight_gradient), strict=True)
     )
     covered = RULES[Kind.FULL_BACKWARD].covers
     shares: dict[Group, dict[str, float]] = {}
@@ -180,8 +180,8 @@ def waiting_shares(
             continue
         saving = costs.fused_backward_saving_on(0) if group is Group.TENSOR else 0.0
         both = sum(waited[kind] for kind in covered) - saving
-        of_both = sum(whole[kind] for kind in covered) - costs.fused_backward_saving_on(0)
+        of_both = sum(totals[kind] for kind in covered) - costs.fused_backward_saving_on(0)
         shares[group] = {
-            kind.value: waited[kind] / whole[kind] if whole[kind] else 0.0 for kind in whole
+            kind.value: waited[kind] / totals[kind] if totals[kind] else 0.0 for kind in totals
         } | {Kind.FULL_BACKWARD.value: both / of_both}
     return shares

@@ -99,8 +99,8 @@ class Execution:
     @property
     def expert_replicas(self) -> int:
         """Data-parallel replicas that share each layer's experts, and exchange tokens in it."""
-        own = self.tensor_parallel * self.context_parallel
-        return math.lcm(self.expert_parallel * self.expert_tensor_parallel, own) // own
+        ranks = self.tensor_parallel * self.context_parallel
+        return math.lcm(self.expert_parallel * self.expert_tensor_parallel, ranks) // ranks
 
     @property
     def split_tokens(self) -> float:

@@ -10,7 +10,9 @@ from megatron_ext.schedule.costs import Costs, OverlapCosts
 from megatron_ext.schedule.kinds import Held
 
 
-def without_frozen(costs: Costs, matrices: Sequence[float], *, reached: float, head: bool) -> Costs:
+def without_frozen(
+    costs: Costs, matrices: Sequence[float], *, reached: float, output_layer: bool
+) -> Costs:
     """Return ``costs``, which are those of training everything, without the work that frozen
     weights save.
 
@@ -21,10 +23,10 @@ def without_frozen(costs: Costs, matrices: Sequence[float], *, reached: float, h
     Args:
         matrices: trained share of each stage's layers, from 0 to 1.
         reached: share of the first stage's layers that need the gradient, from 0 to 1.
-        head: whether the output layer is trained.
+        output_layer: whether the output layer is trained.
     """
 
-    if reached == 1 and head and all(share == 1 for share in matrices):
+    if reached == 1 and output_layer and all(share == 1 for share in matrices):
         return costs
 
     def shared(figures: tuple[float, ...]) -> tuple[float, ...]:
@@ -41,16 +43,17 @@ def without_frozen(costs: Costs, matrices: Sequence[float], *, reached: float, h
     saving = (
         shared(layers.passes.fused_backward_saving) if layers.passes.fused_backward_saving else ()
     )
-    hidden = dict(costs.overlap.hidden)
-    hidden.pop(Kind.FULL_BACKWARD, None)  # B may have become so short that it hides no more than I
+    overlap_saving = dict(costs.overlap.hidden)
+    # B may have become so short that it hides no more than I.
+    overlap_saving.pop(Kind.FULL_BACKWARD, None)
     changed = replace(
         layers.with_passes(seconds=seconds, held_bytes=held, fused_backward_saving=saving),
-        overlap=OverlapCosts(hidden),
+        overlap=OverlapCosts(overlap_saving),
     )
     vocabulary = costs.vocabulary
     if vocabulary is not None:
         forward, input_gradient, weight_gradient = vocabulary.head
-        of_head = (forward, input_gradient, weight_gradient if head else 0.0)
+        of_head = (forward, input_gradient, weight_gradient if output_layer else 0.0)
         changed = changed.with_vocabulary(replace(vocabulary, head=of_head))
     if costs.tower is not None:
         changed = changed.with_tower(costs.tower)

@@ -112,12 +112,12 @@ class Gpu:
     Attributes:
         memory: bytes; None if not given.
         sheet: its data sheet; None if only rates of whole trainings are known.
-        whole: rates that whole trainings reach on it; None if ``sheet`` is known.
+        training_rates: rates that whole trainings reach on it; None if ``sheet`` is known.
     """
 
     memory: float | None = None
     sheet: DataSheet | None = None
-    whole: Rates | None = None
+    training_rates: Rates | None = None
 
     def rates(self, precision: Precision = Precision.BF16) -> Rates:
         """Return the rates that this GPU reaches in ``precision``.
@@ -125,8 +125,8 @@ class Gpu:
         Raises:
             ValueError: the GPU has no tensor cores for it.
         """
-        if self.whole is not None:
-            return self.whole
+        if self.training_rates is not None:
+            return self.training_rates
         assert self.sheet is not None
         sheet = self.sheet
         matrix = sheet.bf16 * sheet.matrices
@@ -296,14 +296,14 @@ def parse_gpu(text: str) -> Gpu:
             f"second, and below 1e30; {_EXAMPLE}"
         )
     near, far = LATENCIES
-    whole = replace(
+    training_rates = replace(
         Rates.from_training_speed(operations, network, host, peers),
         peer_latency=near,
         network_latency=far,
     )
     if "memory" not in given:
-        return Gpu(whole=whole)
+        return Gpu(training_rates=training_rates)
     memory = parse_limit(given["memory"], 1, 1).bytes
     if memory is None:
         raise ValueError(f"GPU {shown(text)!r}: memory is written in bytes, as 80GiB; {_EXAMPLE}")
-    return Gpu(memory, whole=whole)
+    return Gpu(memory, training_rates=training_rates)

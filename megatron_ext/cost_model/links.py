@@ -25,11 +25,11 @@ def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, str
     by_stage, latencies = [0.0] * placement.last, [0.0] * placement.last
     of_pairs: dict[frozenset[int], tuple[float, float]] = {}
     for stage in remote:
-        pair = frozenset(placement.rank_of[stage : stage + 2])
-        if pair not in of_pairs:
-            crosses = crosses_a_node(pair, rates.ranks_of_node, placement.ranks, ranks, stride)
-            of_pairs[pair] = far if crosses else near
-        of_one, latency = of_pairs[pair]
+        two_ranks = frozenset(placement.rank_of[stage : stage + 2])
+        if two_ranks not in of_pairs:
+            crosses = crosses_a_node(two_ranks, rates.ranks_of_node, placement.ranks, ranks, stride)
+            of_pairs[two_ranks] = far if crosses else near
+        of_one, latency = of_pairs[two_ranks]
         by_stage[stage] = costs.links.states_behind(stage) * of_one
         latencies[stage] = min(by_stage[stage], latency)
     p2p_seconds, latency = (
@@ -51,11 +51,11 @@ def with_links_of_span(
 
 
 def crosses_a_node(
-    pair: frozenset[int], ranks_of_node: int, pipeline: int, ranks: int, stride: int
+    two_ranks: frozenset[int], ranks_of_node: int, pipeline: int, ranks: int, stride: int
 ) -> bool:
-    """Return whether any pipeline of ``pipeline`` ranks has the two ranks of ``pair`` on two
+    """Return whether any pipeline of ``pipeline`` ranks has the ``two_ranks`` on two
     nodes."""
-    lower, upper = min(pair), max(pair)
+    lower, upper = min(two_ranks), max(two_ranks)
     block = pipeline * stride
     places = (
         start + inner for start in range(0, ranks, block) for inner in range(min(stride, ranks))

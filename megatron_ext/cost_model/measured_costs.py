@@ -94,9 +94,9 @@ def medians(events: Iterable[Event]) -> dict[tuple[int, Kind], float]:
 def forwards_of_first_stage(events: Iterable[Event]) -> tuple[float, ...]:
     """Return the seconds of the forward passes of the first stage among ``events``, by
     microbatch."""
-    own = [e for e in events if (e.action.stage, e.action.kind) == (0, Kind.FORWARD)]
-    own.sort(key=lambda event: event.action.microbatch)
-    return tuple(event.end - event.start for event in own)
+    forwards = [e for e in events if (e.action.stage, e.action.kind) == (0, Kind.FORWARD)]
+    forwards.sort(key=lambda event: event.action.microbatch)
+    return tuple(event.end - event.start for event in forwards)
 
 
 def measured_costs(
@@ -139,7 +139,7 @@ def measured_costs(
     if program.problem.options.vocab_parallel is not VocabularyParallel.NONE:
         return costs.with_vocabulary(_of_shards(seconds, program, estimate.vocabulary))
     costs = replace(costs, vocabulary=_scaled(in_passes, costs))
-    costs = _with_weight_gradient_apart(costs, in_passes, estimate)
+    costs = _with_weight_gradient_in_w(costs, in_passes, estimate)
     return replace(costs, origin=f"{costs.origin}; head and embedding in estimated proportions")
 
 
@@ -162,8 +162,8 @@ def _seconds(kind: Kind, stage: int, passes: _Passes, in_passes: Costs) -> float
         return 0.0
     shortest = min(doing, key=lambda other: len(RULES[other].covers))
     parts = {part: in_passes.seconds[part][stage] for part in RULES[shortest].covers}
-    whole = sum(parts.values())
-    share = parts[kind] / whole if whole else 1 / len(parts)
+    total = sum(parts.values())
+    share = parts[kind] / total if total else 1 / len(parts)
     return passes[stage, shortest] * share
 
 
@@ -201,8 +201,8 @@ def _scaled(in_passes: Costs, costs: Costs) -> VocabularyCosts:
     ends = in_passes.vocabulary.of_ends
 
     def part(kind: Kind, end: int) -> float:  # end: 0 or -1
-        whole = in_passes.seconds[kind][end]
-        share = ends[kind][end] / whole if whole else 0.0
+        total = in_passes.seconds[kind][end]
+        share = ends[kind][end] / total if total else 0.0
         return share * costs.seconds[kind][end]
 
     forward, input_gradient, weight_gradient = _OF_STAGES
@@ -214,7 +214,7 @@ def _scaled(in_passes: Costs, costs: Costs) -> VocabularyCosts:
     )
 
 
-def _with_weight_gradient_apart(costs: Costs, in_passes: Costs, estimate: Costs) -> Costs:
+def _with_weight_gradient_in_w(costs: Costs, in_passes: Costs, estimate: Costs) -> Costs:
     """Return ``costs`` with the output layer's weight gradient in W, even if it was measured in
     I."""
     assert costs.vocabulary and in_passes.vocabulary and estimate.vocabulary
@@ -232,10 +232,10 @@ def _with_weight_gradient_apart(costs: Costs, in_passes: Costs, estimate: Costs)
     if held is not None:
         *others, last = held[Held.WEIGHT_INPUTS]
         held = {**held, Held.WEIGHT_INPUTS: (*others, last + deferred)}
-    head = (forward, input_gradient - moved, moved)
+    output_layer = (forward, input_gradient - moved, moved)
     return replace(
         costs.with_passes(seconds=seconds, held_bytes=held),
-        vocabulary=replace(costs.vocabulary, head=head, deferred_bytes=deferred),
+        vocabulary=replace(costs.vocabulary, head=output_layer, deferred_bytes=deferred),
     )
 
 
@@ -243,15 +243,15 @@ def _of_shards(
     seconds: Mapping[Kind, Sequence[float]], program: Program, estimate: VocabularyCosts
 ) -> VocabularyCosts:
     """Return the summed costs of all shards of the vocabulary."""
-    whole = {kind: sum(figures) for kind, figures in seconds.items()}
-    forward, input_gradient = whole[Kind.LOGITS], whole[Kind.LOGITS_INPUT]
+    totals = {kind: sum(figures) for kind, figures in seconds.items()}
+    forward, input_gradient = totals[Kind.LOGITS], totals[Kind.LOGITS_INPUT]
     if program.problem.options.vocab_parallel is VocabularyParallel.TWO:  # both are in one pass
         both = forward + input_gradient
         forward = both * estimate.head[0] / (sum(estimate.head[:2]) or 1.0)
         input_gradient = both - forward
     return VocabularyCosts(
-        (forward, input_gradient, whole[Kind.LOGITS_WEIGHT]),
-        (whole[Kind.EMBEDDING], whole[Kind.EMBEDDING_WEIGHT]),
+        (forward, input_gradient, totals[Kind.LOGITS_WEIGHT]),
+        (totals[Kind.EMBEDDING], totals[Kind.EMBEDDING_WEIGHT]),
         estimate.logits_bytes,
         estimate.deferred_bytes,
     )

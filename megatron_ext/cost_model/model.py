@@ -135,7 +135,7 @@ class Stage:
         layers: the parts of each of its layers.
         depths: how many tokens more than the next one it predicts. Each takes a layer of
             multi-token prediction, and one more run of the output layer.
-        head: whether it has the output layer and the loss.
+        output_layer: whether it has the output layer and the loss.
         earlier_depths: depths on stages before the output layer's, which predicts their tokens too.
         ends_layers: whether it has the last layer, and only multi-token prediction and the output
             layer are behind it.
@@ -144,7 +144,7 @@ class Stage:
     layers: tuple[str, ...]
     embedding: bool = False
     depths: int = 0
-    head: bool = False
+    output_layer: bool = False
     earlier_depths: int = 0
     ends_layers: bool = False
 
@@ -153,12 +153,12 @@ class Stage:
         """Whether it has the norm behind the last layer. That is the stage of the output layer, or
         with multi-token prediction the stage of the last layer."""
         is_behind = not self.layers and self.output_runs > 1
-        return self.ends_layers or (self.head and not is_behind)
+        return self.ends_layers or (self.output_layer and not is_behind)
 
     @property
     def output_runs(self) -> int:
         """Number of runs of the output layer for a microbatch."""
-        return 1 + self.depths + self.earlier_depths if self.head else 0
+        return 1 + self.depths + self.earlier_depths if self.output_layer else 0
 
 
 def stages_of(
@@ -180,7 +180,7 @@ def stages_of(
             layers=model.layers[start:end],
             embedding=number == 0,
             depths=depths[number],
-            head=number == last,
+            output_layer=number == last,
             earlier_depths=sum(depths[:-1]) if number == last else 0,
             ends_layers=model.mtp_num_layers > 0 and number == last_with_layers != last,
         )

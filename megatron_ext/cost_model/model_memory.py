@@ -123,7 +123,7 @@ def bytes_of_ranks(
         expert_data_parallel=state.expert_data_parallel,
     )
     rank_bytes = []
-    for own in placement.stages_of:
+    for stages_of_rank in placement.stages_of:
         chunks = [
             bytes_of_chunk(
                 model,
@@ -133,10 +133,11 @@ def bytes_of_ranks(
                 tables=tables,
                 bucket=state.bucket if stage == 0 else 0,
             )
-            for stage, tables in zip(own, tables_of, strict=True)
+            for stage, tables in zip(stages_of_rank, tables_of, strict=True)
         ]
         temporary = max(
-            temporary_bytes(model, stages[stage], execution, loss_share=loss_share) for stage in own
+            temporary_bytes(model, stages[stage], execution, loss_share=loss_share)
+            for stage in stages_of_rank
         )
         rank_bytes.append(replace(_summed(chunks), temporary=temporary, context=context))
     return rank_bytes
@@ -178,9 +179,9 @@ def bytes_of_chunk(
     parameters = [p for p in parameters if not p.is_frozen]
     parts = [ModelBytes(frozen, 0.0, 0.0)]
     for of_experts, ranks in ((False, state.data_parallel), (True, state.expert_data_parallel)):
-        own = [p for p in parameters if p.of_experts is of_experts]
-        in_buffer, shared = _elements(own, state, ranks, bucket)
-        matrices = sum(p.elements for p in own if p.is_matrix)
+        group = [p for p in parameters if p.of_experts is of_experts]
+        in_buffer, shared = _elements(group, state, ranks, bucket)
+        matrices = sum(p.elements for p in group if p.is_matrix)
         more = 0.0 if state.matrix_bytes is None else state.matrix_bytes - state.weight_bytes
         weights = in_buffer * state.weight_bytes + matrices * more
         gradients = in_buffer * state.gradient_bytes
@@ -210,33 +211,33 @@ def _elements(
     """Return the elements of the buffer that holds ``parameters``, and the number of them whose
     optimizer states are on the first of ``ranks``."""
     if not state.distributed:
-        whole = sum(parameter.elements for parameter in parameters)
-        return whole, whole
+        elements = sum(parameter.elements for parameter in parameters)
+        return elements, elements
     divisor = math.lcm(ranks, _BUCKET_END, _LARGE_BUCKET_END if state.large_buckets else 1)
     in_buffer = shared = 0
-    for own in _buckets(parameters, bucket):
-        ends = _ends(own)
+    for in_bucket in _buckets(parameters, bucket):
+        ends = _ends(in_bucket)
         size = _up_to(ends[-1], divisor)
         in_buffer += size
-        shared += _before(size // ranks, own, ends)
+        shared += _before(size // ranks, in_bucket, ends)
     return in_buffer, shared
 
 
 def _buckets(parameters: Sequence[Parameter], bucket: int) -> Iterable[Sequence[Parameter]]:
     """Yield the parameters of each bucket. The last parameter comes first, as its gradient does."""
-    own: list[Parameter] = []
+    in_bucket: list[Parameter] = []
     end = 0
     for parameter in reversed(parameters):
-        if parameter.is_alone and own:
-            yield own
-            own, end = [], 0
-        own.append(parameter)
+        if parameter.is_alone and in_bucket:
+            yield in_bucket
+            in_bucket, end = [], 0
+        in_bucket.append(parameter)
         end = _up_to(end, _ALIGNED) + parameter.elements
         if parameter.is_alone or (bucket and end >= bucket):
-            yield own
-            own, end = [], 0
-    if own:
-        yield own
+            yield in_bucket
+            in_bucket, end = [], 0
+    if in_bucket:
+        yield in_bucket
 
 
 def _ends(parameters: Sequence[Parameter]) -> list[int]:

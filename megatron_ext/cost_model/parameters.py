@@ -42,13 +42,15 @@ def parameters_of_stage(model: Model, stage: Stage, execution: Execution) -> Ite
             share = matrices // execution.tensor_parallel
             yield Parameter(share, is_matrix=True, is_frozen=not is_trained)
             yield Parameter(others, is_frozen=not is_trained)
-    own = _of_language_model(model, stage, execution)
-    yield from (replace(one, is_frozen=True) for one in own) if model.is_frozen else own
+    parameters = _of_language_model(model, stage, execution)
+    yield from (
+        (replace(one, is_frozen=True) for one in parameters) if model.is_frozen else parameters
+    )
 
 
 def _of_language_model(model: Model, stage: Stage, execution: Execution) -> Iterator[Parameter]:
     is_tied = not model.untie_embeddings_and_output_weights
-    has_both = stage.embedding and stage.head
+    has_both = stage.embedding and stage.output_layer
     is_shared = (is_tied or model.mtp_num_layers > 0) and not has_both
     elements = table_elements(model) // execution.tensor_parallel
     table = Parameter(elements, is_table=True, is_alone=is_shared)
@@ -62,7 +64,7 @@ def _of_language_model(model: Model, stage: Stage, execution: Execution) -> Iter
         yield from _norm(model, model.hidden_size)
     for _ in range(min(stage.depths, 1) if model.mtp_use_repeated_layer else stage.depths):
         yield from _of_depth(model, execution)
-    if stage.head and not (is_tied and has_both):
+    if stage.output_layer and not (is_tied and has_both):
         # If multi-token prediction on this stage is tied, the output layer uses the table of
         # look-ups above; Megatron still allocates its own, which is unused.
         yield replace(table, is_alone=is_tied and not stage.depths)
@@ -159,35 +161,36 @@ def _latent_attention(model: Model, execution: Execution) -> Iterator[Parameter]
             yield from _norm(model, width)
 
 
-def _mlp(model: Model, width: int, ranks: int, hidden: int = 0) -> Iterator[Parameter]:
-    """Yield the parameters of an MLP. ``hidden`` is the width of its input; 0 takes the model's."""
-    hidden, bias = hidden or model.hidden_size, model.add_bias_linear
+def _mlp(model: Model, width: int, ranks: int, hidden_size: int = 0) -> Iterator[Parameter]:
+    """Yield the parameters of an MLP. ``hidden_size`` is the width of its input; 0 takes the
+    model's."""
+    hidden_size, bias = hidden_size or model.hidden_size, model.add_bias_linear
     first = width * (2 if model.gated_linear_unit else 1)
-    yield from _linear(hidden, first, bias=bias, columns=ranks)
-    yield from _linear(width, hidden, bias=bias, rows=ranks)
+    yield from _linear(hidden_size, first, bias=bias, columns=ranks)
+    yield from _linear(width, hidden_size, bias=bias, rows=ranks)
 
 
 def _experts(model: Model, execution: Execution) -> Iterator[Parameter]:
-    hidden, latent = model.hidden_size, model.moe_latent_size
-    yield Parameter(hidden * model.num_experts)  # the router
+    hidden_size, latent = model.hidden_size, model.moe_latent_size
+    yield Parameter(hidden_size * model.num_experts)  # the router
     if model.add_bias_linear:
         yield Parameter(model.num_experts)
     if latent:
-        yield from _linear(hidden, latent, bias=model.add_bias_linear)
-        yield from _linear(latent, hidden, bias=model.add_bias_linear)
+        yield from _linear(hidden_size, latent, bias=model.add_bias_linear)
+        yield from _linear(latent, hidden_size, bias=model.add_bias_linear)
     tensor = execution.expert_tensor_parallel
-    is_apart = execution.expert_parallel > 1 or tensor != execution.tensor_parallel
-    expert = _of_experts(_mlp(model, model.moe_ffn_hidden_size, tensor, latent), is_apart)
+    has_own_group = execution.expert_parallel > 1 or tensor != execution.tensor_parallel
+    expert = _of_experts(_mlp(model, model.moe_ffn_hidden_size, tensor, latent), has_own_group)
     yield from (model.num_experts // execution.expert_parallel) * expert
     shared = model.moe_shared_expert_intermediate_size
     if shared:
         yield from _mlp(model, shared, execution.tensor_parallel)
         if model.moe_shared_expert_gate:
-            yield Parameter(hidden)
+            yield Parameter(hidden_size)
 
 
-def _of_experts(parameters: Iterable[Parameter], is_apart: bool) -> tuple[Parameter, ...]:
-    return tuple(replace(parameter, of_experts=is_apart) for parameter in parameters)
+def _of_experts(parameters: Iterable[Parameter], has_own_group: bool) -> tuple[Parameter, ...]:
+    return tuple(replace(parameter, of_experts=has_own_group) for parameter in parameters)
 
 
 def _delta_net(model: Model, ranks: int) -> Iterator[Parameter]:

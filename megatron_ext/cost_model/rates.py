@@ -120,7 +120,7 @@ class Rates:
                 strict=True,
             )
         )
-        if operation.is_whole:
+        if operation.is_unsplit:
             return forward, backward + weights, 0.0
         return forward, backward, weights
 

@@ -27,7 +27,7 @@ class Described:
     """
 
     layers: int
-    hidden: int
+    hidden: int  # plain words: a key of the text that describes a model
     heads: int
     sequence: int
     vocabulary: int

@@ -117,11 +117,11 @@ def parse_tower(text: str) -> dict[str, Any]:
     return sizes
 
 
-def tower_of(sizes: Mapping[str, Any], hidden: int, patches: int) -> Tower:
+def tower_of(sizes: Mapping[str, Any], width: int, patches: int) -> Tower:
     """Return the tower of these ``sizes``, as recipes.json and `parse_tower` have them.
 
     Args:
-        hidden: width of the language model.
+        width: width of the language model.
         patches: tokens of the tower for each sample.
 
     Raises:
@@ -141,7 +141,7 @@ def tower_of(sizes: Mapping[str, Any], hidden: int, patches: int) -> Tower:
         gated_linear_unit=bool(sizes.get("gated")),
         patches=patches,
         image=min(sizes.get("image") or IMAGE, patches),
-        output_size=sizes.get("out_hidden") or hidden,
+        output_size=sizes.get("out_hidden") or width,
         merged=sizes.get("merged") or 4,
         projectors=1 + (sizes.get("deepstack_mergers") or 0),
         trained=sizes.get("trained") or TowerTraining.ALL,

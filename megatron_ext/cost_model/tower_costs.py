@@ -90,11 +90,11 @@ def tower_execution(tower: Tower, execution: Execution) -> Execution:
 def tower_matrices(tower: Tower) -> Iterator[tuple[int, int, bool]]:
     """Yield the elements of the tower's matrices and of its other parameters on all tensor-parallel
     ranks together, and whether they are trained: first for the layers, then for the projectors."""
-    hidden, width = tower.hidden_size, tower.merged * tower.hidden_size
+    hidden_size, width = tower.hidden_size, tower.merged * tower.hidden_size
     groups = tower.num_query_groups / tower.num_attention_heads
-    attention = int(hidden * hidden * (2 + 2 * groups))
-    mlp = (3 if tower.gated_linear_unit else 2) * hidden * tower.ffn_hidden_size
-    others = int(hidden * (2 + 2 * groups)) + tower.ffn_hidden_size + 6 * hidden
+    attention = int(hidden_size * hidden_size * (2 + 2 * groups))
+    mlp = (3 if tower.gated_linear_unit else 2) * hidden_size * tower.ffn_hidden_size
+    others = int(hidden_size * (2 + 2 * groups)) + tower.ffn_hidden_size + 6 * hidden_size
     trained = tower.trained
     yield (
         tower.layers * (attention + mlp),
@@ -113,9 +113,9 @@ def _projector(tower: Tower, run: Execution) -> tuple[Operation, Operation]:
     """Return the two products of a projector: one within the joined width, one to the model's
     width."""
     tokens, width = _joined_tokens(tower, run), tower.merged * tower.hidden_size
-    own = width / run.tensor_parallel
-    first, *_ = linear("projector's fc1", tokens, width, own, run)
-    last, *_ = linear("projector's fc2", tokens, own, tower.output_size, run)
+    local_width = width / run.tensor_parallel
+    first, *_ = linear("projector's fc1", tokens, width, local_width, run)
+    last, *_ = linear("projector's fc2", tokens, local_width, tower.output_size, run)
     return first, last
 
 

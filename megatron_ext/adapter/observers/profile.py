@@ -32,8 +32,8 @@ from megatron_ext.cost_model.measured.file import as_data
 from megatron_ext.cost_model.measured.layer_costs import (
     Basis,
     LayerCosts,
+    alike_remark,
     layer_costs,
-    not_told_apart,
 )
 from megatron_ext.cost_model.measured.machine_factors import MachineFactors
 from megatron_ext.cost_model.measured.places import measured_places
@@ -232,7 +232,7 @@ class StepProfile(StepObserver[Step]):
         vocabulary = program.problem.options.vocab_parallel
         layers = layer_costs(costs, basis, is_divided=vocabulary is not VocabularyParallel.NONE)
         for group in layers.alike:
-            logger.info(not_told_apart(group))
+            logger.info(alike_remark(group))
         return layers
 
     def finish(self, iteration: int) -> None:

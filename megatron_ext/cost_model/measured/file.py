@@ -14,7 +14,7 @@ from megatron_ext.cost_model.measured.layer_costs import (
     FIGURES,
     LayerCosts,
     MeasuredFigures,
-    not_told_apart,
+    alike_remark,
 )
 from megatron_ext.cost_model.measured.machine_factors import read_factors
 from megatron_ext.cost_model.measured.scale import Links, Measured
@@ -56,7 +56,7 @@ class MeasuredFile:
         yield f"costs are {measured.origin}"
         if self.rates.factors is not None:
             yield self.rates.factors.remark()
-        yield from map(not_told_apart, self.alike)
+        yield from map(alike_remark, self.alike)
         if measured.tower is not None and model.tower is None:
             yield (
                 "the encoder on the first stage counts as measured, and its weights, gradients and "

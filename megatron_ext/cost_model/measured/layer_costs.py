@@ -155,7 +155,7 @@ def _joined(groups: Sequence[set[str]], order: Sequence[str]) -> tuple[tuple[str
     return tuple(tuple(name for name in order if name in group) for group in joined)
 
 
-def not_told_apart(components: Sequence[str]) -> str:
+def alike_remark(components: Sequence[str]) -> str:
     """Return the remark for users on a group of `LayerCosts.alike`."""
     *words, last = (_IN_WORDS.get(name, f"a layer {name}") for name in components)
     return (
@@ -191,7 +191,7 @@ def _expected(stage: Stage, basis: Basis) -> _Expected:
     if stage.embedding and model.vocabulary:
         forward, weights = seconds_of_embedding(model, execution, rates)
         add(EMBEDDING, _SECONDS, (forward, 0.0, weights))
-    if stage.head and model.vocabulary:
+    if stage.output_layer and model.vocabulary:
         run = seconds_of_output_layer(model, execution, rates)
         add(OUTPUT_LAYER, _SECONDS, [stage.output_runs * figure for figure in run.totals])
     return expected
@@ -215,9 +215,9 @@ def _sums_of(
     ends = (EMBEDDING, OUTPUT_LAYER)
     without = [{name: row[name] for name in row if name not in ends} for row in stages]
     sums = dict(zip(ends, costs.vocabulary.of_ends[figure], strict=True))
-    apart = [name for name in ends if name in totals]
-    rows = [*without, *({name: totals[name]} for name in apart)]
-    return rows, [*layers.seconds[figure], *(sums[name] for name in apart)]
+    partitioned = [name for name in ends if name in totals]
+    rows = [*without, *({name: totals[name]} for name in partitioned)]
+    return rows, [*layers.seconds[figure], *(sums[name] for name in partitioned)]
 
 
 def _numbers(basis: Basis) -> dict[str, int]:

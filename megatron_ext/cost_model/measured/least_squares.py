@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-_TOLD_APART = 0.02  # of the largest singular value: smaller ones are noise
+_LEAST_SINGULAR_VALUE = 0.02  # of the largest singular value: smaller ones are noise
 _TOGETHER = 0.05  # of a direction that no sum sees: parts with smaller entries do not belong to it
-_SEEN = 0.01  # of a sum: a part that is smaller in all sums is not seen
+_LEAST_SHARE = 0.01  # of a sum: a part that is smaller in all sums is not seen
 _FARTHEST = 4.0  # times the scale of all: a part farther off shows noise in the sums
 
 
@@ -48,7 +48,7 @@ def fit_scales(expected: Array, measured: Array) -> Fit:
     shares = expected[rows] / measured[rows, None]
     overall = 1 / float(shares.sum(axis=1).mean())
     scales = np.full(parts, overall)
-    free = [part for part in range(parts) if overall * shares[:, part].max() > _SEEN]
+    free = [part for part in range(parts) if overall * shares[:, part].max() > _LEAST_SHARE]
     alike: list[list[int]] = []
     while free:
         fixed = [part for part in range(parts) if part not in free]
@@ -70,8 +70,8 @@ def _least_spread(matrix: Array, sums: Array) -> tuple[Array, list[list[int]]]:
     closest solutions it is the one whose parts differ least within these groups."""
     sizes = np.linalg.norm(matrix, axis=0)
     _, singular, directions = np.linalg.svd(matrix / sizes)
-    rank = int((singular > _TOLD_APART * singular[0]).sum())
-    solution: Array = np.linalg.lstsq(matrix / sizes, sums, rcond=_TOLD_APART)[0] / sizes
+    rank = int((singular > _LEAST_SINGULAR_VALUE * singular[0]).sum())
+    solution: Array = np.linalg.lstsq(matrix / sizes, sums, rcond=_LEAST_SINGULAR_VALUE)[0] / sizes
     if rank == matrix.shape[1]:
         return solution, []
     unseen = directions[rank:].T  # ways to change it that no row sees, as columns

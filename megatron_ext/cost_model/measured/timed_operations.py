@@ -51,7 +51,7 @@ def timed_products(
     for operation in _operations(model, runs, Engine.LINEAR):
         if operation.product is not None:
             shapes |= dict.fromkeys(operation.product.shapes)
-    measured = {shape: seconds_of(shape) for shape in shapes if _is_whole(shape)}
+    measured = {shape: seconds_of(shape) for shape in shapes if _is_integral(shape)}
     return tuple(
         TimedKernel(shape, seconds, _estimated((*shape, 1.0), execution, rates, Engine.LINEAR))
         for shape, seconds in measured.items()
@@ -67,15 +67,17 @@ def timed_grouped(
 ) -> tuple[TimedKernel, ...]:
     """Return the products of experts in F, I and W, for half as many expert-parallel ranks as
     ``execution`` has, as many, and twice as many. Arguments as of `timed_products`."""
-    own = execution.expert_parallel
-    sizes = [size for size in (own // 2, own, 2 * own) if size and not model.num_experts % size]
+    ranks = execution.expert_parallel
+    sizes = [
+        size for size in (ranks // 2, ranks, 2 * ranks) if size and not model.num_experts % size
+    ]
     runs = [replace(execution, expert_parallel=size) for size in sizes]
     shapes: dict[GroupedShape, None] = {}
     for operation in _operations(model, runs, Engine.GROUPED):
         product = operation.product
         if product is not None:
             shapes |= dict.fromkeys((*shape, product.groups) for shape in product.shapes)
-    measured = {shape: seconds_of(shape) for shape in shapes if _is_whole(shape)}
+    measured = {shape: seconds_of(shape) for shape in shapes if _is_integral(shape)}
     return tuple(
         TimedKernel(shape, seconds, _estimated(shape, execution, rates, Engine.GROUPED))
         for shape, seconds in measured.items()
@@ -92,7 +94,7 @@ def _operations(model: Model, runs: Iterable[Execution], engine: Engine) -> Iter
                     yield operation
 
 
-def _is_whole(shape: tuple[float, ...]) -> bool:
+def _is_integral(shape: tuple[float, ...]) -> bool:
     """Return whether no parallel size leaves a part of an element."""
     return all(float(size).is_integer() for size in shape)
 

@@ -62,20 +62,20 @@ def latent_attention(model: Model, execution: Execution, *, is_sliding: bool) ->
     Each tensor-parallel rank has the first matrices whole and applies them to its share of the
     sequence; their outputs are gathered.
     """
-    hidden, rank, rotary = model.hidden_size, model.q_lora_rank, model.qk_pos_emb_head_dim
+    hidden_size, rank, rotary = model.hidden_size, model.q_lora_rank, model.qk_pos_emb_head_dim
     heads = model.num_attention_heads / execution.tensor_parallel
     tokens, split = execution.tokens, execution.split_tokens
     keys, values = heads * (model.qk_head_dim + rotary), heads * model.v_head_dim
     modules = ["mla_up_proj"]
-    operations = norm_and_residual(hidden, execution, is_alone=True)
+    operations = norm_and_residual(hidden_size, execution, is_alone=True)
     if rank:
-        operations += linear("q down", split, hidden, rank, execution)
+        operations += linear("q down", split, hidden_size, rank, execution)
         operations.append(passing_over("norm of q", split * rank, (2, 3), execution, modules))
         operations += linear("q up", tokens, rank, keys, execution, modules=modules)
     else:
-        operations += linear("q", tokens, hidden, keys, execution)
+        operations += linear("q", tokens, hidden_size, keys, execution)
     latent = model.kv_lora_rank
-    operations += linear("kv down", split, hidden, latent + rotary, execution)
+    operations += linear("kv down", split, hidden_size, latent + rotary, execution)
     operations.append(passing_over("norm of kv", split * latent, (2, 3), execution, modules))
     made = heads * (model.qk_head_dim + model.v_head_dim)
     operations += linear("kv up", tokens, latent, made, execution, modules=modules)
@@ -83,10 +83,10 @@ def latent_attention(model: Model, execution: Execution, *, is_sliding: bool) ->
     operations.append(_attention(model, execution, keys, values, keys, values, is_sliding))
     operations += _softmax(model, execution)
     operations += _merged_steps(execution, keys, values, keys + values)
-    operations += linear("projection", tokens, values, hidden, execution, is_row=True)
+    operations += linear("projection", tokens, values, hidden_size, execution, is_row=True)
     exchanges = _of_samples(execution, keys, keys + values)
     return tensor_parallel_part(
-        operations, (rank or hidden) + latent + rotary + hidden, execution, exchanges
+        operations, (rank or hidden_size) + latent + rotary + hidden_size, execution, exchanges
     )
 
 
@@ -124,10 +124,12 @@ def _attention(
     the scores, which is half of F."""
     tokens = execution.tokens
     window = model.window_size if is_sliding else 0
-    seen = attended_tokens(execution.sequence, window) if model.is_causal else execution.sequence
-    flops = 2 * tokens * seen * (query + output)
+    attended = (
+        attended_tokens(execution.sequence, window) if model.is_causal else execution.sequence
+    )
+    flops = 2 * tokens * attended * (query + output)
     size = tokens * (query + key + value + output) * execution.element_bytes
-    recomputed_flops = 2 * tokens * seen * query if execution.transformer_engine else 0.0
+    recomputed_flops = 2 * tokens * attended * query if execution.transformer_engine else 0.0
     squared = squared_share(execution.sequence, window)
     matrix = _matrix_bytes(model, execution)
     # Both products of F write or read the matrix, and so do the four of I.

@@ -56,13 +56,14 @@ def output_layer(model: Model, execution: Execution) -> Part:
 def mtp_projection(model: Model, execution: Execution) -> Part:
     """Return the operations of one depth of multi-token prediction before its layer: two norms, and
     a projection from twice the hidden size to the hidden size."""
-    hidden, ranks = model.hidden_size, execution.tensor_parallel
-    elements = execution.split_tokens * hidden
+    hidden_size, ranks = model.hidden_size, execution.tensor_parallel
+    elements = execution.split_tokens * hidden_size
     operations = (
         passing_over("norms", 3 * elements, (2, 3), execution),
-        *linear("projection", execution.tokens, 2 * hidden, hidden / ranks, execution),
+        *linear("projection", execution.tokens, 2 * hidden_size, hidden_size / ranks, execution),
     )
     if ranks == 1:
         return Part(operations)
-    moved = 3 * execution.tokens * hidden * execution.element_bytes  # two inputs and one output
+    # Two inputs and one output.
+    moved = 3 * execution.tokens * hidden_size * execution.element_bytes
     return Part(operations, (Exchange(Group.TENSOR, ranks, 1, Passes(moved, moved)),))

@@ -36,19 +36,19 @@ def experts(model: Model, execution: Execution) -> Part:
     The router's weight gradient comes with its input's gradient, because the router is not one of
     the layers' linear modules that defer it.
     """
-    hidden, tokens = model.hidden_size, execution.split_tokens
+    hidden_size, tokens = model.hidden_size, execution.split_tokens
     modules = ["moe"]
     operations = [
-        *norm_and_residual(hidden, execution, is_alone=True),
+        *norm_and_residual(hidden_size, execution, is_alone=True),
         *linear(
             "router",
             tokens,
-            hidden,
+            hidden_size,
             model.num_experts,
             execution,
             modules=modules,
             engine=Engine.MATRIX,
-            is_whole=True,
+            is_unsplit=True,
         ),
         elementwise(
             "routing",
@@ -68,13 +68,13 @@ def experts(model: Model, execution: Execution) -> Part:
         operations += linear(
             "gate",
             tokens,
-            hidden,
+            hidden_size,
             1,
             execution,
             engine=Engine.MATRIX,
-            is_whole=True,
+            is_unsplit=True,
         )
-    return tensor_parallel_part(operations, 2 * hidden, execution, exchanges, modules=modules)
+    return tensor_parallel_part(operations, 2 * hidden_size, execution, exchanges, modules=modules)
 
 
 def _products(
@@ -82,13 +82,15 @@ def _products(
 ) -> list[Operation]:
     """Return the operations of an MLP of ``width`` that is partitioned over tensor-parallel
     ranks."""
-    tokens, own = execution.tokens, width / execution.tensor_parallel
+    tokens, local = execution.tokens, width / execution.tensor_parallel
     gates = 2 if model.gated_linear_unit else 1
-    hidden = model.hidden_size
+    hidden_size = model.hidden_size
     return [
-        *linear("fc1", tokens, hidden, gates * own, execution, modules=modules, is_column=True),
-        _activation(model, execution, tokens * own, modules),
-        *linear("fc2", tokens, own, hidden, execution, modules=modules, is_row=True),
+        *linear(
+            "fc1", tokens, hidden_size, gates * local, execution, modules=modules, is_column=True
+        ),
+        _activation(model, execution, tokens * local, modules),
+        *linear("fc2", tokens, local, hidden_size, execution, modules=modules, is_row=True),
     ]
 
 
@@ -104,12 +106,12 @@ def _activation(
 def _routed(model: Model, execution: Execution) -> list[Operation]:
     """Return the operations that sort tokens by experts, the experts' products, and the sorting
     back. Routing is assumed to be even."""
-    hidden, latent = model.hidden_size, model.moe_latent_size
-    inner = latent or hidden
+    hidden_size, latent = model.hidden_size, model.moe_latent_size
+    inner = latent or hidden_size
     tokens, routed = execution.split_tokens, model.moe_router_topk
     divides = execution.expert_tensor_parallel
     rows = tokens * routed * divides
-    own = model.moe_ffn_hidden_size / divides
+    local_width = model.moe_ffn_hidden_size / divides
     local = model.num_experts / execution.expert_parallel
     gates = 2 if model.gated_linear_unit else 1
     modules = ["moe"]
@@ -121,7 +123,10 @@ def _routed(model: Model, execution: Execution) -> list[Operation]:
     operations = [
         passing_over("sorting by experts", tokens * inner, (copies, copies), execution, modules)
     ]
-    for name, widths in (("latent down", (hidden, latent)), ("latent up", (latent, hidden))):
+    for name, widths in (
+        ("latent down", (hidden_size, latent)),
+        ("latent up", (latent, hidden_size)),
+    ):
         if latent:
             operations += linear(name, tokens, *widths, execution, modules=modules)
 
@@ -137,9 +142,9 @@ def _routed(model: Model, execution: Execution) -> list[Operation]:
             weights=local,
         )
 
-    operations += product("experts' fc1", inner, gates * own)
-    operations.append(_activation(model, execution, rows * own, [*modules, "moe_act"]))
-    operations += product("experts' fc2", own, inner)
+    operations += product("experts' fc1", inner, gates * local_width)
+    operations.append(_activation(model, execution, rows * local_width, [*modules, "moe_act"]))
+    operations += product("experts' fc2", local_width, inner)
     return operations
 
 

@@ -46,7 +46,7 @@ class Operation:
         moved: bytes to and from the GPU's memory.
         recomputed_flops: floating-point operations of F that its own backward pass recomputes.
         modules: names of ``--recompute-modules`` that make I recompute it.
-        is_whole: whether its backward pass cannot be split; W then runs with I.
+        is_unsplit: whether its backward pass cannot be split; W then runs with I.
         is_row: whether it is the row-parallel product of a tensor-parallel pair.
         squared: the share of its F and I that grows with the square of the sequence.
         product: the shape of a matrix product; None for other operations.
@@ -59,7 +59,7 @@ class Operation:
     moved: Passes = field(default_factory=Passes)
     recomputed_flops: float = 0.0
     modules: frozenset[str] = frozenset()
-    is_whole: bool = False
+    is_unsplit: bool = False
     is_row: bool = False
     squared: float = 0.0
     product: MatrixProduct | None = None
@@ -114,7 +114,7 @@ class Part:
     exchanges: tuple[Exchange, ...] = ()
 
     def with_whole_backward(self) -> Part:
-        return replace(self, operations=tuple(replace(o, is_whole=True) for o in self.operations))
+        return replace(self, operations=tuple(replace(o, is_unsplit=True) for o in self.operations))
 
 
 def linear(
@@ -129,7 +129,7 @@ def linear(
     weights: float = 1,
     is_column: bool = False,
     is_row: bool = False,
-    is_whole: bool = False,
+    is_unsplit: bool = False,
 ) -> list[Operation]:
     """Return the product of ``tokens`` rows with a matrix, and the casts for it.
 
@@ -154,7 +154,7 @@ def linear(
         ),
         modules=frozenset(modules),
         is_row=is_row,
-        is_whole=is_whole,
+        is_unsplit=is_unsplit,
         product=MatrixProduct(tokens, inner, outer, weights),
         operand_bytes=operand,
     )
@@ -234,7 +234,7 @@ def attention_operation(
 
 
 def norm_and_residual(
-    hidden: int, execution: Execution, *, is_alone: bool = False
+    hidden_size: int, execution: Execution, *, is_alone: bool = False
 ) -> list[Operation]:
     """Return the operations of the norm before attention or an MLP, and of the addition of the
     residual after it.
@@ -243,7 +243,7 @@ def norm_and_residual(
         is_alone: whether the norm is a separate module in Transformer Engine too, rather than fused
             into the matrix product after it.
     """
-    elements = execution.split_tokens * hidden
+    elements = execution.split_tokens * hidden_size
     modules = ["layernorm"] if is_alone or not execution.transformer_engine else []
     return [
         passing_over("norm", elements, (2, 3), execution, modules),
@@ -272,10 +272,10 @@ def tensor_parallel_part(
     if ranks == 1 or not exchanged:
         return Part(tuple(operations), tuple(exchanges))
     if execution.userbuffers:
-        whole = {Engine.LINEAR}
+        unsplit = {Engine.LINEAR}
         columns = "column" in execution.userbuffers
         kept = [
-            replace(o, is_whole=o.is_whole or (o.engine in whole and (columns or o.is_row)))
+            replace(o, is_unsplit=o.is_unsplit or (o.engine in unsplit and (columns or o.is_row)))
             for o in operations
         ]
         return Part(tuple(kept), tuple(exchanges))

@@ -36,7 +36,7 @@ def part_of(symbol: str, model: Model, execution: Execution) -> Part:
         return part.with_whole_backward()
     if symbol == "E" and "moe_router" in execution.captured:  # and the shared expert with it
         kept = [
-            replace(o, is_whole=o.is_whole or "shared_experts" in o.modules)
+            replace(o, is_unsplit=o.is_unsplit or "shared_experts" in o.modules)
             for o in part.operations
         ]
         return replace(part, operations=tuple(kept))

@@ -24,7 +24,7 @@ def temporary_bytes(
         loss_share: share of the vocabulary's logits that the rank has; None: all of them on the
             stage with the output layer, and none elsewhere.
     """
-    share = float(stage.head) if loss_share is None else loss_share
+    share = float(stage.output_layer) if loss_share is None else loss_share
     layers = {*stage.layers, *([model.mtp_layer] if stage.depths else [])}
     largest = max((_of_layer(layer, model, execution) for layer in layers), default=0.0)
     return max(largest, share * _of_loss(model, execution))
@@ -37,9 +37,9 @@ def _of_layer(layer: str, model: Model, execution: Execution) -> float:
     Around each part there are the gradient of its output, the whole gradient of its input and, with
     sequence parallelism, the gathered input that its weight gradient needs.
     """
-    whole = execution.tokens * model.hidden_size
-    gathered = whole if execution.sequence_parallel and execution.tensor_parallel > 1 else 0
-    around = execution.split_tokens * model.hidden_size + whole + gathered
+    entering = execution.tokens * model.hidden_size
+    gathered = entering if execution.sequence_parallel and execution.tensor_parallel > 1 else 0
+    around = execution.split_tokens * model.hidden_size + entering + gathered
     inside = max((_inside(part, model, execution) for part in layer), default=0.0)
     return inside + around * execution.element_bytes + _recomputed(layer, model, execution)
 
@@ -102,13 +102,13 @@ def _recomputed(layer: str, model: Model, execution: Execution) -> float:
     without = replace(execution, recompute=False, recompute_modules=frozenset())
     if without == execution:
         return 0.0
-    stored, whole = (
+    stored, needed = (
         sum(kept for _, kept, _ in held_by_component(model, stage, run))
         for run in (execution, without)
     )
     is_uniform = execution.recompute and execution.recompute_method == "uniform"
     at_once = max(execution.recompute_num_layers, 1) if is_uniform else 1
-    return max(at_once * whole - stored, 0.0)
+    return max(at_once * needed - stored, 0.0)
 
 
 def _of_loss(model: Model, execution: Execution) -> float:

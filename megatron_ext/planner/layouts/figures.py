@@ -101,7 +101,7 @@ class StageFigures:
     def tower_seconds(self) -> float:
         """Seconds of a microbatch in the encoder on the first stage; 0 without one."""
         layers = self.work.model.layers
-        stages = Stage(layers[:1], embedding=True), Stage(layers[:1], head=True)
+        stages = Stage(layers[:1], embedding=True), Stage(layers[:1], output_layer=True)
         tower = self.work.costs_of(stages, line(2)).tower
         return 0.0 if tower is None else sum(tower.seconds)
 
@@ -121,7 +121,7 @@ class StageFigures:
             model.layers[start:end],
             embedding=bool(is_first),
             depths=model.mtp_num_layers if is_last else 0,
-            head=bool(is_last),
+            output_layer=bool(is_last),
             ends_layers=has_all and not is_last,
         )
         if stage not in self._row_of:
@@ -162,7 +162,7 @@ def figures_of_stage(costs: Costs, number: int, stage: Stage) -> Floats:
     if stage.embedding and costs.tower is not None:
         figures[[Figure.FORWARD, Figure.INPUT, Figure.WEIGHT]] += costs.tower.seconds
         figures[Figure.ACTIVATION] += costs.tower.activation
-    if stage.head:
+    if stage.output_layer:
         forward, input_gradient, weight_gradient = ends.head
         figures[Figure.FORWARD] += forward
         figures[Figure.INPUT] += input_gradient + weight_gradient

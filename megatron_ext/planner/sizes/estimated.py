@@ -140,7 +140,7 @@ class Estimator:
         """Return the bytes of temporary tensors on the fullest rank: the first one, which has the
         output layer only if it is alone."""
         job = self._of_types
-        stage = Stage(job.model.layers, head=sizes.pipeline == 1)
+        stage = Stage(job.model.layers, output_layer=sizes.pipeline == 1)
         return temporary_bytes(job.model_of(sizes), stage, job.execution_of(sizes, recompute))
 
     def _pieces(self, alone: Sizes, recompute: LayerRecompute) -> _Pieces:
@@ -150,7 +150,7 @@ class Estimator:
         stages = (
             Stage(model.layers[:1], embedding=True),
             *(Stage((layer,)) for layer in model.layers),
-            Stage(model.layers[-1:], depths=model.mtp_num_layers, head=True),
+            Stage(model.layers[-1:], depths=model.mtp_num_layers, output_layer=True),
         )
         costs = estimate(model, stages, execution, job.rates)
         made = np.stack([figures_of_stage(costs, *one) for one in enumerate(stages)])
@@ -186,7 +186,7 @@ class Estimator:
             return np.array(astuple(made))
 
         layer = self._shares @ np.stack([of(Stage((kind,))) for kind in model.layers])
-        last = Stage((), depths=model.mtp_num_layers, head=True)
+        last = Stage((), depths=model.mtp_num_layers, output_layer=True)
         return layer, of(Stage((), embedding=True)), of(last)
 
 

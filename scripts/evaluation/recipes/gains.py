@@ -176,7 +176,7 @@ def _frozen(work: Work) -> Work:
 
     def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
         costs = work.costs_of(stages, placement)
-        return without_frozen(costs, [0.0] * costs.stages, reached=1, head=False)
+        return without_frozen(costs, [0.0] * costs.stages, reached=1, output_layer=False)
 
     def bytes_of(
         stages: Sequence[Stage], placement: Placement, vocabulary: VocabularyParallel

@@ -632,7 +632,7 @@ def test_what_is_captured_has_whole_backwards() -> None:
         split = {
             operation.name
             for operation in part_of(symbol, model, run).operations
-            if operation.flops.weight_gradient and not operation.is_whole
+            if operation.flops.weight_gradient and not operation.is_unsplit
         }
         assert split == left
 

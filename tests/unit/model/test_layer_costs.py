@@ -23,8 +23,8 @@ from megatron_ext.cost_model.measured.file import as_data, load_measured
 from megatron_ext.cost_model.measured.layer_costs import (
     Basis,
     LayerCosts,
+    alike_remark,
     layer_costs,
-    not_told_apart,
 )
 from megatron_ext.cost_model.measured.least_squares import fit_scales
 from megatron_ext.cost_model.measured.scale import OUTPUT_LAYER, PASS, Links, Measured, Scale
@@ -196,7 +196,7 @@ def test_layers_in_the_same_mixture_everywhere_keep_the_estimates_proportions() 
         ratio = layers.measured[name][Kind.FORWARD] / layers.estimated[name][Kind.FORWARD]
         assert ratio == pytest.approx(1.3)
     assert layers.alike == ((DENSE, EXPERTS, PASS),)
-    assert not_told_apart(layers.alike[0]) == (
+    assert alike_remark(layers.alike[0]) == (
         "no stage tells a layer *-, a layer *E and the fixed cost of a pass apart: they keep "
         "the proportions of the estimate"
     )

@@ -10,7 +10,11 @@ from megatron_ext.cost_model.estimate import estimate
 from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.frozen import without_frozen
 from megatron_ext.cost_model.gpus import GPUS
-from megatron_ext.cost_model.messages.hidden import PairedLayer, hidden_by_pairs, paired_layers
+from megatron_ext.cost_model.messages.paired_layers import (
+    PairedLayer,
+    hidden_by_pairs,
+    paired_layers,
+)
 from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.schedule.action import Action, Kind
 
@@ -38,14 +42,14 @@ def model(layers: tuple[str, ...]) -> Model:
 
 def test_messages_hide_behind_what_the_other_pass_computes_and_no_more() -> None:
     layer = PairedLayer(3.0, 4.0, 2.0, forward_messages=10.0, input_gradient_messages=1.0)
-    assert layer.hidden_beside(layer, 1.0, with_weights=False) == 4.0 + 1.0
-    assert layer.hidden_beside(layer, 1.0, with_weights=True) == 6.0 + 1.0
-    assert layer.hidden_beside(layer, 0.25, with_weights=True) == 2.5 + 0.25
+    assert layer.saving_with(layer, 1.0, with_weights=False) == 4.0 + 1.0
+    assert layer.saving_with(layer, 1.0, with_weights=True) == 6.0 + 1.0
+    assert layer.saving_with(layer, 0.25, with_weights=True) == 2.5 + 0.25
 
 
 def test_a_pair_takes_no_less_than_its_messages() -> None:
     layer = PairedLayer(1.0, 1.0, 1.0, forward_messages=9.0, input_gradient_messages=9.0)
-    assert layer.hidden_beside(layer, 1.0, with_weights=True) == 3.0  # not 2 + 2
+    assert layer.saving_with(layer, 1.0, with_weights=True) == 3.0  # not 2 + 2
 
 
 def test_layers_of_f_run_beside_those_of_the_backward_pass_from_the_last_one() -> None:
@@ -55,9 +59,9 @@ def test_layers_of_f_run_beside_those_of_the_backward_pass_from_the_last_one() -
     hidden = hidden_by_pairs(of_model, stages, EXECUTION, RATES)[_I]
     (layer,) = paired_layers(of_model, Stage((moe,)), EXECUTION, RATES)
     (other,) = paired_layers(of_model, Stage((dense,)), EXECUTION, RATES)
-    two = layer.hidden_beside(layer, 0.5, with_weights=False)
-    forward = layer.hidden_beside(other, 0.5, with_weights=False)  # F has experts, I has none
-    back = other.hidden_beside(layer, 0.5, with_weights=False)
+    two = layer.saving_with(layer, 0.5, with_weights=False)
+    forward = layer.saving_with(other, 0.5, with_weights=False)  # F has experts, I has none
+    back = other.saving_with(layer, 0.5, with_weights=False)
     assert min(two, forward, back) > 0
     assert hidden[0][0] == pytest.approx(forward + back)  # dense beside experts, and back
     assert hidden[0][1] == pytest.approx(two)
@@ -75,7 +79,7 @@ def test_predicted_tokens_are_a_layer_more() -> None:
 
 
 def test_estimates_have_it_where_passes_run_in_pairs_only() -> None:
-    stages = [Stage(("*E",)), Stage(("*E",), depths=1, head=True)]
+    stages = [Stage(("*E",)), Stage(("*E",), depths=1, output_layer=True)]
     of_model = model(("*E", "*E"))
     costs = estimate(of_model, stages, EXECUTION, RATES)
     apart = estimate(of_model, stages, replace(EXECUTION, overlap=0.0), RATES)
@@ -83,5 +87,5 @@ def test_estimates_have_it_where_passes_run_in_pairs_only() -> None:
     assert costs.seconds == apart.seconds
     forward, back = Action(0, Kind.FORWARD, 1), Action(1, _B, 0)
     assert 0 < costs.overlap_saving(forward, back) == costs.overlap.hidden[_B][0][1]
-    frozen = without_frozen(costs, [0.0, 0.0], reached=1, head=False)
+    frozen = without_frozen(costs, [0.0, 0.0], reached=1, output_layer=False)
     assert frozen.overlap_saving(forward, back) == costs.overlap.hidden[_I][0][1]

@@ -68,7 +68,7 @@ def test_loss_of_plain_pytorch() -> None:
         live.most = 0
         loss.backward()
     assert stored == pytest.approx(4 * logits.numel(), rel=0.01)
-    estimated = temporary_bytes(MODEL, Stage((), head=True), PYTORCH)
+    estimated = temporary_bytes(MODEL, Stage((), output_layer=True), PYTORCH)
     assert live.most - stored == pytest.approx(estimated, rel=0.02)
 
 

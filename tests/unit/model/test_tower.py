@@ -100,7 +100,7 @@ def test_it_is_on_the_first_stage_alone() -> None:
 def test_a_trained_tower_in_front_of_a_frozen_model_keeps_its_backward_pass() -> None:
     model, run = with_tower(), GPT.execution()
     costs = estimate(model, stages_of(model, [4, 4]), run, H100)
-    frozen = without_frozen(costs, [0.0, 0.0], reached=1.0, head=False)
+    frozen = without_frozen(costs, [0.0, 0.0], reached=1.0, output_layer=False)
     tower = tower_costs(TOWER, run, H100)
     assert frozen.seconds[Kind.BACKWARD_WEIGHT][0] == pytest.approx(
         tower.seconds[2] + table_gradient(run), rel=1e-6

@@ -35,7 +35,7 @@ class PairedLayer:
     forward_messages: float
     input_gradient_messages: float
 
-    def hidden_beside(self, other: PairedLayer, share: float, *, with_weights: bool) -> float:
+    def saving_with(self, other: PairedLayer, share: float, *, with_weights: bool) -> float:
         """Return the seconds saved by running this layer's F side by side with the ``other``'s
         backward pass.
 
@@ -84,14 +84,14 @@ def hidden_by_pairs(
     layers = [paired_layers(model, stage, execution, rates) for stage in stages]
 
     @cache
-    def hidden(forward: int, backward: int, with_weights: bool) -> float:
+    def saving(forward: int, backward: int, with_weights: bool) -> float:
         # The longer stage's other layers run alone.
         side_by_side = zip(layers[forward], reversed(layers[backward]), strict=False)
-        return sum(f.hidden_beside(b, share, with_weights=with_weights) for f, b in side_by_side)
+        return sum(f.saving_with(b, share, with_weights=with_weights) for f, b in side_by_side)
 
     def table(with_weights: bool) -> SecondsByStages:
         numbers = range(len(stages))
-        return tuple(tuple(hidden(f, b, with_weights) for b in numbers) for f in numbers)
+        return tuple(tuple(saving(f, b, with_weights) for b in numbers) for f in numbers)
 
     return {
         Kind.BACKWARD_INPUT: table(with_weights=False),
