@@ -218,14 +218,14 @@ def _known_with_recompute(problem: Problem) -> list[Rows]:
 def _known(problem: Problem) -> list[Rows]:
     """Return the schedules that need no search. Some of them may exceed the memory limit."""
     rows = [_one_at_a_time(problem)]
-    for choice in on_placement(problem.placement):
-        if problem.slices.count > 1 and not choice.traits.takes_slices:
+    for resolved in on_placement(problem.placement):
+        if problem.slices.count > 1 and not resolved.traits.takes_slices:
             continue
-        if problem.costs.at_places and choice.traits.uses_costs:
+        if problem.costs.at_places and resolved.traits.uses_costs:
             continue  # they take longer than all else, and their costs are those of a mean one
         for variant in (problem, replace(problem, memory_limit=None)):
             try:
-                schedule = choice.build(variant)
+                schedule = resolved.build(variant)
             except ValueError:
                 continue  # it has no schedule for this problem
             if bitwise_order(schedule):
@@ -356,11 +356,11 @@ def _check_limit(name: str, problem: Problem) -> None:
         held, allowed = bytes_for(limit, problem.costs), float(limit.bytes)
         activation, rest = held[Held.ACTIVATION], held[Held.WEIGHT_INPUTS]
         least = max(
-            math.fsum(activation[stage] for stage in stages[: chunk + whole])
-            + (0.0 if whole else rest[last])
+            math.fsum(activation[stage] for stage in stages[: chunk + with_last])
+            + (0.0 if with_last else rest[last])
             for stages in placement.stages_of
             for chunk, last in enumerate(stages)
-            for whole in (0, 1)
+            for with_last in (0, 1)
         )
     if not fits(least, allowed):
         raise ValueError(

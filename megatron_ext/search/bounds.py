@@ -46,7 +46,7 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     input_gradient = costs.seconds[Kind.BACKWARD_INPUT]
     weight_gradient = costs.seconds[Kind.BACKWARD_WEIGHT]
     stages = range(placement.stages)
-    hop = [
+    p2p_seconds = [
         costs.p2p_seconds_behind(stage - 1)
         if placement.is_remote(stage, Neighbour.PREVIOUS)
         else 0.0
@@ -59,21 +59,21 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     ]
     last_weight = weight_gradient[0] - saving[0] if splits_backward else 0.0
 
-    way_out = sum(forward) + sum(hop)
-    bound = way_out + sum(backward) + sum(hop) + last_weight  # one microbatch
+    outward_trip = sum(forward) + sum(p2p_seconds)
+    bound = outward_trip + sum(backward) + sum(p2p_seconds) + last_weight  # one microbatch
     for rank, row in enumerate(placement.stages_of):
         first, last = row[0], row[-1]
-        arrival = sum(forward[:first]) + sum(hop[: first + 1])
-        way_back = sum(backward[last + 1 :]) + sum(hop[last + 1 :])
-        return_trip = sum(backward[:first]) + sum(hop[: first + 1]) + last_weight
+        arrival = sum(forward[:first]) + sum(p2p_seconds[: first + 1])
+        homeward_trip = sum(backward[last + 1 :]) + sum(p2p_seconds[last + 1 :])
+        return_trip = sum(backward[:first]) + sum(p2p_seconds[: first + 1]) + last_weight
         ahead = _most_work(forward, Held.ACTIVATION, rank, problem, memory)
         left = 0.0
         if splits_backward:
             left = _most_work(weight_gradient, Held.WEIGHT_INPUTS, rank, problem, memory)
         work = m * sum(forward[s] + input_gradient[s] + weight_gradient[s] - saving[s] for s in row)
-        idle_before = max(arrival, way_out + way_back - ahead)
+        idle_before = max(arrival, outward_trip + homeward_trip - ahead)
         if problem.options.steps_overlap:
-            idle_before, return_trip = max(0.0, way_out + way_back - ahead - arrival), 0.0
+            idle_before, return_trip = max(0.0, outward_trip + homeward_trip - ahead - arrival), 0.0
         bound = max(bound, idle_before + work + max(0.0, return_trip - left))
         first_pass = 0.0 if problem.options.steps_overlap else arrival
         bound = max(
@@ -164,10 +164,10 @@ def _there_and_back(stage: int, backward: Sequence[float], problem: Problem) -> 
     placement, costs = problem.placement, problem.costs
     after = range(stage + 1, placement.stages)
     remote = [s for s in after if placement.is_remote(s, Neighbour.PREVIOUS)]
-    hops = (
+    p2p_seconds = (
         sum(costs.p2p_seconds_behind(s - 1) for s in remote)
         if costs.links.p2p_seconds_by_stage
         else costs.links.p2p_seconds * len(remote)
     )
     forward = costs.seconds[Kind.FORWARD]
-    return sum(forward[stage:]) + sum(backward[stage:]) + 2 * hops
+    return sum(forward[stage:]) + sum(backward[stage:]) + 2 * p2p_seconds

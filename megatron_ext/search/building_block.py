@@ -196,7 +196,9 @@ def _operations(starts: StartByAction, placement: Placement) -> dict[tuple[int, 
     """Return the operation of each stage and kind, before any pass is moved."""
     microbatches = 1 + max(k for _, _, k in starts)
     pairs = {(stage, kind) for stage, kind, _ in starts}
-    ends: dict[tuple[int | None, Kind], list[int]] = {pair: [0] * microbatches for pair in pairs}
+    ends: dict[tuple[int | None, Kind], list[int]] = {
+        stage_kind: [0] * microbatches for stage_kind in pairs
+    }
     nothing = [0] * microbatches
 
     def needs(stage: int, kind: Kind) -> tuple[int | None, Kind]:

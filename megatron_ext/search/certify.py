@@ -1,8 +1,8 @@
 """Distance of a schedule from the best possible one: analytic bounds, then CP-SAT.
 
 The model is the simulator's, without the order of messages on a channel (which can only make the
-bound lower). Passes of a rank do not overlap, the needs of a pass have ended a hop earlier, and a
-rank holds no more than the limit between F and W. Microbatch order costs nothing (`bounds`).
+bound lower). Passes of a rank do not overlap, the needs of a pass have ended a message earlier, and
+a rank holds no more than the limit between F and W. Microbatch order costs nothing (`bounds`).
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def _search(program: Program, makespan: float, seconds: float) -> float:
             model.add_hint(starts[action], _ticks(event.start, tick))
         model.add_no_overlap(intervals)
     for action in starts:
-        for needed_action, hop in _producers(action, program, starts):
-            model.add(starts[action] >= ends[needed_action] + _ticks(hop, tick))
+        for needed_action, p2p_seconds in _producers(action, program, starts):
+            model.add(starts[action] >= ends[needed_action] + _ticks(p2p_seconds, tick))
         following = action._replace(microbatch=action.microbatch + 1)
         if following in starts:
             model.add(starts[following] >= ends[action])
@@ -144,7 +144,7 @@ def _producers(
     two."""
     placement, costs = program.schedule.placement, program.problem.costs
     for _, choices in needed(action, placement):
-        yield from ((choice, 0.0) for choice in choices if choice in passes)
+        yield from ((needed_action, 0.0) for needed_action in choices if needed_action in passes)
     for sender, send in senders(action, placement):
         if sender in passes:
             yield sender, costs.of(send)

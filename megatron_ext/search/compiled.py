@@ -21,7 +21,7 @@ from megatron_ext.search import disk_cache
 from megatron_ext.search.job_shop import JobShop, Precedences, Starts
 from megatron_ext.search.pack import MAX_GAPS, Pack, Packed
 
-Whole = npt.NDArray[np.int64]
+Int64s = npt.NDArray[np.int64]
 
 _BITS = 16  # lowest bits of a heap's entry: the operation; those above are its start in the plan
 _MASK = (1 << _BITS) - 1
@@ -48,7 +48,7 @@ def compiled_packer(shop: JobShop) -> Pack:
     return pack
 
 
-def _tables(shop: JobShop) -> tuple[Whole, ...]:
+def _tables(shop: JobShop) -> tuple[Int64s, ...]:
     assert shop.operation_count <= _MASK
     rank_of = np.repeat(np.arange(shop.placement.ranks), shop.operations_per_rank)
     # Columns that repeat are stored once: tables of a long step would not fit into a CPU's caches.
@@ -58,7 +58,7 @@ def _tables(shop: JobShop) -> tuple[Whole, ...]:
         *(rank_of, shop.microbatch_memory, shop.release_times, shop.tails, shop.operation_order),
         *(shop.is_forward, shop.opposite_columns, place, shop.held_after[:, shop.slices]),
     )
-    figures = (shop.pass_durations, shop.pass_memory_deltas, shop.pass_hops)
+    figures = (shop.pass_durations, shop.pass_memory_deltas, shop.pass_p2p_ticks)
     return (
         *(np.array(column, np.int64) for column in columns),
         *(np.ascontiguousarray(table[:, :width], np.int64) for table in figures),
@@ -73,16 +73,18 @@ _SIGNATURE = (_TABLE, _TABLE, *(_LIST,) * 9, *(_TABLE,) * 8, *(numba.int64,) * 3
 
 
 @functools.lru_cache(maxsize=8)  # a search makes many job shops that differ in other figures
-def _precedences(predecessors: Precedences, successors: Precedences) -> tuple[Whole, Whole, Whole]:
+def _precedences(
+    predecessors: Precedences, successors: Precedences
+) -> tuple[Int64s, Int64s, Int64s]:
     """Return tables with a row for each operation: its predecessors, the ticks of the messages from
     them, and its successors. Rows are padded with `_NONE`."""
     earlier, later = (
         _padded([[op for op, _ in row] for row in rows]) for rows in (predecessors, successors)
     )
-    return earlier, _padded([[hop for _, hop in row] for row in predecessors]), later
+    return earlier, _padded([[ticks for _, ticks in row] for row in predecessors]), later
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> Whole:
+def _padded(rows: Sequence[Sequence[int]]) -> Int64s:
     table = np.full((len(rows), max(map(len, rows)) + 1), _NONE, dtype=np.int64)
     for row, figures in zip(table, rows, strict=True):
         row[: len(figures)] = figures
@@ -90,25 +92,25 @@ def _padded(rows: Sequence[Sequence[int]]) -> Whole:
 
 
 def _pack(
-    plan: Whole,
-    starts: Whole,
-    rank_of: Whole,
-    microbatch_memory: Whole,
-    release_times: Whole,
-    tails: Whole,
-    order: Whole,
-    is_forward: Whole,
-    opposite: Whole,
-    place: Whole,
-    microbatch_delta: Whole,
-    durations: Whole,
-    deltas: Whole,
-    pass_hops: Whole,
-    held_after: Whole,
-    next_acquiring: Whole,
-    predecessors: Whole,
-    hops: Whole,
-    successors: Whole,
+    plan: Int64s,
+    starts: Int64s,
+    rank_of: Int64s,
+    microbatch_memory: Int64s,
+    release_times: Int64s,
+    tails: Int64s,
+    order: Int64s,
+    is_forward: Int64s,
+    opposite: Int64s,
+    place: Int64s,
+    microbatch_delta: Int64s,
+    durations: Int64s,
+    deltas: Int64s,
+    pass_p2p_ticks: Int64s,
+    held_after: Int64s,
+    next_acquiring: Int64s,
+    predecessors: Int64s,
+    p2p_ticks: Int64s,
+    successors: Int64s,
     slices: int,
     limit: int,
     max_gaps: int,
@@ -171,9 +173,9 @@ def _pack(
             op_end[op],
             starts,
             durations,
-            pass_hops,
+            pass_p2p_ticks,
             predecessors,
-            hops,
+            p2p_ticks,
             is_forward,
             opposite,
             place,
@@ -201,9 +203,9 @@ def _may_acquire(
     delta: int,
     begin: int,
     size: int,
-    microbatch_delta: Whole,
-    held: Whole,
-    count: Whole,
+    microbatch_delta: Int64s,
+    held: Int64s,
+    count: Int64s,
     slices: int,
     allowed: int,
 ) -> bool:
@@ -213,11 +215,11 @@ def _may_acquire(
     for other in range(begin, begin + size):
         if microbatch_delta[other] > 0:
             first = min(first, count[other])
-    whole = first // slices + 1  # microbatches
-    first = whole * slices
+    microbatches = first // slices + 1
+    first = microbatches * slices
     for other in range(begin, begin + size):
         if count[other] > first:
-            behind += held[other] - whole * microbatch_delta[other]
+            behind += held[other] - microbatches * microbatch_delta[other]
     count[op] -= 1
     held[op] -= delta
     return behind <= allowed
@@ -227,12 +229,12 @@ def _may_acquire(
 def _can_end(
     op: int,
     begin: int,
-    deltas: Whole,
-    held_after: Whole,
-    next_acquiring: Whole,
-    count: Whole,
+    deltas: Int64s,
+    held_after: Int64s,
+    next_acquiring: Int64s,
+    count: Int64s,
     limit: int,
-    order: Whole,
+    order: Int64s,
 ) -> bool:
     count[op] += 1
     oldest, newest = _UNBOUNDED, 0
@@ -259,7 +261,7 @@ def _can_end(
 
 
 @njit
-def _column(k: int, op: int, other: int, is_forward: Whole, opposite: Whole) -> int:
+def _column(k: int, op: int, other: int, is_forward: Int64s, opposite: Int64s) -> int:
     """Return the column of operation ``other`` with the slice that column ``k`` of ``op`` has."""
     return opposite[k] if is_forward[op] != is_forward[other] else k
 
@@ -269,37 +271,37 @@ def _earliest(
     op: int,
     k: int,
     earliest: int,
-    starts: Whole,
-    durations: Whole,
-    pass_hops: Whole,
-    predecessors: Whole,
-    hops: Whole,
-    is_forward: Whole,
-    opposite: Whole,
-    place: Whole,
+    starts: Int64s,
+    durations: Int64s,
+    pass_p2p_ticks: Int64s,
+    predecessors: Int64s,
+    p2p_ticks: Int64s,
+    is_forward: Int64s,
+    opposite: Int64s,
+    place: Int64s,
 ) -> int:
     """Return the earliest tick at which the next pass of ``op`` has all its inputs."""
     at = 0
     while predecessors[op, at] != _NONE:
         other = predecessors[op, at]
         n = _column(k, op, other, is_forward, opposite)
-        hop = pass_hops[op, place[k]] if hops[op, at] else 0
-        earliest = max(earliest, starts[other, n] + durations[other, place[n]] + hop)
+        message = pass_p2p_ticks[op, place[k]] if p2p_ticks[op, at] else 0
+        earliest = max(earliest, starts[other, n] + durations[other, place[n]] + message)
         at += 1
     return earliest
 
 
 @njit
 def _push_ready(
-    heap: Whole,
+    heap: Int64s,
     entries: int,
     op: int,
-    plan: Whole,
-    count: Whole,
-    predecessors: Whole,
-    successors: Whole,
-    is_forward: Whole,
-    opposite: Whole,
+    plan: Int64s,
+    count: Int64s,
+    predecessors: Int64s,
+    successors: Int64s,
+    is_forward: Int64s,
+    opposite: Int64s,
 ) -> int:
     """Push the passes that can be placed now that a pass of ``op`` has been. Return the number of
     entries then."""
@@ -317,7 +319,7 @@ def _push_ready(
 
 @njit
 def _is_ready(
-    op: int, k: int, count: Whole, predecessors: Whole, is_forward: Whole, opposite: Whole
+    op: int, k: int, count: Int64s, predecessors: Int64s, is_forward: Int64s, opposite: Int64s
 ) -> bool:
     place = 0
     while predecessors[op, place] != _NONE:
@@ -335,10 +337,10 @@ def _put(
     duration: int,
     delta: int,
     limit: int,
-    held: Whole,
-    end: Whole,
-    gaps: Whole,
-    gap_count: Whole,
+    held: Int64s,
+    end: Int64s,
+    gaps: Int64s,
+    gap_count: Int64s,
 ) -> int:
     predecessors, behind, count = held[rank], end[rank], gap_count[rank]
     held[rank] = predecessors + delta
@@ -361,7 +363,9 @@ def _put(
 
 
 @njit
-def _gap_for(rank: int, gaps: Whole, count: int, earliest: int, duration: int, allowed: int) -> int:
+def _gap_for(
+    rank: int, gaps: Int64s, count: int, earliest: int, duration: int, allowed: int
+) -> int:
     """Return the first gap in which a pass fits; -1 if there is none."""
     for index in range(count):
         end = max(gaps[rank, index, _OPENS], earliest) + duration
@@ -372,7 +376,7 @@ def _gap_for(rank: int, gaps: Whole, count: int, earliest: int, duration: int, a
 
 @njit
 def _fill_gap(
-    rank: int, gaps: Whole, count: int, index: int, start: int, end: int, delta: int
+    rank: int, gaps: Int64s, count: int, index: int, start: int, end: int, delta: int
 ) -> int:
     """Fill part of a gap. Return the number of gaps then."""
     closes, most = gaps[rank, index, _CLOSES], gaps[rank, index, _PEAK]
@@ -396,7 +400,7 @@ def _fill_gap(
 
 @njit
 def _insert(
-    rank: int, gaps: Whole, count: int, index: int, opens: int, closes: int, most: int
+    rank: int, gaps: Int64s, count: int, index: int, opens: int, closes: int, most: int
 ) -> int:
     """Insert a gap; if there are too many, the first is dropped. Return the number of gaps then."""
     if count == gaps.shape[1] - 1:
@@ -411,7 +415,7 @@ def _insert(
 
 
 @njit
-def _move(rank: int, gaps: Whole, first: int, last: int, by: int) -> None:
+def _move(rank: int, gaps: Int64s, first: int, last: int, by: int) -> None:
     """Move the gaps from ``first`` to before ``last`` by one place."""
     for step in range(last - first):
         index = first + step if by < 0 else last - 1 - step
@@ -420,13 +424,13 @@ def _move(rank: int, gaps: Whole, first: int, last: int, by: int) -> None:
 
 
 @njit
-def _push(heap: Whole, entries: int, entry: int) -> int:
+def _push(heap: Int64s, entries: int, entry: int) -> int:
     """Add an entry. Return the number of entries then."""
     return _push_from(heap, entries, entry, entries + 1)
 
 
 @njit
-def _push_from(heap: Whole, place: int, entry: int, entries: int) -> int:
+def _push_from(heap: Int64s, place: int, entry: int, entries: int) -> int:
     while place:
         above = (place - 1) >> 1
         if heap[above] <= entry:
@@ -438,7 +442,7 @@ def _push_from(heap: Whole, place: int, entry: int, entries: int) -> int:
 
 
 @njit
-def _pop(heap: Whole, entries: int) -> int:
+def _pop(heap: Int64s, entries: int) -> int:
     """Remove the first entry. Return the number of entries then."""
     entries -= 1
     place, below = 0, 2

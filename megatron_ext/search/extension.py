@@ -130,11 +130,11 @@ def _lengthened(known: Starts, more: int, group: int) -> tuple[Starts, Starts]:
     )
 
 
-def _steady(known: Starts, apart: int, width: int) -> tuple[int, int]:
-    """Return the first of ``width`` consecutive columns that are most like the columns ``apart``
+def _steady(known: Starts, shift: int, width: int) -> tuple[int, int]:
+    """Return the first of ``width`` consecutive columns that are most like the columns ``shift``
     behind them, and how much later the latter start. Columns in the middle half of the step are
     preferred if it is long enough."""
-    later = known[:, apart:] - known[:, :-apart]
+    later = known[:, shift:] - known[:, :-shift]
     windows = np.lib.stride_tricks.sliding_window_view(later, width, axis=1)
     quarter = windows.shape[1] // 4
     middle = windows[:, quarter : windows.shape[1] - quarter].swapaxes(0, 1)

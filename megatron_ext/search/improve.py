@@ -168,9 +168,9 @@ def _first_starts(shop: JobShop, weight: int) -> list[int]:
     planned = (op for op in range(shop.operation_count) if operations[op][1] is not R)
     for op in sorted(planned, key=lambda op: _dependency_order(*operations[op])):
         stage, kind = operations[op]
-        for other, hop in shop.predecessors[op]:
+        for other, p2p_ticks in shop.predecessors[op]:
             maker = shop.predecessors[other][0][0] if operations[other][1] is R else other
-            after = durations[maker] + hop
+            after = durations[maker] + p2p_ticks
             if operations[maker][1] is not F:
                 after = after * weight // 100
             starts[op] = max(starts[op], starts[maker] + after)
@@ -259,7 +259,7 @@ class RandomIntegers:
     def below(self, number: int) -> int:
         return int(self.source.random_raw()) % number
 
-    def choice[T](self, among: Sequence[T]) -> T:
+    def pick[T](self, among: Sequence[T]) -> T:
         return among[self.below(len(among))]
 
     def around(self, far: int) -> int:
@@ -277,25 +277,25 @@ def shifted(packed: Packed, shop: JobShop, rng: RandomIntegers) -> Starts:
     a few operations, or in one operation of every rank."""
     makespan, plan = packed.makespan, packed.starts.copy()
     operations, m = plan.shape
-    far = max(shop.work * rng.choice((1, 2, 4, 8)) // 10, 1)
+    far = max(shop.work * rng.pick((1, 2, 4, 8)) // 10, 1)
     draw = rng.below(100)
     if draw < 35:
         opens = rng.around(makespan * 11 // 20) + makespan * 9 // 20  # from -0.1 to 1 makespan
-        closes = opens + makespan * rng.choice((1, 2, 4)) // 10
+        closes = opens + makespan * rng.pick((1, 2, 4)) // 10
         inside = (opens < plan) & (plan < closes)
         if rng.below(2):  # on a few neighbouring ranks only
             ranks, size = shop.placement.ranks, shop.operations_per_rank
-            lowest, number = rng.below(ranks), max(ranks // rng.choice((2, 4, 8)), 1)
+            lowest, number = rng.below(ranks), max(ranks // rng.pick((2, 4, 8)), 1)
             inside[: lowest * size] = False
             inside[(lowest + number) * size :] = False
         plan[inside] += rng.many_around(far, int(np.count_nonzero(inside)))
     elif draw < 80:
         moved: list[int] | slice
         if draw < 60:
-            moved = [rng.below(operations) for _ in range(rng.choice((1, 2, 4)))]
+            moved = [rng.below(operations) for _ in range(rng.pick((1, 2, 4)))]
         else:
             moved = slice(rng.below(shop.operations_per_rank), operations, shop.operations_per_rank)
-        first, length = rng.below(m), rng.choice((1, 2, 4, 8, m))
+        first, length = rng.below(m), rng.pick((1, 2, 4, 8, m))
         plan[moved, first : first + length] += rng.around(2 * far)
     else:
         plan[:, rng.below(m)] += rng.around(2 * far)

@@ -82,13 +82,13 @@ class PassDifferences:
         slices: number of slices of a microbatch; 1: microbatches are whole, and differ.
         durations: ticks, by operation and pass, in the order in which the operation runs them.
         memory_deltas: `JobShop.memory_deltas`, by the same.
-        hops: ticks of the messages from other ranks that passes wait for, by the same.
+        p2p_ticks: ticks of the messages from other ranks that passes wait for, by the same.
     """
 
     slices: int
     durations: Starts
     memory_deltas: Starts
-    hops: Starts
+    p2p_ticks: Starts
 
     @property
     def column_period(self) -> int:
@@ -101,9 +101,9 @@ class PassDifferences:
         Args:
             receivers: for each operation, the operation that its messages go to.
         """
-        hops = self.hops[list(receivers), ::-1]
+        p2p_ticks = self.p2p_ticks[list(receivers), ::-1]
         return PassDifferences(
-            self.slices, self.durations[:, ::-1], -self.memory_deltas[:, ::-1], hops
+            self.slices, self.durations[:, ::-1], -self.memory_deltas[:, ::-1], p2p_ticks
         )
 
 
@@ -204,15 +204,17 @@ class JobShop:
         return deltas if self.recompute_deltas is None else deltas + self.recompute_deltas
 
     @cached_property
-    def hops(self) -> tuple[int, ...]:
+    def p2p_ticks(self) -> tuple[int, ...]:
         """By operation, ticks of the message from another rank that a pass waits for; the mean if
         they differ. No pass waits for two messages."""
-        return tuple(max((hop for _, hop in row), default=0) for row in self.predecessors)
+        return tuple(max((ticks for _, ticks in row), default=0) for row in self.predecessors)
 
     @cached_property
-    def pass_hops(self) -> Starts:
+    def pass_p2p_ticks(self) -> Starts:
         """Ticks of the message that each pass waits for. Shape (operations, columns)."""
-        return self._by_pass(self.hops, None if self.differences is None else self.differences.hops)
+        return self._by_pass(
+            self.p2p_ticks, None if self.differences is None else self.differences.p2p_ticks
+        )
 
     def _by_pass(self, by_operation: tuple[int, ...], differing: Starts | None) -> Starts:
         """Return a figure for each pass. Shape (operations, columns)."""
@@ -294,15 +296,15 @@ class JobShop:
         self, precedences: Precedences, receiver: Callable[[int, int], int]
     ) -> ColumnPrecedences:
         none, same = [0] * self.columns, list(range(self.columns))
-        hops, is_forward = self.pass_hops.tolist(), self.is_forward
+        p2p_ticks, is_forward = self.pass_p2p_ticks.tolist(), self.is_forward
         return [
             [
                 (
                     other,
-                    hops[receiver(op, other)] if hop else none,
+                    p2p_ticks[receiver(op, other)] if ticks else none,
                     same if is_forward[op] == is_forward[other] else self.opposite_columns,
                 )
-                for other, hop in row
+                for other, ticks in row
             ]
             for op, row in enumerate(precedences)
         ]
@@ -310,7 +312,8 @@ class JobShop:
     def mirrored(self) -> JobShop:
         """Return the same packing problem with time running backwards."""
         receivers = [
-            next((other for other, hop in row if hop), op) for op, row in enumerate(self.successors)
+            next((other for other, ticks in row if ticks), op)
+            for op, row in enumerate(self.successors)
         ]
         return JobShop(
             self.placement,
@@ -357,8 +360,8 @@ def _successors(predecessors: Precedences) -> Precedences:
     """Return `JobShop.successors`."""
     rows: list[list[tuple[int, int]]] = [[] for _ in predecessors]
     for op, waits_for in enumerate(predecessors):
-        for other, hop in waits_for:
-            rows[other].append((op, hop))
+        for other, ticks in waits_for:
+            rows[other].append((op, ticks))
     return tuple(map(tuple, rows))
 
 
@@ -402,8 +405,8 @@ def job_shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = Non
         fmean(row) for row, (_, kind) in zip(seconds, operations, strict=True) if kind is not R
     )
     work /= placement.ranks
-    hops = _hops(problem)
-    means = {link: fmean(row) for link, row in hops.items()}
+    p2p_seconds = _p2p_seconds(problem)
+    means = {link: fmean(row) for link, row in p2p_seconds.items()}
     unit = common_tick([*chain(*seconds), *(means.values() or [costs.links.p2p_seconds])], work)
     tick = unit / math.ceil(_MIN_TICKS * unit / work)
     longest = max(means.values(), default=0.0)
@@ -430,7 +433,7 @@ def job_shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = Non
         tick,
         tuple(round(fmean(row)) for row in durations),
         _predecessors(
-            placement, {link: round(hop / tick) for link, hop in means.items()}, operations
+            placement, {link: round(mean / tick) for link, mean in means.items()}, operations
         ),
         tuple(
             _memory_delta(kind, activation[stage] // slices, rest[stage] // slices)
@@ -441,13 +444,15 @@ def job_shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = Non
         release_times=(0,) * placement.ranks,
         tails=_tails(problem, tick),
         recompute_deltas=recompute_deltas,
-        differences=_pass_differences(problem, operations, tick, durations, hops, activation, rest)
+        differences=_pass_differences(
+            problem, operations, tick, durations, p2p_seconds, activation, rest
+        )
         if len(parts) > 1
         else None,
     )
 
 
-def _hops(problem: Problem) -> dict[int, list[float]]:
+def _p2p_seconds(problem: Problem) -> dict[int, list[float]]:
     """Return, for each link between two ranks, the seconds of the message of each of
     `Problem.examples`. The key is the stage before the link."""
     placement, costs, parts = problem.placement, problem.costs, problem.examples
@@ -470,7 +475,7 @@ def _pass_differences(
     operations: Sequence[tuple[int, Kind]],
     tick: float,
     durations: Sequence[Sequence[int]],
-    seconds_of_hops: Mapping[int, Sequence[float]],
+    p2p_seconds: Mapping[int, Sequence[float]],
     activation: Sequence[int],
     rest: Sequence[int],
 ) -> PassDifferences:
@@ -485,14 +490,14 @@ def _pass_differences(
         for stage, kind in operations
     ]
     none = [0.0] * len(parts)
-    hops = [
+    p2p_ticks = [
         [
-            round(hop / tick)
-            for hop in _in_order(kind, seconds_of_hops.get(stage - (kind is F), none), problem)
+            round(seconds / tick)
+            for seconds in _in_order(kind, p2p_seconds.get(stage - (kind is F), none), problem)
         ]
         for stage, kind in operations
     ]
-    tables = (np.array(table, np.int64) for table in (durations, deltas, hops))
+    tables = (np.array(table, np.int64) for table in (durations, deltas, p2p_ticks))
     return PassDifferences(problem.slices.count, *tables)
 
 
@@ -501,10 +506,10 @@ _RECOMPUTE_SIGN = {F: -1, R: 1}
 
 
 def _predecessors(
-    placement: Placement, hops: Mapping[int, int], operations: Sequence[tuple[int, Kind]]
+    placement: Placement, p2p_ticks: Mapping[int, int], operations: Sequence[tuple[int, Kind]]
 ) -> Precedences:
-    """Return `JobShop.predecessors`. The key of ``hops`` is the stage before each link between two
-    ranks."""
+    """Return `JobShop.predecessors`. The key of ``p2p_ticks`` is the stage before each link between
+    two ranks."""
     op_of = {key: op for op, key in enumerate(operations)}
 
     def on(stage: int, *kinds: Kind) -> tuple[tuple[int, int], ...]:
@@ -520,8 +525,8 @@ def _predecessors(
         other = placement.neighbour(stage, which)
         if other is None:
             return () if kind is F else on(stage, R, F)
-        hop = hops[min(stage, other)] if placement.is_remote(stage, which) else 0
-        there = (op_of[other, kind], hop)
+        ticks = p2p_ticks[min(stage, other)] if placement.is_remote(stage, which) else 0
+        there = (op_of[other, kind], ticks)
         return (there, *on(stage, R)) if kind is I and (stage, R) in op_of else (there,)
 
     return tuple(waits_for(stage, kind) for stage, kind in operations)
@@ -594,8 +599,8 @@ def _tails(problem: Problem, tick: float) -> tuple[int, ...]:
         return (0,) * placement.ranks
     begins = [0.0]
     for stage, forward in enumerate(costs.seconds[Kind.FORWARD][:-1]):
-        hop = costs.p2p_seconds_behind(stage) if placement.is_remote(stage, Neighbour.NEXT) else 0.0
-        begins.append(begins[-1] + forward + hop)
+        p2p = costs.p2p_seconds_behind(stage) if placement.is_remote(stage, Neighbour.NEXT) else 0.0
+        begins.append(begins[-1] + forward + p2p)
     first = [begins[stages[0]] for stages in placement.stages_of]
     return tuple(round((max(first) - begin) / tick) for begin in first)
 
@@ -685,12 +690,12 @@ def _timed(orders: Orders, shop: JobShop) -> Starts:
         while at[rank] < len(order):
             op, k = order[at[rank]]
             start = free[rank]
-            for other, hops, columns in predecessors[op]:
+            for other, p2p_ticks, columns in predecessors[op]:
                 begun = starts[other][columns[k]]
                 if begun == _NOT_YET:
                     start = _NOT_YET
                     break
-                start = max(start, begun + durations[other][columns[k]] + hops[k])
+                start = max(start, begun + durations[other][columns[k]] + p2p_ticks[k])
             if start == _NOT_YET:
                 break
             starts[op][k], free[rank] = start, start + durations[op][k]

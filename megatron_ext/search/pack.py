@@ -79,8 +79,8 @@ def pack(shop: JobShop, plan: Starts) -> Packed:
         following = count[op] = k + 1
         if following < m and not missing[op][following]:
             push(heap, (plan_starts[op][following], op))
-        for successor, hops, columns in successors[op]:
-            waits, n, there = missing[successor], columns[k], end + hops[k]
+        for successor, p2p_ticks, columns in successors[op]:
+            waits, n, there = missing[successor], columns[k], end + p2p_ticks[k]
             waits[n] -= 1
             if there > ready[successor][n]:
                 ready[successor][n] = there

@@ -46,7 +46,7 @@ F_OUTER, F_INNER, I_INNER, I_OUTER, W_INNER, W_OUTER = range(OPERATIONS)
 
 # The start of the first microbatch in ticks, by rank and operation.
 Pattern = tuple[tuple[int, ...], ...]
-Hops = tuple[int, int]  # ticks of a message of the outer chunk, and of the inner one
+MessageTicks = tuple[int, int]  # ticks of a message of the outer chunk, and of the inner one
 
 _Ints = NDArray[np.int32]
 _IMPOSSIBLE = -(1 << 20)  # periods: there is no such pattern
@@ -83,20 +83,24 @@ class RankWork:
 
 
 def patterns(
-    ranks: Sequence[RankWork], hops: Sequence[Hops], period: int, most: int, idle: Arrangements
+    ranks: Sequence[RankWork],
+    p2p_ticks: Sequence[MessageTicks],
+    period: int,
+    most: int,
+    idle: Arrangements,
 ) -> list[Pattern]:
     """Return at most ``most`` patterns that repeat every ``period`` ticks. Patterns in which a
     microbatch takes longest come first, as they use the memory best.
 
     Args:
         ranks: the ranks from the turn of the V to its open end.
-        hops: for each rank but the first, ticks of its messages to and from the previous rank, for
-            the outer chunk and for the inner chunk.
+        p2p_ticks: for each rank but the first, ticks of its messages to and from the previous rank,
+            for the outer chunk and for the inner chunk.
         idle: ways of spreading idle time that are tried.
     """
     if any(sum(rank.ticks) > period for rank in ranks):
         return []
-    program = _PatternProgram(tuple(ranks), hops, period, idle)
+    program = _PatternProgram(tuple(ranks), p2p_ticks, period, idle)
     chosen: dict[Pattern, None] = {}
     for end in program.ends():
         for variant in range(_VARIANTS):
@@ -110,10 +114,10 @@ _VARIANTS = 3  # patterns for each end, of possibly many that take equally long
 _PRIME = 7919  # for the choice of variants
 
 
-def exists(ranks: Sequence[RankWork], hops: Sequence[Hops], period: int) -> bool:
+def exists(ranks: Sequence[RankWork], p2p_ticks: Sequence[MessageTicks], period: int) -> bool:
     """Return whether there is any pattern of ``period`` ticks. If not, there is none of a shorter
     period."""
-    return bool(patterns(ranks, hops, period, 1, Arrangements.EACH))
+    return bool(patterns(ranks, p2p_ticks, period, 1, Arrangements.EACH))
 
 
 def arrangements_of(rank: RankWork, period: int) -> int:
@@ -155,8 +159,8 @@ def _arrangements(rank: RankWork, period: int, spread: Arrangements) -> _RankArr
     starts, least = starts[:, order], least[order]
     fits = least <= rank.limit + _TINY
     starts, least = starts[:, fits], least[fits]
-    way_back = (starts[I_OUTER] - starts[I_INNER]) % period
-    turn_trip = (starts[F_INNER] + way_back) % period
+    inner_to_outer = (starts[I_OUTER] - starts[I_INNER]) % period
+    turn_trip = (starts[F_INNER] + inner_to_outer) % period
     end_trip = (starts[I_INNER] - starts[F_INNER]) % period
     carry = (turn_trip + end_trip - starts[I_OUTER]) // period
     return _RankArrangements(starts, least, turn_trip, end_trip, carry)
@@ -214,7 +218,7 @@ def _least_held(rank: RankWork, starts: _Ints, period: int) -> NDArray[np.float6
 
 # The unused whole periods of the end trip, the next rank's arrangement, and the periods by which
 # the turn trip is longer than on that rank.
-_Choice = tuple[int, int, int]
+_Continuation = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -231,19 +235,19 @@ class _PatternProgram:
     def __init__(
         self,
         ranks: tuple[RankWork, ...],
-        hops: Sequence[Hops],
+        p2p_ticks: Sequence[MessageTicks],
         period: int,
         spread: Arrangements,
     ) -> None:
-        self.ranks, self.hops, self.period = ranks, hops, period
+        self.ranks, self.p2p_ticks, self.period = ranks, p2p_ticks, period
         arrangements_by_rank = {rank: _arrangements(rank, period, spread) for rank in set(ranks)}
         self.arrangements = [arrangements_by_rank[rank] for rank in ranks]
         # By rank, arrangement and periods of the turn trip: the most periods of the end trip.
         self.most: list[_Ints] = [self._first_rank()]
         self.transitions: list[dict[int, _Ints]] = [{}]
-        made: dict[tuple[RankWork, RankWork, Hops], dict[int, _Ints]] = {}
+        made: dict[tuple[RankWork, RankWork, MessageTicks], dict[int, _Ints]] = {}
         for rank, (inner, outer) in enumerate(itertools.pairwise(ranks), 1):
-            key = outer, inner, hops[rank - 1]
+            key = outer, inner, p2p_ticks[rank - 1]
             if key not in made:
                 circles = self.arrangements[rank], self.arrangements[rank - 1]
                 made[key] = _transitions_between(*circles, self._shortest_legs(rank), period)
@@ -301,7 +305,7 @@ class _PatternProgram:
         arrangement, turn_trip, end_trip = end.arrangement, end.periods, 0
         arrangements, legs = [arrangement], []
         for rank in range(len(self.ranks) - 1, 0, -1):
-            before, choices = self.most[rank - 1], list[_Choice]()
+            before, choices = self.most[rank - 1], list[_Continuation]()
             for more, transition in self.transitions[rank].items():
                 if 0 <= turn_trip - more < before.shape[1]:
                     spare = before[:, turn_trip - more] - transition[arrangement] - end_trip
@@ -314,11 +318,13 @@ class _PatternProgram:
             arrangements.append(arrangement)
         return self._unrolled(arrangements[::-1], legs[::-1])
 
-    def _legs(self, rank: int, pair: tuple[int, int], periods: tuple[int, int]) -> tuple[int, ...]:
+    def _legs(
+        self, rank: int, arrangements: tuple[int, int], periods: tuple[int, int]
+    ) -> tuple[int, ...]:
         """Return the ticks of the four legs between ``rank`` and the previous one if the turn trip
         gets longer, and the end trip shorter, by these ``periods``."""
         least = self._shortest_legs(rank)
-        outer, inner = (_one_of(self.arrangements[rank - n], pair[n]) for n in range(2))
+        outer, inner = (_one_of(self.arrangements[rank - n], arrangements[n]) for n in range(2))
         for legs in _rotations(outer, inner, least, self.period):
             turn_trip, end_trip = _trip_changes(outer, inner, legs, self.period)
             if (turn_trip.item(), end_trip.item()) == periods:
@@ -329,12 +335,12 @@ class _PatternProgram:
         """Return the least ticks of the four legs between ``rank`` and the previous one: F down, F
         up, I down, I up."""
         outer, inner = self.ranks[rank].ticks, self.ranks[rank - 1].ticks
-        hop_outer, hop_inner = self.hops[rank - 1]
+        outer_message, inner_message = self.p2p_ticks[rank - 1]
         return (
-            outer[F_OUTER] + hop_outer,
-            inner[F_INNER] + hop_inner,
-            outer[I_INNER] + hop_inner,
-            inner[I_OUTER] + hop_outer,
+            outer[F_OUTER] + outer_message,
+            inner[F_INNER] + inner_message,
+            outer[I_INNER] + inner_message,
+            inner[I_OUTER] + outer_message,
         )
 
     def _unrolled(self, arrangements: list[int], legs: list[tuple[int, ...]]) -> Pattern:
@@ -378,15 +384,15 @@ def _rotations(
     """Yield the ticks of the four legs, by both arrangements, for each rotation of the inner circle
     in which one leg is shortest."""
 
-    def apart(op: int) -> _Ints:
+    def lead(op: int) -> _Ints:
         return outer.starts[op][:, None] - inner.starts[op][None, :]
 
     operations = (F_OUTER, F_INNER, I_INNER, I_OUTER)
     to_inner = (1, -1, 1, -1)
     for op, leg, sign in zip(operations, least, to_inner, strict=True):
-        turn = apart(op) + sign * leg
+        turn = lead(op) + sign * leg
         yield tuple(  # type: ignore[misc]
-            leg + (sign * (turn - apart(op)) - leg) % period
+            leg + (sign * (turn - lead(op)) - leg) % period
             for op, leg, sign in zip(operations, least, to_inner, strict=True)
         )
 

@@ -173,8 +173,8 @@ class _Choices:
             changed_stages = [of_rank[chunk] for of_rank in self.placement.stages_of]
         else:
             first = rng.below(stages)
-            changed_stages = list(range(first, min(first + rng.choice((2, 4)), stages)))
-        k, count = rng.below(self.m), rng.choice((1, 1, 1, 2, 4))
+            changed_stages = list(range(first, min(first + rng.pick((2, 4)), stages)))
+        k, count = rng.below(self.m), rng.pick((1, 1, 1, 2, 4))
         changed = recomputed.copy()
         changed[changed_stages, k : k + count] = bool(rng.below(2))
         return changed

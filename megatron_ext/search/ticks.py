@@ -7,15 +7,15 @@ import math
 from collections.abc import Iterable
 from fractions import Fraction
 
-TICKS = 100_000  # ticks of `whole` if figures have no common unit
+TICKS = 100_000  # ticks of ``total`` if figures have no common unit
 
 
-def common_tick(figures: Iterable[float], whole: float) -> float:
-    """Return the largest unit of which all ``figures`` are multiples. Return ``whole`` / `TICKS` if
-    there is none, or if it is so small that ``whole`` has more than ten times as many ticks."""
+def common_tick(figures: Iterable[float], total: float) -> float:
+    """Return the largest unit of which all ``figures`` are multiples. Return ``total`` / `TICKS` if
+    there is none, or if it is so small that ``total`` has more than ten times as many ticks."""
     distinct = {figure for figure in figures if figure}
     fractions = [Fraction(figure).limit_denominator(1000) for figure in distinct]
-    smallest = whole / TICKS
+    smallest = total / TICKS
     if not all(fractions):
         return smallest
     denominator = math.lcm(*(fraction.denominator for fraction in fractions))

@@ -21,7 +21,7 @@ from megatron_ext.search.patterns import (
     W_INNER,
     W_OUTER,
     Arrangements,
-    Hops,
+    MessageTicks,
     RankWork,
     arrangements_of,
     exists,
@@ -39,14 +39,14 @@ def pattern_plans(shop: JobShop) -> list[Starts]:
     the limit, or if there is none, only little more. Return none if ``shop`` is no V."""
     if not is_v(shop.placement):
         return []
-    works, hops = _ranks_of(shop), _hops_of(shop)
+    works, p2p_ticks = _ranks_of(shop), _p2p_ticks_of(shop)
     # With slices, activations are held longer, until the later slices have turned back.
     works = [replace(w, limit=w.limit - (shop.slices - 1) * sum(w.activations)) for w in works]
     period = max(sum(rank.ticks) for rank in works)
     turns = period * shop.period_offsets
     for more in range(_MORE_CHUNKS + 1):
         ranks = [replace(rank, limit=rank.limit + more * max(rank.activations)) for rank in works]
-        repeated = patterns(ranks, hops, period, _PLANS, Arrangements.ONE_GAP)
+        repeated = patterns(ranks, p2p_ticks, period, _PLANS, Arrangements.ONE_GAP)
         if repeated:
             return [np.array(pattern).reshape(-1, 1) + turns for pattern in repeated]
     return []
@@ -66,10 +66,10 @@ def excluded_period(problem: Problem, seconds: float) -> float | None:
     if problem.memory_limit is None or not is_v(problem.placement):
         return None
     shop = job_shop_of(problem)
-    unit = math.gcd(*shop.durations, *shop.hops)
+    unit = math.gcd(*shop.durations, *shop.p2p_ticks)
     if not _is_exact(shop, problem):
         return None
-    hops = [(outer // unit, inner // unit) for outer, inner in _hops_of(shop)]
+    p2p_ticks = [(outer // unit, inner // unit) for outer, inner in _p2p_ticks_of(shop)]
     ranks = [replace(r, ticks=tuple(t // unit for t in r.ticks)) for r in _ranks_of(shop)]
     least = max(sum(rank.ticks) for rank in ranks)
     deadline = time.monotonic() + seconds
@@ -78,7 +78,7 @@ def excluded_period(problem: Problem, seconds: float) -> float | None:
         most = max(arrangements_of(rank, period) for rank in ranks)
         if most > _MOST_ARRANGEMENTS or (most * len(ranks)) ** 2 > _MOST_PAIRS:
             break
-        if exists(ranks, hops, period):
+        if exists(ranks, p2p_ticks, period):
             break
         excluded = period * unit * shop.tick
         if time.monotonic() > deadline:
@@ -108,11 +108,14 @@ def _ranks_of(shop: JobShop) -> list[RankWork]:
     return works
 
 
-def _hops_of(shop: JobShop) -> list[Hops]:
-    """Return for each rank but the first the hops of the messages of its F from and to the previous
-    rank."""
+def _p2p_ticks_of(shop: JobShop) -> list[MessageTicks]:
+    """Return for each rank but the first the ticks of the messages of its F from and to the
+    previous rank."""
     operations = range(0, shop.operation_count - OPERATIONS, OPERATIONS)
-    return [(shop.hops[op + F_OUTER], shop.hops[op + OPERATIONS + F_INNER]) for op in operations]
+    return [
+        (shop.p2p_ticks[op + F_OUTER], shop.p2p_ticks[op + OPERATIONS + F_INNER])
+        for op in operations
+    ]
 
 
 def _is_exact(shop: JobShop, problem: Problem) -> bool:
@@ -123,6 +126,6 @@ def _is_exact(shop: JobShop, problem: Problem) -> bool:
     for op, (stage, kind) in enumerate(passes):
         if kind is Kind.FORWARD and placement.is_remote(stage, Neighbour.PREVIOUS):
             figures.append(costs.p2p_seconds_behind(stage - 1))
-            ticks.append(shop.hops[op])
+            ticks.append(shop.p2p_ticks[op])
     pairs = zip(figures, ticks, strict=True)
     return all(math.isclose(figure, ticks * shop.tick) for figure, ticks in pairs)

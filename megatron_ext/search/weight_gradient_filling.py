@@ -215,13 +215,13 @@ def _work(problem: Problem) -> list[float]:
 def _last_start(problem: Problem) -> float:
     """Return the earliest time at which the last rank can start."""
     placement, at = problem.placement, 0.0
-    seen: dict[int, float] = {}
+    first_starts: dict[int, float] = {}
     for stage, rank in enumerate(placement.rank_of):
         if placement.is_remote(stage, Neighbour.PREVIOUS):
             at += problem.costs.of(Action(stage - 1, Kind.SEND_F, problem.forwards[0]))
-        seen.setdefault(rank, at)
+        first_starts.setdefault(rank, at)
         at += problem.costs.of(Action(stage, Kind.FORWARD, problem.forwards[0]))
-    return max(seen.values())
+    return max(first_starts.values())
 
 
 @dataclass
@@ -280,7 +280,7 @@ class _Pass(NamedTuple):
     output: int
     to: int  # rank of the neighbouring stage; -1: none
     link: tuple[int, int, Kind] | None  # None: the neighbouring stage is on the same rank
-    hop: float  # seconds of the message
+    p2p_seconds: float  # seconds of the message
     needs: float  # memory that must be free when the pass starts
     change: float  # memory held after the pass, less the memory held before it
     weight_gradient: _WeightGradient | None  # the W that the pass defers
@@ -304,7 +304,7 @@ class _Orders:
             kind: [[of(Action(s, kind, part)) for part in parts] for s in stages]
             for kind in _COMPUTE
         }
-        hops = [[of(Action(s, Kind.SEND_F, part)) for part in parts] for s in stages[:-1]]
+        link_seconds = [[of(Action(s, Kind.SEND_F, part)) for part in parts] for s in stages[:-1]]
         tokens = [token_share(part) for part in parts]
         memory, pieces = self.memory, self.problem.pieces
         share = [memory.of(stage) if memory else 0.0 for stage in stages]
@@ -316,12 +316,12 @@ class _Orders:
             stage, kind, k = action
             part, is_forward = k % len(parts), kind is Kind.FORWARD
             other = placement.next(stage) if is_forward else placement.previous(stage)
-            output, to, link, hop = -1, -1, None, 0.0
+            output, to, link, p2p_seconds = -1, -1, None, 0.0
             if other is not None:
                 output = (other if is_forward else len(stages) + other) * pieces + k
                 rank, to = placement.rank_of[stage], placement.rank_of[other]
                 if to != rank:
-                    link, hop = (rank, to, kind), hops[min(stage, other)][part]
+                    link, p2p_seconds = (rank, to, kind), link_seconds[min(stage, other)][part]
             taken = share[stage] * tokens[part]
             change, weight_gradient = taken if is_forward else -taken, None
             if kind is Kind.BACKWARD_INPUT:
@@ -335,7 +335,7 @@ class _Orders:
                 output=output,
                 to=to,
                 link=link,
-                hop=hop,
+                p2p_seconds=p2p_seconds,
                 needs=taken if is_forward else 0.0,
                 change=change,
                 weight_gradient=weight_gradient,
@@ -427,7 +427,7 @@ class _Filling:
 
     def place(self, rank: _Rank, placed: _Pass, ready: float) -> None:
         """Run ``placed``, whose input comes at ``ready``, and pass its output on."""
-        action, seconds, _, output, to, link, hop, needs, change, weight_gradient = placed
+        action, seconds, _, output, to, link, p2p_seconds, needs, change, weight_gradient = placed
         if rank.pending and ready - rank.free > rank.slack:
             self.fill_gap(rank, ready)
         if needs and not rank.free_for(needs):
@@ -445,7 +445,7 @@ class _Filling:
             rank.pending.append(weight_gradient)
         if to >= 0:
             if link is not None:
-                end = max(end, self.arrived.get(link, 0.0)) + hop
+                end = max(end, self.arrived.get(link, 0.0)) + p2p_seconds
                 self.arrived[link] = end
             self.ready[output] = end
 

@@ -34,7 +34,7 @@ from megatron_ext.search.patterns import (
     W_INNER,
     W_OUTER,
     Arrangements,
-    Hops,
+    MessageTicks,
     Pattern,
     RankWork,
     _PatternProgram,
@@ -62,11 +62,13 @@ def usual(p: int, limit: float) -> list[RankWork]:
     return ranks_of([USUAL] * p, 2 * limit)
 
 
-def alike(ranks: Sequence[RankWork], hop: int) -> list[Hops]:
+def alike(ranks: Sequence[RankWork], hop: int) -> list[MessageTicks]:
     return [(hop, hop)] * (len(ranks) - 1)
 
 
-def check(pattern: Pattern, ranks: Sequence[RankWork], hops: Sequence[Hops], period: int) -> None:
+def check(
+    pattern: Pattern, ranks: Sequence[RankWork], hops: Sequence[MessageTicks], period: int
+) -> None:
     """The definition of a pattern, tick by tick."""
     for starts, rank in zip(pattern, ranks, strict=True):
         taken = [
