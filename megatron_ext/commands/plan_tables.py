@@ -120,13 +120,13 @@ def _plan_row(candidate: Candidate, job: JobPlan) -> dict[str, Any]:
     taken = None if job.verdict.taken is None else job.verdict.taken.candidate
     choice = taken if taken in plan.candidates else plan.best
     assert choice is not None
-    is_best = candidate is choice
+    is_best, offload = candidate is choice, made.activation_offload
     return {
         "schedule": made.schedule,
-        "mark": None if candidate.maturity is Maturity.STABLE else candidate.maturity,
+        "maturity": None if candidate.maturity is Maturity.STABLE else candidate.maturity,
         "vocabulary": _VOCABULARY[candidate.method] if len(plan.methods) > 1 else None,
-        "offload": None if made.offload is Offload.NONE else made.offload.value,
-        "recomputed": f"{made.made_again:.0%}" if made.made_again else None,
+        "offload": None if offload is Offload.NONE else offload.value,
+        "recomputed": f"{made.recomputed:.0%}" if made.recomputed else None,
         "overlapped F": f"{made.share_in_pairs:.0%}" if made.pairs else None,
         "step": made.step if made.post_validation else None,
         "makespan": made.makespan,
@@ -208,11 +208,11 @@ def _print_vocabulary(plan: Plan) -> None:
 def _print_long_sequences(made: LongSequences) -> None:
     """Print the shortest step of each treatment of long sequences."""
     typer.echo(f"\nsequences of {made.tokens:,} tokens, whole and in slices:")
-    shortest = {way.words: way.shortest for way in made.ways}
+    shortest = {way.words: way.shortest for way in made.alternatives}
     known = {words: one for words, one in shortest.items() if one is not None}
     if known:
         print_table([{"": words} | _row_of_sequences(one) for words, one in known.items()])
-    for way in made.ways:
+    for way in made.alternatives:
         if way.shortest is None:
             typer.echo(f"{way.words}: {way.why_not}")
     sliced = [one.variant.problem for one in known.values() if one.report.slices > 1]
@@ -222,7 +222,7 @@ def _print_long_sequences(made: LongSequences) -> None:
 def _row_of_sequences(one: Candidate) -> dict[str, Any]:
     return {
         "schedule": one.schedule,
-        "recomputed": f"{one.report.made_again:.0%}" if one.report.made_again else "",
+        "recomputed": f"{one.report.recomputed:.0%}" if one.report.recomputed else "",
         "step": one.step,
         "bubble": f"{one.report.bubble_share_makespan:.1%}",
         "peak microbatches": f"{one.report.peak:.3g}",

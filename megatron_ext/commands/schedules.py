@@ -14,13 +14,13 @@ from megatron_ext.compile.registry import entries
 def schedules(as_json: Json = False) -> None:
     """List the schedules.
 
-    mark: stable schedules are those that plan recommends. Experimental ones train too, and have
+    maturity: stable schedules are those that plan recommends. Experimental ones train too, and have
     hardly been tried together with other features. Laboratory ones exist for comparisons.
     """
     rows = [
         {
             "name": entry.name,
-            "mark": entry.maturity,
+            "maturity": entry.maturity,
             "placement": entry.place(4).name,
             "chunks": entry.place(4).chunks,
             "uses_costs": entry.traits.uses_costs,

@@ -365,10 +365,10 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
     }
     if made.slices > 1:
         rows["slices of a microbatch"] = f"{made.slices}, {made.slice_lengths}"
-    if made.vocabulary is not VocabularyParallel.NONE:
-        rows["vocabulary parallelism"] = made.vocabulary
-    if made.offload is not Offload.NONE:
-        rows["offload"] = made.offload
+    if made.vocab_parallel is not VocabularyParallel.NONE:
+        rows["vocabulary parallelism"] = made.vocab_parallel
+    if made.activation_offload is not Offload.NONE:
+        rows["offload"] = made.activation_offload
     if made.recompute != "none":
         rows["recompute"] = made.recompute
     if made.memory_limit is not None:
@@ -383,10 +383,10 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
         f"span"
     )
     rows["peak activations"] = _of_ranks(made.peak_activation_microbatches)
-    if made.offload is not Offload.NONE:
+    if made.activation_offload is not Offload.NONE:
         rows["peak on the host"] = _of_ranks(made.host_microbatches)
-    if made.made_again:
-        rows["recomputed"] = f"{made.made_again:.0%} of the activations"
+    if made.recomputed:
+        rows["recomputed"] = f"{made.recomputed:.0%} of the activations"
     if made.pairs:
         rows["pairs of passes"] = f"{made.pairs} of {made.microbatches * made.pp * made.vpp}"
     rows["results"] = _results(made)

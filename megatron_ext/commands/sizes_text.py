@@ -13,12 +13,12 @@ from megatron_ext.words import bytes_text, counted
 def sizes_lines(made: SizesPlan) -> Iterator[str]:
     """Return the lines on the gain of other parallel sizes, with Megatron's schedules and with all
     schedules."""
-    own, best, control = made.own, made.best, made.control
-    if own is None:
+    baseline, best, control = made.baseline, made.best, made.control
+    if baseline is None:
         yield f"now:        {made.job}, cannot run"
     else:
         excess = f", {bytes_text(made.excess)} more than a rank may take" * (made.excess > 0)
-        yield f"now:        {made.job}: {_step(own)}{excess}"
+        yield f"now:        {made.job}: {_step(baseline)}{excess}"
     if best is None:
         return
     yield f"your sizes: {_found(made, made.same_sizes)}"
@@ -30,10 +30,10 @@ def sizes_lines(made: SizesPlan) -> Iterator[str]:
     yield from _not_checked(made)
     if made.checked is not None:
         yield f"checked:    {_found(made, made.checked)}: the best that adds no unchecked part"
-    if made.is_large and own is not None:
+    if made.is_large and baseline is not None:
         yield (
             f"doubt it:   above 1.3 times is rare for a tuned launch. A rank computes for "
-            f"{own.passes:.4g} s of a step now, for {best.passes:.4g} s then"
+            f"{baseline.passes:.4g} s of a step now, for {best.passes:.4g} s then"
         )
     if made.spread is not None and made.spread.is_within:
         yield f"spread:     {made.spread.text}"
@@ -59,7 +59,7 @@ def _are_same(one: SizedAlternative, other: SizedAlternative | None) -> bool:
 def _not_checked(made: SizesPlan) -> Iterator[str]:
     """Name the parts of the estimates that no measurement has checked, and the answers that rest on
     them."""
-    answers = {"now": made.own, "control": made.control, "any": made.best}
+    answers = {"now": made.baseline, "control": made.control, "any": made.best}
     parts: dict[str, list[str]] = {}
     for name, one in answers.items():
         for part in () if one is None else one.not_checked:
@@ -77,19 +77,19 @@ def compared_line(made: SizesPlan) -> str:
 def _found(made: SizesPlan, one: SizedAlternative | None) -> str:
     if one is None:
         return "nothing fits"
-    if one is made.own:
+    if one is made.baseline:
         return "unchanged"
-    words = [one.title] if made.own is None or one.sizes != made.own.sizes else []
+    words = [one.title] if made.baseline is None or one.sizes != made.baseline.sizes else []
     schedule = candidate_name(one.candidate)
     words.append(f"under {schedule}" if words else schedule)
-    if one.candidate.report.offload is not Offload.NONE:
+    if one.candidate.report.activation_offload is not Offload.NONE:
         words.append("with offload")
-    if made.own is not None and one.recompute != made.own.recompute:
+    if made.baseline is not None and one.recompute != made.baseline.recompute:
         words.append(f"with recompute {one.recompute}")
     text = f"{', '.join(words)}: {_step(one)}"
-    if made.own is None:
+    if made.baseline is None:
         return text
-    share = 1 - one.seconds / made.own.seconds
+    share = 1 - one.seconds / made.baseline.seconds
     return f"{text}, {abs(share):.1%} {'shorter' if share >= 0 else 'longer'}"
 
 

@@ -118,7 +118,7 @@ def _not_compared(made: JobPlan) -> str:
 
 
 def _kinds_not_compared(made: JobPlan) -> str:
-    return f": {', '.join(made.left_out)}" if made.left_out else ""
+    return f": {', '.join(made.unfinished)}" if made.unfinished else ""
 
 
 def _is_most(made: JobPlan, stock: Alternative) -> bool:

@@ -192,7 +192,7 @@ def _with_periods(
         work=work,
         bubble_share_makespan=1 - work / makespan,
         bubble_share_span=1 - work / span,
-        made_again=counts[0] / counts[1],
+        recomputed=counts[0] / counts[1],
         pairs=made.pairs + times * int(part.is_in_period[schedule.paired].sum()),
     )
 

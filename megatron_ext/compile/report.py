@@ -31,7 +31,7 @@ class ScheduleReport:
             the makespan, or about the span if steps overlap.
         peak_activation_microbatches: peak of each rank, in microbatches of a full rank.
         host_microbatches: the same on the host.
-        made_again: the share of activations that are recomputed.
+        recomputed: the share of activations that are recomputed.
         pairs: number of forward passes that run as one with a backward pass.
         generation_seconds: seconds to make the program.
     """
@@ -42,8 +42,8 @@ class ScheduleReport:
     microbatches: int
     slices: int
     slice_lengths: str
-    vocabulary: VocabularyParallel
-    offload: Offload
+    vocab_parallel: VocabularyParallel
+    activation_offload: Offload
     recompute: str
     post_validation: bool
     makespan: float
@@ -54,7 +54,7 @@ class ScheduleReport:
     bubble_share_span: float
     peak_activation_microbatches: tuple[float, ...]
     host_microbatches: tuple[float, ...]
-    made_again: float
+    recomputed: float
     pairs: int
     memory_limit: str | None
     bitwise_order: bool
@@ -97,8 +97,8 @@ def report(
         microbatches=problem.microbatches,
         slices=problem.slices.count,
         slice_lengths=str(problem.slices),
-        vocabulary=problem.options.vocab_parallel,
-        offload=problem.options.activation_offload,
+        vocab_parallel=problem.options.vocab_parallel,
+        activation_offload=problem.options.activation_offload,
         recompute=str(problem.options.recompute),
         post_validation=problem.options.steps_overlap,
         makespan=timeline.makespan,
@@ -109,7 +109,7 @@ def report(
         bubble_share_span=timeline.bubble_share_span,
         peak_activation_microbatches=tuple(peaks(schedule, in_microbatches(schedule))),
         host_microbatches=tuple(peak_on_host(row, schedule.placement) for row in schedule.rows),
-        made_again=recomputed_share(schedule),
+        recomputed=recomputed_share(schedule),
         pairs=len(schedule.pairs),
         memory_limit=None if problem.memory_limit is None else str(problem.memory_limit),
         bitwise_order=bitwise_order(schedule),

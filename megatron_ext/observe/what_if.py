@@ -163,7 +163,7 @@ class WhatIf:
     Attributes:
         within: schedules that hold no more than Megatron's own, shortest first.
         with_more: schedules that gain by holding more, shortest first.
-        left_out: the reason why other schedules are in neither, by spec.
+        excluded: the reason why other schedules are in neither, by spec.
         has_parts: whether layers, embedding and output layer were told apart.
         has_depths: whether layers of multi-token prediction were too.
     """
@@ -171,7 +171,7 @@ class WhatIf:
     stock: Prospect
     within: tuple[Prospect, ...]
     with_more: tuple[Prospect, ...]
-    left_out: Mapping[str, str]
+    excluded: Mapping[str, str]
     has_parts: bool = False
     has_depths: bool = False
 
@@ -193,7 +193,7 @@ def what_if(traced: TracedCosts, seconds: float = SECONDS) -> WhatIf:
     stock = _prospect(passes.name, program, traced, None)
     within: list[Prospect] = []
     with_more: list[Prospect] = []
-    left_out: dict[str, str] = {}
+    excluded: dict[str, str] = {}
     specs = list(_specs(placement))
     with task("comparing schedules with Megatron's own", len(specs)) as work:
         for entry, spec in specs:
@@ -201,7 +201,7 @@ def what_if(traced: TracedCosts, seconds: float = SECONDS) -> WhatIf:
             try:
                 tried = list(_tried(entry, spec, traced, stock, left))
             except ValueError as error:
-                left_out[spec] = str(error)
+                excluded[spec] = str(error)
                 tried = []
             for prospect in tried:
                 (within if fits(prospect.peak, stock.peak) else with_more).append(prospect)
@@ -210,7 +210,7 @@ def what_if(traced: TracedCosts, seconds: float = SECONDS) -> WhatIf:
         stock,
         _shortest_first(within),
         _shortest_first(with_more),
-        left_out,
+        excluded,
         traced.parts is not None,
         traced.parts is not None and traced.parts.has_depths,
     )

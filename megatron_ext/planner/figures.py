@@ -36,6 +36,9 @@ class Figures:
     """Settings and figures of a candidate.
 
     Attributes:
+        vocab_parallel, activation_offload, recompute, slices, memory_limit: settings.
+        layers_moved: whether the stages of embedding and output layer have fewer layers.
+        recomputed: the share of activations that are recomputed.
         flags: the flags that make a launch train so.
         makespan, step, span: in seconds, or in the unit of the costs.
         fullest_rank: in bytes; None: not known.
@@ -43,11 +46,12 @@ class Figures:
     """
 
     schedule: str
-    mark: Maturity
-    vocabulary: VocabMethod
-    offload: Offload
+    maturity: Maturity
+    vocab_parallel: VocabularyParallel
+    layers_moved: bool
+    activation_offload: Offload
     recompute: str
-    made_again: float
+    recomputed: float
     slices: int
     pairs: int
     memory_limit: str | None
@@ -66,7 +70,8 @@ class Refusal:
     """Reason why a schedule is not among the candidates."""
 
     schedule: str
-    vocabulary: VocabMethod
+    vocab_parallel: VocabularyParallel
+    layers_moved: bool
     why: str
 
 
@@ -75,11 +80,12 @@ def candidate_figures(candidate: Candidate) -> Figures:
     made = candidate.report
     return Figures(
         schedule=candidate.schedule,
-        mark=candidate.maturity,
-        vocabulary=candidate.method,
-        offload=made.offload,
+        maturity=candidate.maturity,
+        vocab_parallel=candidate.method.vocabulary,
+        layers_moved=candidate.method is VocabMethod.REDISTRIBUTED,
+        activation_offload=made.activation_offload,
         recompute=made.recompute,
-        made_again=made.made_again,
+        recomputed=made.recomputed,
         slices=made.slices,
         pairs=made.pairs,
         memory_limit=None if candidate.limit is None else candidate.limit.written,
@@ -117,7 +123,10 @@ def as_data(value: Any) -> Any:
     if isinstance(value, Candidate):
         value = candidate_figures(value)
     if isinstance(value, Plan):
-        refused = [Refusal(name, method, why) for (name, method), why in value.refusals.items()]
+        refused = [
+            Refusal(name, method.vocabulary, method is VocabMethod.REDISTRIBUTED, why)
+            for (name, method), why in value.refusals.items()
+        ]
         return {"candidates": as_data(value.candidates), "refused": as_data(refused)}
     if is_dataclass(value):
         shown = (field.name for field in fields(value) if field.repr)
@@ -137,8 +146,8 @@ def flags_of(candidate: Candidate) -> tuple[str, ...]:
         words += ["--pipeline-memory-limit", candidate.limit.written]
     if candidate.method.vocabulary is not VocabularyParallel.NONE:
         words += ["--pipeline-vocab-parallel", candidate.method.vocabulary.value]
-    if made.offload is not Offload.NONE:
-        words += ["--pipeline-activation-offload", made.offload.value]
+    if made.activation_offload is not Offload.NONE:
+        words += ["--pipeline-activation-offload", made.activation_offload.value]
     if made.recompute != str(Recompute()):
         words += ["--pipeline-recompute", made.recompute]
     if made.slices > 1:
@@ -167,5 +176,5 @@ def slower_by(candidate: Candidate, best: Candidate) -> float:
 def recompute_phrase(candidate: Candidate) -> str:
     """Return a phrase to append to a text: the share of the activations that is recomputed; ""
     if nothing is."""
-    share = candidate.report.made_again
+    share = candidate.report.recomputed
     return f", {share:.0%} recomputed in bubbles" if share else ""

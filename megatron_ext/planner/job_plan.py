@@ -150,7 +150,7 @@ class JobPlan:
         curves: for the picture; None if none was requested.
         nothing_fits: error message if nothing fits.
         is_short: whether not all alternatives were compared, since the time of the plan was over.
-        left_out: kinds of alternatives that were not compared to their end because of that.
+        unfinished: kinds of alternatives that were not compared to their end because of that.
     """
 
     plan: Plan
@@ -172,7 +172,7 @@ class JobPlan:
     curves: Curves | None = field(default=None, repr=False)
     nothing_fits: str = field(default="", repr=False)
     is_short: bool = False
-    left_out: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
 
     @property
     def spread(self) -> GainSpread | None:
@@ -233,6 +233,6 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
         waits=job.waits,
         unequal=unequal,
         is_short=has_ended_early(),
-        left_out=unfinished_alternatives(),
+        unfinished=unfinished_alternatives(),
         curves=curves_of(plan, job.variant, job.allowed_bytes) if with_curves else None,
     )

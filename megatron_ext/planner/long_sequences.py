@@ -67,7 +67,7 @@ class LongSequences:
     """
 
     tokens: int
-    ways: tuple[LongSequenceAlternative, ...]
+    alternatives: tuple[LongSequenceAlternative, ...]
     sharing: int = 1
     written: Written = NOTHING
 
@@ -80,7 +80,7 @@ class LongSequences:
     def best(self) -> Candidate | None:
         """The shortest step with slices that are long enough for fast kernels."""
         most = self.of_rank // LONG_ENOUGH
-        return shortest_of(one for one in self.ways if 1 < one.slices <= most)
+        return shortest_of(one for one in self.alternatives if 1 < one.slices <= most)
 
 
 def context_parallel(ranks: int, copies: int) -> str:
@@ -153,7 +153,7 @@ def alternatives_of_plan(plan: Plan, slices: int = 1) -> list[LongSequenceAltern
         slices: number of slices into which each sequence is cut in this plan.
     """
     words = WHOLE_SEQUENCES if slices == 1 else f"{slices} slices"
-    without_recompute = tuple(made for made in plan.candidates if not made.report.made_again)
+    without_recompute = tuple(made for made in plan.candidates if not made.report.recomputed)
     alternatives = [
         LongSequenceAlternative(
             words,
@@ -162,7 +162,7 @@ def alternatives_of_plan(plan: Plan, slices: int = 1) -> list[LongSequenceAltern
             slices,
         )
     ]
-    with_recompute = tuple(made for made in plan.candidates if made.report.made_again)
+    with_recompute = tuple(made for made in plan.candidates if made.report.recomputed)
     return (
         [
             *alternatives,

@@ -143,7 +143,7 @@ def is_stock(candidate: Candidate) -> bool:
     return (
         candidate.family in STOCK
         and candidate.method in (VocabMethod.NAIVE, VocabMethod.REDISTRIBUTED)
-        and made.offload is Offload.NONE
+        and made.activation_offload is Offload.NONE
         and made.recompute == str(Recompute())
         and made.slices == 1
         and not candidate.overlaps
@@ -191,8 +191,8 @@ def candidate_name(candidate: Candidate) -> str:
         words.append(counted(made.slices, "slice"))
     if made.pairs:
         words.append("passes in pairs")
-    if made.made_again:
-        words.append(f"{made.made_again:.0%} recomputed")
+    if made.recomputed:
+        words.append(f"{made.recomputed:.0%} recomputed")
     return " with ".join([words[0], " and ".join(words[1:])]) if len(words) > 1 else words[0]
 
 

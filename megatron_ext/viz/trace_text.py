@@ -82,8 +82,8 @@ def remarks(assumed: WhatIf) -> Iterator[str]:
         )
         how += ", with multi-token prediction on the last stage" * assumed.has_depths
         yield f"where a rank has another number of stages than {chunks}, {how}"
-    if assumed.left_out:
-        reasons = (f"{name} ({why})" for name, why in assumed.left_out.items())
+    if assumed.excluded:
+        reasons = (f"{name} ({why})" for name, why in assumed.excluded.items())
         yield f"left out: {'; '.join(reasons)}"
 
 

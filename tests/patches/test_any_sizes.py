@@ -159,11 +159,11 @@ def test_the_launch_as_it_stands_is_that_of_plan(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize("more", [{}, EXPERTS])
 def test_recommended_command_has_the_sizes_of_the_verdict(more: dict[str, Any]) -> None:
     made = plan_sizes(request(**more))
-    assert made.best is not None and made.own is not None and made.control is not None
+    assert made.best is not None and made.baseline is not None and made.control is not None
     sizes, microbatches = sizes_of(recommended(made))
     assert sizes == made.best.sizes
     assert microbatches * sizes.micro_batch * sizes.data_parallel(8) == 32
-    assert made.best.seconds < made.own.seconds
+    assert made.best.seconds < made.baseline.seconds
     assert made.best.seconds <= 1.01 * made.control.seconds
     assert made.compared > 10
     now = now_of(LaunchRequest(launch=recommended(made), gpu=parse_gpu("h100")))

@@ -463,7 +463,7 @@ def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> Non
     small = "operations=400e12,bytes=40e9,memory=3.38GiB"  # 3.33 without the reserve
     plan = made(small)
     best = plan.plan.best
-    assert best is not None and best.report.recompute == "fit" and best.report.made_again > 0
+    assert best is not None and best.report.recompute == "fit" and best.report.recomputed > 0
     assert 101 * 2**20 < plan.verdict.excess < 102 * 2**20
     # Random states that cannot be taken twice: the same refusal as a launch's.
     refused = made(small, te_rng_tracker=True, hidden_dropout=0.1).plan
@@ -589,12 +589,12 @@ def test_a_launch_of_long_sequences_is_compared_with_slices_of_them() -> None:
     plan = made(**LONG)
     compared = plan.long_sequences
     assert compared is not None
-    shown = {way.words for way in compared.ways}
+    shown = {way.words for way in compared.alternatives}
     assert shown >= {
         *("whole sequences", "2 slices", "4 slices", "8 slices"),
         *("--recompute-granularity full", "--context-parallel-size 2, DP 1"),
     }
-    assert all(way.candidates for way in compared.ways)
+    assert all(way.candidates for way in compared.alternatives)
     flags = " ".join(compared.written.added)
     assert re.search(r"--pipeline-schedule \S+ .*--pipeline-slices [24] .*lengths balanced$", flags)
     assert made().long_sequences is None  # 1,024 tokens
@@ -604,7 +604,7 @@ def test_slices_are_compared_where_a_launch_would_take_them() -> None:
     """By its own checks."""
     refused = made(**(LONG | EXPERTS), moe_expert_capacity_factor=1.0).long_sequences
     assert refused is not None and refused.best is None and not refused.written.added
-    whys = {way.words: way.why_not for way in refused.ways if not way.candidates}
+    whys = {way.words: way.why_not for way in refused.alternatives if not way.candidates}
     assert all("experts would drop tokens slice by slice" in why for why in whys.values())
     assert set(whys) == {"2 slices", "4 slices", "8 slices"}
 

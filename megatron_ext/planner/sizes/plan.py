@@ -43,7 +43,7 @@ class SizesPlan:
 
     Attributes:
         job: the job in words, with its schedule.
-        own: the unchanged job, though it may not fit; None: it cannot run.
+        baseline: the unchanged job, though it may not fit; None: it cannot run.
         same_sizes: the best with the job's own sizes.
         control: the best of Megatron's own schedules with any sizes.
         best: the best of all schedules with any sizes.
@@ -57,7 +57,7 @@ class SizesPlan:
     """
 
     job: str
-    own: SizedAlternative | None
+    baseline: SizedAlternative | None
     same_sizes: SizedAlternative | None
     control: SizedAlternative | None
     best: SizedAlternative | None
@@ -84,14 +84,14 @@ class SizesPlan:
     @property
     def gain(self) -> float:
         """The share of the job's step that the best saves."""
-        if self.own is None or self.best is None:
+        if self.baseline is None or self.best is None:
             return 0.0
-        return 1 - self.best.seconds / self.own.seconds
+        return 1 - self.best.seconds / self.baseline.seconds
 
     @property
     def keeps(self) -> bool:
         """Whether nothing is worth a change."""
-        fits = self.own is not None and not self.excess
+        fits = self.baseline is not None and not self.excess
         return self.best is None or (fits and self.gain < WORTH)
 
     @property

@@ -87,7 +87,8 @@ class SizedStep:
     def unchecked(self) -> tuple[str, ...]:
         """Parts of the schedule whose estimate no measurement has checked."""
         report = self.made.candidate.report
-        is_used = {"offload": report.offload is not Offload.NONE, "slices": report.slices > 1}
+        offloads = report.activation_offload is not Offload.NONE
+        is_used = {"offload": offloads, "slices": report.slices > 1}
         return tuple(part for part, used in is_used.items() if used)
 
     def adds_unchecked(self, job: SizedJob) -> bool:

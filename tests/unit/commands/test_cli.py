@@ -30,9 +30,9 @@ def run(*words: str, code: int = 0) -> str:
 def test_schedules_lists_every_family() -> None:
     rows = json.loads(run("schedules", "--json"))
     assert {"gpipe", "1f1b", "zb-h1"} <= {row["name"] for row in rows}
-    keys = {"name", "mark", "placement", "chunks", "uses_costs", "source"}
+    keys = {"name", "maturity", "placement", "chunks", "uses_costs", "source"}
     assert all(row.keys() == keys for row in rows)
-    marks = {row["name"]: row["mark"] for row in rows}
+    marks = {row["name"]: row["maturity"] for row in rows}
     assert (marks["zb-h1"], marks["v-min"], marks["2bp"]) == (
         "stable",
         "experimental",
@@ -104,7 +104,8 @@ def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
         json.loads(run(*words, "--vocab-parallel", how, "--trace", str(trace), "--json"))
         for how in ("none", "1", "2")
     )
-    assert [report["vocabulary"] for report in (whole, variant_1, variant_2)] == ["none", "1", "2"]
+    reports = (whole, variant_1, variant_2)
+    assert [report["vocab_parallel"] for report in reports] == ["none", "1", "2"]
     assert max(variant_1["makespan"], variant_2["makespan"]) < 0.75 * whole["makespan"]
     assert [
         report["peak_activation_microbatches"][0] for report in (whole, variant_1, variant_2)
@@ -120,15 +121,17 @@ def test_plan_compares_what_can_be_done_about_a_head(monkeypatch: pytest.MonkeyP
     only_families(monkeypatch, "1f1b", "zb-v")
     words = ("plan", "--pp", "2", "-m", "4", "--memory-limit", "2")
     alone = json.loads(run(*words, "--json"))["plan"]["candidates"]
-    assert {row["vocabulary"] for row in alone} == {"naive"}
+    methods = {(row["vocab_parallel"], row["layers_moved"]) for row in alone}
+    assert methods == {("none", False)}
     report = json.loads(run(*words, *HEAD, "--layers", "7", "--json"))
     rows = [row for row in report["plan"]["candidates"] if row["schedule"] == "1f1b"]
-    row = {made["vocabulary"]: made["step"] for made in rows}
-    assert row["redistributed"] < row["naive"]
+    row = {(made["vocab_parallel"], made["layers_moved"]): made["step"] for made in rows}
+    assert row["none", True] < row["none", False]
     # Two ranks hold two microbatches; one more is over the limit, so that some are made again.
     refused = ("simulate", "1f1b", *words[1:], *HEAD, "--vocab-parallel", "2")
     assert "least feasible limit for it is 3" in run(*refused, code=2)
-    assert row["2"] == json.loads(run(*refused, "--recompute", "fit", "--json"))["makespan"] == 252
+    recomputing = json.loads(run(*refused, "--recompute", "fit", "--json"))["makespan"]
+    assert row["2", False] == recomputing == 252
 
 
 def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:

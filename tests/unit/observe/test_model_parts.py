@@ -183,7 +183,7 @@ def test_multi_token_prediction_is_where_the_traced_stages_had_it(output: float)
 
 def test_layers_that_cannot_be_cut_are_said() -> None:
     found = told("1f1b", 8, parts(8))
-    assert "cannot be made of the 8 measured stages" in found.left_out["zb-v"]
+    assert "cannot be made of the 8 measured stages" in found.excluded["zb-v"]
 
 
 def test_a_trace_keeps_the_parts(tmp_path: Path) -> None:

@@ -234,21 +234,21 @@ def free(training: Training) -> LongSequences:
 
 
 def test_long_sequences_are_compared_in_all_ways(free: LongSequences) -> None:
-    made, words = free, [way.words for way in free.ways]
+    made, words = free, [way.words for way in free.alternatives]
     assert words == [
         "whole sequences",
         "--recompute-granularity full",
         "--context-parallel-size 2, DP 2",
         *("2 slices", "4 slices", "8 slices"),
     ]
-    shown = {way.words: way.shortest for way in made.ways}
+    shown = {way.words: way.shortest for way in made.alternatives}
     whole, best = shown["whole sequences"], made.best
     assert best is not None and whole is not None
     assert best.step < whole.step  # 2 microbatches on 2 ranks
     assert "--pipeline-slices 8 --pipeline-slice-lengths balanced" in " ".join(made.written.added)
     again = shown["--recompute-granularity full"]
     assert again is not None and again.step > whole.step and again.holds < whole.holds
-    data = as_data(made)["ways"]
+    data = as_data(made)["alternatives"]
     assert [entry["words"] for entry in data] == words
     assert next(e for e in data if e["words"] == "8 slices")["candidates"][0]["slices"] == 8
 
@@ -258,7 +258,7 @@ def test_context_parallelism_has_as_many_microbatches_again(
 ) -> None:
     """Of half of the tokens on a rank: it is there to compare with, and not taken."""
     made = free
-    (divided,) = (way for way in made.ways if not way.is_here)
+    (divided,) = (way for way in made.alternatives if not way.is_here)
     assert divided.shortest is not None
     assert divided.shortest.report.microbatches == 2 * training.microbatches
     assert made.best not in divided.candidates
@@ -266,11 +266,11 @@ def test_context_parallelism_has_as_many_microbatches_again(
 
 @nightly("test_long_sequences_are_compared_in_all_ways")
 def test_what_does_not_fit_whole_may_in_slices(training: Training, free: LongSequences) -> None:
-    leanest = min(made.holds for made in free.ways[0].candidates)
+    leanest = min(made.holds for made in free.alternatives[0].candidates)
     made = compared(training, 0.95 * leanest)
     assert made.best is not None and made.best.fullest is not None
     assert made.best.fullest <= 0.95 * leanest
-    assert not made.ways[0].candidates
+    assert not made.alternatives[0].candidates
 
 
 def test_short_slices_are_compared_and_not_taken(training: Training) -> None:
@@ -278,7 +278,7 @@ def test_short_slices_are_compared_and_not_taken(training: Training) -> None:
     short = with_sequence(training, 8192)
     made = compared(short)
     assert made.best is not None and made.best.report.slices == 2
-    assert any(way.slices == 8 and way.candidates for way in made.ways)
+    assert any(way.slices == 8 and way.candidates for way in made.alternatives)
     shorter = with_sequence(training, 8191)
     assert long_sequences(shorter, make_plan(shorter.variant, specs=SPECS), None) is None
 
@@ -286,7 +286,7 @@ def test_short_slices_are_compared_and_not_taken(training: Training) -> None:
 @nightly("test_long_sequences_are_compared_in_all_ways")
 def test_a_training_with_slices_is_compared_with_whole_sequences(training: Training) -> None:
     cut = replace(training, options=ScheduleOptions(slices=Slices(4, Lengths.BALANCED)))
-    words = [way.words for way in compared(cut).ways]
+    words = [way.words for way in compared(cut).alternatives]
     assert words == ["4 slices", "whole sequences", "2 slices", "8 slices"]
 
 
@@ -300,7 +300,9 @@ def test_why_there_are_no_slices_is_said_once(training: Training) -> None:
     )
     made = LongSequences(32768, ways)
     assert made.best is None
-    assert {way.why_not for way in made.ways if way.slices > 1} == {"experts would drop tokens"}
+    assert {way.why_not for way in made.alternatives if way.slices > 1} == {
+        "experts would drop tokens"
+    }
 
 
 def test_no_way_is_longer_than_it_takes_to_see_that(training: Training) -> None:

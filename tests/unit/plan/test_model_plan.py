@@ -137,19 +137,19 @@ def test_what_does_not_fit_lets_activations_leave() -> None:
     tight = 2.0 + OUTSIDE_GIB
     families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
     made = make_plan(among(variant, *families), tight * 2**30, may_offload=True)
-    assert all(c.report.offload is Offload.FIT or c.report.made_again for c in made.candidates)
+    assert all(
+        c.report.activation_offload is Offload.FIT or c.report.recomputed for c in made.candidates
+    )
     best = best_of(made)
     assert best.fullest is not None
     assert best.fullest <= tight * 2**30
-    assert best.report.offload is Offload.FIT
+    assert best.report.activation_offload is Offload.FIT
     words = " ".join(flags_of(best))
     assert "--pipeline-activation-offload fit" in words and "--pipeline-memory-limit" in words
     with_room = variant("1f1b", VocabMethod.NAIVE)
     assert with_room is not None
-    assert (
-        consider(with_room, VocabMethod.NAIVE, 40 * 2**30, may_offload=True).report.offload
-        is Offload.NONE
-    )
+    roomy = consider(with_room, VocabMethod.NAIVE, 40 * 2**30, may_offload=True)
+    assert roomy is not None and roomy.report.activation_offload is Offload.NONE
 
 
 def test_what_does_not_fit_is_made_again() -> None:
@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_made_again() -> None:
     kept = make_plan(keeping(among(training().variant, *families)), tight)
     made = make_plan(among(training().variant, *families), tight)
     assert not kept.candidates
-    again = [c for c in made.candidates if c.report.made_again]
+    again = [c for c in made.candidates if c.report.recomputed]
     assert all(c.report.recompute == "fit" and c.fullest <= tight for c in again if c.fullest)
     words = " ".join(flags_of(again[0]))
     assert "--pipeline-recompute fit" in words and "--pipeline-memory-limit" in words
@@ -562,6 +562,10 @@ TEXT = "layers=15,hidden=1024,heads=8,sequence=2048,vocabulary=65536"
 FEW = "1f1b", "interleaved", "zb-h1", "zb-v"
 
 
+def is_naive(candidate: dict[str, Any]) -> bool:
+    return candidate["vocab_parallel"] == "none" and not candidate["layers_moved"]
+
+
 def taken(report: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = report["verdict"]["taken"]["candidate"]
     return found
@@ -572,7 +576,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--model", TEXT, "--gpu", "h100", "--dp", "4", "--distributed-optimizer")
     report = json.loads(command(*words, "--json"))
     recommended = report["verdict"]["taken"]["candidate"]
-    assert recommended["vocabulary"] == "redistributed"
+    assert recommended["layers_moved"] and recommended["vocab_parallel"] == "none"
     first = recommended["ranks"][0]
     assert first["optimizer"] == pytest.approx(first["gradients"] * 12 / 4 / 4)
     text = command(*words)
@@ -612,7 +616,7 @@ def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.Monk
 
     def as_it_is(*more: str) -> Any:
         candidates = json.loads(command(*words, *more, "--json"))["plan"]["candidates"]
-        whole = (one for one in candidates if one["vocabulary"] == "naive")
+        whole = (one for one in candidates if is_naive(one))
         return next((one["ranks"] for one in whole if one["recompute"] == "none"), None)
 
     ranks = as_it_is(rates)

@@ -43,12 +43,12 @@ def way(
     made = SimpleNamespace(
         schedule=schedule,
         vpp=2,
-        offload=Offload.NONE,
+        activation_offload=Offload.NONE,
         recompute="none",
         slices=1,
         post_validation=False,
         pairs=pairs,
-        made_again=0.0,
+        recomputed=0.0,
         peak=gib,
     )
     candidate: Any = SimpleNamespace(
@@ -70,12 +70,12 @@ def told(
     free: float = 72.0,
     *,
     is_short: bool = False,
-    left_out: tuple[str, ...] = (),
+    unfinished: tuple[str, ...] = (),
     is_estimate: bool = True,
 ) -> list[str]:
     """Return the printed lines of ``found``."""
     made = plan_of(
-        found, of_stock, free, is_short=is_short, left_out=left_out, is_estimate=is_estimate
+        found, of_stock, free, is_short=is_short, unfinished=unfinished, is_estimate=is_estimate
     )
     return "\n".join(verdict_lines(made)).splitlines()
 
@@ -120,9 +120,9 @@ def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
     text = told(found)
     assert any(row.endswith("(Megatron's own; ours add nothing to it)") for row in text)
     # That was said of a search that ended early, and the plan of what it wrote found 4 % more.
-    short = "\n".join(told(found, is_short=True, left_out=("layouts", "passes in pairs")))
-    left_out = "layouts, passes in pairs"
-    assert f"(Megatron's own; not all of ours were compared in time: {left_out})" in short
+    short = "\n".join(told(found, is_short=True, unfinished=("layouts", "passes in pairs")))
+    unfinished = "layouts, passes in pairs"
+    assert f"(Megatron's own; not all of ours were compared in time: {unfinished})" in short
     # Ours is taken where it saves memory in the same time, and what it adds stands apart.
     lean = way("zb-v", 0.790, 20)
     found = verdict_of(own, [lean, layout])
@@ -200,11 +200,11 @@ def test_what_ours_add_may_be_none_where_the_gain_is_not() -> None:
     )
 
 
-def test_a_plan_that_ended_early_names_what_it_left_out() -> None:
+def test_a_plan_that_ended_early_names_what_it_unfinished() -> None:
     """It was said that nothing saves 2 %, of a plan that had compared half of the layouts."""
     found = verdict_of(way("1f1b", 1.0, 50), [way("zb-v", 0.99, 50)])
     whole, short = (
-        "\n".join(told(found, is_short=is_short, left_out=("layouts", "slices")[: 2 * is_short]))
+        "\n".join(told(found, is_short=is_short, unfinished=("layouts", "slices")[: 2 * is_short]))
         for is_short in (False, True)
     )
     assert "nothing that fits saves 2% of a step" in whole and "ended" not in whole

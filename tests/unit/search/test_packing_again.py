@@ -94,7 +94,7 @@ def test_every_search_takes_a_limit_to_fit_into(
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 0, shown.output
     figures = json.loads(shown.stdout)
-    assert figures["made_again"] > 0 and max(figures["peak_activation_microbatches"]) <= 1.26
+    assert figures["recomputed"] > 0 and max(figures["peak_activation_microbatches"]) <= 1.26
 
 
 # p = 8, m = 32, F : I : W as 10 : 12 : 8, on a V: with the large effort, and to hold here with it.

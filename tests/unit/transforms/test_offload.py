@@ -527,7 +527,7 @@ def simulated(*words: str) -> dict[str, object]:
 def test_the_command(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     without, full = simulated(), simulated("--offload", "full", "--trace", str(trace))
-    assert (without["offload"], full["offload"]) == ("none", "full")
+    assert (without["activation_offload"], full["activation_offload"]) == ("none", "full")
     assert full["makespan"] == without["makespan"]
     assert without["host_microbatches"] == [0, 0, 0, 0]
     assert full["peak_activation_microbatches"] == [1.5] * 4
