@@ -43,7 +43,7 @@ def without_frozen(
     saving = (
         shared(layers.passes.fused_backward_saving) if layers.passes.fused_backward_saving else ()
     )
-    overlap_saving = dict(costs.overlap.hidden)
+    overlap_saving = dict(costs.overlap.savings)
     # B may have become so short that it hides no more than I.
     overlap_saving.pop(Kind.FULL_BACKWARD, None)
     changed = replace(

@@ -31,7 +31,9 @@ def write_costs(
     """Write the costs that ``records``, by pipeline rank, have measured on ``device`` to ``path``,
     and return them. Bytes, messages and copies are as estimated. Raises OSError."""
     program = prepared.program
-    estimate = prepared.costs.whole or prepared.costs  # before the vocabulary was partitioned
+    estimate = (
+        prepared.costs.unpartitioned or prepared.costs
+    )  # before the vocabulary was partitioned
     ranks = [
         figures
         for one in prepared.classes

@@ -76,7 +76,7 @@ class _Execution:
         self.rank = rank
         schedule = program.schedule
         row = [action for action in schedule.rows[rank] if not RULES[action.kind].by_optimizer]
-        self.row = _with_pairs(row, schedule.beside)
+        self.row = _with_pairs(row, schedule.overlapped_with)
         self.microbatches = program.problem.microbatches
         self.stages = stages
         self.recorder = recorder

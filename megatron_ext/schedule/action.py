@@ -68,29 +68,29 @@ class Kind(enum.StrEnum):
 class Slice(int):
     """A slice of a microbatch along its sequence, if an action names one: ``7.2``.
 
-    The slices of a step are numbered consecutively, ``whole * slices + slice``, and that number
-    stands in the place of the microbatch's. Code that stores tensors, messages or times by stage
-    and microbatch therefore need not know of slices. The result of arithmetic with a slice is a
-    plain number.
+    The slices of a step are numbered consecutively, ``microbatch * slices + slice``, and that
+    number stands in the place of the microbatch's. Code that stores tensors, messages or times by
+    stage and microbatch therefore need not know of slices. The result of arithmetic with a slice is
+    a plain number.
 
     Attributes:
-        whole: the microbatch of the slice.
+        microbatch: the microbatch of the slice.
         slice: number of the slice within its microbatch, from 0.
         ends: end of each slice of a microbatch, as a share of the sequence.
     """
 
-    whole: int
+    microbatch: int
     slice: int
     ends: tuple[float, ...]
 
-    def __new__(cls, whole: int, slice: int, ends: tuple[float, ...]) -> Self:
+    def __new__(cls, microbatch: int, slice: int, ends: tuple[float, ...]) -> Self:
         assert 0 <= slice < len(ends)
-        made = super().__new__(cls, whole * len(ends) + slice)
-        made.whole, made.slice, made.ends = whole, slice, ends
+        made = super().__new__(cls, microbatch * len(ends) + slice)
+        made.microbatch, made.slice, made.ends = microbatch, slice, ends
         return made
 
     def __reduce__(self) -> tuple[type[Slice], tuple[int, int, tuple[float, ...]]]:
-        return type(self), (self.whole, self.slice, self.ends)
+        return type(self), (self.microbatch, self.slice, self.ends)
 
     @property
     def slices(self) -> int:
@@ -115,12 +115,12 @@ class Slice(int):
         return self.slice == self.slices - 1
 
     def __str__(self) -> str:
-        return f"{self.whole}.{self.slice}"
+        return f"{self.microbatch}.{self.slice}"
 
 
 def whole_of(microbatch: int) -> int:
     """Return ``microbatch``, or the microbatch that it is a slice of."""
-    return microbatch.whole if isinstance(microbatch, Slice) else microbatch
+    return microbatch.microbatch if isinstance(microbatch, Slice) else microbatch
 
 
 def token_share(microbatch: int) -> float:
@@ -220,19 +220,19 @@ def parse_action(text: str, slices: int = 1) -> Action:
         raise ValueError(
             f"{_shown(text)!r} is no action: write stage, kind and microbatch, as in 3F7"
         )
-    stage, kind, whole = int(match[1]), Kind(match[2]), int(match[3])
+    stage, kind, microbatch = int(match[1]), Kind(match[2]), int(match[3])
     if match[4] is None and slices == 1:
-        return Action(stage, kind, whole)
+        return Action(stage, kind, microbatch)
     if match[4] is None:
         raise ValueError(f"{_shown(text)} names no slice, and others do: write {_shown(text)}.0")
     if slices == 1:
         raise ValueError(f"{_shown(text)} names a slice, and microbatches are not cut here")
     if int(match[4]) >= slices:
         raise ValueError(f"{_shown(text)} names slice {match[4]}, and slices are 0 to {slices - 1}")
-    return Action(stage, kind, Slice(whole, int(match[4]), even_ends(slices)))
+    return Action(stage, kind, Slice(microbatch, int(match[4]), even_ends(slices)))
 
 
-def parse_pair(text: str, slices: int = 1) -> OverlappedPasses | None:
+def parse_overlapped(text: str, slices: int = 1) -> OverlappedPasses | None:
     """Return the pair that ``text`` names, or None if it names none. The inverse of ``str``.
 
     Raises:
@@ -240,8 +240,8 @@ def parse_pair(text: str, slices: int = 1) -> OverlappedPasses | None:
     """
     compound = COMPOUND.fullmatch(text.strip())
     parts = [parse_action(part, slices) for part in compound[1].split(";")] if compound else []
-    is_pair = len(parts) == 2 and parts[0].kind == Kind.FORWARD and parts[1].kind in _BACKWARD
-    return OverlappedPasses(*parts) if is_pair else None
+    is_overlapped = len(parts) == 2 and parts[0].kind == Kind.FORWARD and parts[1].kind in _BACKWARD
+    return OverlappedPasses(*parts) if is_overlapped else None
 
 
 def slices_named(text: str) -> int:

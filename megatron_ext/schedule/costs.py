@@ -33,7 +33,7 @@ class VocabularyCosts:
             for W: its input, and the gradient of the logits in the type of the layers.
     """
 
-    head: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    head: tuple[float, float, float] = (0.0, 0.0, 0.0)  # plain words: a key of costs
     embedding: tuple[float, float] = (0.0, 0.0)
     logits_bytes: float = 0.0
     deferred_bytes: float = 0.0
@@ -214,13 +214,13 @@ class OverlapCosts(CostPart):
     """Seconds that passes save by running at the same time (`Pair`).
 
     Attributes:
-        hidden: seconds saved by running a forward and a backward pass side by side instead of one
+        savings: seconds saved by running a forward and a backward pass side by side instead of one
             after the other. By the backward pass's kind, I or B, a row per stage of F, with a
             figure per stage of the backward pass. If B is missing, I's table counts for it; {} if
             nothing is saved.
     """
 
-    hidden: Mapping[Kind, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
+    savings: Mapping[Kind, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
 
     def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> OverlapCosts:
         """Return this part for joined stages. Backward passes run through the stages of a row from
@@ -231,9 +231,9 @@ class OverlapCosts(CostPart):
 
         tables = {
             kind: tuple(tuple(saved(table, row, other) for other in rows) for row in rows)
-            for kind, table in self.hidden.items()
+            for kind, table in self.savings.items()
         }
-        return replace(self, hidden=tables)
+        return replace(self, savings=tables)
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class Costs:
         vocabulary: the part of the first and the last stage's figures that is the embedding's and
             the output layer's; None if not known.
         overlap: seconds that passes save side by side.
-        whole: the original costs, if the vocabulary of these is partitioned over the ranks.
+        unpartitioned: the original costs, if the vocabulary of these is partitioned over the ranks.
         slowness: by stage, how many times as long its rank takes as the rank that these costs were
             made for. All seconds of passes include it. () if all ranks are alike.
         tower: the part of the first stage's figures that is an encoder's in front of the language
@@ -301,7 +301,7 @@ class Costs:
     host: HostCosts | None = None
     vocabulary: VocabularyCosts | None = None
     overlap: OverlapCosts = OverlapCosts()
-    whole: Costs | None = None
+    unpartitioned: Costs | None = None
     slowness: tuple[float, ...] = ()
     tower: TowerCosts | None = None
     at_places: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
@@ -393,12 +393,12 @@ class Costs:
 
         A slice attends to itself and to the slices before it.
         """
-        whole = self.seconds[kind][action.stage]
+        seconds = self.seconds[kind][action.stage]
         part = action.microbatch
         if not isinstance(part, Slice):
-            return whole * self._at_place(kind, part) if self.at_places else whole
+            return seconds * self._at_place(kind, part) if self.at_places else seconds
         squared = self.of_attention(kind, action.stage)
-        rest = whole - squared
+        rest = seconds - squared
         launch = min(self._launch_of(kind, action.stage), rest)
         tokens, attended = token_share(part), part.end**2 - part.begin**2
         # The last of the ranks that share the slice attends to most tokens, and the others wait for
@@ -432,10 +432,11 @@ class Costs:
         A slice takes the same share of R as of the pass that R repeats."""
         if not self.passes.recompute:
             return self._of_pass(repeats, action)
-        whole, recompute = self.seconds[repeats][action.stage], self.passes.recompute[action.stage]
+        recompute = self.passes.recompute[action.stage]
+        repeated = self.seconds[repeats][action.stage]
         if not isinstance(action.microbatch, Slice):
             return recompute * self._at_place(repeats, action.microbatch)
-        return recompute * (self._of_pass(repeats, action) / whole if whole else 1.0)
+        return recompute * (self._of_pass(repeats, action) / repeated if repeated else 1.0)
 
     def of_attention(self, kind: Kind, stage: int) -> float:
         """Return the seconds of ``kind`` on ``stage`` that grow with the square of the sequence."""
@@ -467,12 +468,12 @@ class Costs:
         if ranks == 1 or not self.slices.keys_values or self.held_bytes is None:
             return shared
         activation = tuple(
-            whole + (ranks - 1) * own
-            for whole, own in zip(
+            held + (ranks - 1) * shard
+            for held, shard in zip(
                 self.held_bytes[Held.ACTIVATION], self.slices.keys_values, strict=True
             )
         )
-        keys_values = tuple(ranks * own for own in self.slices.keys_values)
+        keys_values = tuple(ranks * shard for shard in self.slices.keys_values)
         held_bytes = {**self.held_bytes, Held.ACTIVATION: activation}
         return shared.with_slices(keys_values=keys_values).with_passes(held_bytes=held_bytes)
 
@@ -515,15 +516,15 @@ class Costs:
     def overlap_saving(self, forward: Action, backward: Action) -> float:
         """Return the seconds that two passes save by running as a pair, at most the seconds of the
         shorter pass."""
-        table = self.overlap.hidden.get(backward.kind) or self.overlap.hidden.get(
+        table = self.overlap.savings.get(backward.kind) or self.overlap.savings.get(
             Kind.BACKWARD_INPUT
         )
         if table is None:
             return 0.0
-        hidden = table[forward.stage][backward.stage]
-        return min(hidden, self.of(forward), self.of(backward))
+        saving = table[forward.stage][backward.stage]
+        return min(saving, self.of(forward), self.of(backward))
 
-    def of_pair(self, forward: Action, backward: Action) -> float:
+    def of_overlapped(self, forward: Action, backward: Action) -> float:
         """Return the seconds of the two passes, side by side."""
         return self.of(forward) + self.of(backward) - self.overlap_saving(forward, backward)
 
@@ -543,9 +544,9 @@ class Costs:
                 head=(f * last, i * last, w * last),
                 embedding=(lookup * first, table_gradient * first),
             )
-        hidden = {
+        savings = {
             kind: tuple(tuple(f * s for f in row) for row, s in zip(table, slowness, strict=True))
-            for kind, table in self.overlap.hidden.items()
+            for kind, table in self.overlap.savings.items()
         }
         return replace(
             self.with_slices(launch=slower(self.slices.launch)).with_passes(
@@ -554,7 +555,7 @@ class Costs:
                 fused_backward_saving=slower(self.passes.fused_backward_saving),
             ),
             vocabulary=vocabulary,
-            overlap=OverlapCosts(hidden),
+            overlap=OverlapCosts(savings),
             slowness=slowness,
         )
 
@@ -641,8 +642,8 @@ class Costs:
         """
         share = [1.0] * self.stages
         if self.held_bytes is not None:
-            whole, left = (self.held_bytes[h] for h in (Held.ACTIVATION, Held.WEIGHT_INPUTS))
-            share = [b / a if a else 1.0 for a, b in zip(whole, left, strict=True)]
+            activation, left = (self.held_bytes[h] for h in (Held.ACTIVATION, Held.WEIGHT_INPUTS))
+            share = [b / a if a else 1.0 for a, b in zip(activation, left, strict=True)]
         seconds = {}
         for figures, whole_kind, part_kind in (
             (to_host, Kind.OFFLOAD_F, Kind.OFFLOAD_I),

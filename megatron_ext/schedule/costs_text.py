@@ -41,7 +41,7 @@ _MEASURED = ("links", "reserved", "layers", "machine")
 _SLICES = ("attention", "latency", "launch")
 
 # Seconds that an overlapped pair saves; in a file also a table of them by kind of backward pass.
-_HIDDEN = "hidden"
+_SAVINGS = "hidden"
 _TABLES = {"i": Kind.BACKWARD_INPUT, "b": Kind.FULL_BACKWARD}
 
 _MOST_RANKS = 1_000_000  # that can share a link
@@ -56,8 +56,8 @@ _EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per 
 
 def format_costs(costs: Costs) -> str:
     """Return ``costs`` as text for `parse_costs`, with four digits."""
-    if costs.whole is not None:
-        return format_costs(costs.whole)
+    if costs.unpartitioned is not None:
+        return format_costs(costs.unpartitioned)
     layers = costs.layers_alone
     parts = [f"{key}={_joined(layers.seconds[kind])}" for key, kind in _PASSES.items()]
     if layers.passes.recompute:
@@ -69,8 +69,8 @@ def format_costs(costs: Costs) -> str:
         parts.append(f"latency={costs.links.latency:.4g}")
     if any(costs.slices.launch):
         parts.append(f"launch={_joined(costs.slices.launch)}")
-    if costs.overlap.hidden:
-        parts.append(f"{_HIDDEN}={_joined(_of_like_stages(costs))}")
+    if costs.overlap.savings:
+        parts.append(f"{_SAVINGS}={_joined(_of_like_stages(costs))}")
     if costs.vocabulary is not None:
         given = {"head": costs.vocabulary.head, "embedding": costs.vocabulary.embedding}
         parts += [f"{key}={_joined(figures)}" for key, figures in given.items() if any(figures)]
@@ -91,7 +91,7 @@ def outline_costs(costs: Costs, placement: Placement, *, with_copies: bool) -> s
 
     ``with_copies`` includes copies to the host and back.
     """
-    costs = costs.whole or costs
+    costs = costs.unpartitioned or costs
     seconds = costs.without_vocabulary().seconds
     figures = {key: seconds[kind] for key, kind in _PASSES.items()}
     if with_copies and costs.host is not None:
@@ -111,7 +111,7 @@ def _outlined(per_stage: Sequence[float], placement: Placement) -> str:
 def _of_like_stages(costs: Costs) -> list[float]:
     """Return the seconds saved when F and I of one stage run side by side, for each stage."""
     table = (
-        costs.overlap.hidden.get(Kind.BACKWARD_INPUT) or costs.overlap.hidden[Kind.FULL_BACKWARD]
+        costs.overlap.savings.get(Kind.BACKWARD_INPUT) or costs.overlap.savings[Kind.FULL_BACKWARD]
     )
     return [table[stage][stage] for stage in range(costs.stages)]
 
@@ -168,7 +168,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
         except ValueError:
             raise ValueError(f"costs {what!r}: {shown(part)!r} is no figure; {_EXAMPLE}") from None
     known = {*_PASSES, _RECOMPUTE, "comm", *_PARTS, _TOWER, *_COPIES, *_LINK}
-    known |= {*_SLICES, _HIDDEN}
+    known |= {*_SLICES, _SAVINGS}
     unknown = figures.keys() - known
     missing = _PASSES.keys() - figures.keys()
     if unknown or missing:
@@ -183,7 +183,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     costs = _with_slices(
         Costs(PassCosts(seconds, recompute=recompute), LinkCosts(p2p_seconds[0])), figures, what
     )
-    costs = _with_hidden(costs, figures, placement, what)
+    costs = _with_savings(costs, figures, placement, what)
     costs = _with_tower(_with_vocabulary(costs, figures, (0.0, 0.0), what), figures, 0.0, what)
     return _with_host(costs, figures, placement, what)
 
@@ -225,11 +225,11 @@ def _of_all(figures: Sequence[float], stages: int) -> tuple[float, ...]:
     return tuple(map(float, figures)) * (stages if len(figures) == 1 else 1)
 
 
-def _with_hidden(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
+def _with_savings(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
     """Return ``costs`` with the seconds that pairs save, if ``given`` has them."""
-    if _HIDDEN not in given:
+    if _SAVINGS not in given:
         return costs
-    value, what = given[_HIDDEN], f"{what}, {_HIDDEN}"
+    value, what = given[_SAVINGS], f"{what}, {_SAVINGS}"
     if isinstance(value, dict):
         return replace(costs, overlap=OverlapCosts(_tables(value, costs.stages, what)))
     figures = _per_stage(value if isinstance(value, list) else [value], placement, what)
@@ -393,7 +393,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
         origin=origin,
     )
     costs = _with_slices(costs, data, str(path))
-    costs = _with_hidden(costs, data, placement, str(path))
+    costs = _with_savings(costs, data, placement, str(path))
     of_output = float(single[Held.LOGITS.value]), float(single[_DEFERRED])
     costs = _with_vocabulary(costs, data, of_output, str(path))
     costs = _with_tower(costs, data, float(single[_TOWER]), str(path))
@@ -422,7 +422,7 @@ def read_costs_file(path: Path) -> dict[str, Any]:
     if missing:
         raise ValueError(f"costs file {path} lacks {_listed(missing)}; {_EXAMPLE}")
     known = ["version", "origin", *_PASSES, _RECOMPUTE, "comm", "bytes", *_PARTS, _TOWER, *_COPIES]
-    known += [*_LINK, *_SLICES, _HIDDEN, *_MEASURED]
+    known += [*_LINK, *_SLICES, _SAVINGS, *_MEASURED]
     unknown = data.keys() - set(known)
     if unknown:
         raise ValueError(
@@ -449,7 +449,7 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
     Raises:
         OSError: the file cannot be written.
     """
-    assert costs.whole is None
+    assert costs.unpartitioned is None
     layers = costs.layers_alone
     vocabulary = costs.vocabulary or VocabularyCosts()
     data: dict[str, Any] = {"version": FILE_VERSION, "origin": costs.origin}
@@ -463,11 +463,11 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
         data["latency"] = rounded([costs.links.latency])[0]
     if any(costs.slices.launch):
         data["launch"] = rounded(costs.slices.launch)
-    if costs.overlap.hidden:
-        data[_HIDDEN] = {
-            key: [rounded(row) for row in costs.overlap.hidden[kind]]
+    if costs.overlap.savings:
+        data[_SAVINGS] = {
+            key: [rounded(row) for row in costs.overlap.savings[kind]]
             for key, kind in _TABLES.items()
-            if kind in costs.overlap.hidden
+            if kind in costs.overlap.savings
         }
     for key in _PARTS:
         if any(figures := getattr(vocabulary, key)):

@@ -71,7 +71,7 @@ class Held(enum.Enum):
 class Source(enum.Enum):
     """Stages among which a needed action is looked for."""
 
-    OWN = "own"  # same stage, always
+    SAME = "same"  # stage, always
     LOCAL = "local"  # the neighbouring stage, when it is on this rank
     REMOTE = "remote"  # same stage, when the neighbouring stage is on another rank
     INPUT_SHARD = "input shard"  # of the first stage: the first stage of its rank
@@ -86,7 +86,7 @@ class Need:
     if there is such an action."""
 
     kinds: tuple[Kind, ...]
-    source: Source = Source.OWN
+    source: Source = Source.SAME
     # At an end of the pipeline without such a neighbour, nothing is needed.
     neighbour: Neighbour | None = None
     # The slice of the microbatch, if it is cut: the one before or the one after, if there is one.
@@ -95,7 +95,6 @@ class Need:
 
 @dataclass(frozen=True)
 class Rule:
-    # plain words: `beside` is a field
     """A row of the table.
 
     Attributes:
@@ -121,7 +120,8 @@ class Rule:
             all kinds with the same entry are done, or none.
         reads_data: whether a stage reads a microbatch's data with it, from an iterator without
             numbers: the n-th such action of a stage gets the n-th microbatch.
-        beside: the kinds of pass of its rank with one of which it can run as one (`action.Pair`).
+        overlaps_with: the kinds of pass of its rank with one of which it can run as one
+            (`action.OverlappedPasses`).
         by_optimizer: whether the optimizer's step does it, after the run of the schedule. It is in
             the schedule for the proof, the simulator and pictures.
         option: the field of `ScheduleOptions` that requests it; "" for passes and messages.
@@ -130,7 +130,7 @@ class Rule:
             (2008), to which B, R and the embedding's weight gradient are added. People with any
             colour vision tell them apart (a test computes it). Grey: not chosen yet.
         legend: its name in the legend of a picture, if that is shorter than ``does``.
-        mark: matplotlib's marker of a point in time, for a kind that is drawn as one.
+        marker: matplotlib's marker of a point in time, for a kind that is drawn as one.
     """
 
     kind: Kind
@@ -154,9 +154,9 @@ class Rule:
     cost: Cost = Cost.NOTHING
     colour: str = "#999999"
     legend: str = ""
-    mark: str = ""
+    marker: str = ""
     reads_data: bool = False
-    beside: tuple[Kind, ...] = ()
+    overlaps_with: tuple[Kind, ...] = ()
 
     @cached_property
     def covers(self) -> tuple[Kind, ...]:
@@ -205,7 +205,7 @@ _ROWS = (
         acquires=(Held.ACTIVATION,),
         in_evaluation=True,
         reads_data=True,
-        beside=(Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD),
+        overlaps_with=(Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD),
         cost=Cost.PASS,
         colour="#56B4E9",
     ),
@@ -550,7 +550,7 @@ _ROWS = (
         where=Where.RANK,
         by_optimizer=True,
         legend="optimizer step",
-        mark="v",
+        marker="v",
         option="steps_overlap",
     ),
     Rule(
@@ -580,7 +580,7 @@ _ROWS = (
         needs=(Need((Kind.RECV_V,)),),
         where=Where.RANK,
         legend="verdict on the last step",
-        mark="o",
+        marker="o",
         option="steps_overlap",
     ),
     Rule(

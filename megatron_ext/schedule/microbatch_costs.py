@@ -130,8 +130,8 @@ def read_loads(file: Path, batch: BatchSize) -> MicrobatchLoads:
     tokens, squares = whole_steps.T.reshape(2, -1, per_step)
     if batch.sequence is None:
         return _over_their_means(tokens, squares)
-    whole = batch.samples * batch.sequence
-    return MicrobatchLoads(tokens / whole, squares / (whole * batch.sequence))
+    full = batch.samples * batch.sequence
+    return MicrobatchLoads(tokens / full, squares / (full * batch.sequence))
 
 
 def lognormal(rng: np.random.Generator, deviation: float, size: tuple[int, int]) -> Floats:

@@ -46,7 +46,7 @@ class Placement:
             rows[rank].append(stage)
         return tuple(tuple(row) for row in rows)
 
-    def shard_beside(self, stage: int) -> int:
+    def shard_stage(self, stage: int) -> int:
         """Return the first stage of the rank that holds ``stage``. With vocabulary parallelism it
         stands for the rank's shard."""
         return self.stages_of[self.rank_of[stage]][0]

@@ -281,8 +281,8 @@ class Problem:
         """Megatron's own pipeline functions, if they run this problem (`stock`); None: our executor
         does. Only ours has `options` but for overlapped passes, and leaves backward passes out."""
         is_plain = not {*self.options.requested} - {"p2p", "pairs"}
-        is_whole = not (self.forward_only or self.first_trained_stage)
-        return self.stock if is_plain and is_whole else None
+        has_all_passes = not (self.forward_only or self.first_trained_stage)
+        return self.stock if is_plain and has_all_passes else None
 
     @property
     def slices(self) -> Slices:

@@ -66,7 +66,7 @@ def at_speeds(costs: Costs, placement: Placement, speeds: Sequence[float]) -> Co
     """
     if all(speed == 1 for speed in speeds):
         return costs
-    assert not costs.slowness and costs.whole is None
+    assert not costs.slowness and costs.unpartitioned is None
     return costs.slowed(slowness_of(placement, speeds))
 
 

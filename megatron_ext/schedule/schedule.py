@@ -50,7 +50,7 @@ class Schedule:
         return 1 + max(whole_of(action.microbatch) for row in self.rows for action in row)
 
     @cached_property
-    def beside(self) -> Mapping[Action, Action]:
+    def overlapped_with(self) -> Mapping[Action, Action]:
         """For each pass that runs in a pair, the other pass of the pair."""
         return {a: b for forward, back in self.pairs for a, b in ((forward, back), (back, forward))}
 
@@ -58,7 +58,7 @@ class Schedule:
     def paired(self) -> Ints:
         """Numbers of the forward passes that run in pairs; the backward pass of each has the next
         number."""
-        forwards = {pair.forward for pair in self.pairs}
+        forwards = {overlapped.forward for overlapped in self.pairs}
         numbers = enumerate(chain.from_iterable(self.rows)) if forwards else ()
         return np.array([n for n, action in numbers if action in forwards], dtype=np.int32)
 
@@ -66,9 +66,9 @@ class Schedule:
         """Return the text of each action of ``row``. The two passes of a pair have one text."""
         if not self.pairs:
             return list(map(str, row))
-        seconds = {pair.backward for pair in self.pairs}
+        seconds, others = {overlapped.backward for overlapped in self.pairs}, self.overlapped_with
         return [
-            str(OverlappedPasses(action, self.beside[action]) if action in self.beside else action)
+            str(OverlappedPasses(action, others[action]) if action in others else action)
             for action in row
             if action not in seconds
         ]

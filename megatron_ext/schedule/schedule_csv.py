@@ -16,7 +16,7 @@ from megatron_ext.schedule.action import (
     Rows,
     Slice,
     parse_action,
-    parse_pair,
+    parse_overlapped,
     slices_named,
     whole_of,
 )
@@ -146,8 +146,8 @@ def _pairs(text: str) -> frozenset[OverlappedPasses]:
     """Return the compounds of F and a backward pass in ``text``, whose actions have been
     checked."""
     slices = slices_named(text)
-    named = (parse_pair(found[0], slices) for found in COMPOUND.finditer(text))
-    return frozenset(pair for pair in named if pair is not None)
+    named = (parse_overlapped(found[0], slices) for found in COMPOUND.finditer(text))
+    return frozenset(overlapped for overlapped in named if overlapped is not None)
 
 
 def _delimiter(text: str) -> str:
@@ -235,10 +235,10 @@ def _check_forwards(rows: Sequence[tuple[Action, ...]], name: str) -> None:
     what = "slice" if parts > 1 else "microbatch"
     there = {tuple(of(a) for of in _NUMBERED.values()) for a in actions if a.kind is Kind.FORWARD}
     needed = itertools.product(range(stages), range(wholes), range(parts))
-    stage, whole, part = next(numbers for numbers in needed if numbers not in there)
+    stage, microbatch, part = next(numbers for numbers in needed if numbers not in there)
     cut = f".{part}" if parts > 1 else ""
     raise ValueError(
-        f"{name}: {Action(stage, Kind.FORWARD, whole)}{cut} is missing: "
+        f"{name}: {Action(stage, Kind.FORWARD, microbatch)}{cut} is missing: "
         f"{counted(len(actions), 'action')} are too few for {counted(stages, 'stage')} and "
         f"{counted(wholes * parts, what)}"
     )

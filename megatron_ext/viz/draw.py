@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = {kind: RULES[kind].colour for kind in Kind if RULES[kind].lane is Lane.COMPUTE}
-MARKS = {kind: rule.mark for kind, rule in RULES.items() if rule.mark}
+MARKS = {kind: rule.marker for kind, rule in RULES.items() if rule.marker}
 PALER = 0.45
 BUBBLE = "#E8E8E8"
 
@@ -178,7 +178,7 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
 
 def _places_in_pairs(timeline: Timeline) -> dict[Action, PassBox]:
     """Return the box of each pass that runs in a pair: as long as the pair, F above."""
-    in_pairs = timeline.schedule.beside
+    in_pairs = timeline.schedule.overlapped_with
     events = {event.action: event for event in timeline.events if event.action in in_pairs}
     quarter = _HALF / 2
     places: dict[Action, PassBox] = {}

@@ -31,7 +31,7 @@ from megatron_ext.words import bytes_text, counted
 
 def program_of_1f1b(problem: Problem) -> Program:
     """Return the program of Megatron's own 1F1B on the same ranks, microbatches and whole costs."""
-    costs = (problem.costs.whole or problem.costs).per_rank(problem.placement)
+    costs = (problem.costs.unpartitioned or problem.costs).per_rank(problem.placement)
     on_line = Problem(line(problem.ranks), problem.microbatches, costs, stock=STOCK_EXECUTOR)
     return build_program(choose("1f1b"), on_line)
 

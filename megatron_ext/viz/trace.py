@@ -424,7 +424,7 @@ def track_of(action: Action, placement: Placement) -> str | None:
 def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the events of passes and messages, of the optimizer's step and of the verdict on the
     last step. ``prefix`` precedes the names of their tracks and categories."""
-    placement, beside = timeline.schedule.placement, timeline.schedule.beside
+    placement, beside = timeline.schedule.placement, timeline.schedule.overlapped_with
     for event in timeline.events:
         action, rule = event.action, RULES[event.action.kind]
         category, title = prefix + rule.lane.value, track_of(action, placement)

@@ -95,7 +95,7 @@ class EmulatedStage:
         kind = Kind.FULL_BACKWARD if backward.whole else Kind.BACKWARD_INPUT
         assert isinstance(backward.stage, EmulatedStage)
         other = Action(backward.stage.number, kind, backward.microbatch)
-        both = self._chunk.costs.of_pair(Action(self.number, Kind.FORWARD, microbatch), other)
+        both = self._chunk.costs.of_overlapped(Action(self.number, Kind.FORWARD, microbatch), other)
         with as_one(both):
             return self.forward(microbatch, x), backward.run()
 

@@ -61,7 +61,7 @@ def in_seconds(costs: str, placement: Placement) -> Costs:
         slices=replace(slices, launch=_in_seconds(slices.launch)),
         host=host,
         vocabulary=vocabulary,
-        overlap=OverlapCosts(_in_seconds(given.overlap.hidden)),
+        overlap=OverlapCosts(_in_seconds(given.overlap.savings)),
     )
 
 

@@ -98,7 +98,7 @@ def drawn(timeline: Timeline, *, messages: bool = False) -> str:
     rank has one. With ``messages``, a line per channel shows which microbatch is under way. A pair
     is ``3F1+3I0``.
     """
-    placement, beside = timeline.schedule.placement, timeline.schedule.beside
+    placement, beside = timeline.schedule.placement, timeline.schedule.overlapped_with
     ends = {event.action: event.end for event in timeline.events}
     end = round(max(event.end for event in timeline.events))
     lines: dict[str, list[str]] = {str(rank): ["."] * end for rank in range(placement.ranks)}

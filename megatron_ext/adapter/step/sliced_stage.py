@@ -52,16 +52,16 @@ class SlicedStage(ModelStage):
         piece = _slice(microbatch)
         output = super().forward(piece, x)
         if piece.is_first:
-            self._calls[piece.whole] = self._noted.pop(piece.whole).call
+            self._calls[piece.microbatch] = self._noted.pop(piece.microbatch).call
         if self._is_last:
-            self._outputs.setdefault(piece.whole, []).append(output.detach())
+            self._outputs.setdefault(piece.microbatch, []).append(output.detach())
             self._free(output)
         if piece.is_last:
-            call = self._calls.pop(piece.whole)
+            call = self._calls.pop(piece.microbatch)
             if self._is_last:
-                self._make_loss(piece.whole, call)
+                self._make_loss(piece.microbatch, call)
             if not self._has_backward:
-                running_slice.drop(self._number, piece.whole)
+                running_slice.drop(self._number, piece.microbatch)
         return output
 
     def forget(self) -> None:
@@ -83,9 +83,9 @@ class SlicedStage(ModelStage):
     def _forward_step_func(self, microbatch: int) -> Callable[..., Any]:
         piece = _slice(microbatch)
         if not piece.is_first:
-            return self._calls[piece.whole].again
+            return self._calls[piece.microbatch].again
         noted = RepeatableCall(self._call.forward_step_func, "--pipeline-slices")
-        self._noted[piece.whole] = noted
+        self._noted[piece.microbatch] = noted
         return noted
 
     def _run(
@@ -100,9 +100,9 @@ class SlicedStage(ModelStage):
         if is_first and not self._is_quantised:
             _add_all_gradients(self._model)
             is_first = False
-        with running_slice.running(self._number, piece.whole, self._spans[piece.slice]):
+        with running_slice.running(self._number, piece.microbatch, self._spans[piece.slice]):
             output, tokens = super()._run(
-                forward_step_func, piece.whole, *args, is_first=is_first, **more
+                forward_step_func, piece.microbatch, *args, is_first=is_first, **more
             )
         if self._is_last:  # its losses may be a view, whose memory could not be freed
             output = make_viewless_tensor(output, output.requires_grad, keep_graph=True)
@@ -114,14 +114,14 @@ class SlicedStage(ModelStage):
         piece = _slice(microbatch)
         span = self._spans[piece.slice]
         if self._is_last:
-            dy = self._gradients[piece.whole][:, span.here]
-        running = running_slice.running(self._number, piece.whole, span, is_backward=True)
-        with running, self._summed.adding(piece.whole):
+            dy = self._gradients[piece.microbatch][:, span.here]
+        running = running_slice.running(self._number, piece.microbatch, span, is_backward=True)
+        with running, self._summed.adding(piece.microbatch):
             dx = super()._backward_input(piece, dy, w_is_next=w_is_next)
         if piece.is_first:
-            self._summed.hand_over(piece.whole)
-            self._gradients.pop(piece.whole, None)
-            running_slice.drop(self._number, piece.whole)
+            self._summed.hand_over(piece.microbatch)
+            self._gradients.pop(piece.microbatch, None)
+            running_slice.drop(self._number, piece.microbatch)
         return dx
 
 

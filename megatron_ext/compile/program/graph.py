@@ -152,13 +152,13 @@ def slice_looked_for(which: Neighbour | None, microbatch: int) -> int | None:
         return microbatch
     if not isinstance(microbatch, Slice) or not 0 <= microbatch.slice + which < microbatch.slices:
         return None
-    return Slice(microbatch.whole, microbatch.slice + which, microbatch.ends)
+    return Slice(microbatch.microbatch, microbatch.slice + which, microbatch.ends)
 
 
 def _looked_for_on(need: Need, stage: int, placement: Placement) -> int | None:
     """Return the stage on which ``need`` of an action on ``stage`` is looked for; None if nothing
     is needed."""
-    if need.source is Source.OWN:
+    if need.source is Source.SAME:
         return stage
     if need.source in (Source.LOCAL, Source.REMOTE):
         assert need.neighbour is not None
@@ -171,7 +171,7 @@ def _looked_for_on(need: Need, stage: int, placement: Placement) -> int | None:
         return None
     if need.source in (Source.FIRST, Source.LAST):
         return end
-    return placement.shard_beside(end) if stage == end else None
+    return placement.shard_stage(end) if stage == end else None
 
 
 _ENDS = {Source.FIRST: 0, Source.INPUT_SHARD: 0, Source.LAST: -1, Source.OUTPUT_SHARD: -1}
@@ -198,18 +198,18 @@ def has_place(
     if rule.where is Where.STAGE:
         return rule.in_evaluation or first_trained_stage <= _first_of(rule, stage, placement)
     if rule.where is Where.SHARD:
-        return stage == placement.shard_beside(stage)
+        return stage == placement.shard_stage(stage)
     if rule.where is Where.GIVER:
         (need,) = rule.needs
-        return stage == placement.shard_beside(stage) and not _is_used(
+        return stage == placement.shard_stage(stage) and not _is_used(
             Action(stage, need.kinds[0], 0), placement, forward_only
         )
     if rule.where is Where.RANK:
         ends = [stage]
         if rule.is_message:
             ends.append(partner_of(Action(stage, kind, 0), placement).stage)
-        return all(end == placement.shard_beside(end) for end in ends)
-    return stage == placement.shard_beside(placement.last)
+        return all(end == placement.shard_stage(end) for end in ends)
+    return stage == placement.shard_stage(placement.last)
 
 
 def _first_of(rule: Rule, stage: int, placement: Placement) -> int:

@@ -28,7 +28,7 @@ def what_is_wrong(schedule: Schedule) -> tuple[str, list[Action]] | None:
                 return f"{action} is in two pairs, {other} and {overlapped}", [*other, *overlapped]
     for overlapped in pairs:
         forward, backward = overlapped
-        if backward.kind not in RULES[forward.kind].beside:
+        if backward.kind not in RULES[forward.kind].overlaps_with:
             return f"{overlapped} is no pair: a pair is F with I or B", list(overlapped)
         choices = [action for _, some in needed(backward, schedule.placement) for action in some]
         if forward in choices:
@@ -52,7 +52,7 @@ def seconds_in_pairs(schedule: Schedule, costs: Costs) -> Iterator[tuple[int, fl
     @cache
     def shares(forward_stage: int, stage: int, kind: Kind) -> tuple[float, float]:
         forward, backward = Action(forward_stage, Kind.FORWARD, 0), Action(stage, kind, 0)
-        both, alone = costs.of_pair(forward, backward), costs.of(forward)
+        both, alone = costs.of_overlapped(forward, backward), costs.of(forward)
         sequential = alone + costs.of(backward)
         first = both * alone / sequential if sequential else 0.0
         return first, both - first

@@ -99,7 +99,7 @@ def _first_of(schedule: Schedule, problem: Problem) -> tuple[Schedule, Problem]:
 def _with_assumed(costs: Costs) -> Costs:
     """Return ``costs`` with an assumed saving of pairs if they have none: the search for pairs
     needs a gain, even if its size is unknown."""
-    if costs.overlap.hidden:
+    if costs.overlap.savings:
         return costs
     forwards, backwards = costs.seconds[_F], costs.seconds[_I]
     return replace(

@@ -18,7 +18,7 @@ def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel
 
     If ``costs`` do not give them separately, they stay where they are and the shards cost nothing.
     """
-    assert how is not VocabularyParallel.NONE and costs.whole is None
+    assert how is not VocabularyParallel.NONE and costs.unpartitioned is None
     layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()
     layers = layers.with_copies_of(costs)
     slowness = costs.slowness or (1.0,) * costs.stages
@@ -41,7 +41,8 @@ def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel
     if held is not None:
         held = {**held, Held.LOGITS: _divided(vocabulary.logits_bytes, placement)}
     return replace(
-        layers.with_passes(seconds={**layers.seconds, **divided}, held_bytes=held), whole=costs
+        layers.with_passes(seconds={**layers.seconds, **divided}, held_bytes=held),
+        unpartitioned=costs,
     )
 
 

@@ -79,7 +79,7 @@ def hidden_by_pairs(
     model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates
 ) -> Mapping[Kind, SecondsByStages]:
     """Return the seconds saved by running F of every stage side by side with a backward pass of
-    every stage instead of one after the other, by the kind of that pass: `OverlapCosts.hidden`."""
+    every stage instead of one after the other, by the kind of that pass: `OverlapCosts.savings`."""
     share = execution.overlap
     layers = [paired_layers(model, stage, execution, rates) for stage in stages]
 

@@ -240,7 +240,7 @@ def _boxes(
 
 def _costs_in(events: Sequence[Event], program: Program) -> Callable[[Action], float]:
     """Return a function to an action's seconds by the costs; in a pair its share of the pair's."""
-    in_pairs = program.schedule.beside
+    in_pairs = program.schedule.overlapped_with
     shares = {e.action: e.end - e.start for e in events if e.action in in_pairs}
     return lambda a: shares[a] if a in shares else program.problem.costs.of(a)
 

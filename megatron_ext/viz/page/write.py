@@ -116,9 +116,9 @@ def _looks() -> Mapping[str, dict[str, Any]]:
     for kind, rule in RULES.items():
         _, _, of = kind.rpartition("_")  # what a message or a copy is of has its colour
         colour = COLOURS.get(Kind(of), _OTHERS) if of in set(Kind) else _OTHERS
-        does = rule.label if rule.mark else rule.does
+        does = rule.label if rule.marker else rule.does
         looks[kind.value] = _look(
-            kind.value, does, f"{kind}  {does}", colour, is_mark=bool(rule.mark)
+            kind.value, does, f"{kind}  {does}", colour, is_mark=bool(rule.marker)
         )
     for name, does, colour in (
         (REDUCTION, "reduction of a stage's gradients", COLOURS[Kind.BACKWARD_WEIGHT]),

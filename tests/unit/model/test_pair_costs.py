@@ -83,9 +83,9 @@ def test_estimates_have_it_where_passes_run_in_pairs_only() -> None:
     of_model = model(("*E", "*E"))
     costs = estimate(of_model, stages, EXECUTION, RATES)
     apart = estimate(of_model, stages, replace(EXECUTION, overlap=0.0), RATES)
-    assert not apart.overlap.hidden
+    assert not apart.overlap.savings
     assert costs.seconds == apart.seconds
     forward, back = Action(0, Kind.FORWARD, 1), Action(1, _B, 0)
-    assert 0 < costs.overlap_saving(forward, back) == costs.overlap.hidden[_B][0][1]
+    assert 0 < costs.overlap_saving(forward, back) == costs.overlap.savings[_B][0][1]
     frozen = without_frozen(costs, [0.0, 0.0], reached=1, output_layer=False)
-    assert frozen.overlap_saving(forward, back) == costs.overlap.hidden[_I][0][1]
+    assert frozen.overlap_saving(forward, back) == costs.overlap.savings[_I][0][1]

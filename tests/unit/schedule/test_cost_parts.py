@@ -74,7 +74,7 @@ FULL = Costs(
             Kind.FULL_BACKWARD: tuple(tuple(f + b / 8 for b in range(4)) for f in range(1, 5)),
         }
     ),
-    whole=_PLAIN,
+    unpartitioned=_PLAIN,
     slowness=(1.0, 1.0, 2.0, 2.0),
     tower=TowerCosts((3.0, 2.0, 1.0), 2.0),
     at_places={F: (0.5, 1.5), I: (0.75, 1.25)},
@@ -91,7 +91,7 @@ def _defaults(part: Any, name: str = "costs") -> Iterator[str]:
             default = entry.default_factory()
         if value is None or (default is not MISSING and value == default):
             yield f"{name}.{entry.name}"
-        elif is_dataclass(value) and entry.name != "whole":
+        elif is_dataclass(value) and entry.name != "unpartitioned":
             yield from _defaults(value, f"{name}.{entry.name}")
 
 
@@ -127,8 +127,8 @@ def test_what_is_joined_is_summed_up_and_links_are_those_between() -> None:
     assert (joined.host.ranks_per_link, joined.host.duplex) == (2, False)
     assert joined.vocabulary == FULL.vocabulary and joined.origin == "here"
     # Of F0 F1 beside B1 B0, and of F0 F1 beside B3 B2.
-    assert joined.overlap.hidden[I][0] == (1 + 1 / 4 + 2, 1 + 3 / 4 + 2 + 2 / 4)
-    assert joined.whole is not None and joined.whole.seconds[F] == (2.0, 2.0)
+    assert joined.overlap.savings[I][0] == (1 + 1 / 4 + 2, 1 + 3 / 4 + 2 + 2 / 4)
+    assert joined.unpartitioned is not None and joined.unpartitioned.seconds[F] == (2.0, 2.0)
 
 
 def test_a_loop_has_one_link_between_two_ranks() -> None:
@@ -189,7 +189,7 @@ _CHANGES: dict[str, tuple[Callable[[Costs], Costs], set[str]]] = {
 def _changed(before: Any, after: Any, name: str = "") -> Iterator[str]:
     for entry in fields(before):
         one, other = getattr(before, entry.name), getattr(after, entry.name)
-        if one != other and is_dataclass(one) and is_dataclass(other) and entry.name != "whole":
+        if one != other and is_dataclass(one) and is_dataclass(other) and entry.name != "unpartitioned":
             yield from _changed(one, other, f"{name}{entry.name}.")
         elif one != other:
             yield f"{name}{entry.name}"

@@ -166,7 +166,7 @@ def test_shares_of_the_vocabulary(how: VocabularyParallel, passes: dict[str, flo
     costs = share_vocabulary(whole, LOOP, how)
     passes |= {"0F0": 5, "3I0": 6, "3W0": 4, "1L0": 0, "1BCAST_S0": 1, "0GATHER_S0": 1, "2S0": 0}
     assert {text: costs.of(parse_action(text)) for text in passes} == passes
-    assert costs.whole == whole
+    assert costs.unpartitioned == whole
 
 
 HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per message) or a file"

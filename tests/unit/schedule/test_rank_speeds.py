@@ -18,11 +18,11 @@ SPEEDS = (1.0, 0.5, 1.0, 4.0)
 
 
 def test_passes_of_a_slow_rank_take_longer_and_nothing_else_changes() -> None:
-    before = replace(FULL, slowness=(), whole=None)
+    before = replace(FULL, slowness=(), unpartitioned=None)
     slowed = at_speeds(before, line(4), SPEEDS)
     assert set(_changed(before, slowed)) == {
         *("passes.seconds", "passes.recompute", "passes.fused_backward_saving", "slices.launch"),
-        *("overlap.hidden", "vocabulary.head", "slowness"),  # the first rank's embedding stays
+        *("overlap.savings", "vocabulary.head", "slowness"),  # the first rank's embedding stays
     }
     for kind, figures in before.seconds.items():
         assert slowed.seconds[kind] == (figures[0], 2 * figures[1], figures[2], figures[3] / 4)

@@ -26,7 +26,7 @@ def pair_seconds(paper: PaperTraining, step: PublishedStep) -> float:
     """Estimated seconds of F and B of the second stage as a pair."""
     costs = work_of(paper, step).variant(paper.schedule, Layout(paper.layers)).problem.costs
     passes = sum(figures[1] for figures in costs.seconds.values())
-    return passes - costs.overlap.hidden[Kind.FULL_BACKWARD][1][1]
+    return passes - costs.overlap.savings[Kind.FULL_BACKWARD][1][1]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,13 @@ from megatron_ext.planner.candidate import Variant, VocabMethod
 from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.planner import make_plan
 from megatron_ext.planner.training import Training
-from megatron_ext.schedule.action import Action, Kind, OverlappedPasses, parse_action, parse_pair
+from megatron_ext.schedule.action import (
+    Action,
+    Kind,
+    OverlappedPasses,
+    parse_action,
+    parse_overlapped,
+)
 from megatron_ext.schedule.costs import Costs, OverlapCosts
 from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs, save_costs
 from megatron_ext.schedule.limit import MemoryLimit
@@ -79,7 +85,7 @@ def makespan(program: Program) -> float:
 
 
 def by_hand(*pairs: str, text: str = BY_HAND, costs: str = "f=2,i=2,w=2,hidden=2") -> Schedule:
-    named = [pair for pair in map(parse_pair, pairs) if pair is not None]
+    named = [pair for pair in map(parse_overlapped, pairs) if pair is not None]
     assert len(named) == len(pairs)
     return Schedule("by hand", V, rows_of(text), frozenset(named))
 
@@ -212,7 +218,7 @@ def test_what_is_made_is_proved_and_times_are_those_of_pairs(spec: str, p: int, 
             assert all(e.end <= later.start + 1e-9 for e, later in pairwise(row))
         for pair in schedule.pairs:
             start, end = at[pair.forward].start, at[pair.backward].end
-            assert end - start == pytest.approx(costs.of_pair(*pair))
+            assert end - start == pytest.approx(costs.of_overlapped(*pair))
             for action, there, kind in zip(pair, (1, -1), ("F", "I"), strict=True):
                 stage, _, k = action
                 follower = Action(stage + there, Kind(kind), k)
@@ -365,25 +371,25 @@ def test_what_hides_in_a_pair() -> None:
     forward, backward = Action(1, Kind.FORWARD, 3), Action(2, Kind.BACKWARD_INPUT, 1)
     costs = costs_of("f=2/2/4/4,i=3/3/6/6,w=1,hidden=0/1/2/9")
     assert costs.overlap_saving(forward, backward) == 1  # the lesser of the two stages'
-    assert costs.of_pair(forward, backward) == 2 + 6 - 1
+    assert costs.of_overlapped(forward, backward) == 2 + 6 - 1
     assert (
         costs.overlap_saving(forward._replace(stage=0), backward) == 0
     )  # dense layers hide nothing
     last = forward._replace(stage=3), backward._replace(stage=3)
     assert costs.overlap_saving(*last) == 4  # no more than the shorter of them takes
     whole = backward._replace(kind=Kind.FULL_BACKWARD)
-    assert costs.of_pair(forward, whole) == 2 + 6.5 - 1
-    assert costs_of("f=2,i=2,w=2").of_pair(forward, backward) == 2
+    assert costs.of_overlapped(forward, whole) == 2 + 6.5 - 1
+    assert costs_of("f=2,i=2,w=2").of_overlapped(forward, backward) == 2
 
 
 def test_costs_are_written_and_read(tmp_path: Path) -> None:
     text = "f=2/2/4/4,i=3/3/6/6,w=1/1/1/1,comm=0,hidden=0/1/2/4"
     assert format_costs(costs_of(text)) == text
     save_costs(costs_of(text), tmp_path / "costs.json")
-    assert load_costs(tmp_path / "costs.json", V).overlap.hidden == costs_of(text).overlap.hidden
+    assert load_costs(tmp_path / "costs.json", V).overlap.savings == costs_of(text).overlap.savings
     table_of_b = {Kind.FULL_BACKWARD: tuple((0.5, 1.0, 1.5, 2.0) for _ in range(4))}
     save_costs(replace(costs_of(text), overlap=OverlapCosts(table_of_b)), tmp_path / "costs.json")
-    assert load_costs(tmp_path / "costs.json", V).overlap.hidden == table_of_b
+    assert load_costs(tmp_path / "costs.json", V).overlap.savings == table_of_b
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,7 @@ def test_the_text_of_a_slice() -> None:
     copy = pickle.loads(pickle.dumps(action))
     for part in (action.microbatch, copy.microbatch):
         assert isinstance(part, Slice)
-        assert (part.whole, part.slice, int(part), part.ends) == (7, 2, 30, even_ends(4))
+        assert (part.microbatch, part.slice, int(part), part.ends) == (7, 2, 30, even_ends(4))
 
 
 @pytest.mark.parametrize(
