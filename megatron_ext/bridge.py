@@ -150,7 +150,7 @@ def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) 
     states that any placement can load."""
     from megatron_ext.adapter.layout_arguments import LAYOUT_FIELDS
 
-    placement = ours.choice.place(model.pipeline_model_parallel_size)
+    placement = ours.resolved_spec.place(model.pipeline_model_parallel_size)
     chunks = placement.chunks
     for name in LAYOUT_FIELDS:
         handle._keep(model, name)
@@ -158,7 +158,7 @@ def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) 
         given = getattr(model, _CHUNKS)
         if given not in (None, chunks) and os.environ.get("RANK", "0") == "0":
             logger.info(
-                f"model.{_CHUNKS} was {given}; {ours.choice.spec} has "
+                f"model.{_CHUNKS} was {given}; {ours.resolved_spec.spec} has "
                 f"{counted(chunks, 'virtual stage')} a rank"
             )
         handle._set(model, _CHUNKS, chunks if chunks > 1 else None)
@@ -171,7 +171,7 @@ def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) 
             handle._set(owner, "batch_p2p_comm", chunks == 1)
     if not placement.in_turn:
         handle._set(config.checkpoint, "dist_ckpt_optim_fully_reshardable", True)
-    if ours.choice.moves_first_stage and hasattr(config.model, "register_pre_wrap_hook"):
+    if ours.resolved_spec.moves_first_stage and hasattr(config.model, "register_pre_wrap_hook"):
         hooks = list(getattr(config.model, "_pre_wrap_hooks", []))
         if _copy_tied_weight not in hooks:
             handle._undo.append(lambda: setattr(config.model, "_pre_wrap_hooks", hooks))
@@ -206,9 +206,9 @@ def _refuse(config: Any, model: Any, ours: PipelineConfig) -> None:
 
     ranks, layout = model.pipeline_model_parallel_size, model.pipeline_model_parallel_layout
     given = getattr(model, _CHUNKS) if layout is None else stages_of_layout(layout) // ranks
-    for choice in ours.choices:
-        chunks = given or choice.place(ranks).chunks
-        refuse(_Settings(config, model, chunks), choice, ours.options)
+    for resolved in ours.resolved_specs:
+        chunks = given or resolved.place(ranks).chunks
+        refuse(_Settings(config, model, chunks), resolved, ours.options)
 
 
 def _refuse_arrangement(config: Any, model: Any, ours: PipelineConfig) -> None:

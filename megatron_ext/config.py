@@ -406,7 +406,7 @@ class PipelineConfig:
         if self.schedule is None:
             return
         if not self.is_chosen_later:
-            _ = self.choice
+            _ = self.resolved_spec
         self._check_offload()
         self._check_slices()
         if self.recompute.fit and self.memory_limit is None:
@@ -536,7 +536,7 @@ class PipelineConfig:
         return _is_chosen_later(self.schedule)
 
     @cached_property
-    def choice(self) -> ResolvedSpec:
+    def resolved_spec(self) -> ResolvedSpec:
         """Chosen schedule. Raises ValueError if it does not exist or is still to be chosen."""
         assert self.schedule is not None
         if self.is_chosen_later:
@@ -549,19 +549,22 @@ class PipelineConfig:
         return choose(self.schedule)
 
     @property
-    def choices(self) -> tuple[ResolvedSpec, ...]:
-        """All schedules under which steps may run: one, or those of a race. Raises as `choice`."""
-        return (self.choice,) if self.race is None else self.race.choices
+    def resolved_specs(self) -> tuple[ResolvedSpec, ...]:
+        """All schedules under which steps may run: one, or those of a race. Raises as
+        `resolved_spec`."""
+        return (self.resolved_spec,) if self.race is None else self.race.resolved_specs
 
     @property
     def splits_backward(self) -> bool:
         """Whether any of the schedules splits the backward pass."""
-        return any(choice.traits.splits_backward for choice in self.choices)
+        return any(resolved.traits.splits_backward for resolved in self.resolved_specs)
 
     @property
     def recomputes(self) -> bool:
         """Whether any of the schedules may recompute activations."""
-        return self.recompute != Recompute() or any(choice.recomputes for choice in self.choices)
+        return self.recompute != Recompute() or any(
+            resolved.recomputes for resolved in self.resolved_specs
+        )
 
     @property
     def options(self) -> ScheduleOptions:

@@ -29,7 +29,7 @@ class Feature:
 
     def is_wanted(self, config: PipelineConfig) -> bool:
         if self.wanted is not None and (
-            config.schedule is None or not any(map(self.wanted, config.choices))
+            config.schedule is None or not any(map(self.wanted, config.resolved_specs))
         ):
             return False
         return self.asked_for(config)
@@ -55,32 +55,32 @@ FEATURES = (
             "megatron.training.checkpointing.optimizer_states",
             "megatron.training.checkpointing.pending_step",
         ),
-        lambda choice: True,
+        lambda resolved: True,
     ),
     Feature(
         "settings whose work the schedule does",
         ("megatron.core.transformer.module",),
-        lambda choice: True,
+        lambda resolved: True,
     ),
     Feature(
         "optimizer states that any placement can load",
         ("megatron.core.optimizer.distrib_optimizer",),
-        lambda choice: True,
+        lambda resolved: True,
     ),
     Feature(
         "split backward of local linear layers",
         ("megatron.core.tensor_parallel.layers",),
-        lambda choice: choice.traits.splits_backward,
+        lambda resolved: resolved.traits.splits_backward,
     ),
     Feature(
         "split backward of Transformer Engine's linear layers",
         ("transformer_engine.pytorch.module._common",),
-        lambda choice: choice.traits.splits_backward,
+        lambda resolved: resolved.traits.splits_backward,
     ),
     Feature(
         "gradients that autograd does not bring",
         ("megatron.core.distributed.distributed_data_parallel",),
-        lambda choice: True,
+        lambda resolved: True,
         asked_for=lambda config: (
             config.splits_backward or config.activation_offload is not Offload.NONE
         ),
@@ -88,7 +88,7 @@ FEATURES = (
     Feature(
         "reductions of gradients that start before the step ends",
         ("megatron.core.distributed.param_and_grad_buffer",),
-        lambda choice: True,
+        lambda resolved: True,
     ),
     Feature(
         "datasets on all ranks that read them",
@@ -96,17 +96,17 @@ FEATURES = (
             "megatron.core.datasets.blended_megatron_dataset_builder",
             "megatron.training.training.loaders",
         ),
-        lambda choice: True,
+        lambda resolved: True,
     ),
     Feature(
         "per-layer CUDA graphs in the order of the schedule",
         ("megatron.core.transformer.cuda_graphs",),
-        lambda choice: True,
+        lambda resolved: True,
     ),
     Feature(
         "CUDA graphs captured while the watchdog runs",
         ("torch.cuda.graphs",),
-        lambda choice: True,
+        lambda resolved: True,
     ),
     Feature(
         "virtual stages",
@@ -117,17 +117,17 @@ FEATURES = (
             "megatron.training.training.chunks",
             "megatron.training.checkpointing.chunks",
         ),
-        lambda choice: choice.example.chunks > 1,
+        lambda resolved: resolved.example.chunks > 1,
     ),
     Feature(
         "passes in pairs",
         ("megatron.core.pipeline_parallel.combined_1f1b",),
-        lambda choice: choice.example.chunks > 1,
+        lambda resolved: resolved.example.chunks > 1,
     ),
     Feature(
         "pipeline segments of hybrid models",
         ("megatron.core.models.hybrid.hybrid_layer_allocation",),
-        lambda choice: True,
+        lambda resolved: True,
     ),
     Feature(
         "a first stage that is not on the first rank",
@@ -142,7 +142,7 @@ FEATURES = (
             "megatron.training.models.dist_utils",
             "megatron.training.training.tied_models",
         ),
-        lambda choice: choice.moves_first_stage,
+        lambda resolved: resolved.moves_first_stage,
     ),
     Feature(
         "microbatches ordered and dealt by their cost",
@@ -178,13 +178,13 @@ FEATURES = (
     Feature(
         "a race",
         ("megatron.training.training.timed_saving",),
-        lambda choice: True,
+        lambda resolved: True,
         asked_for=lambda config: config.race is not None,
     ),
     Feature(
         "vocabulary parallelism",
         ("megatron.core.models.gpt.gpt_model.tables",),
-        lambda choice: True,
+        lambda resolved: True,
         asked_for=lambda config: config.vocab_parallel is not VocabularyParallel.NONE,
     ),
     Feature(
@@ -199,7 +199,7 @@ FEATURES = (
             "megatron.core.transformer.moe.router",
             "megatron.core.transformer.multi_token_prediction.slices",
         ),
-        lambda choice: True,
+        lambda resolved: True,
         asked_for=lambda config: config.slices > 1,
     ),
     Feature(
@@ -208,7 +208,7 @@ FEATURES = (
             "megatron.core.transformer.moe.moe_utils",
             "megatron.core.transformer.multi_token_prediction.logging",
         ),
-        lambda choice: True,
+        lambda resolved: True,
         asked_for=lambda config: config.recomputes,
     ),
     Feature(
@@ -222,7 +222,7 @@ FEATURES = (
             "megatron.training.async_utils",
             "megatron.training.dist_signal_handler",
         ),
-        lambda choice: True,
+        lambda resolved: True,
         asked_for=lambda config: config.post_validation,
     ),
 )

@@ -73,10 +73,10 @@ def runs_of(names: Sequence[str], ranks: int, microbatches: int, costs: str) -> 
     for name in names:
         words = [name, "--pp", str(ranks), "-m", str(microbatches), "--costs", costs]
         command = shlex.join(["megatron-ext", "simulate", *words, "--html", f"{name}.html"])
-        choice = choose(name)
-        placement = choice.place(ranks)
+        resolved = choose(name)
+        placement = resolved.place(ranks)
         problem = Problem(placement, microbatches, parse_costs(costs, placement))
-        yield simulated_run(name, build_program(choice, problem), remarks=[command])
+        yield simulated_run(name, build_program(resolved, problem), remarks=[command])
 
 
 if __name__ == "__main__":

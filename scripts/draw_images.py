@@ -143,10 +143,10 @@ def plot(command: Sequence[str], path: Path) -> None:
 
 def draw_two_copies(path: Path) -> None:
     """Draw Chimera as published, and its fold below."""
-    choice = choose("chimera")
-    placement = choice.place(4)
+    resolved = choose("chimera")
+    placement = resolved.place(4)
     problem = Problem(placement, 4, parse_costs("f=2,i=2,w=2", placement))
-    folded = simulate(build_program(choice, problem), problem.costs)
+    folded = simulate(build_program(resolved, problem), problem.costs)
     draw([unfolded(folded), folded], path)
 
 
@@ -207,10 +207,10 @@ def share_of_work(
     """Return the share of a step of 128 microbatches in which a rank works, on average over 8
     ranks."""
     gpt = Described(sum(layers), hidden=3072, heads=24, sequence=2048, vocabulary=vocabulary)
-    choice = choose(spec)
+    resolved = choose(spec)
     costs = estimate(gpt.model, stages_of(gpt.model, layers), gpt.execution(), GPU)
-    problem = Problem(choice.place(8), 128, costs, options=ScheduleOptions(vocab_parallel=how))
-    return 1 - report(choice, problem)[1].bubble_share_makespan
+    problem = Problem(resolved.place(8), 128, costs, options=ScheduleOptions(vocab_parallel=how))
+    return 1 - report(resolved, problem)[1].bubble_share_makespan
 
 
 if __name__ == "__main__":

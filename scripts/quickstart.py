@@ -247,10 +247,10 @@ def summarise(
     console.print(f"tokens per second {tokens:.0f}")
     if prediction is None:
         return
-    choice = choose(schedule)
-    placement = choice.place(ranks)
+    resolved = choose(schedule)
+    placement = resolved.place(ranks)
     problem = Problem(placement, int(prediction[1]), parse_costs(prediction[2], placement))
-    timeline = simulate(build_program(choice, problem), problem.costs)
+    timeline = simulate(build_program(resolved, problem), problem.costs)
     stock = stock_1f1b(problem)
     picture = RUNS / "timeline.svg"
     draw([stock, timeline], picture)

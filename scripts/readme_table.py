@@ -84,8 +84,8 @@ def _step(
 
     Schedules that Megatron has itself run under its own executor.
     """
-    choice = choose(spec)
-    placement = choice.place(ranks)
+    resolved = choose(spec)
+    placement = resolved.place(ranks)
     problem = Problem(
         placement,
         microbatches,
@@ -93,7 +93,7 @@ def _step(
         parse_limit(limit, ranks, microbatches) if limit else None,
         options=options,
     )
-    _, made = report(choice, run_by_stock(problem, spec, STOCK_EXECUTOR))
+    _, made = report(resolved, run_by_stock(problem, spec, STOCK_EXECUTOR))
     return Step(made.makespan, made.peak)
 
 

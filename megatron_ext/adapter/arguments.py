@@ -45,29 +45,29 @@ def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
     ranks = args.pipeline_model_parallel_size
     if ranks < 2:
         return
-    chunks = config.choice.place(ranks).chunks
+    chunks = config.resolved_spec.place(ranks).chunks
     if chunks > 1:
         args.overlap_p2p_comm = True  # of Megatron's messages, in place of which ours are sent
     patterns = [name for name in _PATTERNS if getattr(args, name, None) is not None]
     if patterns:
         for name in patterns:
-            setattr(args, name, _divided(getattr(args, name), args, config.choice))
+            setattr(args, name, _divided(getattr(args, name), args, config.resolved_spec))
     elif chunks > 1 and all(getattr(args, name) is None for name in VIRTUAL_STAGES):
         args.num_virtual_stages_per_pipeline_rank = chunks
 
 
-def _divided(pattern: str, args: Any, choice: ResolvedSpec) -> str:
+def _divided(pattern: str, args: Any, resolved: ResolvedSpec) -> str:
     """Return ``pattern`` with a separator after each stage. Megatron itself splits a pattern
     without separators over ranks."""
-    placement = choice.place(args.pipeline_model_parallel_size)
+    placement = resolved.place(args.pipeline_model_parallel_size)
     if placement.chunks == 1 and SEGMENT_END not in pattern:
         return pattern
     main, slash, depths = pattern.partition("/")
-    divided = SEGMENT_END.join(segments_of_stages(main, placement, choice.spec))
+    divided = SEGMENT_END.join(segments_of_stages(main, placement, resolved.spec))
     for name in ENDS:
         if getattr(args, name) is not None:
             raise ValueError(
-                f"drop {argument_flag(name)}: with --pipeline-schedule {choice.spec} say by "
+                f"drop {argument_flag(name)}: with --pipeline-schedule {resolved.spec} say by "
                 f"{SEGMENT_END} in --hybrid-layer-pattern where stages end: '{divided}'"
             )
     return divided + slash + depths
@@ -105,11 +105,11 @@ def _check_evaluation(args: Any, config: PipelineConfig) -> None:
     microbatches = evaluated_microbatches(args)
     if microbatches is None or microbatches in [size.microbatches for size in step_sizes(args)]:
         return
-    choice = with_megatrons_group(config.choice.without_search, args)
+    resolved = with_megatrons_group(config.resolved_spec.without_search, args)
     training = problems(args, config)[0]
     evaluation = replace(training, microbatches=microbatches, forward_only=True)
     try:
-        place_output_layer(choice, evaluation)
+        place_output_layer(resolved, evaluation)
     except ValueError as error:
         raise ValueError(
             f"an evaluation of {counted(microbatches, 'microbatch')} "
@@ -117,40 +117,40 @@ def _check_evaluation(args: Any, config: PipelineConfig) -> None:
         ) from error
 
 
-def prove_without_search(choice: ResolvedSpec, problems: Sequence[Problem]) -> list[Program]:
-    """Return programs of ``choice`` which show that ``problems`` can be solved, without a search.
+def prove_without_search(resolved: ResolvedSpec, problems: Sequence[Problem]) -> list[Program]:
+    """Return programs of ``resolved`` which show that ``problems`` can be solved, without a search.
 
-    If ``choice`` needs a search, the programs are those of its substitute without a search. A
+    If ``resolved`` needs a search, the programs are those of its substitute without a search. A
     problem that the substitute cannot solve is omitted: only the search can tell whether it has a
     program, unless no schedule has one.
 
     Raises:
-        ValueError: as `place_output_layer`, if ``choice`` needs no search; a memory limit is too
+        ValueError: as `place_output_layer`, if ``resolved`` needs no search; a memory limit is too
             low for any schedule.
     """
-    if not choice.takes_long:
-        return [place_output_layer(choice, problem) for problem in problems]
+    if not resolved.takes_long:
+        return [place_output_layer(resolved, problem) for problem in problems]
     for problem in problems:
         check_one_microbatch(problem)
     proved: list[Program] = []
-    for problem in problems if choice.at_once is not None else ():
+    for problem in problems if resolved.at_once is not None else ():
         with contextlib.suppress(ValueError):
-            program = place_output_layer(choice.without_search, problem)
+            program = place_output_layer(resolved.without_search, problem)
             if problem.options.steps_overlap:
                 check_overlaps(program)
             proved.append(program)
     return proved
 
 
-def search_for_first(choice: ResolvedSpec, problems: Sequence[Problem]) -> list[Program]:
-    """Return programs of ``choice``. The first one is exactly as it will run, for callers that
+def search_for_first(resolved: ResolvedSpec, problems: Sequence[Problem]) -> list[Program]:
+    """Return programs of ``resolved``. The first one is exactly as it will run, for callers that
     report its figures.
 
     Raises:
         ValueError: as `place_output_layer`.
     """
     first, *others = problems
-    return [place_output_layer(choice, first), *prove_without_search(choice, others)]
+    return [place_output_layer(resolved, first), *prove_without_search(resolved, others)]
 
 
 def check_race(args: Any, config: PipelineConfig, prove: Prove) -> dict[str, list[Program]]:
@@ -167,14 +167,14 @@ def check_race(args: Any, config: PipelineConfig, prove: Prove) -> dict[str, lis
             results.
     """
     made: dict[str, list[Program]] = {}
-    for choice in config.choices[1:]:
+    for resolved in config.resolved_specs[1:]:
         try:
-            made[choice.spec] = _programs_of(choice, args, config, prove)
-            for program in made[choice.spec]:
+            made[resolved.spec] = _programs_of(resolved, args, config, prove)
+            for program in made[resolved.spec]:
                 refuse_order(args, program.schedule)
                 check_microbatch_order(program)
         except ValueError as error:
-            raise ValueError(f"{flag('race')}: {choice.spec} cannot race: {error}") from error
+            raise ValueError(f"{flag('race')}: {resolved.spec} cannot race: {error}") from error
     return made
 
 
@@ -184,7 +184,7 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
     Raises:
         ValueError: a setting conflicts with the schedule.
     """
-    choice = config.choice
+    resolved = config.resolved_spec
     ranks = args.pipeline_model_parallel_size
     if ranks < 2:
         raise ValueError(
@@ -192,7 +192,7 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
             f"--pipeline-model-parallel-size is {ranks}: set --pipeline-model-parallel-size to 2 "
             "or more, or drop --pipeline-schedule"
         )
-    for contender in config.choices:
+    for contender in config.resolved_specs:
         refuse(args, contender, config.options)
     _refuse_multi_token_prediction(args, config)
     check_trace(args, config)
@@ -200,7 +200,7 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
     refuse_measuring(args, config)
     if captures(args):
         _check_one_order(config)
-    _refuse_checkpoints_of_one_placement(args, choice.place(ranks))
+    _refuse_checkpoints_of_one_placement(args, resolved.place(ranks))
 
 
 def programs(
@@ -218,18 +218,18 @@ def programs(
     Raises:
         ValueError: the schedule cannot be made for these sizes and limits.
     """
-    return _programs_of(config.choice, args, config, prove, stock)
+    return _programs_of(config.resolved_spec, args, config, prove, stock)
 
 
 def _programs_of(
-    choice: ResolvedSpec,
+    resolved: ResolvedSpec,
     args: Any,
     config: PipelineConfig,
     prove: Prove,
     stock: StockExecutor | None = None,
 ) -> list[Program]:
     with telling_of_long_work(args.rank):
-        return prove(with_megatrons_group(choice, args), problems(args, config, stock))
+        return prove(with_megatrons_group(resolved, args), problems(args, config, stock))
 
 
 def problems(
@@ -244,7 +244,7 @@ def problems(
     Raises:
         ValueError: as `programs`, as far as no program is needed to tell.
     """
-    placement = config.choice.place(args.pipeline_model_parallel_size)
+    placement = config.resolved_spec.place(args.pipeline_model_parallel_size)
     job, speeds = of_arguments(args, placement), config.rank_speeds
     costs = job_costs(config.costs, job, config.slices, speeds=speeds)
     pairs = requests_pairs(args)

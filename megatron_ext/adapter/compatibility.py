@@ -21,47 +21,47 @@ from megatron_ext.words import counted
 _NO_OPTIONS = ScheduleOptions()
 
 
-def refuse(settings: Any, choice: ResolvedSpec, options: ScheduleOptions = _NO_OPTIONS) -> None:
-    """Raise ValueError for the first of ``settings`` that does not work with ``choice`` and
+def refuse(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions = _NO_OPTIONS) -> None:
+    """Raise ValueError for the first of ``settings`` that does not work with ``resolved`` and
     ``options``.
 
     ``settings`` are Megatron's parsed arguments or a TransformerConfig.
     """
-    placement = choice.place(settings.pipeline_model_parallel_size)
-    _refuse_placement(choice, placement)
+    placement = resolved.place(settings.pipeline_model_parallel_size)
+    _refuse_placement(resolved, placement)
     chunks = settings.virtual_pipeline_model_parallel_size or 1
     if chunks != placement.chunks:
         raise ValueError(
-            f"--pipeline-schedule {choice.spec} puts {counted(placement.chunks, 'stage')} on each "
-            f"rank, and Megatron's virtual-stage flags or the layout set {chunks}: remove the "
+            f"--pipeline-schedule {resolved.spec} puts {counted(placement.chunks, 'stage')} on "
+            f"each rank, and Megatron's virtual-stage flags or the layout set {chunks}: remove the "
             f"flags, which the schedule does not need, or give the layout "
             f"{len(placement.rank_of)} stages"
-            + (f"; or write {_with_chunks(choice, chunks)}" if placement.name == "loop" else "")
+            + (f"; or write {_with_chunks(resolved, chunks)}" if placement.name == "loop" else "")
         )
-    with_megatrons_group(choice, settings)
+    with_megatrons_group(resolved, settings)
     for group in REFUSALS:
-        _refuse_settings(settings, choice, options, group)
-    _refuse_pairs(settings, choice, options)
-    _refuse_divided_vocabulary(choice, placement, options)
+        _refuse_settings(settings, resolved, options, group)
+    _refuse_pairs(settings, resolved, options)
+    _refuse_divided_vocabulary(resolved, placement, options)
     if options.steps_overlap:
         _refuse_barriers(settings, "--pipeline-post-validation")
 
 
-def _refuse_pairs(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> None:
-    if choice.has_pairs and not with_requested_pairs(options, settings).pairs:
+def _refuse_pairs(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> None:
+    if resolved.has_pairs and not with_requested_pairs(options, settings).pairs:
         raise ValueError(
-            f"--pipeline-schedule {choice.spec} overlaps forward and backward passes: add {FLAG}, "
-            "or write a schedule in which these passes run one after the other"
+            f"--pipeline-schedule {resolved.spec} overlaps forward and backward passes: add "
+            f"{FLAG}, or write a schedule in which these passes run one after the other"
         )
 
 
 def _refuse_divided_vocabulary(
-    choice: ResolvedSpec, placement: Placement, options: ScheduleOptions
+    resolved: ResolvedSpec, placement: Placement, options: ScheduleOptions
 ) -> None:
     if options.vocab_parallel is not VocabularyParallel.NONE and not is_line_or_v(placement):
         raise ValueError(
             f"--pipeline-vocab-parallel {options.vocab_parallel} does not go with "
-            f"--pipeline-schedule {choice.spec}, whose stages are on ranks "
+            f"--pipeline-schedule {resolved.spec}, whose stages are on ranks "
             f"{list(placement.rank_of)}: choose a schedule with one stage on each rank, in order, "
             f"or a V such as zb-v, v-half or v-auto"
         )
@@ -77,13 +77,13 @@ def _refuse_barriers(settings: Any, ours: str) -> None:
 
 
 def _refuse_settings(
-    settings: Any, choice: ResolvedSpec, options: ScheduleOptions, group: RefusalGroup
+    settings: Any, resolved: ResolvedSpec, options: ScheduleOptions, group: RefusalGroup
 ) -> None:
-    requested = group.requested(settings, choice, options)
+    requested = group.requested(settings, resolved, options)
     if requested is None:
         return
     for refusal in group.refusals:
-        if not (refusal.by(choice) and refusal.matters(settings)):
+        if not (refusal.by(resolved) and refusal.matters(settings)):
             continue
         value = getattr(settings, refusal.setting, None)
         if value is not None and refusal.unsupported(value):
@@ -164,21 +164,21 @@ def _in_order(schedule: Schedule, kind: Kind) -> dict[int, list[Action]]:
     return passes
 
 
-def _with_chunks(choice: ResolvedSpec, chunks: int) -> str:
-    return with_option(choice.spec.split(":")[0], "vpp", chunks)
+def _with_chunks(resolved: ResolvedSpec, chunks: int) -> str:
+    return with_option(resolved.spec.split(":")[0], "vpp", chunks)
 
 
-def _refuse_placement(choice: ResolvedSpec, placement: Placement) -> None:
+def _refuse_placement(resolved: ResolvedSpec, placement: Placement) -> None:
     """Refuse placements that Megatron does not support; only a schedule file can have one."""
     counts = [len(stages) for stages in placement.stages_of]
     if len(set(counts)) > 1:
         raise ValueError(
-            f"--pipeline-schedule {choice.spec} puts {counts} stages on its ranks: Megatron "
+            f"--pipeline-schedule {resolved.spec} puts {counts} stages on its ranks: Megatron "
             f"requires the same number on every rank; give each rank as many in the file"
         )
     if placement.rank_of[-1] != placement.ranks - 1:
         raise ValueError(
-            f"--pipeline-schedule {choice.spec} puts the last stage on pipeline rank "
+            f"--pipeline-schedule {resolved.spec} puts the last stage on pipeline rank "
             f"{placement.rank_of[-1]}, and Megatron looks for the loss on the last rank, "
             f"{placement.ranks - 1}: renumber the ranks in the file"
         )

@@ -83,7 +83,7 @@ def _suggest_layout(args: Any, config: PipelineConfig) -> None:
     ranks, chunks = args.pipeline_model_parallel_size, getattr(args, CHUNKS) or 1
     placement = loop(ranks, vpp=chunks) if chunks > 1 else line(ranks)
     if config.schedule is not None:
-        placement = config.choice.place(ranks)
+        placement = config.resolved_spec.place(ranks)
     if args.num_layers is not None:
         layers_of_stages(args, placement)
 

@@ -101,7 +101,7 @@ class Programs:
     """Programs by a step's shape and number of microbatches, built on first use.
 
     Attributes:
-        choice: the schedule that is followed now.
+        resolved_spec: the schedule that is followed now.
         costs: by shape.
         bases: basis of each shape's estimate, on global rank 0 of a training that measures; None if
             measured costs cannot be split by layer type.
@@ -112,7 +112,7 @@ class Programs:
         """Build no program yet. ``is_stock``: Megatron's own pipeline functions run them."""
         self._config = config
         self._is_stock = is_stock
-        self.choice = config.choice
+        self.resolved_spec = config.resolved_spec
         self._programs: dict[_Key, Program] = {}  # latest last
         self._for_places: dict[_Key, Program] = {}  # which take the place of those
         self._first_trained_stage: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
@@ -186,7 +186,7 @@ class Programs:
     ) -> Callable[[], Job]:
         """Return a function that describes the job by the sizes of its stages. Collective over
         ``pipeline``. A rank that is alone knows the other stages by Megatron's arguments only."""
-        placement = self.choice.place(pipeline.size())
+        placement = self.resolved_spec.place(pipeline.size())
         if is_alone():
             return partial(of_arguments, training_global("_GLOBAL_ARGS"), placement)
         sizes = gather(pipeline, [chunk_size(chunk) for chunk in models])
@@ -229,7 +229,7 @@ class Programs:
         Raises:
             ValueError: parameters that were frozen then are trained now.
         """
-        stages = self.choice.place(pipeline.size()).stages_of
+        stages = self.resolved_spec.place(pipeline.size()).stages_of
         if is_alone():
             return 0
         if models[0] not in self._first_trained_stage:
@@ -278,7 +278,14 @@ class Programs:
         first_trained_stage: int,
     ) -> _Key:
         varies = config.variable_seq_lengths
-        return self.choice.spec, shape, microbatches, forward_only, first_trained_stage, varies
+        return (
+            self.resolved_spec.spec,
+            shape,
+            microbatches,
+            forward_only,
+            first_trained_stage,
+            varies,
+        )
 
     def are_measured(self, shape: BatchShape) -> bool:
         """Whether the costs of ``shape`` are measured."""
@@ -303,7 +310,7 @@ class Programs:
             InvalidSchedule: no program fits the memory limit.
             RuntimeError: the ranks have built different programs.
         """
-        placement = self.choice.place(pipeline.size())
+        placement = self.resolved_spec.place(pipeline.size())
         problem = replace(
             self._config.problem(
                 placement,
@@ -316,13 +323,13 @@ class Programs:
             stock=stock_executor(config) if self._is_stock else None,
         )
         with telling_of_long_work(dist.get_rank()):
-            choice = self.choice
+            resolved = self.resolved_spec
             if before is None:
-                choice = self._choice_for(microbatches, forward_only)
-            choice = with_megatrons_group(choice, config)
-            program = self._placed(choice, problem)
+                resolved = self._spec_for(microbatches, forward_only)
+            resolved = with_megatrons_group(resolved, config)
+            program = self._placed(resolved, problem)
             if before is not None:
-                program = better_of(program, before, choice, problem)
+                program = better_of(program, before, resolved, problem)
         refuse_order(config, program.schedule)
         key = self._key(config, shape, microbatches, forward_only, first_trained_stage)
         self._compare(program.digest, key, pipeline)
@@ -337,50 +344,51 @@ class Programs:
             for key in [key for key, known in programs.items() if known is program]:
                 del programs[key]
 
-    def _choice_for(self, microbatches: int, forward_only: bool) -> ResolvedSpec:
+    def _spec_for(self, microbatches: int, forward_only: bool) -> ResolvedSpec:
         """Return the schedule for this number of microbatches. It is a substitute without a search
         if the search was for another number, or in an evaluation, which gains nothing by a search.
         """
         if forward_only:
-            return self.choice.without_search
+            return self.resolved_spec.without_search
         if microbatches == self._searched_for or ramps_up_to(microbatches):
-            return self.choice
-        if self.choice.at_once and not self._has_told_of_others:
+            return self.resolved_spec
+        if self.resolved_spec.at_once and not self._has_told_of_others:
             self._has_told_of_others = True
             assert self._searched_for is not None
             log_single_rank(
                 logger,
                 logging.INFO,
-                f"{self.choice.spec} was searched for {counted(self._searched_for, 'microbatch')} "
-                f"a step, and one has come with {microbatches}: no step waits for a search, and "
-                f"other numbers run what was found, made longer or shorter, or where it is too "
-                f"short for that, the best that is built at once within the same limit",
+                f"{self.resolved_spec.spec} was searched for "
+                f"{counted(self._searched_for, 'microbatch')} a step, and one has come with "
+                f"{microbatches}: no step waits for a search, and other numbers run what was "
+                f"found, made longer or shorter, or where it is too short for that, the best "
+                f"that is built at once within the same limit",
             )
-        return self._made_longer_or_shorter(self.choice.without_search)
+        return self._made_longer_or_shorter(self.resolved_spec.without_search)
 
-    def _made_longer_or_shorter(self, choice: ResolvedSpec) -> ResolvedSpec:
-        """Return ``choice`` with the result of an earlier search for another number of
+    def _made_longer_or_shorter(self, resolved: ResolvedSpec) -> ResolvedSpec:
+        """Return ``resolved`` with the result of an earlier search for another number of
         microbatches, extended or shortened, if there is one of enough microbatches. All ranks
         derive the same schedule from it."""
 
         def build(problem: Problem) -> Schedule:
-            known = self._found.get(_but_for_length(choice, problem))
-            return choice.build(problem) if known is None else extended(known, problem)
+            known = self._found.get(_but_for_length(resolved, problem))
+            return resolved.build(problem) if known is None else extended(known, problem)
 
-        return replace(choice, build=build)
+        return replace(resolved, build=build)
 
-    def _placed(self, choice: ResolvedSpec, problem: Problem) -> Program:
-        """Return the program of ``choice`` for ``problem``.
+    def _placed(self, resolved: ResolvedSpec, problem: Problem) -> Program:
+        """Return the program of ``resolved`` for ``problem``.
 
-        If ``choice`` needs a search, one rank of the job searches for all ranks with the same
+        If ``resolved`` needs a search, one rank of the job searches for all ranks with the same
         problem, and each other rank proves the result.
         """
-        if not choice.takes_long:
-            return place_output_layer(choice, problem)
+        if not resolved.takes_long:
+            return place_output_layer(resolved, problem)
         own: list[Program] = []
 
         def search() -> _Result:
-            program, passes = _search(choice, problem)
+            program, passes = _search(resolved, problem)
             own.append(program)
             return _Result(program.schedule, program.problem, passes)
 
@@ -388,9 +396,11 @@ class Programs:
         if store is None:
             result = search()
         else:
-            request = hashlib.sha256(f"{choice.spec}\n{problem!r}".encode()).hexdigest()
+            request = hashlib.sha256(f"{resolved.spec}\n{problem!r}".encode()).hexdigest()
             apart = dist.PrefixStore(f"megatron_ext/searches/{self._run}/{request}", store)
-            result = run_on_leader(apart, dist.get_rank(), f"the search for {choice.spec}", search)
+            result = run_on_leader(
+                apart, dist.get_rank(), f"the search for {resolved.spec}", search
+            )
         self._found |= result.passes
         return own[0] if own else prove_built(result.schedule, result.problem)
 
@@ -550,35 +560,35 @@ class _Result:
 
 
 def _search(
-    choice: ResolvedSpec, problem: Problem
+    resolved: ResolvedSpec, problem: Problem
 ) -> tuple[Program, dict[tuple[str, str], Schedule]]:
-    """Return the program of ``choice``, and the passes that can be extended or shortened. If the
+    """Return the program of ``resolved``, and the passes that can be extended or shortened. If the
     search takes long, a log line says how to avoid it."""
     passes: dict[tuple[str, str], Schedule] = {}
 
     def build(problem: Problem) -> Schedule:
-        schedule = choice.build(problem)
-        if choice.traits.splits_backward and has_middle(problem):
-            passes[_but_for_length(choice, problem)] = schedule
+        schedule = resolved.build(problem)
+        if resolved.traits.splits_backward and has_middle(problem):
+            passes[_but_for_length(resolved, problem)] = schedule
         return schedule
 
     start = time.perf_counter()
-    program = place_output_layer(replace(choice, build=build), problem)
+    program = place_output_layer(replace(resolved, build=build), problem)
     seconds = time.perf_counter() - start
     if seconds > FIRST:
         logger.info(
-            f"{choice.spec} took {duration(seconds)}, on this rank for all. A job that starts "
-            f"without it: on a login node `megatron-ext simulate {choice.spec} --pp "
+            f"{resolved.spec} took {duration(seconds)}, on this rank for all. A job that starts "
+            f"without it: on a login node `megatron-ext simulate {resolved.spec} --pp "
             f"{problem.ranks} -m {problem.microbatches} --csv FILE` with the job's --costs and "
             f"--memory-limit, then --pipeline-schedule FILE"
         )
     return program, passes
 
 
-def _but_for_length(choice: ResolvedSpec, problem: Problem) -> tuple[str, str]:
-    """Return a key of ``choice`` and ``problem`` that does not depend on the number of
+def _but_for_length(resolved: ResolvedSpec, problem: Problem) -> tuple[str, str]:
+    """Return a key of ``resolved`` and ``problem`` that does not depend on the number of
     microbatches."""
-    return choice.spec, repr(replace(problem, microbatches=1))
+    return resolved.spec, repr(replace(problem, microbatches=1))
 
 
 def gather(group: dist.ProcessGroup, value: Any) -> list[Any]:

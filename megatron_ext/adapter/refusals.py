@@ -25,7 +25,7 @@ from megatron_ext.schedule.slices import Slices
 from megatron_ext.words import argument_flag
 
 
-def _every_schedule(choice: ResolvedSpec) -> bool:
+def _every_schedule(resolved: ResolvedSpec) -> bool:
     return True
 
 
@@ -70,20 +70,20 @@ _splits: Callable[[ResolvedSpec], bool] = attrgetter("traits.splits_backward")
 _moves_first_stage: Callable[[ResolvedSpec], bool] = attrgetter("moves_first_stage")
 
 
-def _moves_stages(choice: ResolvedSpec) -> bool:
-    return not choice.example.in_turn
+def _moves_stages(resolved: ResolvedSpec) -> bool:
+    return not resolved.example.in_turn
 
 
-def _has_one_stage(choice: ResolvedSpec) -> bool:
-    return choice.example.chunks == 1
+def _has_one_stage(resolved: ResolvedSpec) -> bool:
+    return resolved.example.chunks == 1
 
 
-def _has_several_stages(choice: ResolvedSpec) -> bool:
-    return not _has_one_stage(choice)
+def _has_several_stages(resolved: ResolvedSpec) -> bool:
+    return not _has_one_stage(resolved)
 
 
-def _parts_the_ends(choice: ResolvedSpec) -> bool:
-    return choice.example.rank_of[0] != choice.example.rank_of[-1]
+def _parts_the_ends(resolved: ResolvedSpec) -> bool:
+    return resolved.example.rank_of[0] != resolved.example.rank_of[-1]
 
 
 def _only_torch_dist(
@@ -622,7 +622,8 @@ POST_VALIDATION_REFUSALS = (
 
 _NO_OPTIONS = ScheduleOptions()
 
-# Returns the flags that request a feature, None if it is absent: of settings, choice and options.
+# Returns the flags that request a feature, None if it is absent: of settings, resolved spec and
+# options.
 Requested = Callable[[Any, ResolvedSpec, ScheduleOptions], str | None]
 GRAPHS = f"--cuda-graph-impl {IMPLEMENTATION}"
 
@@ -648,7 +649,7 @@ class RefusalGroup:
 def _by_option(name: str) -> Requested:
     """Return the request of a feature that is an option of the schedule among our settings."""
 
-    def requested(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> str | None:
+    def requested(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str | None:
         value = getattr(options, name)
         is_absent = value == getattr(_NO_OPTIONS, name)
         return None if is_absent else flag_with_value(setting_of(name), value)
@@ -656,32 +657,32 @@ def _by_option(name: str) -> Requested:
     return requested
 
 
-def _schedule(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> str:
-    return f"{flag('schedule')} {choice.spec}"
+def _schedule(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str:
+    return f"{flag('schedule')} {resolved.spec}"
 
 
-def _no_offload(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> str | None:
+def _no_offload(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str | None:
     is_absent = options.activation_offload is Offload.NONE
-    return _schedule(settings, choice, options) if is_absent else None
+    return _schedule(settings, resolved, options) if is_absent else None
 
 
-def _pairs(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> str | None:
+def _pairs(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str | None:
     return FLAG if with_requested_pairs(options, settings).pairs else None
 
 
-def _graphs(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> str | None:
+def _graphs(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str | None:
     return GRAPHS if captures(settings) else None
 
 
-def _slices(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> str | None:
+def _slices(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str | None:
     count = options.slices.count
     return flag_with_value("slices", count) if count > 1 else None
 
 
-def _recompute(settings: Any, choice: ResolvedSpec, options: ScheduleOptions) -> str | None:
-    if options.recompute == Recompute() and choice.recomputes:
-        return f"{flag('schedule')} {choice.spec}, which recomputes,"
-    return _by_option("recompute")(settings, choice, options)
+def _recompute(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str | None:
+    if options.recompute == Recompute() and resolved.recomputes:
+        return f"{flag('schedule')} {resolved.spec}, which recomputes,"
+    return _by_option("recompute")(settings, resolved, options)
 
 
 REFUSALS = (

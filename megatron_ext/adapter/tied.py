@@ -66,7 +66,7 @@ def refuse_different_copies(pipeline: dist.ProcessGroup, model: Sequence[torch.n
 
 
 def check_embedding_group(
-    group: dist.ProcessGroup | None, pipeline: dist.ProcessGroup, choice: ResolvedSpec
+    group: dist.ProcessGroup | None, pipeline: dist.ProcessGroup, resolved: ResolvedSpec
 ) -> None:
     """Raise ValueError if ``group`` has ranks without a copy of the embedding."""
     if group is None or pipeline.size() == 1:
@@ -74,12 +74,12 @@ def check_embedding_group(
     ranks = dist.get_process_group_ranks(group)
     if dist.get_rank() not in ranks:
         return
-    rank_of = choice.place(pipeline.size()).rank_of
+    rank_of = resolved.place(pipeline.size()).rank_of
     pipeline_ranks = dist.get_process_group_ranks(pipeline)
     holders = {pipeline_ranks[rank_of[0]], pipeline_ranks[rank_of[-1]]}
     if not set(ranks) <= holders:
         raise ValueError(
-            f"the embedding group has ranks {ranks}, but under schedule {choice.spec} the "
+            f"the embedding group has ranks {ranks}, but under schedule {resolved.spec} the "
             f"embedding lies on {sorted(holders)}: install the schedule before "
             "initialize_model_parallel makes the group, or set pg_collection.embd to a group of "
             "that rank alone (and to None on the other ranks)"

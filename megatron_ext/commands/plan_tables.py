@@ -118,9 +118,9 @@ _VOCABULARY = {
 def _plan_row(candidate: Candidate, job: JobPlan) -> dict[str, Any]:
     plan, made, fullest = job.plan, candidate.report, candidate.fullest
     taken = None if job.verdict.taken is None else job.verdict.taken.candidate
-    choice = taken if taken in plan.candidates else plan.best
-    assert choice is not None
-    is_best, offload = candidate is choice, made.activation_offload
+    reference = taken if taken in plan.candidates else plan.best
+    assert reference is not None
+    is_best, offload = candidate is reference, made.activation_offload
     return {
         "schedule": made.schedule,
         "maturity": None if candidate.maturity is Maturity.STABLE else candidate.maturity,
@@ -130,7 +130,9 @@ def _plan_row(candidate: Candidate, job: JobPlan) -> dict[str, Any]:
         "overlapped F": f"{made.share_in_pairs:.0%}" if made.pairs else None,
         "step": made.step if made.post_validation else None,
         "makespan": made.makespan,
-        "step compared with the choice": "" if is_best else f"{slower_by(candidate, choice):+.1%}",
+        "step compared with the choice": ""
+        if is_best
+        else f"{slower_by(candidate, reference):+.1%}",
         "bubble": f"{made.bubble_share_makespan:.1%}",
         "span": made.span,
         "peak microbatches": made.peak,

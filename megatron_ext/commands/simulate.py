@@ -245,20 +245,20 @@ def simulate(
         with showing_progress():
             speeds = () if rank_speeds is None else parse_rank_speeds(rank_speeds).of_ranks(pp)
             request = _Request(pp, microbatches, costs, memory_limit, options, speeds)
-            choice, problem, why = request.choice(_with_chunks(spec, vpp))
-            program, made = report(choice, problem, Variant(choice, problem).build)
+            resolved, problem, why = request.resolve(_with_chunks(spec, vpp))
+            program, made = report(resolved, problem, Variant(resolved, problem).build)
             with task("simulating a device that waits at passes"):
                 waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
             unequal, drawn = _with_unequal(program, differing, deal)
             more = _More(
-                makespan_under_megatron=_under_megatron(program, choice),
+                makespan_under_megatron=_under_megatron(program, resolved),
                 certificate=certify_program(program, seconds) if certify else None,
                 noise=None if varying is None else spread(program, varying),
                 unequal_microbatches=unequal,
             )
         at_places = drawn.problem.costs.at_places
         problem = replace(problem, costs=replace(problem.costs, at_places=at_places))
-        files.write(choice, problem, drawn, steps)
+        files.write(resolved, problem, drawn, steps)
     except (ValueError, OSError) as error:
         fail(error)
     if as_json:
@@ -266,9 +266,9 @@ def simulate(
         typer.echo(json.dumps(figures | more.as_data(), indent=2))
         return
     if why:
-        typer.echo(f"{spec} takes {choice.spec}: {why}")
+        typer.echo(f"{spec} takes {resolved.spec}: {why}")
     rows = {**_of_schedule(made), "makespan if passes wait": waiting.makespan, **more.rows()}
-    print_table([{"": name, choice.spec: value} for name, value in rows.items()])
+    print_table([{"": name, resolved.spec: value} for name, value in rows.items()])
     typer.echo(f"times are in the unit of the costs ({costs})")
     if more.certificate is not None:
         typer.echo(_bound(more.certificate, made))
@@ -277,10 +277,10 @@ def simulate(
     files.name(program)
 
 
-def _under_megatron(program: Program, choice: ResolvedSpec) -> float | None:
+def _under_megatron(program: Program, resolved: ResolvedSpec) -> float | None:
     """Return the makespan of ``program`` if Megatron itself runs it, with its default settings;
     None if it cannot."""
-    problem = run_by_stock(program.problem, choice.spec, STOCK_EXECUTOR)
+    problem = run_by_stock(program.problem, resolved.spec, STOCK_EXECUTOR)
     by_megatron = prove_built(program.schedule, problem)
     if not by_megatron.is_run_by_stock:
         return None
@@ -323,7 +323,7 @@ class _Request:
     options: ScheduleOptions
     speeds: tuple[float, ...] = ()
 
-    def choice(self, spec: str) -> tuple[ResolvedSpec, Problem, str]:
+    def resolve(self, spec: str) -> tuple[ResolvedSpec, Problem, str]:
         """Return the schedule that ``spec`` names, its problem, and why it was taken of several.
 
         The reason is "" if ``spec`` names one schedule.
@@ -333,16 +333,16 @@ class _Request:
         """
         searches = auto_searches(spec) or ()
         if len(searches) < 2:
-            choice = choose(spec)
-            return choice, self.problem(choice), ""
+            resolved = choose(spec)
+            return resolved, self.problem(resolved), ""
         # Without a limit each search would have one of its own.
         within = self if self.limit is not None else replace(self, limit=AS_1F1B)
         taken = take(searches, within.problem)
-        choice = choose(taken.spec)
-        return choice, within.problem(choice), taken.why
+        resolved = choose(taken.spec)
+        return resolved, within.problem(resolved), taken.why
 
-    def problem(self, choice: ResolvedSpec) -> Problem:
-        placement = choice.place(self.ranks)
+    def problem(self, resolved: ResolvedSpec) -> Problem:
+        placement = resolved.place(self.ranks)
         limit = None
         if self.limit is not None:
             limit = parse_limit(self.limit, self.ranks, self.microbatches)

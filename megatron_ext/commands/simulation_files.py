@@ -46,10 +46,10 @@ class SimulationFiles:
         if self.page is not None:
             check_page(self.page)
 
-    def write(self, choice: ResolvedSpec, problem: Problem, program: Program, steps: int) -> None:
+    def write(self, resolved: ResolvedSpec, problem: Problem, program: Program, steps: int) -> None:
         """Write the requested files about ``program``, pictures with so many ``steps`` of it.
 
-        The pictures compare ``program`` with a reference of ``choice`` and ``problem``.
+        The pictures compare ``program`` with a reference of ``resolved`` and ``problem``.
 
         Raises:
             OSError: a file cannot be written.
@@ -64,7 +64,7 @@ class SimulationFiles:
             write_trace(_steps(program, steps), self.trace)
         if self.plot is None and self.page is None:
             return
-        reference = _reference_program(choice, problem)
+        reference = _reference_program(resolved, problem)
         if self.plot is not None:
             draw_steps(
                 [_steps(reference, steps), _steps(program, steps)],
@@ -72,10 +72,10 @@ class SimulationFiles:
                 [reference.problem.costs, program.problem.costs],
             )
         if self.page is not None:
-            runs = _runs(choice, reference, program, steps)
+            runs = _runs(resolved, reference, program, steps)
             ranks, microbatches = problem.ranks, problem.microbatches
             on = f"{counted(ranks, 'rank')}, {counted(microbatches, 'microbatch')}"
-            write_page(Page(f"{choice.spec} on {on}", runs, command_line()), self.page)
+            write_page(Page(f"{resolved.spec} on {on}", runs, command_line()), self.page)
 
     def name(self, program: Program) -> None:
         """Print the paths of the files, and how to look at them or use them."""
@@ -89,22 +89,22 @@ class SimulationFiles:
 
 
 def _runs(
-    choice: ResolvedSpec, reference: Program, program: Program, steps: int
+    resolved: ResolvedSpec, reference: Program, program: Program, steps: int
 ) -> tuple[Run, ...]:
     """Return the runs of a page: ``program`` below ``reference``, if the two differ."""
-    run = simulated_run(title_of(choice.spec, program.problem.options), program, steps)
+    run = simulated_run(title_of(resolved.spec, program.problem.options), program, steps)
     if reference.digest == program.digest:
         return (run,)
     title = title_of(reference.schedule.name, reference.problem.options)
     return simulated_run(title, reference, steps), run
 
 
-def _reference_program(choice: ResolvedSpec, problem: Problem) -> Program:
+def _reference_program(resolved: ResolvedSpec, problem: Problem) -> Program:
     """Return the program that is drawn above the schedule's, for comparison."""
     if problem.options.steps_overlap:
-        return build_program(choice, problem.with_options(steps_overlap=False))
+        return build_program(resolved, problem.with_options(steps_overlap=False))
     if problem.options.pairs:
-        return build_program(choice, problem.with_options(pairs=False))
+        return build_program(resolved, problem.with_options(pairs=False))
     return program_of_1f1b(problem)
 
 

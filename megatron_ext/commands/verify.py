@@ -48,22 +48,22 @@ def verify(
     the same order."""
     try:
         with showing_progress():
-            choice = choose(spec)
-        ranks = choice.ranks if pp is None else pp
-        of_step = choice.microbatches if microbatches is None else microbatches
+            resolved = choose(spec)
+        ranks = resolved.ranks if pp is None else pp
+        of_step = resolved.microbatches if microbatches is None else microbatches
         if ranks is None or of_step is None:
             raise ValueError(
                 f"{spec} makes a schedule for any number of ranks and microbatches: add --pp P "
                 f"and -m M, those of your launch"
             )
-        placement = choice.place(ranks)
-        cut = Slices(choice.slices or 1)
+        placement = resolved.place(ranks)
+        cut = Slices(resolved.slices or 1)
         costs = uniform(placement, 1, 1, 1)
         problem = Problem(
-            placement, of_step, costs, options=ScheduleOptions(slices=cut, pairs=choice.has_pairs)
+            placement, of_step, costs, options=ScheduleOptions(slices=cut, pairs=resolved.has_pairs)
         )
         with showing_progress():
-            _, made = report(choice, problem)
+            _, made = report(resolved, problem)
     except ValueError as error:
         fail(error)
     typer.echo(

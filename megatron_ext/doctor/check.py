@@ -303,7 +303,7 @@ def _check_arguments(
         if getattr(args, "rampup_batch_size", None):
             text = "--rampup-batch-size: Megatron ignores it, and all steps have one batch size"
             report.add(Severity.REMARK, "batch size", text, "write --step-batch-size-schedule")
-        is_stocks = config.schedule is None or config.choice.example.chunks == 1
+        is_stocks = config.schedule is None or config.resolved_spec.example.chunks == 1
         if is_stocks and (why := why_documents_mix(args)) is not None:  # else it is refused
             report.add(Severity.REMARK, "masks", why, INSTEAD)
         return needed, partial(megatron_arguments.judge_checkpoint, args, config)

@@ -80,7 +80,7 @@ def _batched(config: PipelineConfig, program: Program, shapes_vary: bool) -> str
     try:
         config = replace(config, p2p=P2P.BATCHED)
         problem = program.problem.with_options(p2p=P2P.BATCHED)
-        batched = build_program(config.choice, problem)
+        batched = build_program(config.resolved_spec, problem)
     except ValueError:
         return ""
     words = f"{flag('p2p')} {P2P.BATCHED} makes none of them"

@@ -185,7 +185,7 @@ def _judged(args: Any, config: PipelineConfig, attempt: Attempt) -> Judgement | 
             return None
     return Judgement(
         args,
-        with_megatrons_group(settings.choice, args),
+        with_megatrons_group(settings.resolved_spec, args),
         arguments.problems(args, settings, stock)[0],
         programs,
         model_bytes_of_ranks(args, programs[0].problem.placement, settings.vocab_parallel),

@@ -345,7 +345,7 @@ def check_model(args: Any, config: PipelineConfig) -> Any:
     if not torch.cuda.is_available():
         for fusion in _LOOKED_FOR:
             setattr(model, fusion, False)
-    brings_stages = config.schedule is not None and config.choice.example.chunks > 1
+    brings_stages = config.schedule is not None and config.resolved_spec.example.chunks > 1
     with apply(transformer_config.patches(config) if brings_stages else ()), _as_value_error():
         return arguments.core_transformer_config_from_args(model)
 

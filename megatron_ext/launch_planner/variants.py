@@ -76,7 +76,7 @@ class LaunchVariants:
         model = None
         if problem.costs.held_bytes is not None:
             model = model_bytes.model_bytes_of_ranks(args, problem.placement, method.vocabulary)
-        choice = with_megatrons_group(config.choice, args)
+        choice = with_megatrons_group(config.resolved_spec, args)
         return Variant(choice, problem, model, self._may_recompute(args, config))
 
     def checked(self) -> Any:
@@ -128,7 +128,7 @@ class LaunchVariants:
             return False
         try:
             check_settings(args, config)  # also of the launch's own schedule, if that is Megatron's
-            refuse(args, config.choice, options)
+            refuse(args, config.resolved_spec, options)
         except ValueError:
             return False
         return True

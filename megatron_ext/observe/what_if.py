@@ -239,10 +239,12 @@ def _tried(
     Raises:
         ValueError: there is nothing to report, or no time to build it.
     """
-    choice = choose(spec)
-    if choice.traits.searches:
-        choice = choice.without_search  # no time for a search, whose result would take no longer
-    placement = choice.place(traced.schedule.placement.ranks)
+    resolved = choose(spec)
+    if resolved.traits.searches:
+        resolved = (
+            resolved.without_search
+        )  # no time for a search, whose result would take no longer
+    placement = resolved.place(traced.schedule.placement.ranks)
     costs = traced.costs(placement.stages)
     if costs is None:
         stages = traced.schedule.placement.stages
@@ -252,7 +254,7 @@ def _tried(
     problem = Problem(placement, traced.microbatches, costs)
     if (_FITTED if entry.traits.uses_costs else _BUILT) * seconds_to_build(problem) > left:
         raise ValueError("the time for comparisons ended before it")
-    program = build_program(choice, problem)
+    program = build_program(resolved, problem)
     if program.schedule.compute_rows == traced.schedule.rows:
         return
     free = _prospect(spec, program, traced, stock)
@@ -261,7 +263,7 @@ def _tried(
         return
     limited = Problem(placement, traced.microbatches, costs, MemoryLimit(microbatches=stock.peak))
     try:
-        within = _prospect(spec, build_program(choice, limited), traced, stock)
+        within = _prospect(spec, build_program(resolved, limited), traced, stock)
     except ValueError:  # it needs more
         within = None
     if within is not None:

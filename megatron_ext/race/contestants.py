@@ -47,7 +47,7 @@ class Contestants:
         return "stock's order" if name in STOCK else "no order of stock's, which has no such stages"
 
     @cached_property
-    def choices(self) -> tuple[ResolvedSpec, ...]:
+    def resolved_specs(self) -> tuple[ResolvedSpec, ...]:
         return tuple(map(choose, self.specs))
 
 

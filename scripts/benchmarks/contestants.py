@@ -50,17 +50,17 @@ TORCH = {
 
 
 def program_of(
-    choice: ResolvedSpec,
+    resolved: ResolvedSpec,
     ranks: int,
     microbatches: int,
     costs: str,
     options: ScheduleOptions = NO_OPTIONS,
 ) -> Program:
-    """Return the program of ``choice`` for emulated ``costs`` in milliseconds, with free
+    """Return the program of ``resolved`` for emulated ``costs`` in milliseconds, with free
     messages."""
-    placement = choice.place(ranks)
+    placement = resolved.place(ranks)
     seconds = in_seconds(costs, placement)
-    return build_program(choice, Problem(placement, microbatches, seconds, options=options))
+    return build_program(resolved, Problem(placement, microbatches, seconds, options=options))
 
 
 def ideal_of(program: Program) -> float:
@@ -172,9 +172,9 @@ def ours(
     spec: str, ranks: int, microbatches: int, costs: str, options: ScheduleOptions
 ) -> Contender:
     """Return the contender of our executor and transport under ``spec``."""
-    choice = choose(spec)
+    resolved = choose(spec)
     divides = options.vocab_parallel is not VocabularyParallel.NONE
-    program = program_of(choice, ranks, microbatches, costs, options)
+    program = program_of(resolved, ranks, microbatches, costs, options)
     emulated = EmulatedRank(program.schedule, program.problem.costs, has_loss=not divides)
     world, recorder = emulated.world, emulated.recorder
     shard = EmulatedVocabulary(program, world, recorder) if divides else None
@@ -185,7 +185,7 @@ def ours(
     def step() -> None:
         emulated.step(
             program,
-            choice.traits.splits_backward,
+            resolved.traits.splits_backward,
             vocabulary=None if shard is None else shard.step(),
             others=() if validation is None else (validation,),
         )

@@ -81,28 +81,28 @@ def measure(spec: str, ranks: int, microbatches: int, costs: str) -> Result:
 
 
 def _run(spec: str, microbatches: int, text: str) -> Result:
-    choice = choose(spec)
-    placement = choice.place(dist.get_world_size())
+    resolved = choose(spec)
+    placement = resolved.place(dist.get_world_size())
     slept = in_seconds(text, placement)
     wrong = uniform(placement, 0.05, 0.05, 0.05)
-    program = place_output_layer(choice, Problem(placement, microbatches, wrong))
+    program = place_output_layer(resolved, Problem(placement, microbatches, wrong))
     emulated = EmulatedRank(program.schedule, slept)
     world, recorder = emulated.world, emulated.recorder
     profile = Profile(clock_of(CPU), SavedTensors([]))
     for _ in range(STEPS):
         profile.begin(recorder)
-        emulated.step(program, choice.traits.splits_backward)
+        emulated.step(program, resolved.traits.splits_backward)
         profile.end(recorder, program)
         recorder.end()
     boundary = Boundary(SHAPE, DTYPE)
     figures = profile.figures(emulated.channels, world, boundary, by_place=False)
     ranks = gather_from_all(figures)
     measured = measured_costs(profile.program, wrong, ranks, spec)
-    program = place_output_layer(choice, Problem(placement, microbatches, measured))
+    program = place_output_layer(resolved, Problem(placement, microbatches, measured))
     steps = MeasuredSteps(CPU)
     for _ in range(KEPT):
         steps.begin(recorder)
-        emulated.step(program, choice.traits.splits_backward)
+        emulated.step(program, resolved.traits.splits_backward)
         steps.end(program)
         recorder.end()
     comparison = steps.compare(world)

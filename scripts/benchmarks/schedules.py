@@ -56,8 +56,8 @@ class Measured:
 
 
 def measure(family: str, ranks: int, microbatches: int) -> Measured:
-    choice = choose(family)
-    placement = choice.place(ranks)
+    resolved = choose(family)
+    placement = resolved.place(ranks)
     problem = Problem(placement, microbatches, uniform(placement, *COSTS))
     seconds: list[float] = []
 
@@ -67,7 +67,7 @@ def measure(family: str, ranks: int, microbatches: int) -> Measured:
         seconds.append(time.process_time() - start)
         return result
 
-    schedule = timed(lambda: choice.build(problem))
+    schedule = timed(lambda: resolved.build(problem))
     full = timed(
         lambda: await_sends(order_messages(communicate(schedule, problem), problem), problem)
     )

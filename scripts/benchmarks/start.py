@@ -67,11 +67,11 @@ def comparison_seconds(ranks: int) -> float:
 
 def program_seconds(spec: str, ranks: int, microbatches: int) -> float:
     """Return the seconds for the program of ``spec``, with messages, waits and proof."""
-    choice = choose(spec)
-    placement = choice.place(ranks)
+    resolved = choose(spec)
+    placement = resolved.place(ranks)
     problem = Problem(placement, microbatches, uniform(placement, *COSTS))
     start = time.perf_counter()
-    build_program(choice, problem)
+    build_program(resolved, problem)
     return time.perf_counter() - start
 
 

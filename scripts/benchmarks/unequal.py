@@ -96,11 +96,11 @@ class Gain:
 
 def _program(spec: str, ranks: int, microbatches: int) -> Program:
     """Return the program of ``spec`` for equal microbatches."""
-    choice = choose(spec)
-    placement = choice.place(ranks)
+    resolved = choose(spec)
+    placement = resolved.place(ranks)
     limit = None if spec == "1f1b" else parse_limit("1x", ranks, microbatches)
     costs = uniform(placement, F, I, W, HOP)
-    return build_program(choice, Problem(placement, microbatches, costs, limit))
+    return build_program(resolved, Problem(placement, microbatches, costs, limit))
 
 
 def _costs(load: Load, attention: float) -> dict[Kind, Floats]:

@@ -95,15 +95,15 @@ def with_slow_link(
 ) -> tuple[float, float]:
     """Return steps of the searching ``spec`` whose messages between rank ``link`` and the next take
     ``hop``: in the order that was found for equal links, and in one that is found for these."""
-    choice = choose(spec)
-    placement = choice.place(ranks)
+    resolved = choose(spec)
+    placement = resolved.place(ranks)
     alike = uniform(placement, 10, 12, 8, 1)
     between = [sorted(pair) for pair in pairwise(placement.rank_of)]
     hops = tuple(0.0 if a == b else hop if a == link else 1.0 for a, b in between)
     slow = alike.with_links(p2p_seconds_by_stage=hops, p2p_seconds=sum(hops) / len(hops))
     limit = parse_limit("1x", ranks, microbatches)
     before, after = (
-        build_program(choice, Problem(placement, microbatches, costs, limit))
+        build_program(resolved, Problem(placement, microbatches, costs, limit))
         for costs in (alike, slow)
     )
     reference = simulate(before, alike).makespan

@@ -109,8 +109,8 @@ def _described(text: str) -> str:
 
 
 def _evaluated(name: str, p2p: P2P, vocabulary: VocabularyParallel) -> str:
-    choice = choose(name)
-    placement = choice.place(4)
+    resolved = choose(name)
+    placement = resolved.place(4)
     costs = parse_costs(HEAD.split()[1], placement)
     problem = Problem(
         placement,
@@ -119,4 +119,4 @@ def _evaluated(name: str, p2p: P2P, vocabulary: VocabularyParallel) -> str:
         forward_only=True,
         options=ScheduleOptions(p2p=p2p, vocab_parallel=vocabulary),
     )
-    return _described(build_program(choice, problem).text)
+    return _described(build_program(resolved, problem).text)

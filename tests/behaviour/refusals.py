@@ -84,13 +84,13 @@ def _is_refused(refusal: RefusedSetting, value: object) -> bool:
 
 
 def _refuse(name: str, settings: dict[str, Any], options: ScheduleOptions) -> None:
-    choice = choose(name)
-    refuse(_megatrons(choice, settings), choice, options)
+    resolved = choose(name)
+    refuse(_megatrons(resolved, settings), resolved, options)
 
 
-def _megatrons(choice: ResolvedSpec, settings: dict[str, Any]) -> SimpleNamespace:
+def _megatrons(resolved: ResolvedSpec, settings: dict[str, Any]) -> SimpleNamespace:
     """Megatron's arguments on two ranks, as far as they are given."""
-    chunks = choice.place(2).chunks
+    chunks = resolved.place(2).chunks
     sizes = {
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,

@@ -45,12 +45,12 @@ class Step:
 
 def step(spec: str, ranks: int, kind: str, way: Offload) -> Step:
     """A step on ``ranks`` forked ranks. On the CPU the smallest tensors leave too."""
-    choice = choose(spec)
-    placement = choice.place(ranks)
+    resolved = choose(spec)
+    placement = resolved.place(ranks)
     copies = [3 / placement.chunks] * placement.stages
     costs = uniform(placement, 10, 12, 8, 1).with_host(copies, copies)
     program = build_program(
-        choice, Problem(placement, 4 * ranks, costs).with_options(activation_offload=way)
+        resolved, Problem(placement, 4 * ranks, costs).with_options(activation_offload=way)
     )
     run = partial(_on_rank, program=program, device=device_of(kind), shape=SHAPES[kind])
     seen: list[Seen] = values(run_ranks(ranks, run))

@@ -307,10 +307,10 @@ def gradients_are_stocks(
 
 
 def program_of(spec: str, ranks: int, p2p: P2P) -> Program:
-    choice = choose(spec)
-    placement = choice.place(ranks)
+    resolved = choose(spec)
+    placement = resolved.place(ranks)
     return build_program(
-        choice,
+        resolved,
         Problem(
             placement, 2 * ranks, uniform(placement, 10, 12, 8, 1), options=ScheduleOptions(p2p=p2p)
         ),

@@ -45,9 +45,9 @@ def test_nothing_is_synchronised(group: dist.ProcessGroup, monkeypatch: pytest.M
     torch.cuda._sleep(1000)  # the first call loads the kernel
     stream = torch.cuda.Stream()
     AsyncAllGather(group, [0.0] * 5, stream).wait()  # allocates what is pinned
-    choice = choose("1f1b")
-    placement = choice.place(1)
-    program = build_program(choice, Problem(placement, 2, uniform(placement, 1, 1, 1)))
+    resolved = choose("1f1b")
+    placement = resolved.place(1)
+    program = build_program(resolved, Problem(placement, 2, uniform(placement, 1, 1, 1)))
     recorder, steps = Recorder(0), StepSums(torch.device("cuda"))
 
     def step() -> None:

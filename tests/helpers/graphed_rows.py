@@ -63,10 +63,10 @@ def row_cases(grade: str) -> list[Any]:
 
 def row_of(schedule: str, ranks: int, microbatches: int, rank: int) -> tuple[list[Action], Any]:
     """The passes of ``rank``, and its stages."""
-    choice = choose(schedule)
-    placement = choice.place(ranks)
+    resolved = choose(schedule)
+    placement = resolved.place(ranks)
     problem = Problem(placement, microbatches, uniform(placement, 1, 1, 1))
-    row = build_program(choice, problem).schedule.rows[rank]
+    row = build_program(resolved, problem).schedule.rows[rank]
     return [action for action in row if is_compute(action)], placement.stages_of[rank]
 
 

@@ -98,7 +98,7 @@ def problem_for(placement: Placement, microbatches: int, forward_only: bool = Fa
 
 
 def program_for(
-    choice: ResolvedSpec,
+    resolved: ResolvedSpec,
     ranks: int,
     microbatches: int,
     forward_only: bool = False,
@@ -108,7 +108,7 @@ def program_for(
     recompute: Recompute = Recompute(),  # noqa: B008  # frozen
     pairs: bool = False,
 ) -> Program:
-    problem = problem_for(choice.place(ranks), microbatches, forward_only)
+    problem = problem_for(resolved.place(ranks), microbatches, forward_only)
     options = ScheduleOptions(
         p2p=p2p,
         activation_offload=offload,
@@ -116,7 +116,7 @@ def program_for(
         steps_overlap=steps_overlap,
         pairs=pairs,
     )
-    return build_program(choice, replace(problem, options=options))
+    return build_program(resolved, replace(problem, options=options))
 
 
 def as_file(schedule: Schedule) -> ResolvedSpec:

@@ -75,9 +75,9 @@ def program_for(
     vocabulary: VocabularyParallel,
     forward_only: bool = False,
 ) -> Program:
-    choice = choose(name)
-    problem = problem_for(choice.place(ranks), microbatches, forward_only)
-    return build_program(choice, problem.with_options(vocab_parallel=vocabulary))
+    resolved = choose(name)
+    problem = problem_for(resolved.place(ranks), microbatches, forward_only)
+    return build_program(resolved, problem.with_options(vocab_parallel=vocabulary))
 
 
 class JoinShards(torch.autograd.Function):

@@ -83,20 +83,20 @@ def test_the_fused_kernel_is_taken_as_megatron_takes_it(
     "schedule", ["zb-v", "v-half", "interleaved", "interleaved-zb", "dualpipe-v", "wave-auto"]
 )
 def test_schedules_with_virtual_stages_refuse_it(schedule: str) -> None:
-    choice = choose(schedule)
+    resolved = choose(schedule)
     settings = SimpleNamespace(
         **(LOCAL | APPLIED["fp32"]),
         pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=choice.place(2).chunks,
+        virtual_pipeline_model_parallel_size=resolved.place(2).chunks,
         reset_attention_mask=True,
     )
     with pytest.raises(ValueError, match=r"reset_attention_mask=True: .*-inter-document-masking"):
-        refuse(settings, choice)
+        refuse(settings, resolved)
     settings.reset_attention_mask = False
     settings.reset_position_ids = settings.eod_mask_loss = True
-    refuse(settings, choice)
+    refuse(settings, resolved)
     settings.reset_attention_mask = settings.bf16 = True  # the fused kernel
-    refuse(settings, choice)
+    refuse(settings, resolved)
 
 
 def test_bridges_dataset_is_looked_at() -> None:

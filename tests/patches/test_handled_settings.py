@@ -56,7 +56,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on(setting: str, config: PipelineConfig) -> Any:
-    chunks = config.choice.place(2).chunks
+    chunks = config.resolved_spec.place(2).chunks
     return SimpleNamespace(
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
@@ -76,7 +76,7 @@ def test_it_is_accepted_with_one_line(setting: str, capsys: pytest.CaptureFixtur
     given, stays = CASES[setting]
     config = PipelineConfig.parse(**given)
     settings = on(setting, config)
-    refuse(settings, config.choice, config.options)
+    refuse(settings, config.resolved_spec, config.options)
     for _ in range(2):  # as get_batch makes a config for each microbatch
         apply_handled_settings(settings, config)
         assert getattr(settings, setting) is stays
@@ -96,7 +96,9 @@ def test_without_ours_it_stays_megatrons(setting: str) -> None:
 def test_megatrons_own_offload_without_ours_is_refused() -> None:
     config = PipelineConfig.parse(schedule="zb-h1")
     with pytest.raises(ValueError, match=r"write --pipeline-activation-offload full, or half"):
-        refuse(on("fine_grained_activation_offloading", config), config.choice, config.options)
+        refuse(
+            on("fine_grained_activation_offloading", config), config.resolved_spec, config.options
+        )
 
 
 MEGATRONS = "--fine-grained-activation-offloading"

@@ -71,10 +71,10 @@ def makespan(words: list[str], *more: str) -> float:
 
 def test_no_other_takes_less_time_in_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_search(monkeypatch)
-    words, choice = chosen(pipeline_memory_limit="1x")
-    assert "within --pipeline-memory-limit 1x" in choice.why
-    assert "--pipeline-memory-limit" not in choice.flags, "it is in the command"
-    least, compared = makespan(words, *choice.flags), 0
+    words, plan = chosen(pipeline_memory_limit="1x")
+    assert "within --pipeline-memory-limit 1x" in plan.why
+    assert "--pipeline-memory-limit" not in plan.flags, "it is in the command"
+    least, compared = makespan(words, *plan.flags), 0
     for name in entries():
         for way in ("none", "1", "2"):
             flags = ("--pipeline-schedule", name, "--pipeline-vocab-parallel", way)
@@ -90,9 +90,9 @@ def test_no_other_takes_less_time_in_the_limit(monkeypatch: pytest.MonkeyPatch) 
 def test_refused_schedules_are_no_candidates() -> None:
     """Fused operations cannot be split, which leaves schedules of whole backward passes."""
     fused = {"transformer_impl": None, "use_transformer_engine_op_fuser": True}
-    _, choice = chosen(**fused)
+    _, plan = chosen(**fused)
     whole = {name for name, entry in entries().items() if not entry.traits.splits_backward}
-    assert choice.flags[1] in whole
+    assert plan.flags[1] in whole
     with pytest.raises(ValueError, match=r"finds no schedule .*: drop --use-ring-exchange-p2p"):
         chosen(use_ring_exchange_p2p=True)
 
@@ -113,9 +113,9 @@ def test_what_fits_in_the_memory_of_1f1b(sequence: int, tokens: int, schedules: 
     searches does no W of it so late, and nothing here takes less time.)"""
     lengths = {"seq_length": sequence, "max_position_embeddings": sequence}
     given = LAYER_EACH | WIDE | lengths | {"pipeline_recompute": "none"}
-    _, choice = chosen(**given, vocab_size=tokens)
-    assert choice.flags[:2] == ("--pipeline-schedule", "zb-auto")
-    assert f"of {schedules} schedules in no more memory than 1f1b; zb-1p, " in choice.why
+    _, plan = chosen(**given, vocab_size=tokens)
+    assert plan.flags[:2] == ("--pipeline-schedule", "zb-auto")
+    assert f"of {schedules} schedules in no more memory than 1f1b; zb-1p, " in plan.why
 
 
 def test_a_choice_that_a_rank_would_refuse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +133,11 @@ def test_a_choice_that_a_rank_would_refuse_is_not_taken(monkeypatch: pytest.Monk
 
 def test_costs_without_bytes_are_held_to_microbatches() -> None:
     """A file may tell no bytes; a schedule may then hold as many microbatches as 1F1B."""
-    _, choice = chosen(
+    _, plan = chosen(
         num_layers=2, pipeline_vocab_parallel="none", pipeline_costs="f=10,i=12,w=8,comm=1"
     )
-    limit = choice.flags.index("--pipeline-memory-limit") + 1
-    assert choice.flags[limit] == "1x"
+    limit = plan.flags.index("--pipeline-memory-limit") + 1
+    assert plan.flags[limit] == "1x"
 
 
 def test_doctor_says_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,12 +152,12 @@ def test_doctor_says_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_virtual_stages_of_the_command_go_where_a_schedule_has_others() -> None:
     """A line with three chunks a rank was refused; under a V it has two."""
-    words, choice = chosen(num_layers=12, num_virtual_stages_per_pipeline_rank=3)
-    assert choice.dropped == ("--num-virtual-stages-per-pipeline-rank",)
-    left = without(words, choice.dropped)
-    assert len(left) == len(words) - 2 and makespan(left, *choice.flags) > 0
-    words, choice = chosen(num_layers=7, pipeline_model_parallel_layout="E|tt|tt|tt|t|L")
-    assert choice.dropped == () and "--pipeline-model-parallel-layout" in choice.flags
+    words, plan = chosen(num_layers=12, num_virtual_stages_per_pipeline_rank=3)
+    assert plan.dropped == ("--num-virtual-stages-per-pipeline-rank",)
+    left = without(words, plan.dropped)
+    assert len(left) == len(words) - 2 and makespan(left, *plan.flags) > 0
+    words, plan = chosen(num_layers=7, pipeline_model_parallel_layout="E|tt|tt|tt|t|L")
+    assert plan.dropped == () and "--pipeline-model-parallel-layout" in plan.flags
 
 
 def test_it_requires_a_launch_command() -> None:
@@ -178,40 +178,40 @@ def test_auto_keeps_to_the_stages_of_the_command(monkeypatch: pytest.MonkeyPatch
     """And to the vocabulary as it is, at either end of the pipeline."""
     shorten_search(monkeypatch)
     four = {"num_virtual_stages_per_pipeline_rank": 4}
-    _, choice = chosen(pipeline_schedule="auto", **four)
-    assert choice.flags[:2] in {
+    _, plan = chosen(pipeline_schedule="auto", **four)
+    assert plan.flags[:2] in {
         ("--pipeline-schedule", name)
         for name in ("interleaved:vpp=4", "wave-auto", "loop-auto:vpp=4")
     }
-    assert not choice.dropped and "--pipeline-vocab-parallel" not in choice.flags
-    assert "of 3 schedules in no more memory than interleaved:vpp=4" in choice.why
+    assert not plan.dropped and "--pipeline-vocab-parallel" not in plan.flags
+    assert "of 3 schedules in no more memory than interleaved:vpp=4" in plan.why
     with pytest.raises(ValueError, match="auto:chunks=2 knows no schedule with 4 stages on each"):
         chosen(pipeline_schedule="auto:chunks=2", **four)
 
 
 def test_auto_says_what_it_has_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_search(monkeypatch)
-    _, choice = chosen(pipeline_schedule="auto", pipeline_memory_limit="1.5")
-    assert {"zb-auto", "v-auto", "wave-auto"} <= set(re.findall(r"[\w-]+auto", str(choice)))
-    assert "within --pipeline-memory-limit 1.5" in choice.why and "; not compared: " in choice.why
+    _, plan = chosen(pipeline_schedule="auto", pipeline_memory_limit="1.5")
+    assert {"zb-auto", "v-auto", "wave-auto"} <= set(re.findall(r"[\w-]+auto", str(plan)))
+    assert "within --pipeline-memory-limit 1.5" in plan.why and "; not compared: " in plan.why
 
 
 def test_what_does_not_fit_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan -- COMMAND` said to have it made again, and a launch took a longer step."""
     only_families(monkeypatch, "1f1b", "zb-1p", "zb-h2")
     tight = {"pipeline_memory_limit": "0.625x", "pipeline_vocab_parallel": "none"}
-    words, choice = chosen(**tight)
+    words, plan = chosen(**tight)
     fit = ("--pipeline-schedule", "zb-h2", "--pipeline-recompute", "fit")
     assert (
-        choice.flags == fit
-        and "0.625x, 50% recomputed in bubbles; 1f1b as long within 1%" in choice.why
+        plan.flags == fit
+        and "0.625x, 50% recomputed in bubbles; 1f1b as long within 1%" in plan.why
     )
-    seconds = makespan(words, *choice.flags)
+    seconds = makespan(words, *plan.flags)
     full = {"granularity": "full", "method": "uniform", "num_layers": 1}
     for said in ({"pipeline_recompute": "none"}, {f"recompute_{k}": v for k, v in full.items()}):
-        words, choice = chosen(**tight, **said)
-        assert choice.flags == ("--pipeline-schedule", "zb-1p")
-        assert makespan(words, *choice.flags) > seconds
+        words, plan = chosen(**tight, **said)
+        assert plan.flags == ("--pipeline-schedule", "zb-1p")
+        assert makespan(words, *plan.flags) > seconds
 
 
 EXPERTS: dict[str, Any] = {
@@ -314,20 +314,20 @@ def test_the_schedule_of_the_command_is_a_candidate(
     shorten_search(monkeypatch)
     only_families(monkeypatch, "1f1b", "interleaved", "zb-1p")
     stages = WIDE | {"num_virtual_stages_per_pipeline_rank": 4, "pipeline_vocab_parallel": "none"}
-    words, choice = chosen(**stages)
+    words, plan = chosen(**stages)
     own = makespan(words, "--pipeline-schedule", "interleaved:vpp=4")
-    taken = makespan([*without(words, choice.dropped)], *choice.flags)
-    assert "interleaved:vpp=4" in choice.why
-    assert taken <= (1 - WORTH) * own or choice.flags[1] == "interleaved:vpp=4"
+    taken = makespan([*without(words, plan.dropped)], *plan.flags)
+    assert "interleaved:vpp=4" in plan.why
+    assert taken <= (1 - WORTH) * own or plan.flags[1] == "interleaved:vpp=4"
     only_families(monkeypatch, "1f1b", "interleaved")
-    _, choice = chosen(**stages)
-    assert choice.flags[1] == "interleaved:vpp=4" and not choice.dropped
-    assert choice.why.startswith("it is kept: of 2 schedules")
+    _, plan = chosen(**stages)
+    assert plan.flags[1] == "interleaved:vpp=4" and not plan.dropped
+    assert plan.why.startswith("it is kept: of 2 schedules")
 
 
 @nightly("tests/unit asks the same of plan without a launch")
 def test_only_stable_schedules_are_chosen() -> None:
-    _, choice = chosen(pipeline_memory_limit="8")
-    assert entries()[choice.flags[1]].maturity is Maturity.STABLE
-    number = int(re.search(r"of (\d+) schedules", choice.why)[1])  # type: ignore[index]
+    _, plan = chosen(pipeline_memory_limit="8")
+    assert entries()[plan.flags[1]].maturity is Maturity.STABLE
+    number = int(re.search(r"of (\d+) schedules", plan.why)[1])  # type: ignore[index]
     assert number <= sum(entry.maturity is Maturity.STABLE for entry in entries().values())

@@ -254,10 +254,10 @@ class Case:
 
 @functools.cache
 def rows(schedule: str, ranks: int) -> tuple[tuple[Action, ...], ...]:
-    choice = choose(schedule)
-    placement = choice.place(ranks)
+    resolved = choose(schedule)
+    placement = resolved.place(ranks)
     problem = Problem(placement, MICROBATCHES, uniform(placement, 1, 1, 1, 0))
-    return build_program(choice, problem).schedule.compute_rows
+    return build_program(resolved, problem).schedule.compute_rows
 
 
 def run(te: Te, case: Case, schedule: str, ranks: int) -> dict[int, Stage]:

@@ -60,11 +60,11 @@ def test_packed_sequences_are_refused() -> None:
 
 def test_a_file_with_pairs_needs_the_flag() -> None:
     settings = asking("zb-v")
-    choice = replace(choose("zb-v"), has_pairs=True)
-    refuse(settings, choice)
+    resolved = replace(choose("zb-v"), has_pairs=True)
+    refuse(settings, resolved)
     setattr(settings, SETTING, False)
     with pytest.raises(ValueError, match="overlaps forward and backward passes: add --overlap-moe"):
-        refuse(settings, choice)
+        refuse(settings, resolved)
 
 
 def test_a_step_of_one_microbatch_has_none() -> None:

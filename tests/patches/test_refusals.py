@@ -22,18 +22,18 @@ from megatron_ext.adapter.untried import UNTRIED
 
 def who(refusal: RefusedSetting) -> str:
     choices = {choose(name) for name in entries()}
-    refusing = {choice for choice in choices if refusal.by(choice)}
+    refusing = {resolved for resolved in choices if refusal.by(resolved)}
     if refusing == choices:
         return "every schedule"
-    if refusing == {choice for choice in choices if choice.traits.splits_backward}:
+    if refusing == {resolved for resolved in choices if resolved.traits.splits_backward}:
         return "those that split the backward"
-    if refusing == {choice for choice in choices if choice.example.chunks == 1}:
+    if refusing == {resolved for resolved in choices if resolved.example.chunks == 1}:
         return "those with one stage on a rank"
-    if refusing == {choice for choice in choices if choice.example.chunks > 1}:
+    if refusing == {resolved for resolved in choices if resolved.example.chunks > 1}:
         return "those with several stages on a rank"
     if refusing == {c for c in choices if c.example.rank_of[0] != c.example.rank_of[-1]}:
         return "all but V's and waves"
-    assert refusing == {choice for choice in choices if choice.example.rank_of[0] != 0}
+    assert refusing == {resolved for resolved in choices if resolved.example.rank_of[0] != 0}
     return "V's and waves"
 
 
@@ -83,8 +83,8 @@ def refused(refusal: RefusedSetting, group: RefusalGroup) -> None:
     beside = next(given for given in BESIDE if refusal.matters(SimpleNamespace(**given)))
     value = next(value for value in (*LISTS, *VALUES, 0) if _is_unsupported(refusal, value))
     texts, wanted = set(), set()
-    for choice in filter(refusal.by, map(choose, ("1f1b", "zb-h1", "zb-v"))):
-        chunks = choice.example.chunks
+    for resolved in filter(refusal.by, map(choose, ("1f1b", "zb-h1", "zb-v"))):
+        chunks = resolved.example.chunks
         settings = {
             "pipeline_model_parallel_size": 2,
             "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
@@ -92,18 +92,18 @@ def refused(refusal: RefusedSetting, group: RefusalGroup) -> None:
             **group.settings,
             **beside,
         }
-        if _text(settings, choice, group) is None:
+        if _text(settings, resolved, group) is None:
             settings[refusal.setting] = value
-            texts.add(_text(settings, choice, group))
-            requested = group.requested(SimpleNamespace(**settings), choice, group.options)
+            texts.add(_text(settings, resolved, group))
+            requested = group.requested(SimpleNamespace(**settings), resolved, group.options)
             end = f"does not go with {refusal.setting}={value}: {refusal.instead}"
             wanted.add(f"{requested} {end}")
     assert texts & wanted
 
 
-def _text(settings: dict[str, object], choice: ResolvedSpec, group: RefusalGroup) -> str | None:
+def _text(settings: dict[str, object], resolved: ResolvedSpec, group: RefusalGroup) -> str | None:
     try:
-        refuse(SimpleNamespace(**settings), choice, group.options)
+        refuse(SimpleNamespace(**settings), resolved, group.options)
     except ValueError as error:
         return str(error)
     return None
@@ -156,10 +156,13 @@ def test_recompute_refuses_what_cannot_run_again(setting: dict[str, object]) -> 
         "virtual_pipeline_model_parallel_size": None,
         "transformer_impl": "local",
     }
-    choice = choose("1f1b")
-    refuse(SimpleNamespace(**settings, **setting), choice)
+    resolved = choose("1f1b")
+    refuse(SimpleNamespace(**settings, **setting), resolved)
     again = ScheduleOptions(recompute=Recompute(first=1))
-    for asked, options in ((choice, again), (replace(choice, recomputes=True), ScheduleOptions())):
+    for asked, options in (
+        (resolved, again),
+        (replace(resolved, recomputes=True), ScheduleOptions()),
+    ):
         with pytest.raises(ValueError, match=r"^--pipeline-(recompute|schedule) .* does not go"):
             refuse(SimpleNamespace(**settings, **setting), asked, options)
         harmless = {
@@ -187,17 +190,17 @@ UNTIED = {"untie_embeddings_and_output_weights": True}
     ],
 )
 def test_post_validation_refuses_what_waits(schedule: str, setting: dict[str, object]) -> None:
-    choice = choose(schedule)
-    chunks = choice.place(2).chunks
+    resolved = choose(schedule)
+    chunks = resolved.place(2).chunks
     settings = SimpleNamespace(
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         transformer_impl="local",
         **setting,
     )
-    refuse(settings, choice)
+    refuse(settings, resolved)
     with pytest.raises(ValueError, match=r"^--pipeline-post-validation does not go with"):
-        refuse(settings, choice, ScheduleOptions(steps_overlap=True))
+        refuse(settings, resolved, ScheduleOptions(steps_overlap=True))
 
 
 @pytest.mark.parametrize(
@@ -241,12 +244,12 @@ def test_slices_of_ranks_that_share_sequences_look_no_further_ahead() -> None:
         "recompute_granularity": "full",
     }
     ahead: dict[str, object] = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
-    choice = choose("1f1b")
+    resolved = choose("1f1b")
     for given in (accepted, ahead):
-        refuse(SimpleNamespace(**sizes, transformer_impl="local", **given), choice, sliced)
+        refuse(SimpleNamespace(**sizes, transformer_impl="local", **given), resolved, sliced)
     both = SimpleNamespace(**sizes, transformer_impl="local", **accepted, **ahead)
     with pytest.raises(ValueError, match="with context parallelism the tokens that it looks"):
-        refuse(both, choice, sliced)
+        refuse(both, resolved, sliced)
 
 
 @pytest.mark.parametrize("setting", [{"fp8": "hybrid"}])

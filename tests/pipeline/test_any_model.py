@@ -555,14 +555,14 @@ def test_the_tower_is_measured(tmp_path: Path) -> None:
 
 
 def check_put_off(
-    choice: ResolvedSpec, put_off: set[torch.Tensor], rank: int, is_frozen: bool
+    resolved: ResolvedSpec, put_off: set[torch.Tensor], rank: int, is_frozen: bool
 ) -> None:
     """The tower's linear layers are split as any: a frozen one has no W, nor has one whose input
     needs no gradient."""
     shapes = {tuple(weight.shape) for weight in put_off}
-    is_here = choice.place(RANKS).rank_of[0] == rank
+    is_here = resolved.place(RANKS).rank_of[0] == rank
     assert ((WIDTH, 2 * WIDTH) in shapes) == (
-        choice.traits.splits_backward and is_here and not is_frozen
+        resolved.traits.splits_backward and is_here and not is_frozen
     )
     assert (2 * WIDTH, 3) not in shapes
 

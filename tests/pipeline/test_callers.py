@@ -346,7 +346,9 @@ def test_another_program_is_found_in_a_later_step_too() -> None:
         with installed(RANKS, schedule="1f1b"):
             step(own_groups=False)
             if rank == 2:
-                schedules.get_forward_backward_func()._training._programs.choice = choose("gpipe")
+                schedules.get_forward_backward_func()._training._programs.resolved_spec = choose(
+                    "gpipe"
+                )
             step(own_groups=False, microbatches=4)
 
     results = run_ranks(RANKS, differing, timeout=60)

@@ -133,13 +133,13 @@ def predicted(
     limit: MemoryLimit | None = None,
 ) -> tuple[Program, list[int]]:
     """The program, and what the simulator says that its ranks hold at most."""
-    choice = choose(spec)
-    placement = choice.place(RANKS)
+    resolved = choose(spec)
+    placement = resolved.place(RANKS)
     known = load_costs(costs, placement)
     problem = Problem(
         placement, microbatches, known, limit, options=ScheduleOptions(activation_offload=way)
     )
-    program = build_program(choice, problem)
+    program = build_program(resolved, problem)
     return program, [round(peak) for peak in peaks(program.schedule, in_bytes(problem.costs))]
 
 
@@ -250,11 +250,11 @@ def test_a_pass_that_runs_again_leaves_its_input_alone(spec: str) -> None:
     stages = choose(spec).place(RANKS).stages
     costs = costs_of(stages)
     first = stages - 1
-    choice = choose(spec)
-    known = load_costs(costs, choice.place(RANKS))
+    resolved = choose(spec)
+    known = load_costs(costs, resolved.place(RANKS))
     options = ScheduleOptions(recompute=Recompute(first=first))
     program = build_program(
-        choice, Problem(choice.place(RANKS), MICROBATCHES, known, options=options)
+        resolved, Problem(resolved.place(RANKS), MICROBATCHES, known, options=options)
     )
     ranks = measured(spec, {"pipeline_costs": costs, "pipeline_recompute": f"first:{first}"})
     assert {rank.digest for rank in ranks} == {program.digest}

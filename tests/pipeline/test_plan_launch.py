@@ -25,14 +25,14 @@ def test_a_launch_chooses_its_schedule(capfd: pytest.CaptureFixture[str], tmp_pa
     """To the last bit, but for a divided vocabulary (which also starts from other weights): its
     sums have another order."""
     reference = trained(save=tmp_path, save_interval=SAVED_AT)
-    for more, choice in (
+    for more, taken in (
         ({"pipeline_vocab_parallel": "none"}, "--pipeline-schedule zb-"),
         ({"load": tmp_path, "ckpt_step": SAVED_AT}, "--pipeline-vocab-parallel 2"),
     ):
         capfd.readouterr()
         runs = trained(pipeline_schedule="plan", **more)
         (line,) = [x for x in capfd.readouterr().out.splitlines() if "plan takes" in x]
-        assert choice in line and "in no more memory than 1f1b" in line
+        assert taken in line and "in no more memory than 1f1b" in line
         assert {run.schedule for run in runs} == {"PipelineStep"}
         if "load" in more:
             ours = losses(runs)

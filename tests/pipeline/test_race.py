@@ -361,7 +361,7 @@ def test_a_candidate_that_a_rank_has_no_host_memory_for_takes_none(
         known: Any = programs._programs
 
         def make() -> Program:
-            spec = programs.choice.spec
+            spec = programs.resolved_spec.spec
             memory.check(needs[spec], None)  # type: ignore[arg-type]
             known[spec] = made[spec]
             return made[spec]

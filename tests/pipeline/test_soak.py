@@ -84,10 +84,10 @@ def searched(name: str) -> Program:
 
 
 def build(name: str, microbatches: int, f: float, i: float, w: float, comm: float) -> Program:
-    choice = choose(name)
-    placement = choice.place(RANKS)
+    resolved = choose(name)
+    placement = resolved.place(RANKS)
     costs = uniform(placement, f, i, w, comm)
-    return build_program(choice, Problem(placement, microbatches, costs))
+    return build_program(resolved, Problem(placement, microbatches, costs))
 
 
 def all_channels() -> set[Channel]:

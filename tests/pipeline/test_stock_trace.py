@@ -19,9 +19,9 @@ Flags = dict[str, object]
 
 
 def family_rows(spec: str, ranks: int, microbatches: int) -> list[list[str]]:
-    choice = choose(spec)
-    placement = choice.place(ranks)
-    schedule = choice.build(Problem(placement, microbatches, uniform(placement, 1, 1, 1)))
+    resolved = choose(spec)
+    placement = resolved.place(ranks)
+    schedule = resolved.build(Problem(placement, microbatches, uniform(placement, 1, 1, 1)))
     return [[str(action) for action in row] for row in schedule.rows]
 
 

@@ -105,7 +105,7 @@ def command_of(
     these name none."""
     placement = _placement(args, None)
     if config.schedule is not None:
-        placement = config.choice.place(args.pipeline_model_parallel_size)
+        placement = config.resolved_spec.place(args.pipeline_model_parallel_size)
     divided = config.vocab_parallel is not VocabularyParallel.NONE
     return Command(args, placement, divided, scheduler)
 

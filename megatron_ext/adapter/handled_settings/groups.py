@@ -10,24 +10,24 @@ _OPTION = "group"
 _SETTING = "microbatch_group_size_per_vp_stage"
 
 
-def with_megatrons_group(choice: ResolvedSpec, settings: Any) -> ResolvedSpec:
-    """Return ``choice`` with the group size of ``settings``: the number of microbatches that a rank
-    runs consecutively in a virtual stage.
+def with_megatrons_group(resolved: ResolvedSpec, settings: Any) -> ResolvedSpec:
+    """Return ``resolved`` with the group size of ``settings``: the number of microbatches that a
+    rank runs consecutively in a virtual stage.
 
-    ``settings`` are Megatron's arguments or a config. ``choice`` stays as it is if they set no
+    ``settings`` are Megatron's arguments or a config. ``resolved`` stays as it is if they set no
     other group size than the default, or if its schedule has no groups.
 
     Raises:
-        ValueError: ``choice`` has another group size.
+        ValueError: ``resolved`` has another group size.
     """
     group = getattr(settings, _SETTING, None)
     ranks = settings.pipeline_model_parallel_size
-    accepted, given = options_of(choice.spec)
+    accepted, given = options_of(resolved.spec)
     if group in (None, ranks) or _OPTION not in accepted:
-        return choice
+        return resolved
     if given.get(_OPTION, group) not in (0, group):
         raise ValueError(
-            f"--pipeline-schedule {choice.spec} does not go with {_SETTING}={group}, Megatron's "
+            f"--pipeline-schedule {resolved.spec} does not go with {_SETTING}={group}, Megatron's "
             f"setting for the same: drop {_SETTING} or --pipeline-schedule"
         )
-    return choice if _OPTION in given else choose(with_option(choice.spec, _OPTION, group))
+    return resolved if _OPTION in given else choose(with_option(resolved.spec, _OPTION, group))

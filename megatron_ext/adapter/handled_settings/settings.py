@@ -56,7 +56,7 @@ HANDLED_SETTINGS = (
         "overlap_moe_expert_parallel_comm",
         "experimental, no GPU has run it: forward and backward passes that the schedule puts side "
         "by side run as one, and the all-to-all of one hides behind the other's compute",
-        by=lambda config: config.choice.example.chunks > 1,
+        by=lambda config: config.resolved_spec.example.chunks > 1,
         stays=True,
     ),
     HandledSetting(

@@ -80,7 +80,7 @@ class StepRace(StepObserver[Step]):
         assert config.race is not None
         self._config = config
         self._contestants = config.race
-        self._choices = dict(zip(config.race.specs, config.race.choices, strict=True))
+        self._resolved_specs = dict(zip(config.race.specs, config.race.resolved_specs, strict=True))
         self._programs = programs
         self._count = 0  # training steps
         self._meets = 1  # training step before which all ranks meet next
@@ -113,7 +113,7 @@ class StepRace(StepObserver[Step]):
         step. Collective over the world at steps that all ranks know.
         """
         spec = self._kept or self._next(call, shape, make, connections)
-        self._programs.choice = self._choices[spec]
+        self._programs.resolved_spec = self._resolved_specs[spec]
 
     def interrupt(self) -> None:
         """Note that an evaluation or a save comes between two steps."""
@@ -220,7 +220,9 @@ class StepRace(StepObserver[Step]):
         """Return the schedule before the race. Costs are measured under one that splits off W, if
         there is one."""
         splitting = [
-            spec for spec, choice in self._choices.items() if choice.traits.splits_backward
+            spec
+            for spec, resolved in self._resolved_specs.items()
+            if resolved.traits.splits_backward
         ]
         if splitting and self._waits_for_costs(shape):
             return splitting[0]
@@ -254,7 +256,7 @@ class StepRace(StepObserver[Step]):
         """Build the program of ``spec``. Return why some rank cannot, or "" if all can. A program
         that some rank cannot build takes no host memory on the others. Collective over the world.
         """
-        self._programs.choice = self._choices[spec]
+        self._programs.resolved_spec = self._resolved_specs[spec]
         planned, program, why = host_memory.planned, None, ""
         try:
             program = make()

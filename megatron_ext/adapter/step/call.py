@@ -91,8 +91,8 @@ def refuse_call(
 ) -> None:
     """Raise ValueError for the first argument or setting that does not go with ``ours``."""
     vocabulary = ours.vocab_parallel
-    for choice in ours.choices:
-        refuse(config, choice, ours.options)
+    for resolved in ours.resolved_specs:
+        refuse(config, resolved, ours.options)
     refuse_measuring(config, ours)
     if adjust_tensor_shapes_fn is not None:
         raise ValueError(
@@ -120,13 +120,13 @@ def refuse_call(
 
 def refuse_chunks(ours: PipelineConfig, call: Call) -> None:
     """Raise ValueError unless there is one chunk and one iterator for each stage of this rank."""
-    choice = ours.choice
-    chunks = choice.place(call.pipeline.size()).chunks
+    resolved = ours.resolved_spec
+    chunks = resolved.place(call.pipeline.size()).chunks
     if len(call.models) != chunks:
         raise ValueError(
-            f"--pipeline-schedule {choice.spec} puts {counted(chunks, 'stage')} on each rank, and "
-            f"the schedule was called with {counted(len(call.models), 'model chunk')}: build as "
-            f"many as config.virtual_pipeline_model_parallel_size says"
+            f"--pipeline-schedule {resolved.spec} puts {counted(chunks, 'stage')} on each "
+            f"rank, and the schedule was called with {counted(len(call.models), 'model chunk')}: "
+            f"build as many as config.virtual_pipeline_model_parallel_size says"
         )
     if len(call.iterators) != chunks:
         raise ValueError(

@@ -185,7 +185,7 @@ class PipelineTraining:
             shard = shard_of(call.models, call.config, call.pipeline, call.groups.tp)
         elif not output_layer_waits(program):
             at_once = head_weights(call.models)
-        waits = self._programs.choice.traits.splits_backward and not call.forward_only
+        waits = self._programs.resolved_spec.traits.splits_backward and not call.forward_only
         needs_hooks = waits or (self._config.slices > 1 and not call.forward_only)
         hooks = callers_hooks(call.models) if needs_hooks else CallersHooks()
         if waits:
@@ -241,7 +241,7 @@ class PipelineTraining:
             log_single_rank(logger, logging.INFO, summarize(program))
             costs = format_costs(program.problem.costs)
             log_single_rank(logger, logging.DEBUG, f"costs of each stage: {costs}")
-            if captures(call.config) and self._programs.choice.traits.splits_backward:
+            if captures(call.config) and self._programs.resolved_spec.traits.splits_backward:
                 log_single_rank(logger, logging.INFO, left_to_w(call.config))
         try:
             self._connections.expect(program)

@@ -47,7 +47,7 @@ def _refusal(variants: LaunchVariants) -> str | None:
     try:
         args, config = variants.validated(variants.own, VocabMethod.NAIVE)
         megatron_arguments.check_model(args, config)
-        refuse(args, config.choice, config.options)
+        refuse(args, config.resolved_spec, config.options)
     except ValueError as error:
         return str(error)
     return None

@@ -362,21 +362,21 @@ _AS_SEARCHED = "zb-v"
 _PROVED: dict[tuple[object, ...], Program] = {}
 
 
-def _all_proved(choice: ResolvedSpec, problems: Sequence[Problem]) -> list[Program]:
-    return [_proved(choice, problem) for problem in problems]
+def _all_proved(resolved: ResolvedSpec, problems: Sequence[Problem]) -> list[Program]:
+    return [_proved(resolved, problem) for problem in problems]
 
 
-def _proved(choice: ResolvedSpec, problem: Problem) -> Program:
-    """Return the program of ``choice``, proved once for its ranks, chunks and microbatches.
+def _proved(resolved: ResolvedSpec, problem: Problem) -> Program:
+    """Return the program of ``resolved``, proved once for its ranks, chunks and microbatches.
 
     It is proved at equal costs, whatever the layers; another order of W for other costs is proved
     where it runs. A search, whose programs take minutes, is replaced by a schedule with its
     placement.
     """
-    key = choice.spec, problem.placement, problem.microbatches
+    key = resolved.spec, problem.placement, problem.microbatches
     if key not in _PROVED:
         equal = replace(problem, costs=equal_costs(problem.placement))
         _PROVED[key] = build_program(
-            choose(_AS_SEARCHED) if choice.traits.searches else choice, equal
+            choose(_AS_SEARCHED) if resolved.traits.searches else resolved, equal
         )
     return _PROVED[key]

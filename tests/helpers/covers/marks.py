@@ -17,7 +17,9 @@ _KINDS = {"line": "line", "loop": "loop", "v": "v", "wave": "v"}
 def kinds(schedules: Sequence[str]) -> tuple[str, ...]:
     """The kinds of those ``schedules`` that split the backward."""
     chosen = [choose(schedule) for schedule in schedules]
-    named = (_KINDS[choice.example.name] for choice in chosen if choice.traits.splits_backward)
+    named = (
+        _KINDS[resolved.example.name] for resolved in chosen if resolved.traits.splits_backward
+    )
     return tuple(dict.fromkeys(named))
 
 

@@ -206,11 +206,11 @@ def test_evaluation_holds_nothing() -> None:
 def test_no_limit_applies_to_an_evaluation(spec: str, limit: MemoryLimit) -> None:
     """A limit of 0.6x in a training of 8 microbatches came to 0.6 microbatches in an evaluation of
     one, for which families had no passes: the training died in its first evaluation."""
-    choice, unlimited = choose(spec).without_search, problem_for(spec, 4, 1, forward_only=True)
+    resolved, unlimited = choose(spec).without_search, problem_for(spec, 4, 1, forward_only=True)
     held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (1e6,) * unlimited.placement.stages)
     unlimited = replace(unlimited, costs=unlimited.costs.with_passes(held_bytes=held))
-    limited = build_program(choice, replace(unlimited, memory_limit=limit))
-    assert limited.schedule.rows == build_program(choice, unlimited).schedule.rows
+    limited = build_program(resolved, replace(unlimited, memory_limit=limit))
+    assert limited.schedule.rows == build_program(resolved, unlimited).schedule.rows
 
 
 # ---- Memory limits
@@ -307,12 +307,12 @@ def test_what_stands_in_for_a_search_keeps_to_its_limit_and_takes_the_best(
     name: str, published: str, limit: str
 ) -> None:
     """For steps that cannot wait: dynamic batches have another number of microbatches each."""
-    choice, p, m = choose(name), 3, 5
-    placement = choice.place(p)
+    resolved, p, m = choose(name), 3, 5
+    placement = resolved.place(p)
     held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (500_000.0,) * placement.stages)
     costs = uniform(placement, 10, 12, 8, 1).with_passes(held_bytes=held)
     problem = Problem(placement, m, costs, parse_limit(limit, p, m))
-    made = build_program(choice.without_search, problem)
+    made = build_program(resolved.without_search, problem)
     assert bitwise_order(made.schedule)
     fits = peaks(made.schedule, in_microbatches(made.schedule))
     assert problem.memory_limit is not None

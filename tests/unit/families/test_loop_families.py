@@ -213,8 +213,8 @@ def test_a_limit_chooses_the_unit() -> None:
 
 @pytest.mark.parametrize("name", ["modular-pipeline", "layered-accumulation"])
 def test_names_of_breadth_first(name: str) -> None:
-    choice, remarks = choose(f"{name}:vpp=3"), list[str]()
+    resolved, remarks = choose(f"{name}:vpp=3"), list[str]()
     problem = problem_for("breadth-first:vpp=3", 2, 3)
     with reporting(remarks.append, remarks.append):
-        assert choice.build(problem) == choose("breadth-first:vpp=3").build(problem)
+        assert resolved.build(problem) == choose("breadth-first:vpp=3").build(problem)
     assert remarks == [f"{name} is breadth-first here"]

@@ -175,11 +175,11 @@ def peak(rows: Sequence[Sequence[Action]], problem: Problem, unit: str) -> float
 
 def attempt(case: Case, limit: MemoryLimit | None) -> tuple[float, str]:
     """Return the peak of a sound program, or the reason of its refusal. Raises Problematic."""
-    choice = choose(case.spec)
-    placement = choice.place(case.ranks)
+    resolved = choose(case.spec)
+    placement = resolved.place(case.ranks)
     problem = Problem(placement, case.microbatches, costs_of(case, placement), limit)
     try:
-        rows = build_program(choice, problem).schedule.compute_rows
+        rows = build_program(resolved, problem).schedule.compute_rows
     except ValueError as error:
         refusal = str(error)
         names_limit = limit is not None and "least feasible limit" in refusal

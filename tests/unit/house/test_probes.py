@@ -287,8 +287,8 @@ settings = SimpleNamespace(
     pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None,
     transformer_impl="local", moe_dummy=True,
 )
-refuse(settings, config.choice)
-why = refused(refuse, settings, config.choice, config.options)
+refuse(settings, config.resolved_spec)
+why = refused(refuse, settings, config.resolved_spec, config.options)
 assert why.startswith("--pipeline-late-weights does not go with moe_dummy=True"), why
 
 def last(program):
@@ -296,7 +296,7 @@ def last(program):
     return {kind for row in rows for kind in row[-4:]}
 
 def built(config):
-    return build_program(config.choice, config.problem(place, 4, costs))
+    return build_program(config.resolved_spec, config.problem(place, 4, costs))
 
 assert last(built(config)) == {Kind.BACKWARD_WEIGHT}
 assert last(built(from_argv(flags[:2]))) != {Kind.BACKWARD_WEIGHT}

@@ -320,6 +320,6 @@ def test_an_order_is_timed_by_each_link(name: str) -> None:
     """All messages were taken to be as quick as the mean, and weight gradients put into gaps that
     are not there."""
     costs = uniform(line(4), 10, 10, 10, comm=5).with_links(p2p_seconds_by_stage=(1.0, 13.0, 1.0))
-    problem, choice = Problem(line(4), 8, costs), choose(name)
-    exact = simulate(build_program(choice, problem), costs).makespan
-    assert time(choice.build(problem).rows, problem).makespan == exact
+    problem, resolved = Problem(line(4), 8, costs), choose(name)
+    exact = simulate(build_program(resolved, problem), costs).makespan
+    assert time(resolved.build(problem).rows, problem).makespan == exact

@@ -63,11 +63,11 @@ def real(costs: Costs) -> Costs:
 
 
 def placed(spec: str, vocabulary: VocabularyParallel = NONE, rows: int = 2000) -> Program:
-    choice = choose(spec)
-    placement = choice.place(RANKS)
+    resolved = choose(spec)
+    placement = resolved.place(RANKS)
     costs = estimated(placement, rows)
     return place_output_layer(
-        choice,
+        resolved,
         Problem(placement, MICROBATCHES, costs, options=ScheduleOptions(vocab_parallel=vocabulary)),
     )
 

@@ -24,10 +24,10 @@ GIB = 2**30
 
 
 def program_of(spec: str, ranks: int, microbatches: int) -> Program:
-    choice = choose(spec)
-    placement = choice.place(ranks)
+    resolved = choose(spec)
+    placement = resolved.place(ranks)
     costs = uniform(placement, 10, 12, 8, 0.5)
-    return build_program(choice, Problem(placement, microbatches, costs))
+    return build_program(resolved, Problem(placement, microbatches, costs))
 
 
 def told(program: Program, steps: list[Timeline]) -> list[RankSums]:
@@ -105,13 +105,13 @@ def test_a_rank_without_a_step_makes_no_figures() -> None:
 
 def slow(rank: int, factor: float) -> tuple[Program, Timeline, list[RankSums]]:
     """Three ranks of which one takes ``factor`` times its costs; rank 0 has twice the work."""
-    choice = choose("zb-h1")
-    placement = choice.place(3)
+    resolved = choose("zb-h1")
+    placement = resolved.place(3)
     costs = uniform(placement, 10, 12, 8)
     costs = costs.with_passes(
         seconds={k: (2 * row[0], *row[1:]) for k, row in costs.seconds.items()}
     )
-    program = build_program(choice, Problem(placement, 6, costs))
+    program = build_program(resolved, Problem(placement, 6, costs))
     predicted = simulate(program, costs)
     seconds = {
         kind: tuple(s * (factor if stage == rank else 1.0) for stage, s in enumerate(row))

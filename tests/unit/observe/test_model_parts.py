@@ -67,9 +67,9 @@ def seen(spec: str, ranks: int, estimate: ModelParts | None) -> TracedStep:
 
 
 def step_of(spec: str, ranks: int, costs: Costs, estimate: ModelParts | None) -> TracedStep:
-    choice = choose(spec)
-    placement = choice.place(ranks)
-    timeline = simulate(build_program(choice, Problem(placement, MICROBATCHES, costs)), costs)
+    resolved = choose(spec)
+    placement = resolved.place(ranks)
+    timeline = simulate(build_program(resolved, Problem(placement, MICROBATCHES, costs)), costs)
     compute = tuple(event for row in timeline.compute for event in row)
     traced = beside(7, replace(timeline, events=compute), timeline, clock_error=0.0)
     shares = weight_shares(costs)
@@ -175,8 +175,8 @@ def test_multi_token_prediction_is_where_the_traced_stages_had_it(output: float)
     said = {each.schedule: each for each in (*found.within, *found.with_more)}
     evenly = costs_with_depth([(1, 0)] * 7 + [(1, 1)])
     for spec in ("zb-v", "v-half"):
-        choice = choose(spec)
-        program = build_program(choice, Problem(choice.place(4), MICROBATCHES, evenly))
+        resolved = choose(spec)
+        program = build_program(resolved, Problem(resolved.place(4), MICROBATCHES, evenly))
         assert said[spec].step == pytest.approx(simulate(program, evenly).makespan, rel=0.02)
     assert "multi-token prediction on the last stage" in "\n".join(remarks(found))
 

@@ -48,12 +48,12 @@ runner = CliRunner()
 
 def program_of(name: str, p: int = 4, m: int = 6, **options: Any) -> Program:
     costs = "f=10,i=12,w=8,comm=1,head=6/6/6,embedding=1/2,d2h=4"
-    choice = choose(name)
-    placement = choice.place(p)
+    resolved = choose(name)
+    placement = resolved.place(p)
     problem = Problem(
         placement, m, parse_costs(costs, placement), options=ScheduleOptions(**options)
     )
-    return build_program(choice, problem)
+    return build_program(resolved, problem)
 
 
 ALL_SORTS = {

@@ -95,8 +95,8 @@ def test_a_race_takes_the_place_of_a_schedule() -> None:
     config = PipelineConfig.parse(race="zb-h1 zb-1p", race_then="report")
     assert config.schedule == "1f1b" and str(config.race) == "1f1b zb-h1 zb-1p"
     assert config.race_then is RaceThen.REPORT
-    assert [choice.spec for choice in config.choices] == ["1f1b", "zb-h1", "zb-1p"]
-    assert config.splits_backward and not config.choice.traits.splits_backward
+    assert [resolved.spec for resolved in config.resolved_specs] == ["1f1b", "zb-h1", "zb-1p"]
+    assert config.splits_backward and not config.resolved_spec.traits.splits_backward
     assert from_environment({"MEGATRON_EXT_RACE": "zb-h1"}).schedule == "1f1b"
 
 
@@ -194,11 +194,11 @@ def test_on_simulated_clocks_the_known_winner_wins(
 ) -> None:
     raced = contestants(None, specs.split())
     seconds = {}
-    for choice in raced.choices:
-        placement = choice.place(4)
+    for resolved in raced.resolved_specs:
+        placement = resolved.place(4)
         costs = parse_costs("f=10,i=14,w=6", placement)
         problem = Problem(placement, 8, costs)
-        seconds[choice.spec] = step_seconds(build_program(choice, problem), costs)
+        seconds[resolved.spec] = step_seconds(build_program(resolved, problem), costs)
     race = Race(raced.baseline, raced.candidates)
     drive(race, seconds)
     assert race.winner == winner

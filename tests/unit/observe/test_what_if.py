@@ -31,11 +31,11 @@ def seen(
     executor: StockExecutor = STOCK_EXECUTOR,
 ) -> TracedStep:
     """A step as simulated: of a full rank F takes 1 s and B 2 s, of which W is said to be 0.4."""
-    choice = choose(spec)
-    placement = choice.place(ranks)
+    resolved = choose(spec)
+    placement = resolved.place(ranks)
     costs = uniform(placement, 1.0, 1.2, 0.8, comm=hop)
     problem = run_by_stock(Problem(placement, microbatches, costs), spec, executor)
-    program = build_program(choice, problem)
+    program = build_program(resolved, problem)
     timeline = simulate(program, costs)
     compute = tuple(event for row in timeline.compute for event in row)
     measured = replace(timeline, events=compute)

@@ -47,14 +47,14 @@ def plan(limit: float | None = None, specs: Callable[[], Iterable[str]] = all_sp
 def test_no_bound_is_above_what_a_step_takes(name: str, vocabulary: VocabularyParallel) -> None:
     """Where I and W take less one right after the other, as with tensor parallelism, and the
     vocabulary is divided, 1f1b was said to take 9% longer than it does, whatever its order."""
-    choice = choose(name)
-    placement = choice.place(4)
+    resolved = choose(name)
+    placement = resolved.place(4)
     fused_backward_saving = (4 / placement.chunks,) * placement.stages
     costs = uniform(placement, 10, 12, 8).with_passes(fused_backward_saving=fused_backward_saving)
     problem = Problem(placement, 64, costs).with_options(vocab_parallel=vocabulary)
-    program = build_program(choice, problem)
+    program = build_program(resolved, problem)
     taken = step_seconds(program, program.problem.costs)
-    assert 0.8 * taken < least_time(problem, choice.traits.splits_backward) <= taken + 1e-9
+    assert 0.8 * taken < least_time(problem, resolved.traits.splits_backward) <= taken + 1e-9
 
 
 def test_every_family_is_compared_or_says_why_not() -> None:
@@ -116,10 +116,10 @@ def test_each_way_for_a_head_is_what_simulate_finds() -> None:
 
 
 def test_a_trace_has_every_pass_and_message(tmp_path: Path) -> None:
-    choice = choose("zb-h1")
-    placement = choice.place(3)
+    resolved = choose("zb-h1")
+    placement = resolved.place(3)
     problem = Problem(placement, 4, uniform(placement, 1, 1, 1, 0.5))
-    program = build_program(choice, problem)
+    program = build_program(resolved, problem)
     timeline = simulate(program, problem.costs)
     write_trace([timeline], tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -158,12 +158,12 @@ FAMILIES = sorted(name for name, entry in entries().items() if not entry.traits.
 def test_every_family_is_sound(spec: str) -> None:
     """With equal passes, where many end together, and with any; trained and evaluated."""
     random = Random(spec)
-    choice = choose(spec)
+    resolved = choose(spec)
     for p in (2, random.choice([3, 4, 5])):
-        placement = choice.place(p)
+        placement = resolved.place(p)
         for costs in (uniform(placement, 1, 1, 1, 1), random_costs(random, placement)):
             problem = batched(Problem(placement, p * random.randint(1, 3), costs))
-            schedule = choice.build(problem)
+            schedule = resolved.build(problem)
             proved = prove(with_messages(schedule, problem), problem)
             assert proved.schedule.compute_rows == schedule.rows
             assert runs_to_end(proved.schedule, problem)

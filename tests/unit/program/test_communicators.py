@@ -69,11 +69,11 @@ def program_of(
     p2p: P2P = P2P.ASYNC,
     vocabulary: VocabularyParallel = VocabularyParallel.NONE,
 ) -> Program:
-    choice = choose(spec)
-    placement = choice.place(ranks)
+    resolved = choose(spec)
+    placement = resolved.place(ranks)
     costs = parse_costs("f=2,i=2,w=2,head=1/1/1,embedding=1/1", placement)
     return build_program(
-        choice,
+        resolved,
         Problem(placement, 4, costs, options=ScheduleOptions(p2p=p2p, vocab_parallel=vocabulary)),
     )
 

@@ -106,11 +106,11 @@ def test_any_order_of_passes_can_be_placed(seed: int) -> None:
 def test_nothing_is_lost_by_it(name: str, hop: float, size: tuple[int, int]) -> None:
     """A receive is posted no later than its message is made: the makespan is that of ranks whose
     receives are all posted from the beginning."""
-    choice = choose(name)
+    resolved = choose(name)
     ranks, microbatches = size
-    placement = choice.place(ranks)
+    placement = resolved.place(ranks)
     problem = Problem(placement, microbatches, uniform(placement, 10, 12, 8, hop))
-    made = build_program(choice, problem)
+    made = build_program(resolved, problem)
     passes = replace(made.schedule, rows=made.schedule.compute_rows)
     least = simulate_unproved(passes, problem).makespan
     assert simulate(made, problem.costs).makespan == pytest.approx(least, rel=1e-9)
@@ -201,12 +201,12 @@ def moved(made: Program, action: str, before: str) -> Schedule:
 def family_program(
     name: str, ranks: int, microbatches: int, forward_only: bool = False, **options: Any
 ) -> Program:
-    choice = choose(name)
-    placement = choice.place(ranks)
+    resolved = choose(name)
+    placement = resolved.place(ranks)
     copies = [1.0] * placement.stages
     costs = uniform(placement, 2, 2, 2).with_host(copies, copies)
     return build_program(
-        choice,
+        resolved,
         Problem(
             placement,
             microbatches,
@@ -317,17 +317,17 @@ def test_messages_count_where_the_limit_is_in_bytes() -> None:
 
 def test_passes_leave_room_for_messages() -> None:
     """zb-auto fills 500 bytes with five microbatches; where messages take some, with fewer."""
-    choice = choose("zb-auto")
-    placement = choice.place(4)
+    resolved = choose("zb-auto")
+    placement = resolved.place(4)
     held = {Held.ACTIVATION: (100.0,) * 4, Held.WEIGHT_INPUTS: (50.0,) * 4}
     costs = (
         uniform(placement, 10, 12, 8, 1).with_passes(held_bytes=held).with_links(message_bytes=20.0)
     )
     limit = MemoryLimit(bytes=500)
-    made = build_program(choice, Problem(placement, 8, costs, limit))
+    made = build_program(resolved, Problem(placement, 8, costs, limit))
     free = costs.with_links(message_bytes=0.0)
-    without = build_program(choice, Problem(placement, 8, free, limit))
+    without = build_program(resolved, Problem(placement, 8, free, limit))
     assert max(peaks(made.schedule, in_bytes(costs))) <= 500
     assert max(peaks(without.schedule, in_bytes(costs))) > 500
     with pytest.raises(InvalidSchedule, match="least feasible limit"):
-        build_program(choice, Problem(placement, 8, costs, MemoryLimit(bytes=110)))
+        build_program(resolved, Problem(placement, 8, costs, MemoryLimit(bytes=110)))

@@ -34,11 +34,11 @@ COSTS = "f=10,i=12,w=8,comm=1"
 def program(
     spec: str, p: int, m: int, costs: str = COSTS, limit: float | None = None, **options: object
 ) -> Program:
-    choice = choose(spec)
-    placement = choice.place(p)
+    resolved = choose(spec)
+    placement = resolved.place(p)
     within = None if limit is None else MemoryLimit(microbatches=limit)
     problem = Problem(placement, m, parse_costs(costs, placement), within)
-    return build_program(choice, problem.with_options(**options) if options else problem)
+    return build_program(resolved, problem.with_options(**options) if options else problem)
 
 
 @pytest.mark.parametrize(

@@ -227,11 +227,11 @@ def _step(
 def test_pairs_in_another_order_than_stocks_are_timed() -> None:
     """The step of a launch with --overlap-moe-expert-parallel-comm ended in "interleaved has not
     stock's order of passes": pairs may delay passes if that gains time."""
-    choice = choose("interleaved:vpp=2")
-    placement = choice.place(4)
+    resolved = choose("interleaved:vpp=2")
+    placement = resolved.place(4)
     costs = parse_costs("f=10,i=12,w=8,comm=3,hidden=5", placement)
     problem = Problem(placement, 16, costs, options=ScheduleOptions(pairs=True))
-    ours = build_program(choice, problem)
-    stock = build_program(choice, replace(problem, stock=STOCK_EXECUTOR))
+    ours = build_program(resolved, problem)
+    stock = build_program(resolved, replace(problem, stock=STOCK_EXECUTOR))
     assert stock.schedule.pairs
     assert simulate(stock, costs).makespan == simulate(ours, costs).makespan

@@ -531,6 +531,6 @@ def test_damage_is_of_all_sorts() -> None:
 def test_a_file_that_would_hang_is_refused_and_not_crashed_on() -> None:
     """The way of other people's schedules, with every transform between them and the proof."""
     order = on_line("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
-    choice = replace(choose("1f1b"), spec="order.csv", build=lambda problem: order)
+    resolved = replace(choose("1f1b"), spec="order.csv", build=lambda problem: order)
     with pytest.raises(InvalidSchedule, match="it would hang: 0RECV_B0 waits for "):
-        build_program(choice, PROBLEM)
+        build_program(resolved, PROBLEM)

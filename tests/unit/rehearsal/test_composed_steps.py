@@ -26,10 +26,10 @@ OUTSIDE = 7.0
 
 
 def program_of(spec: str, ranks: int = 4, microbatches: int = 8, comm: float = 1.0) -> Program:
-    choice = choose(spec)
-    placement = choice.place(ranks)
+    resolved = choose(spec)
+    placement = resolved.place(ranks)
     costs = uniform(placement, 40.0, 50.0, 30.0, comm)
-    return build_program(choice, Problem(placement, microbatches, costs))
+    return build_program(resolved, Problem(placement, microbatches, costs))
 
 
 def stages_of(program: Program) -> list[str]:
@@ -114,11 +114,11 @@ def test_time_between_passes_holds_up_a_rank_and_is_no_pass() -> None:
 
 def test_ranks_that_recompute_are_a_class_of_their_own() -> None:
     """Rank 1 has the pass R and rank 2 has not, though their stages are equal."""
-    choice = choose("zb-h1")
-    placement = choice.place(4)
+    resolved = choose("zb-h1")
+    placement = resolved.place(4)
     options = ScheduleOptions(recompute=Recompute(first=2))
     problem = Problem(placement, 8, uniform(placement, 40.0, 50.0, 30.0), options=options)
-    program = build_program(choice, problem)
+    program = build_program(resolved, problem)
     assert sorted(one.members for one in classes(program)) == [(0,), (1,), (2,), (3,)]
     of = program.problem.costs.of
     step = compose(program, classes(program), records_of(program, of))

@@ -208,9 +208,9 @@ def test_reading_a_large_table_is_told_of(tmp_path: Path, monkeypatch: pytest.Mo
 def test_files_as_spreadsheets_write_them(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "EXCEL.CSV"
     path.write_bytes(content)
-    choice = choose(str(path))
-    assert (choice.ranks, choice.microbatches) == (2, 2)
-    built = choice.build(line_problem(2, 2))
+    resolved = choose(str(path))
+    assert (resolved.ranks, resolved.microbatches) == (2, 2)
+    built = resolved.build(line_problem(2, 2))
     assert built.rows == rows_of("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
 
 
@@ -249,9 +249,9 @@ def test_a_file_for_another_number_of_microbatches(tmp_path: Path) -> None:
 def test_a_stage_on_two_ranks_is_for_the_proof_to_refuse() -> None:
     schedule = from_csv("0F0,0B0,0F1\n1F0,1B0,1F1,1B1,0B1\n", "x.csv")
     problem = line_problem(2, 2)
-    choice = replace(choose("1f1b"), spec="x.csv", build=lambda problem: schedule)
+    resolved = replace(choose("1f1b"), spec="x.csv", build=lambda problem: schedule)
     with pytest.raises(InvalidSchedule, match="0B1 is on rank 1; stage 0 is on rank 0"):
-        build_program(choice, problem)
+        build_program(resolved, problem)
 
 
 def test_from_csv_of_a_family_is_the_family(tmp_path: Path) -> None:
@@ -259,9 +259,9 @@ def test_from_csv_of_a_family_is_the_family(tmp_path: Path) -> None:
     problem = line_problem(4, 6)
     path = tmp_path / "zb.csv"
     path.write_text(csv_of("zb-h1", 4, 6))
-    choice = choose(str(path))
-    assert choice.traits.splits_backward
-    assert build_program(choice, problem).digest == program("zb-h1", problem).digest
+    resolved = choose(str(path))
+    assert resolved.traits.splits_backward
+    assert build_program(resolved, problem).digest == program("zb-h1", problem).digest
 
 
 @pytest.mark.parametrize(
@@ -343,11 +343,11 @@ def test_torch_schedules_are_read_and_proved(
     schedule = getattr(torch_schedules, name)(names_of_stages(p, chunks), m)
     path = tmp_path / "torch.csv"
     schedule._dump_csv(str(path), format="compute_only")
-    choice = choose(str(path))
-    placement = choice.place(p)
+    resolved = choose(str(path))
+    placement = resolved.place(p)
     assert dict(enumerate(placement.rank_of)) == schedule.stage_index_to_group_rank
     problem = Problem(placement, m, uniform(placement, 1, 1, 1))
-    proved = build_program(choice, problem)
+    proved = build_program(resolved, problem)
     assert [[str(action) for action in row] for row in proved.schedule.compute_rows] == [
         [str(action) for action in row if action is not None]
         for row in schedule.pipeline_order.values()

@@ -21,10 +21,10 @@ from tests.helpers.schedules import line_problem, names_of_stages, rows_of
 def proved(schedule: Schedule, m: int, path: Path) -> Schedule:
     """``schedule`` out of a file at ``path``, with its messages."""
     path.write_text(to_csv(schedule))
-    choice = choose(str(path))
-    placement = choice.place(len(schedule.rows))
+    resolved = choose(str(path))
+    placement = resolved.place(len(schedule.rows))
     problem = Problem(placement, m, uniform(placement, 1, 1, 1))
-    return build_program(choice, problem).schedule
+    return build_program(resolved, problem).schedule
 
 
 @pytest.mark.parametrize("p", [2, 3, 8])

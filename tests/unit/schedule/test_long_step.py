@@ -56,11 +56,11 @@ def random_problems(name: str, count: int = PROBLEMS) -> list[Problem]:
     """Steps of many microbatches, whose number the ranks seldom divide; some ranks are odd. The
     first one has equal stages, which show their period soon."""
     rng = random.Random(f"a long step of {name}")
-    choice = choose(name)
+    resolved = choose(name)
     problems: list[Problem] = []
     while len(problems) < count:
         try:
-            placement = choice.place(rng.choice([2, 3, 4, 5, 7]))
+            placement = resolved.place(rng.choice([2, 3, 4, 5, 7]))
         except ValueError:
             continue
         microbatches = rng.randint(10, 14) * placement.ranks + rng.randint(0, placement.ranks)
@@ -140,9 +140,9 @@ def test_step_that_holds_more_with_each_microbatch_is_not_built_whole_in_vain() 
     problem = replace(problem, microbatches=24 * ranks)
     built: list[int] = []
 
-    def build(choice: ResolvedSpec, problem: Problem) -> Program:
+    def build(resolved: ResolvedSpec, problem: Problem) -> Program:
         built.append(problem.microbatches)
-        return build_program(choice, problem)
+        return build_program(resolved, problem)
 
     def held(microbatches: float) -> list[float]:
         return [7e9 * microbatches] * ranks

@@ -121,8 +121,10 @@ def test_certificate_and_table(folder: Path) -> None:
 
 def test_the_flag_of_a_training_run_takes_a_file(folder: Path) -> None:
     config = from_argv(["--pipeline-schedule", "my_split_schedule.py:ahead=2", "--lr", "1"])
-    assert config.choice.traits.splits_backward
-    assert not from_argv(["--pipeline-schedule", "my_schedule.py"]).choice.traits.splits_backward
+    assert config.resolved_spec.traits.splits_backward
+    assert not from_argv(
+        ["--pipeline-schedule", "my_schedule.py"]
+    ).resolved_spec.traits.splits_backward
 
 
 def test_a_file_is_imported_once_and_does_not_join_ours(tmp_path: Path) -> None:
@@ -288,9 +290,9 @@ def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        choice = choose(str(path))
-        choice.place(2)
-        choice.build(line_problem(2, 2))
+        resolved = choose(str(path))
+        resolved.place(2)
+        resolved.build(line_problem(2, 2))
     choose("1f1b").build(line_problem(2, 2))  # and ours are as they were
 
 
@@ -300,9 +302,9 @@ def test_rows_of_any_sort_are_rows(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     rows = "((Action(r, k, 0) for k in 'FB') for r in range(2))"
     path.write_text(OWN.format(rows))
-    choice, problem = choose(str(path)), line_problem(2, 1)
-    assert choice.build(problem).rows == program("1f1b", problem).schedule.compute_rows
-    assert all(type(a.kind) is Kind for row in choice.build(problem).rows for a in row)
+    resolved, problem = choose(str(path)), line_problem(2, 1)
+    assert resolved.build(problem).rows == program("1f1b", problem).schedule.compute_rows
+    assert all(type(a.kind) is Kind for row in resolved.build(problem).rows for a in row)
 
 
 LOOP = "while True:\n    try: pass\n    except Exception: pass\n"
@@ -334,9 +336,9 @@ def test_a_loop_without_an_end(where: str, tmp_path: Path, monkeypatch: pytest.M
                 assert choose(str(path)).build(line_problem(2, 2)).rows == ()
             else:
                 with pytest.raises(ValueError, match=r"own\.py: .* takes more than 0 s: it may be"):
-                    choice = choose(str(path))
-                    choice.place(2)
-                    choice.build(line_problem(2, 2))
+                    resolved = choose(str(path))
+                    resolved.place(2)
+                    resolved.build(line_problem(2, 2))
         assert told and not rings
         assert 60 < signal.getitimer(signal.ITIMER_REAL)[0] < 100  # and it goes on
     finally:

@@ -116,8 +116,8 @@ def test_any_problem_is_solved(spec: str, seed: int, p: int, m: int, parts: int)
     placement = choose(spec).place(p)
     costs = random_costs(Random(seed), placement)
     problem = Problem(placement, m, costs, MemoryLimit(microbatches=parts / 4))
-    for choice in (choose(spec), choose(spec).without_search):
-        program = build_program(choice, problem)
+    for resolved in (choose(spec), choose(spec).without_search):
+        program = build_program(resolved, problem)
         assert program.schedule.name == spec.partition(":")[0]
         assert bitwise_order(program.schedule)
         assert runs_to_end(program.schedule, problem)
@@ -177,11 +177,11 @@ def test_no_limit_is_that_of_1f1b() -> None:
 def test_the_shortest_is_taken_and_the_others_are_told() -> None:
     problems: dict[str, Problem] = {}
 
-    def problem_of(choice: ResolvedSpec) -> Problem:
-        if choice.spec == "loop-auto:vpp=5":
+    def problem_of(resolved: ResolvedSpec) -> Problem:
+        if resolved.spec == "loop-auto:vpp=5":
             raise ValueError("8 layers do not divide over 10 stages; say which")
-        problems[choice.spec] = auto_problem(choice.spec, 2, 6, "2")
-        return problems[choice.spec]
+        problems[resolved.spec] = auto_problem(resolved.spec, 2, 6, "2")
+        return problems[resolved.spec]
 
     searches = auto_searches("auto")
     assert searches is not None
@@ -198,7 +198,7 @@ def test_where_nothing_can_be_made_the_reasons_are_told() -> None:
     with pytest.raises(ValueError, match=r"made: v-auto, loop.* \(the memory.* limit is 1 micro"):
         take(
             ("v-auto", "loop-auto:vpp=2"),
-            lambda choice: auto_problem("v-auto", 2, 4, "0.5"),
+            lambda spec: auto_problem("v-auto", 2, 4, "0.5"),
         )
 
 

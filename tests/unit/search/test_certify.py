@@ -29,10 +29,10 @@ Figures = tuple[float, float, float, float]
 def program(
     name: str, p: int, m: int, costs: Figures = (1, 1, 1, 0), limit: float | None = None
 ) -> Program:
-    choice = choose(name)
-    placement = choice.place(p)
+    resolved = choose(name)
+    placement = resolved.place(p)
     memory = None if limit is None else MemoryLimit(limit)
-    return build_program(choice, Problem(placement, m, uniform(placement, *costs), memory))
+    return build_program(resolved, Problem(placement, m, uniform(placement, *costs), memory))
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_analysis_alone_proves_these_optimal_at_equal_costs(
 
 def proved(schedule: Schedule, problem: Problem) -> Program:
     """The program of a schedule that no family made."""
-    choice = replace(choose("gpipe"), build=lambda problem: schedule)
-    return build_program(choice, problem)
+    resolved = replace(choose("gpipe"), build=lambda problem: schedule)
+    return build_program(resolved, problem)
 
 
 def test_no_schedule_is_below_the_bound() -> None:

@@ -18,8 +18,8 @@ def test_ends_of_the_model_without_layers(
     name: str, variant: VocabularyParallel, hop: float
 ) -> None:
     """With the layout 'E|tt|tt|L' the last hidden states were to be sent before they were made."""
-    choice = choose(name)
-    placement = choice.place(3)
+    resolved = choose(name)
+    placement = resolved.place(3)
     costs = parse_costs("f=1,i=1,w=1,comm=0", placement)
     seconds = {
         kind: (0.0, *costs.seconds[kind][1:-1], 0.0)
@@ -27,6 +27,6 @@ def test_ends_of_the_model_without_layers(
     }
     costs = costs.with_passes(seconds={**costs.seconds, **seconds}).with_links(p2p_seconds=hop)
     program = build_program(
-        choice, Problem(placement, 4, costs, options=ScheduleOptions(vocab_parallel=variant))
+        resolved, Problem(placement, 4, costs, options=ScheduleOptions(vocab_parallel=variant))
     )
     assert program.schedule.placement == placement

@@ -242,13 +242,13 @@ def test_every_schedule(
 ) -> None:
     """It is proved; nothing but forwards without a loss comes before the verdict; a step costs no
     more than without, and no less than the work of a rank."""
-    choice = choose(name)
-    placement = choice.place(p)
+    resolved = choose(name)
+    placement = resolved.place(p)
     wanted = Problem(
         placement, m, uniform(placement, *fiw, comm), options=ScheduleOptions(steps_overlap=True)
     )
     try:
-        made = build_program(choice, wanted)
+        made = build_program(resolved, wanted)
     except InvalidSchedule:
         raise
     except ValueError:
@@ -431,8 +431,8 @@ def test_packing_for_the_span_keeps_ranks_to_their_turns() -> None:
 @example("zb-v", 2, 2, 0.0)
 @given(NAMES, st.integers(1, 5), st.integers(1, 8), st.sampled_from([0.0, 0.5, 3.0]))
 def test_the_bound_holds_of_steps_that_overlap(name: str, p: int, m: int, comm: float) -> None:
-    choice = choose(name)
-    placement = choice.place(p)
+    resolved = choose(name)
+    placement = resolved.place(p)
     wanted = Problem(
         placement,
         m,
@@ -440,13 +440,13 @@ def test_the_bound_holds_of_steps_that_overlap(name: str, p: int, m: int, comm: 
         options=ScheduleOptions(steps_overlap=True),
     )
     try:
-        made = build_program(choice, wanted)
+        made = build_program(resolved, wanted)
     except ValueError:
         assume(False)
-    bound = lower_bound(wanted, choice.traits.splits_backward)
+    bound = lower_bound(wanted, resolved.traits.splits_backward)
     assert bound <= step_seconds(made, wanted.costs) * (1 + 1e-9)
     assert bound <= lower_bound(
-        wanted.with_options(steps_overlap=False), choice.traits.splits_backward
+        wanted.with_options(steps_overlap=False), resolved.traits.splits_backward
     )
 
 

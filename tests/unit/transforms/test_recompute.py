@@ -363,14 +363,14 @@ def test_a_limit_that_a_refusal_names_is_enough_and_little_less_is_not(
     if costs == _WITH_BYTES:
         (tmp_path / "costs.json").write_text(costs)
         costs = str(tmp_path / "costs.json")
-    choice = choose(spec)
-    placement = choice.place(2)
+    resolved = choose(spec)
+    placement = resolved.place(2)
     known = parse_costs(costs, placement)
 
     def within(limit: str) -> Program:
         allowed = parse_limit(limit, 2, 4)
         problem = Problem(placement, 4, known, allowed, options=ScheduleOptions(recompute=wanted))
-        return build_program(choice, problem)
+        return build_program(resolved, problem)
 
     with pytest.raises(InvalidSchedule, match="over the memory limit") as refusal:
         within("1MiB" if known.held_bytes else "0.1")

@@ -356,15 +356,15 @@ def test_csv(tmp_path: Path) -> None:
     assert text.startswith("0F0.0,0F0.1,0F1.0,")
     assert from_csv(text, "mine").rows == made.schedule.compute_rows
     (tmp_path / "mine.csv").write_text(text)
-    choice = choose(str(tmp_path / "mine.csv"))
-    assert (choice.microbatches, choice.slices) == (4, 2)
-    again = build_program(choice, made.problem)
+    resolved = choose(str(tmp_path / "mine.csv"))
+    assert (resolved.microbatches, resolved.slices) == (4, 2)
+    again = build_program(resolved, made.problem)
     assert again.digest == made.digest and figures(again) == figures(made)
     with pytest.raises(
         ValueError,
         match="for 2 slices of a microbatch, and this step has 4 slices: write --pipeline-s",
     ):
-        build_program(choice, made.problem.with_options(slices=Slices(4)))
+        build_program(resolved, made.problem.with_options(slices=Slices(4)))
 
 
 def test_a_table_that_leaves_slices_out() -> None:

@@ -168,12 +168,12 @@ def test_a_file_of_two_copies_is_folded(tmp_path: Path, counted: str) -> None:
     path = tmp_path / "dualpipe.csv"
     rows = [",".join(map(str, row)) + "\n" for row in copies.rows]
     path.write_text(copies_to_csv(copies) if counted == "on" else "".join(rows))
-    choice, remarks = choose(str(path)), list[str]()
+    resolved, remarks = choose(str(path)), list[str]()
     half = scheduled("dualpipe-v", 2, 4)
     problem = Problem(half.placement, 4, costs_of(half.placement, 0))
     with reporting(remarks.append, remarks.append):
-        assert choice.build(problem).rows == half.rows
-    assert choice.place(2).rank_of == half.placement.rank_of
+        assert resolved.build(problem).rows == half.rows
+    assert resolved.place(2).rank_of == half.placement.rank_of
     assert remarks == [
         f"schedule file {path} holds every stage twice: on the same GPUs that is 2 pipeline ranks "
         f"with data parallelism doubled, and half of its microbatches each; so it is folded"

@@ -22,7 +22,7 @@ _STATE = "megatron.core.parallel_state"
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """Return the patches that move the first stage, and give the groups their virtual stages."""
-    choice = config.choice
+    resolved = config.resolved_spec
 
     def is_first(
         original: Callable[..., bool], ignore_virtual: bool = True, vp_stage: int | None = None
@@ -34,7 +34,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             assert vp_stage is not None, "vp_stage must be passed if virtual pipeline is enabled"
             if vp_stage != 0:
                 return False
-        first: int = choice.place(ranks).rank_of[0]
+        first: int = resolved.place(ranks).rank_of[0]
         return parallel_state.get_pipeline_model_parallel_rank() == first
 
     def initialize(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -42,12 +42,13 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         call.apply_defaults()
         ranks = call.arguments["pipeline_model_parallel_size"]
         if ranks > 1:
-            placement = choice.place(ranks)
+            placement = resolved.place(ranks)
             given = call.arguments["virtual_pipeline_model_parallel_size"]
             if given not in (None, placement.chunks):
                 raise ValueError(
-                    f"virtual_pipeline_model_parallel_size is {given}, but schedule {choice.spec} "
-                    f"has {placement.chunks} virtual stages a rank: give that number, or none"
+                    f"virtual_pipeline_model_parallel_size is {given}, but schedule "
+                    f"{resolved.spec} has {placement.chunks} virtual stages a rank: give that "
+                    f"number, or none"
                 )
             call.arguments["virtual_pipeline_model_parallel_size"] = placement.chunks
             first, last = placement.rank_of[0], placement.rank_of[-1]

@@ -17,11 +17,11 @@ from megatron_ext.patches.engine import Patch, replace
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """Return the patch that moves the first stage."""
-    choice = config.choice
+    resolved = config.resolved_spec
 
     def is_pp_first_stage(pp_group: dist.ProcessGroup | None) -> bool:
         ranks = get_pg_size(pp_group)
-        return ranks == 1 or get_pg_rank(pp_group) == choice.place(ranks).rank_of[0]
+        return ranks == 1 or get_pg_rank(pp_group) == resolved.place(ranks).rank_of[0]
 
     return (
         replace(

@@ -29,7 +29,7 @@ _LAYOUT = f"{_TRANSFORMER}.pipeline_parallel_layer_layout:PipelineParallelLayerL
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """Return the patches that lay stages out as the schedule places them."""
-    choice = config.choice
+    resolved = config.resolved_spec
 
     def lay_out(
         original: Callable[..., None],
@@ -40,10 +40,10 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         original(self, layout, pipeline_model_parallel_size)
         ranks = pipeline_model_parallel_size
         stages = ranks * self.virtual_pipeline_model_parallel_size
-        placement = choice.place(ranks)
+        placement = resolved.place(ranks)
         if stages != placement.stages:
             raise ValueError(
-                f"the layout {layout} has {stages} stages, and schedule {choice.spec} has "
+                f"the layout {layout} has {stages} stages, and schedule {resolved.spec} has "
                 f"{placement.stages} on {ranks} pipeline ranks: give it as many segments"
             )
         segments = [self.layout[stage % ranks][stage // ranks] for stage in range(stages)]
@@ -56,7 +56,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        stages_of = choice.place(self.pipeline_model_parallel_size).stages_of
+        stages_of = resolved.place(self.pipeline_model_parallel_size).stages_of
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         assert vp_stage is not None, "vp_stage must be passed if virtual pipeline is enabled"

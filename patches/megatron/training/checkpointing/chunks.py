@@ -28,15 +28,15 @@ from megatron_ext.words import counted
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """Return the patches for a loader's state and for checkpoints that are saved rank by rank."""
-    choice = config.choice
-    moves_stages = not choice.example.in_turn
+    resolved = config.resolved_spec
+    moves_stages = not resolved.example.in_turn
 
     def load_same_chunks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state_dict, name, release, kind = original(*args, **kwargs)
         if state_dict and kind == CheckpointType.LEGACY:
             chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
             try:
-                _refuse_other_chunks(state_dict, str(choice.spec), chunks, moves_stages, name)
+                _refuse_other_chunks(state_dict, str(resolved.spec), chunks, moves_stages, name)
             except ValueError as error:
                 exit_for(error)
         return state_dict, name, release, kind

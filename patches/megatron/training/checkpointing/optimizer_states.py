@@ -32,11 +32,11 @@ from megatron_ext.schedule.problem import VocabularyParallel
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """Return the patches that store the placement in a checkpoint, and compare it."""
-    choice = config.choice
+    resolved = config.resolved_spec
     divided = config.vocab_parallel is not VocabularyParallel.NONE
 
     def rank_of_stage(args: Any) -> list[int] | None:
-        placement = choice.place(args.pipeline_model_parallel_size)
+        placement = resolved.place(args.pipeline_model_parallel_size)
         return None if placement.in_turn else list(placement.rank_of)
 
     def note(original: Callable[..., dict[str, Any]], args: Any, *rest: Any, **named: Any) -> Any:

@@ -34,7 +34,7 @@ _SIZES = (
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """Return the patch that refuses to rerun a pending step with other stages on the ranks."""
-    choice = config.choice
+    resolved = config.resolved_spec
 
     def load(
         original: Callable[..., Any], load_dir: Any, args: Any, *rest: Any, **named: Any
@@ -42,9 +42,9 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         loaded = original(load_dir, args, *rest, **named)
         state_dict, _, release, _ = loaded
         if state_dict and not release and parallel_state.model_parallel_is_initialized():
-            placement = choice.place(args.pipeline_model_parallel_size)
+            placement = resolved.place(args.pipeline_model_parallel_size)
             try:
-                _refuse_other_placement(state_dict, args, placement, str(choice.spec))
+                _refuse_other_placement(state_dict, args, placement, str(resolved.spec))
             except ValueError as error:
                 exit_for(error)
         return loaded

@@ -22,7 +22,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """Return the patch that gives a chunk of a hybrid model the layers of its stage."""
-    choice = config.choice
+    resolved = config.resolved_spec
 
     def select(
         original: Callable[..., tuple[list[str], int]],
@@ -36,20 +36,20 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         given = first_stage_layers, last_stage_layers
         if pp_group is None or pp_group.size() == 1:
             return original(main_pattern, pp_group, vp_stage, *given, **groups)
-        placement = choice.place(pp_group.size())
+        placement = resolved.place(pp_group.size())
         is_divided = SEGMENT_END in main_pattern
         if placement.chunks == 1 and not is_divided:  # which Megatron itself splits over the ranks
             return original(main_pattern, pp_group, vp_stage, *given, **groups)
         if given != (None, None):
             raise ValueError(
                 f"num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage "
-                f"({given[0]} and {given[1]}) do not go with schedule {choice.spec} and the hybrid "
-                f"layer pattern {main_pattern}: say where stages end by {SEGMENT_END} alone"
+                f"({given[0]} and {given[1]}) do not go with schedule {resolved.spec} and the "
+                f"hybrid layer pattern {main_pattern}: say where stages end by {SEGMENT_END} alone"
             )
-        segments = segments_of_stages(main_pattern, placement, choice.spec)
+        segments = segments_of_stages(main_pattern, placement, resolved.spec)
         if placement.chunks > 1 and vp_stage is None:
             raise ValueError(
-                f"schedule {choice.spec} has {placement.chunks} stages on each rank, and a "
+                f"schedule {resolved.spec} has {placement.chunks} stages on each rank, and a "
                 f"HybridModel is made without vp_stage: make one for each stage, with its vp_stage"
             )
         if is_megatrons_own(placement):

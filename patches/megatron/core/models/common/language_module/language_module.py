@@ -19,11 +19,11 @@ from megatron_ext.patches.engine import Patch, wrap
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """Return the patch that checks a model's embedding group."""
-    choice = config.choice
+    resolved = config.resolved_spec
 
     def check_and_set_up(original: Callable[..., None], model: Any) -> None:
         if model.share_embeddings_and_output_weights or model.config.mtp_num_layers:
-            check_embedding_group(model.embd_group, model.pp_group, choice)
+            check_embedding_group(model.embd_group, model.pp_group, resolved)
         original(model)
 
     return (

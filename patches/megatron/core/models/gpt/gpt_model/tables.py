@@ -34,7 +34,7 @@ _MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     """Return the patches that shard the tables of a GPTModel."""
-    choice, vocabulary = config.choice, config.vocab_parallel
+    resolved, vocabulary = config.resolved_spec, config.vocab_parallel
 
     def build(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
         call = inspect.signature(original).bind(model, *args, **kwargs)
@@ -55,7 +55,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 f"logit_dtype={call.arguments['logit_dtype']}: the loss is made by passes of the "
                 f"schedule, in fp32 from parts of the logits; drop --logit-dtype"
             )
-        refuse(settings, choice, ScheduleOptions(vocab_parallel=vocabulary))
+        refuse(settings, resolved, ScheduleOptions(vocab_parallel=vocabulary))
         build_divided(original, model, call)
 
     return (
