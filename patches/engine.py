@@ -325,7 +325,7 @@ class _Swap:
     """Replaced target, with everything needed to undo the replacement."""
 
     target: Target
-    own: bool  # the owner itself had the attribute (not inherited)
+    was_defined: bool  # the owner itself had the attribute (not inherited)
     substitute: Any
     importers: frozenset[Alias]  # referred to the original
     holders: frozenset[Alias]  # referred to the substitute already, independently
@@ -335,7 +335,7 @@ class _Swap:
         for alias in self.importers | self._imported_late(aliases):
             if vars(alias[0]).get(alias[1]) is self.substitute:
                 aliases.rebind(alias, self.target.original)
-        if self.own or name not in vars(owner):
+        if self.was_defined or name not in vars(owner):
             setattr(owner, name, self.target.raw)
         else:
             delattr(owner, name)
@@ -465,7 +465,7 @@ def _swap(patch: Patch, target: Target, handle: Handle, aliases: Aliases) -> Non
     in_use = rebinds and patch.how is How.REPLACE and callable(substitute)  # a wrapper is new
     swap = _Swap(
         target,
-        own=target.name in vars(target.owner),
+        was_defined=target.name in vars(target.owner),
         substitute=substitute,
         importers=aliases.of(target.original) if rebinds else frozenset(),
         holders=aliases.of(substitute) if in_use else frozenset(),

@@ -395,7 +395,7 @@ FAULTS = (
     Fault(
         "ranks-that-order-microbatches-differently",
         f"{ADAPTER}/batches/arranged_batches.py",
-        "        if found != own:\n",
+        "        if found != entry:\n",
         "        if False:\n",
         (f"{ORDER}::test_ranks_that_order_differently_end_the_training",),
     ),

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.job import job_costs, of_arguments
-from megatron_ext.adapter.layers import SEGMENT_END, predicts_apart, segments_of_stages
+from megatron_ext.adapter.layers import SEGMENT_END, predicts_before_last_stage, segments_of_stages
 from megatron_ext.adapter.layout_arguments import ENDS, PATTERN, VIRTUAL_STAGES
 from megatron_ext.adapter.pairs.overlap_setting import refuse_measuring, requests_pairs
 from megatron_ext.adapter.race.order import check_microbatch_order
@@ -256,7 +256,7 @@ def problems(
 
 def _refuse_multi_token_prediction(args: Any, config: PipelineConfig) -> None:
     layout = args.pipeline_model_parallel_layout
-    if layout is not None and predicts_apart(layout):
+    if layout is not None and predicts_before_last_stage(layout):
         raise ValueError(
             f"--pipeline-schedule {config.schedule} does not go with multi-token prediction on a "
             f"stage without the loss, as in --pipeline-model-parallel-layout {layout}: put the m's "

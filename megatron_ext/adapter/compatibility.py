@@ -88,7 +88,7 @@ def _refuse_settings(
         value = getattr(settings, refusal.setting, None)
         if value is not None and refusal.unsupported(value):
             raise ValueError(
-                f"{requested} does not go with {refusal.setting}={value}: {refusal.instead}"
+                f"{requested} does not go with {refusal.setting}={value}: {refusal.remedy}"
             )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_ext.words import counted
 
 WHY = "layers apply the mask, which scripts give to the first and the last stage only"
-INSTEAD = (
+REMEDY = (
     "write --dataloader-inter-document-masking, which needs --transformer-impl transformer_engine"
 )
 

@@ -21,8 +21,8 @@ def say_unverified(device: torch.device, problem: Problem) -> None:
     published."""
     if device.type != "cuda" or HAS_FIGURES:
         return
-    instead = "" if problem.options.p2p is P2P.BATCHED else _BATCHED
+    advice = "" if problem.options.p2p is P2P.BATCHED else _BATCHED
     logger.info(
         f"not yet verified on several GPUs (on one, shared by two ranks, it is): if step 1 does "
-        f"not end, {instead}docs/measurements.md says what to report, and where"
+        f"not end, {advice}docs/measurements.md says what to report, and where"
     )

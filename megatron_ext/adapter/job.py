@@ -58,12 +58,14 @@ class Trained:
 
     matrices: tuple[float, ...]
     reached: float = 1.0
-    head: bool = True
+    output_layer: bool = True
 
     @property
     def is_all(self) -> bool:
         """Whether nothing is frozen."""
-        return self.head and self.reached == 1 and all(share == 1 for share in self.matrices)
+        return (
+            self.output_layer and self.reached == 1 and all(share == 1 for share in self.matrices)
+        )
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def of_arguments(args: Any, placement: Placement, stages: Sequence[Stage] | None
     is_tied = not args.untie_embeddings_and_output_weights
     trained = Trained((1.0,) * placement.stages)
     if model.is_frozen:
-        trained = Trained((0.0,) * placement.stages, head=False)
+        trained = Trained((0.0,) * placement.stages, output_layer=False)
     return Job(
         placement,
         tuple(counts),
@@ -151,9 +153,9 @@ def of_built(
     """
     first, last = per_stage[0], per_stage[-1]
     shares = {
-        stage: size.beside / size.parameters
+        stage: size.other_parameters / size.parameters
         for stage, size in enumerate(per_stage)
-        if size.beside > _FEW * size.parameters
+        if size.other_parameters > _FEW * size.parameters
     }
     return Job(
         placement,
@@ -239,17 +241,17 @@ def _estimated(job: Job, measured: Rates | None = None, tell: Listener | None = 
             )
         return equal_costs(job.placement)
     if job.other_shares and tell is not None:
-        beside = ", ".join(f"{share:.0%} of stage {stage}" for stage, share in job.other_shares)
+        others = ", ".join(f"{share:.0%} of stage {stage}" for stage, share in job.other_shares)
         tell(
             f"the costs of {job.name} are estimated from its language model, and ignore the "
-            f"parameters outside it ({beside}); {_REMEDY}"
+            f"parameters outside it ({others}); {_REMEDY}"
         )
     reached = measured or rates(layers.execution.precision)
     costs = estimate(layers.model, layers.stages, layers.execution, reached)
     costs = with_links(costs, job.placement, reached, job.ranks, job.stride)
     trained = job.trained
     return without_frozen(
-        costs, trained.matrices, reached=trained.reached, output_layer=trained.head
+        costs, trained.matrices, reached=trained.reached, output_layer=trained.output_layer
     )
 
 

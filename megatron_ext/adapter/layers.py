@@ -63,7 +63,7 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
     return layers
 
 
-def is_megatrons_own(placement: Placement) -> bool:
+def is_stock_placement(placement: Placement) -> bool:
     """Whether this is a placement of Megatron's own: a line or a loop."""
     return placement.rank_of == tuple(range(placement.ranks)) * placement.chunks
 
@@ -118,9 +118,9 @@ def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
         layers = next((value for value in values if value is not None), None)
         if layers is None:
             continue
-        own = placement.stages_of[end] if is_megatrons_own(placement) else (end,)
-        for stage in own:
-            given[stage % placement.stages] = layers // len(own)
+        stages = placement.stages_of[end] if is_stock_placement(placement) else (end,)
+        for stage in stages:
+            given[stage % placement.stages] = layers // len(stages)
     return given
 
 
@@ -145,7 +145,7 @@ def layout_of(layers: Sequence[int], depths: int) -> str:
     return "E" + "|".join("t" * count for count in layers) + "m" * depths + "L"
 
 
-def predicts_apart(layout: str) -> bool:
+def predicts_before_last_stage(layout: str) -> bool:
     """Whether ``layout`` has multi-token prediction on a stage other than the last."""
     *segments, _ = PipelineParallelLayerLayout.parse_str_to_list(layout)
     return any(LayerType.mtp in segment for segment in segments)

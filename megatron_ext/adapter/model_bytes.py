@@ -58,10 +58,10 @@ def checkpoint_bytes(args: Any, placement: Placement) -> float | None:
     if not model.is_known:
         return None
     run = execution(args, args.seq_length, args.micro_batch_size)
-    whole = replace(run, tensor_parallel=1, expert_parallel=1, expert_tensor_parallel=1)
+    unsplit = replace(run, tensor_parallel=1, expert_parallel=1, expert_tensor_parallel=1)
     stages = stages_of(model, layers_of_stages(args, placement), depths_of_stages(args))
     state = replace(state_of(args), distributed=False, matrix_bytes=None)
-    ranks = bytes_of_ranks(model, stages, whole, placement, VocabularyParallel.NONE, state)
+    ranks = bytes_of_ranks(model, stages, unsplit, placement, VocabularyParallel.NONE, state)
     return sum(rank.weights + (0 if args.no_save_optim else rank.optimizer) for rank in ranks)
 
 

@@ -22,7 +22,6 @@ _MATRICES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 @dataclass(frozen=True)
 class ChunkSize:
-    # plain words: `beside` is a field
     """Size of a model chunk.
 
     Attributes:
@@ -30,7 +29,7 @@ class ChunkSize:
         layers: transformer layers of its language model; None if it has no known one.
         rows: rows of its output layer, 0 without one.
         parameters: elements of all parameters.
-        beside: elements of the parameters outside its language model.
+        other_parameters: elements of the parameters outside its language model.
         symbols: layer symbols of a hybrid model, as in its pattern.
         head_is_looked_up: result of the function of that name.
         trained_matrices: trained share of its layers' matrices, from 0 to 1.
@@ -45,7 +44,7 @@ class ChunkSize:
     layers: int | None
     rows: int
     parameters: int
-    beside: int
+    other_parameters: int
     symbols: str = ""
     head_is_looked_up: bool = False
     trained_matrices: float = 1.0
@@ -93,8 +92,10 @@ def head_is_looked_up(chunk: torch.nn.Module) -> bool:
 def unused_heads(chunks: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
     """Return the unused weights of output layers of ``chunks`` that use the embedding's table
     instead."""
-    heads = [find_output_layer(chunk) for chunk in chunks if head_is_looked_up(chunk)]
-    return frozenset(head.weight for head in heads if head is not None)
+    output_layers = [find_output_layer(chunk) for chunk in chunks if head_is_looked_up(chunk)]
+    return frozenset(
+        output_layer.weight for output_layer in output_layers if output_layer is not None
+    )
 
 
 def is_trained(chunk: torch.nn.Module) -> bool:
@@ -115,8 +116,8 @@ def may_lose_gradients(chunk: torch.nn.Module) -> bool:
 def chunk_size(chunk: torch.nn.Module) -> ChunkSize:
     """Return the size of one rank's ``chunk``."""
     model = language_model(chunk)
-    head = find_output_layer(chunk)
-    rows = getattr(head, "output_size_per_partition", 0)
+    output_layer = find_output_layer(chunk)
+    rows = getattr(output_layer, "output_size_per_partition", 0)
     if rows == 0 and (part := embedding_part(chunk)) is not None:  # with the output layer's rows
         rows = part.num_embeddings_per_partition
     wrapped: Any = chunk
@@ -130,12 +131,12 @@ def chunk_size(chunk: torch.nn.Module) -> ChunkSize:
         layers=None if model is None else len(model.decoder.layers),
         rows=rows,
         parameters=parameters,
-        beside=parameters - _elements(known),
+        other_parameters=parameters - _elements(known),
         symbols="".join(getattr(getattr(model, "decoder", None), "layer_type_list", "")),
         head_is_looked_up=head_is_looked_up(chunk),
         trained_matrices=_trained(weight for weight in layers if weight.dim() > 1),
         reached=_reached(chunk, model),
-        head_is_trained=head is None or _trained(head.parameters()) > 0,
+        head_is_trained=output_layer is None or _trained(output_layer.parameters()) > 0,
         unkept=frozenset() if model is None else _unkept(model.decoder),
         settings=_settings(model),
     )

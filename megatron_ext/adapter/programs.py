@@ -163,9 +163,9 @@ class Programs:
         if not self.costs:
             refuse_other_models(config, models[0])
         if not self.costs or not (forward_only or self._searched_for):
-            own = shape, microbatches
+            size = shape, microbatches
             self._run, (of_rank_0, microbatches), costs = told_by_rank_0(
-                lambda: (uuid.uuid4().hex, own, work())
+                lambda: (uuid.uuid4().hex, size, work())
             )
             self._set_costs(of_rank_0, costs)
         if shape not in self.costs:
@@ -207,8 +207,8 @@ class Programs:
         store = store_of_all()
         if store is None:
             return work()
-        apart = dist.PrefixStore(f"megatron_ext/costs/{self._run}/{shape}", store)
-        return run_on_leader(apart, dist.get_rank(), f"the costs of shape {shape}", work)
+        costs_store = dist.PrefixStore(f"megatron_ext/costs/{self._run}/{shape}", store)
+        return run_on_leader(costs_store, dist.get_rank(), f"the costs of shape {shape}", work)
 
     def _set_costs(self, shape: BatchShape, costs: Costs) -> None:
         """Set the costs of ``shape``, and drop its programs, which have other costs."""
@@ -385,11 +385,11 @@ class Programs:
         """
         if not resolved.takes_long:
             return place_output_layer(resolved, problem)
-        own: list[Program] = []
+        found_here: list[Program] = []
 
         def search() -> _Result:
             program, passes = _search(resolved, problem)
-            own.append(program)
+            found_here.append(program)
             return _Result(program.schedule, program.problem, passes)
 
         store = store_of_all()
@@ -397,12 +397,12 @@ class Programs:
             result = search()
         else:
             request = hashlib.sha256(f"{resolved.spec}\n{problem!r}".encode()).hexdigest()
-            apart = dist.PrefixStore(f"megatron_ext/searches/{self._run}/{request}", store)
+            searches = dist.PrefixStore(f"megatron_ext/searches/{self._run}/{request}", store)
             result = run_on_leader(
-                apart, dist.get_rank(), f"the search for {resolved.spec}", search
+                searches, dist.get_rank(), f"the search for {resolved.spec}", search
             )
         self._found |= result.passes
-        return own[0] if own else prove_built(result.schedule, result.problem)
+        return found_here[0] if found_here else prove_built(result.schedule, result.problem)
 
     def check_swap(
         self, pipeline: dist.ProcessGroup, config: Any, shape: BatchShape, program: Program
@@ -498,13 +498,13 @@ class Programs:
         Raises:
             RuntimeError: the ranks have built different programs.
         """
-        own: list[Program] = []
+        made_here: list[Program] = []
 
         def work() -> tuple[Schedule, Problem, ForPlaces] | None:
             made = program_for_places(now, measured.at_places)
             if made is None:
                 return None
-            own.append(made)
+            made_here.append(made)
             equal, places = (median_makespan(one, measured.steps) for one in (now, made))
             return made.schedule, made.problem, ForPlaces(equal, places)
 
@@ -514,14 +514,14 @@ class Programs:
         else:
             where = f"megatron_ext/places/{self._run}/{self._times_set[shape]}/{shape}"
             what = "the search for a program for the places of microbatches"
-            apart = dist.PrefixStore(where, store)
-            result = run_on_leader(apart, dist.get_rank(), what, work)
+            searches = dist.PrefixStore(where, store)
+            result = run_on_leader(searches, dist.get_rank(), what, work)
         if result is None:
             return None
         schedule, problem, judged = result
         if not judged.is_better:
             return judged
-        program = own[0] if own else prove_built(schedule, problem)
+        program = made_here[0] if made_here else prove_built(schedule, problem)
         refuse_order(config, program.schedule)
         key = self._key(config, shape, problem.microbatches, False, problem.first_trained_stage)
         self._times_set[shape] += 1  # the digest of this one is compared by itself

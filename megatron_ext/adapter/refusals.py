@@ -45,14 +45,14 @@ class RefusedSetting:
     Attributes:
         setting: its name in Megatron's arguments and configs.
         unsupported: tells whether a value is refused; not called if the setting does not exist.
-        instead: what to write instead.
+        remedy: what to write instead.
         by: tells which schedules refuse it.
         matters: tells whether the setting has an effect, given all the others.
     """
 
     setting: str
     unsupported: Callable[[Any], bool]
-    instead: str
+    remedy: str
     by: Callable[[ResolvedSpec], bool] = _every_schedule
     matters: Callable[[Any], bool] = _always
 
@@ -209,7 +209,7 @@ SCHEDULE_REFUSALS = (
         "reset_attention_mask",
         bool,
         f"{document_masks.WHY}, and tokens would attend to other documents on the stages between: "
-        f"{document_masks.INSTEAD}, or choose a schedule with one stage on each of two pipeline "
+        f"{document_masks.REMEDY}, or choose a schedule with one stage on each of two pipeline "
         f"ranks, such as zb-h1",
         by=_has_several_stages,
         matters=document_masks.masks_are_applied,

@@ -26,14 +26,14 @@ class Split:
         waits: whether there are W passes.
         hooks: the gradients of its parameters do not wait for W, since only I runs hooks.
         at_once: weights of split layers whose gradients nevertheless do not wait for W.
-        apart: weights that have passes of their own.
+        separate_weights: weights that have passes of their own.
         is_lent: tells whether a tensor's memory is overwritten before W.
     """
 
     waits: bool
     hooks: CallersHooks
     at_once: frozenset[Tensor] = frozenset()
-    apart: frozenset[Tensor] = frozenset()
+    separate_weights: frozenset[Tensor] = frozenset()
     is_lent: Lent = is_owned
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import bridge
-from megatron_ext.adapter.document_masks import INSTEAD, why_documents_mix
+from megatron_ext.adapter.document_masks import REMEDY, why_documents_mix
 from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.adapter.untried import untried
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
@@ -305,7 +305,7 @@ def _check_arguments(
             report.add(Severity.REMARK, "batch size", text, "write --step-batch-size-schedule")
         is_stocks = config.schedule is None or config.resolved_spec.example.chunks == 1
         if is_stocks and (why := why_documents_mix(args)) is not None:  # else it is refused
-            report.add(Severity.REMARK, "masks", why, INSTEAD)
+            report.add(Severity.REMARK, "masks", why, REMEDY)
         return needed, partial(megatron_arguments.judge_checkpoint, args, config)
 
 

@@ -134,14 +134,14 @@ class _TimedStep:
 
 
 class _Marks:
-    """Part of a clock that notes when the host makes each mark."""
+    """Part of a clock that notes when the host records each event."""
 
     def __init__(self, times: list[float]) -> None:
         self._times = times
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         self._times.append(time.perf_counter())
-        return super().mark()  # type: ignore[misc]
+        return super().record_event()  # type: ignore[misc]
 
 
 class _HostMarks(_Marks, HostClock):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.runtime.messages.peer_call import PeerFailure
-from megatron_ext.runtime.owner import BeginAgain, Handler, Owner
+from megatron_ext.runtime.owner import Handler, Owner, RestartStep
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import RunnableStage
 from megatron_ext.runtime.stage_io import Messages, StageIO
@@ -49,7 +49,7 @@ def execute(
     stage_io = StageIO(placement, stages, transport, vocabulary, first_trained_stage)
     passes = StagePasses(stages, stage_io, recorder, offload)
     owners = [stage_io, passes, *(owner for owner in (vocabulary, offload) if owner), *others]
-    _Execution(program, transport.rank, stages, recorder, owners, passes.run_pair).run()
+    _Execution(program, transport.rank, stages, recorder, owners, passes.run_overlapped).run()
 
 
 def neighbourhood(row: Sequence[Action | OverlappedPasses], place: int) -> str:
@@ -70,9 +70,9 @@ class _Execution:
         stages: Mapping[int, RunnableStage],
         recorder: Recorder,
         owners: Sequence[Owner],
-        run_pair: Callable[[OverlappedPasses], None] | None = None,
+        run_overlapped: Callable[[OverlappedPasses], None] | None = None,
     ) -> None:
-        """``run_pair`` runs an overlapped forward and backward pass, if the program has any."""
+        """``run_overlapped`` runs a forward and a backward pass as one, if the program has any."""
         self.rank = rank
         schedule = program.schedule
         row = [action for action in schedule.rows[rank] if not RULES[action.kind].by_optimizer]
@@ -84,7 +84,7 @@ class _Execution:
         self.handlers: dict[Kind, Handler] = {}
         for owner in owners:
             self.handlers |= owner.handlers()
-        self.run_pair = run_pair
+        self.run_overlapped = run_overlapped
         self.place, self.action = 0, self.row[0]  # the one that runs
         self.last_gradient = {
             action.stage: action for action in row if RULES[action.kind].adds_to_gradients
@@ -117,7 +117,7 @@ class _Execution:
         try:
             self.run_row()
             return
-        except BeginAgain:
+        except RestartStep:
             self.forget()
         self.run_row()
 
@@ -138,8 +138,8 @@ class _Execution:
 
     def perform(self, action: Action | OverlappedPasses) -> None:
         if isinstance(action, OverlappedPasses):
-            assert self.run_pair is not None, f"nobody runs {action}"
-            self.run_pair(action)
+            assert self.run_overlapped is not None, f"nobody runs {action}"
+            self.run_overlapped(action)
             return
         handler = self.handlers.get(action.kind)
         assert handler is not None, f"nobody runs {action}"
@@ -162,15 +162,15 @@ class _Execution:
 
 
 def _with_pairs(
-    row: Sequence[Action], beside: Mapping[Action, Action]
+    row: Sequence[Action], overlapping: Mapping[Action, Action]
 ) -> list[Action | OverlappedPasses]:
     """Return ``row`` with each forward pass and the backward pass that overlaps it merged into
-    `OverlappedPasses`. The backward pass follows directly in ``row``; ``beside`` maps each to the
-    other."""
+    `OverlappedPasses`. The backward pass follows directly in ``row``; ``overlapping`` maps each to
+    the other."""
     made: list[Action | OverlappedPasses] = []
     for action in row:
-        if action not in beside:
+        if action not in overlapping:
             made.append(action)
         elif action.kind is not Kind.FORWARD:
-            made.append(OverlappedPasses(beside[action], action))
+            made.append(OverlappedPasses(overlapping[action], action))
     return made

@@ -83,8 +83,10 @@ class SavedTensors:
     def per_microbatch(self, *, largest: bool = False) -> dict[tuple[int, Held], float]:
         groups: dict[tuple[int, Held], dict[int, float]] = defaultdict(dict)
         for (held, (stage, microbatch)), sizes in self._held.items():
-            own = [size for address, size in sizes.items() if len(self._microbatches[address]) == 1]
-            groups[stage, held][microbatch] = sum(own)
+            exclusive = [
+                size for address, size in sizes.items() if len(self._microbatches[address]) == 1
+            ]
+            groups[stage, held][microbatch] = sum(exclusive)
         return {key: _of_one(group, largest=largest) for key, group in groups.items()}
 
     def _look(self, whose: _Microbatch) -> Callable[[Tensor], Tensor]:

@@ -9,7 +9,7 @@ from megatron_ext.schedule.action import Action, Kind
 Handler = Callable[[Action], None]
 
 
-class BeginAgain(Exception):
+class RestartStep(Exception):
     """Raised to restart the current step; its results so far are discarded. At most once in a
     step."""
 
@@ -23,7 +23,7 @@ class Owner:
     """
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Return the functions that run actions, by kind. They may raise `BeginAgain`."""
+        """Return the functions that run actions, by kind. They may raise `RestartStep`."""
         raise NotImplementedError
 
     def forget(self) -> None:

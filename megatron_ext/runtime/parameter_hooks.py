@@ -62,7 +62,7 @@ class SummedGradients:
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        with hidden(table for each in self._parameters for table in _tables(each)):
+        with without_hooks(table for each in self._parameters for table in _tables(each)):
             yield
         sums = self._sums.setdefault(microbatch, {})
         for parameter, grad in zip(self._parameters, before, strict=True):
@@ -82,7 +82,7 @@ class SummedGradients:
 
 
 @contextlib.contextmanager
-def hidden(
+def without_hooks(
     tables: Iterable[HooksByNumber], is_kept: Callable[[Hook], bool] = lambda hook: False
 ) -> Iterator[None]:
     """Context in which torch finds no hooks in ``tables``, but for those that are kept."""
@@ -100,8 +100,8 @@ def hidden(
 
 
 def _tables(parameter: Tensor) -> Sequence[HooksByNumber]:
-    own = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    return [*(table for table in own if table), *_tables_of_node(parameter)]
+    tables = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return [*(table for table in tables if table), *_tables_of_node(parameter)]
 
 
 # References to the tables of each parameter's node, which go with the node.

@@ -222,7 +222,7 @@ class _RecordedStay(_Stay):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._began = self._recording.clock.mark()
+        self._began = self._recording.clock.record_event()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         action = self._position.action

@@ -1,7 +1,7 @@
 """Start and end times of the passes and reductions of one step on this rank.
 
-On a GPU the marks are device events on the computing stream: nothing is synchronized while the
-passes run, and all events are read after the step. On the CPU the marks are `time.perf_counter`.
+On a GPU events are device events on the computing stream: nothing is synchronized while the
+passes run, and all events are read after the step. On the CPU they are `time.perf_counter`.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from megatron_ext.schedule.timeline import Event, GradientReduction
 class HostClock:
     """Clock of passes that have finished when their call returns."""
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         return time.perf_counter()
 
-    def read(self, marks: Sequence[Any]) -> list[float]:
-        """Return the times of ``marks`` in `time.perf_counter` seconds."""
-        return list(marks)
+    def read(self, events: Sequence[Any]) -> list[float]:
+        """Return the times of ``events`` in `time.perf_counter` seconds."""
+        return list(events)
 
-    def has_passed(self, mark: Any) -> bool:
-        """Whether the device has reached the mark; never waits."""
+    def has_passed(self, event: Any) -> bool:
+        """Whether the device has reached the event; never waits."""
         return True
 
     def seconds(self, first: Any, later: Any) -> float:
-        """Return the seconds between two marks that `has_passed`; never waits."""
+        """Return the seconds between two events that `has_passed`; never waits."""
         return later - first
 
 
 class DeviceClock:
     """Clock of passes that a GPU runs asynchronously."""
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def read(self, marks: Sequence[Any]) -> list[float]:
-        """Return the times of ``marks``. Waits until the device has done all work launched so
+    def read(self, events: Sequence[Any]) -> list[float]:
+        """Return the times of ``events``. Waits until the device has done all work launched so
         far."""
         torch.cuda.synchronize()
-        reference = self.mark()
+        reference = self.record_event()
         reference.synchronize()
         now = time.perf_counter()
-        return [now - mark.elapsed_time(reference) / 1e3 for mark in marks]
+        return [now - event.elapsed_time(reference) / 1e3 for event in events]
 
-    def has_passed(self, mark: Any) -> bool:
-        return mark.query()
+    def has_passed(self, event: Any) -> bool:
+        return event.query()
 
     def seconds(self, first: Any, later: Any) -> float:
         return first.elapsed_time(later) / 1e3
@@ -73,8 +73,8 @@ class RecordedReduction:
 
     def __init__(self, stage: int, clock: Clock) -> None:
         self.stage = stage
-        self.began = clock.mark()
-        self.ends: list[Any] = []  # a mark for each work; the latest counts
+        self.began = clock.record_event()
+        self.ends: list[Any] = []  # an event for each work; the latest counts
         self.is_exact = True
         self._clock = clock
         self._futures: list[torch.futures.Future[None]] = []
@@ -92,16 +92,16 @@ class RecordedReduction:
     def was_awaited(self) -> None:
         """Note that a wait for works which do not signal completion has returned now."""
         self.is_exact = False
-        self.ends.append(self._clock.mark())
+        self.ends.append(self._clock.record_event())
 
     def wait_for_ends(self) -> None:
-        """Wait for the works that signal completion; no further mark is added afterwards."""
+        """Wait for the works that signal completion; no further event is added afterwards."""
         for future in self._futures:
             future.wait()
 
     def _mark_end(self, future: torch.futures.Future[Any]) -> None:
         # With NCCL this runs at once, on a stream that waits for the work.
-        self.ends.append(self._clock.mark())
+        self.ends.append(self._clock.record_event())
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,10 @@ class Recording:
 
     def add_pass(self, action: Action | OverlappedPasses, began: Any) -> None:
         """Add ``action``, which ends now."""
-        ended, passes = self.clock.mark(), passes_of(action)
-        for number, own in enumerate(passes):
+        ended, passes = self.clock.record_event(), passes_of(action)
+        for number, part in enumerate(passes):
             share = number / len(passes), (number + 1) / len(passes)
-            self._passes.append(_Pass(own, began, ended, share))
+            self._passes.append(_Pass(part, began, ended, share))
 
     def forget(self) -> None:
         """Discard all records."""
@@ -156,13 +156,13 @@ class Recording:
 
     def actions(self) -> tuple[Action, ...]:
         """Return the recorded passes, in order."""
-        return tuple(own.action for own in self._passes)
+        return tuple(entry.action for entry in self._passes)
 
     def busy(self) -> float:
         """Return the total seconds of all passes."""
         return sum(
-            (own.share[1] - own.share[0]) * self.clock.seconds(own.began, own.ended)
-            for own in self._passes
+            (entry.share[1] - entry.share[0]) * self.clock.seconds(entry.began, entry.ended)
+            for entry in self._passes
         )
 
     def span(self) -> float:
@@ -173,9 +173,11 @@ class Recording:
         """Return begin and end of the passes with these numbers, in seconds after the first pass
         began."""
         start, times = self._passes[0].began, list[float]()
-        for own in (self._passes[number] for number in passes):
-            began, ended = (self.clock.seconds(start, mark) for mark in (own.began, own.ended))
-            times += own.of(began, ended)
+        for entry in (self._passes[number] for number in passes):
+            began, ended = (
+                self.clock.seconds(start, event) for event in (entry.began, entry.ended)
+            )
+            times += entry.of(began, ended)
         return times
 
     def read(self) -> tuple[list[Event], list[GradientReduction]]:
@@ -187,13 +189,14 @@ class Recording:
         for reduction in self._reductions:
             reduction.wait_for_ends()
         with_end = [reduction for reduction in self._reductions if reduction.ends]
-        marks = [
-            *(mark for own in self._passes for mark in (own.began, own.ended)),
-            *(mark for reduction in with_end for mark in (reduction.began, *reduction.ends)),
+        recorded = [
+            *(event for entry in self._passes for event in (entry.began, entry.ended)),
+            *(event for reduction in with_end for event in (reduction.began, *reduction.ends)),
         ]
-        times = iter(self.clock.read(marks))
+        times = iter(self.clock.read(recorded))
         events = [
-            Event(self._rank, own.action, *own.of(next(times), next(times))) for own in self._passes
+            Event(self._rank, entry.action, *entry.of(next(times), next(times)))
+            for entry in self._passes
         ]
         reductions = []
         for reduction in with_end:

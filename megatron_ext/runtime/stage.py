@@ -32,7 +32,7 @@ class RunnableStage(Protocol):
     def backward_weight(self, microbatch: int) -> None:
         """W: add this microbatch's weight gradients, store nothing."""
 
-    def forward_beside(
+    def overlapped_forward(
         self, microbatch: int, x: Tensor | None, backward: Backward
     ) -> tuple[Tensor, Tensor | None]:
         """F and ``backward`` overlapped in one pass; ``backward`` is of this or another stage of
@@ -53,14 +53,14 @@ class RunnableStage(Protocol):
 
 @dataclass(frozen=True)
 class Backward:
-    """Backward pass that is about to run: B if ``whole``, else I. ``dy`` as in `RunnableStage`."""
+    """Backward pass that will run next: B if ``is_full``, else I. ``dy`` as in `RunnableStage`."""
 
     stage: RunnableStage
     microbatch: int
     dy: Tensor | None
-    whole: bool
+    is_full: bool
 
     def run(self) -> Tensor | None:
         """Run the pass by itself, and return the gradient of ``x``."""
-        run = self.stage.backward if self.whole else self.stage.backward_input
+        run = self.stage.backward if self.is_full else self.stage.backward_input
         return run(self.microbatch, self.dy)

@@ -54,13 +54,13 @@ class StagePasses(Owner):
         with self._recorder.computing(action):
             self._stages[action.stage].recompute(action.microbatch)
 
-    def run_pair(self, pair: OverlappedPasses) -> None:
-        """Run both passes of ``pair`` as one. Activation offload is refused with pairs."""
-        (stage, _, microbatch), backward_action = pair
+    def run_overlapped(self, overlapped: OverlappedPasses) -> None:
+        """Run both passes of ``overlapped`` as one. Activation offload is refused with pairs."""
+        (stage, _, microbatch), backward_action = overlapped
         x = self._stage_io.input_of(stage, microbatch)
         backward = self._begin_backward(backward_action)
-        with self._recorder.computing(pair):
-            y, dx = self._stages[stage].forward_beside(microbatch, x, backward)
+        with self._recorder.computing(overlapped):
+            y, dx = self._stages[stage].overlapped_forward(microbatch, x, backward)
         self._stage_io.take_output(stage, microbatch, y)
         self._stage_io.take_gradient(backward_action, dx)
 

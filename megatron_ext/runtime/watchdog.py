@@ -204,24 +204,24 @@ class _Stderr:
     """
 
     def __init__(self) -> None:
-        self._own: int | None = None
+        self._descriptor: int | None = None
         self._is_taken = False
 
     def take(self) -> None:
         """Write to what is stderr now, from now on."""
         self._is_taken = True
         if not _is_stderr(2):
-            self._own = None
-        elif self._own is None:
-            self._own = os.dup(2)
+            self._descriptor = None
+        elif self._descriptor is None:
+            self._descriptor = os.dup(2)
         else:
-            os.dup2(2, self._own, inheritable=False)
+            os.dup2(2, self._descriptor, inheritable=False)
 
     @property
     def descriptor(self) -> int | None:
         """Descriptor to write to; None if there is no stderr."""
         if self._is_taken:
-            return self._own
+            return self._descriptor
         return 2 if _is_stderr(2) else None
 
 

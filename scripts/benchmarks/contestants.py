@@ -89,10 +89,10 @@ class EmulatedStage:
         x, _ = self.between.pop(microbatch)
         self._run(Kind.RECOMPUTE, microbatch, x)
 
-    def forward_beside(
+    def overlapped_forward(
         self, microbatch: int, x: Tensor | None, backward: Backward
     ) -> tuple[Tensor, Tensor | None]:
-        kind = Kind.FULL_BACKWARD if backward.whole else Kind.BACKWARD_INPUT
+        kind = Kind.FULL_BACKWARD if backward.is_full else Kind.BACKWARD_INPUT
         assert isinstance(backward.stage, EmulatedStage)
         other = Action(backward.stage.number, kind, backward.microbatch)
         both = self._chunk.costs.of_overlapped(Action(self.number, Kind.FORWARD, microbatch), other)

@@ -26,7 +26,7 @@ def test_what_the_device_does_is_timed_and_not_its_host() -> None:
     actions = [Action(0, Kind.FORWARD, microbatch) for microbatch in range(3)]
     begin = time.perf_counter()
     for action in actions:
-        began = recording.clock.mark()
+        began = recording.clock.record_event()
         torch.cuda._sleep(CYCLES)
         recording.add_pass(action, began)
     queued = time.perf_counter()

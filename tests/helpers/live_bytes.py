@@ -104,11 +104,11 @@ def _moving(execution: _Execution) -> Iterator[object]:
     """Tensors of messages and collectives that an execution holds."""
     stage_io: Any = execution.owners[0]
     yield [*stage_io.outputs.values(), *stage_io.gradients.values()]
-    for name in ("_sending", "_receiving", "_under_way", "_next"):  # of either transport
+    for name in ("_sending", "_receiving", "_in_flight", "_next"):  # of either transport
         yield [*vars(stage_io._transport).get(name, {})]
         yield [*getattr(vars(stage_io._transport).get(name), "values", list)()]
     if stage_io._vocabulary is not None:
-        yield [*stage_io._vocabulary._exchange._under_way.values()]
+        yield [*stage_io._vocabulary._exchange._in_flight.values()]
 
 
 def _count_stock(run: Callable[..., Any], folder: Path, *args: Any, **kwargs: Any) -> Any:

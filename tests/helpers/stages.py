@@ -227,7 +227,7 @@ class LinearStage:
         self._begin(Kind.BACKWARD_INPUT, microbatch)
         return self._input_gradient(microbatch, dy)
 
-    def forward_beside(
+    def overlapped_forward(
         self, microbatch: int, x: Tensor | None, backward: Backward
     ) -> tuple[Tensor, Tensor | None]:
         return self.forward(microbatch, x), backward.run()

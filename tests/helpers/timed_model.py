@@ -193,7 +193,7 @@ def timed_models(times: PartTimes, patch: pytest.MonkeyPatch) -> Callable[..., A
     patch.setattr(WeightGradients, "put", put_timed)
     patch.setattr(Recorder, "record", record_timed)
     patch.setattr(Recorder, "computing", computing_timed)
-    patch.setattr(HostClock, "mark", lambda self: clock.now)
+    patch.setattr(HostClock, "record_event", lambda self: clock.now)
     patch.setattr(trace, "clock_offsets", lambda group, device: [Offset(0.0, 0.0)] * group.size())
     messages = _StockMessages(clock, times.message)
     for name, posted in (

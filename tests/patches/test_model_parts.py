@@ -76,8 +76,8 @@ def test_an_output_layer_is_found_in_a_model_that_is_not_known() -> None:
 
 def test_sizes() -> None:
     wrapped = holding(module=holding(tower=linear(), language_model=gpt(2, rows=8)))
-    assert chunk_size(wrapped) == ChunkSize("Module", 2, 8, parameters=80, beside=20)
-    assert chunk_size(linear()) == ChunkSize("Linear", None, 0, parameters=20, beside=20)
+    assert chunk_size(wrapped) == ChunkSize("Module", 2, 8, parameters=80, other_parameters=20)
+    assert chunk_size(linear()) == ChunkSize("Linear", None, 0, parameters=20, other_parameters=20)
 
 
 def test_what_of_a_chunk_is_trained() -> None:
@@ -121,8 +121,8 @@ def test_costs_leave_out_what_is_not_done_for_frozen_weights() -> None:
     assert left == pytest.approx((0.0, kept[1] / 4))
 
 
-def size(layers: int | None, beside: int = 0) -> ChunkSize:
-    return ChunkSize("Llama", layers, 0, parameters=100, beside=beside)
+def size(layers: int | None, others: int = 0) -> ChunkSize:
+    return ChunkSize("Llama", layers, 0, parameters=100, other_parameters=others)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,10 @@ def test_costs_that_cannot_be_estimated_are_equal(
     ("per_stage", "told"),
     [
         ([size(2), size(2)], None),
-        ([size(2, beside=40), size(2)], "ignore the parameters outside it (40% of stage 0);"),
+        (
+            [size(2, others=40), size(2)],
+            "ignore the parameters outside it (40% of stage 0);",
+        ),
         ([size(None), size(2)], "the costs of Llama cannot be estimated, and are taken as equal"),
     ],
 )

@@ -45,7 +45,7 @@ def listed(group: RefusalGroup) -> str:
     settings: dict[tuple[str, str], list[str]] = {}
     for refusal in group.refusals:
         refusing = who(refusal)
-        reason = ("" if refusing == "every schedule" else refusing, refusal.instead)
+        reason = ("" if refusing == "every schedule" else refusing, refusal.remedy)
         settings.setdefault(reason, []).append(f"`{refusal.setting}`")
     rows = [[", ".join(names), *reason] for reason, names in settings.items()]
     head = ["setting", "only under", "because, or instead"]
@@ -96,7 +96,7 @@ def refused(refusal: RefusedSetting, group: RefusalGroup) -> None:
             settings[refusal.setting] = value
             texts.add(_text(settings, resolved, group))
             requested = group.requested(SimpleNamespace(**settings), resolved, group.options)
-            end = f"does not go with {refusal.setting}={value}: {refusal.instead}"
+            end = f"does not go with {refusal.setting}={value}: {refusal.remedy}"
             wanted.add(f"{requested} {end}")
     assert texts & wanted
 
@@ -135,7 +135,7 @@ def test_what_is_refused_says_what_to_write_instead(
 
 @pytest.mark.parametrize("group", REFUSALS, ids=lambda group: group.name)
 def test_no_feature_refuses_a_setting_twice(group: RefusalGroup) -> None:
-    lines = [(refusal.setting, refusal.instead) for refusal in group.refusals]
+    lines = [(refusal.setting, refusal.remedy) for refusal in group.refusals]
     assert len(lines) == len(set(lines))
 
 

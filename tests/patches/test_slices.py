@@ -246,20 +246,20 @@ def run_shared(
 ) -> list[Tensor]:
     """As `run_slices`, of the sequences that both ranks share; gradients are summed over them."""
     group = parallel_state.get_context_parallel_group()
-    own = spans(lengths, group.rank(), group.size())
-    with running_slice.step(own, group):
+    local = spans(lengths, group.rank(), group.size())
+    with running_slice.step(local, group):
         parts: dict[tuple[int, Span], Tensor] = {}
         given: list[dict[str, Any]] = []
         for number, batch in enumerate(batches):
-            with running_slice.running(0, number, own[0]):
+            with running_slice.running(0, number, local[0]):
                 whole = {**batch, "dy": dy}
                 given.append(utils.get_batch_on_this_cp_rank(whole, False, cp_group=group))
             dys = given[number].pop("dy")
-            for span in own:
+            for span in local:
                 with running_slice.running(0, number, span):
                     parts[number, span] = model(**given[number])
         for number in range(len(batches)):
-            for span in reversed(own):
+            for span in reversed(local):
                 with running_slice.running(0, number, span, is_backward=True):
                     parts[number, span].backward(dys[:, span.here])
             running_slice.drop(0, number)
@@ -267,7 +267,7 @@ def run_shared(
         dist.all_reduce(parameter.grad)
     losses = [torch.zeros_like(dy) for _ in batches]
     for (number, span), loss in parts.items():
-        losses[number][:, span.own.begin : span.own.end] = loss.detach()
+        losses[number][:, span.local.begin : span.local.end] = loss.detach()
     for loss in losses:
         dist.all_reduce(loss)
     return losses
@@ -482,12 +482,12 @@ def held(number: int) -> int:
     """Bytes that the forward passes of a microbatch in so many slices leave behind."""
     torch.manual_seed(1)
     model = build(Case())
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    local = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in local:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -531,9 +531,9 @@ def test_transformer_engines_mask_is_aligned_to_the_bottom_right() -> None:
     whole = run(as_transformer_engine, layer, *drawn, None, AttnMaskType.causal)
     parts = []
     for span in spans(UNEVEN):
-        own = (tensor[span.begin : span.end] for tensor in drawn)
+        local = (tensor[span.begin : span.end] for tensor in drawn)
         with running_slice.running(0, 0, span):
-            parts.append(run(as_transformer_engine, layer, *own, None, AttnMaskType.causal))
+            parts.append(run(as_transformer_engine, layer, *local, None, AttnMaskType.causal))
     running_slice.clear()
     torch.testing.assert_close(torch.cat(parts), whole)
 
@@ -552,10 +552,10 @@ def shared_by_transformer_engine(rank: int) -> tuple[Tensor, Tensor]:
 
     made = torch.zeros(SEQUENCE, 1, 2, 4)
     run: Callable[..., Tensor] = attend_with_transformer_engine
-    own = spans(SHARED_LENGTHS, rank, 2)
-    with running_slice.step(own, group):
-        for span in own:
-            part = slice(span.own.begin, span.own.end)
+    local = spans(SHARED_LENGTHS, rank, 2)
+    with running_slice.step(local, group):
+        for span in local:
+            part = slice(span.local.begin, span.local.end)
             with running_slice.running(0, 0, span):
                 made[part] = run(alone, layer, *(t[part] for t in drawn), None, AttnMaskType.causal)
         assert layer.cp_group is group

@@ -330,7 +330,7 @@ def test_a_wait_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_collective_that_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     def result(exchange: StepCollectives, action: Action) -> list[Tensor]:
-        works, tensors, _ = exchange._under_way.pop(action)
+        works, tensors, _ = exchange._in_flight.pop(action)
         early = [tensor.clone() for tensor in tensors]
         for work in works:
             work.wait()
@@ -436,7 +436,7 @@ def test_collectives_bring_nothing_before_their_wait() -> None:
         exchange.sum(summed, own, root=0)
         labels = torch.tensor([7, 8]) if rank == 0 else torch.zeros(2, dtype=torch.int64)
         exchange.broadcast(shared, [labels], root=0)
-        early = exchange._under_way[gathered][1][0]
+        early = exchange._in_flight[gathered][1][0]
         assert early.isnan().all()
         assert own.isnan().all() if rank == 0 else torch.equal(own, ones)
         assert labels.tolist() == ([7, 8] if rank == 0 else [-1, -1])

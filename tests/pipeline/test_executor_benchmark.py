@@ -66,7 +66,7 @@ def test_a_pair_takes_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(emulated.SHAPE, requires_grad=True)
     y = ahead.forward(0, x)
     queue.splitting = True
-    behind.forward_beside(1, x, Backward(ahead, 0, torch.ones_like(y), whole=False))
+    behind.overlapped_forward(1, x, Backward(ahead, 0, torch.ones_like(y), is_full=False))
     queue.clear()
     assert taken == pytest.approx([0.004, 0.004 + 0.003 - 0.002])
     ours = Setting(2, 4, "f=1,i=1,w=1", ("1f1b", "zb-v"), 1, pairs=True).ours

@@ -85,10 +85,10 @@ def run(ranks: int, flags: Flags) -> list[Run]:
 
 def count_pairs() -> None:
     """In a forked process, whose ranks then check that their pairs ran as one."""
-    beside, run = PlannedStage.forward_beside, PipelineTraining._train
+    beside, run = PlannedStage.overlapped_forward, PipelineTraining._train
     ran: list[int] = []
 
-    def forward_beside(stage: Any, *args: Any) -> Any:
+    def overlapped_forward(stage: Any, *args: Any) -> Any:
         ran.append(1)
         return beside(stage, *args)
 
@@ -100,7 +100,7 @@ def count_pairs() -> None:
         assert pairs and len(ran) == sum(pair.forward in row for pair in pairs)
         return result
 
-    PlannedStage.forward_beside = forward_beside  # type: ignore[assignment,method-assign]
+    PlannedStage.overlapped_forward = overlapped_forward  # type: ignore[assignment,method-assign]
     PipelineTraining._train = step  # type: ignore[assignment,method-assign]
 
 

@@ -56,11 +56,11 @@ class EmulatedClock:
 
     now = 0.0
 
-    def mark(self) -> float:
+    def record_event(self) -> float:
         return EmulatedClock.now
 
-    def read(self, marks: Sequence[float]) -> list[float]:
-        return list(marks)
+    def read(self, events: Sequence[float]) -> list[float]:
+        return list(events)
 
 
 @pytest.fixture(autouse=True)

@@ -65,7 +65,7 @@ def test_two_passes_that_run_as_one_share_their_time() -> None:
     pair = OverlappedPasses(SLOW, Action(3, Kind.BACKWARD_INPUT, 1))
     recording = Recording(0, TickingClock())
     for action in (Action(3, Kind.FORWARD, 1), pair, Action(3, Kind.BACKWARD_WEIGHT, 1)):
-        recording.add_pass(action, recording.clock.mark())
+        recording.add_pass(action, recording.clock.record_event())
     assert recording.actions()[1:3] == tuple(pair)
     assert recording.times([0, 1, 2, 3]) == [0, 1, 2, 2.5, 2.5, 3, 4, 5]
     assert (recording.busy(), recording.span()) == (3, 5)
@@ -74,12 +74,12 @@ def test_two_passes_that_run_as_one_share_their_time() -> None:
 
 
 class TickingClock(HostClock):
-    """It is a second later at each mark."""
+    """It is a second later at each event."""
 
     def __init__(self) -> None:
         self._seconds = itertools.count()
 
-    def mark(self) -> float:
+    def record_event(self) -> float:
         return next(self._seconds)
 
 

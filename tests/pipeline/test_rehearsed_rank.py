@@ -158,7 +158,7 @@ def test_marks_of_a_gpu_end_with_the_last_pass(monkeypatch: pytest.MonkeyPatch) 
     timed, began = _TimedStep(), time.perf_counter()
     timed.recording = Recording(0, _DeviceMarks(timed.marks))
     for text in ("0F0", "0B0"):
-        timed.recording.add_pass(parse_action(text), timed.recording.clock.mark())
+        timed.recording.add_pass(parse_action(text), timed.recording.clock.record_event())
     time.sleep(0.2)
     step = _step_of(timed, began, 0.25)
     assert [str(one.action) for one in step.passes] == ["0F0", "0B0"]

@@ -146,12 +146,12 @@ class ArrangedSteps(_ArrangedSampler):
         for replica, one in enumerate(of_all):
             one.data_parallel_rank = replica
         consumed: int = sampler.consumed_samples
-        for own, *step in zip(sampler, *of_all, strict=True):
+        for batch, *step in zip(sampler, *of_all, strict=True):
             is_full = len({len(one) for one in step}) == 1 and min(map(min, step)) >= 0
-            if is_full and replicas * len(own) == sampler._global_batch_size:
+            if is_full and replicas * len(batch) == sampler._global_batch_size:
                 yield self._arranged(np.array(step), consumed)
             else:
-                yield own
+                yield batch
             consumed = sampler.consumed_samples
 
     def _arranged(self, step: NDArray[np.int64], consumed: int) -> list[int]:
@@ -178,14 +178,14 @@ class _Agreement:
             return
         key = self._number % _KEYS
         digest = hashlib.sha256(rows.tobytes()).hexdigest()[:16]
-        own, rank = f"{consumed} {digest}", dist.get_rank()
+        entry, rank = f"{consumed} {digest}", dist.get_rank()
         with losing_the_store(f"global rank {rank} was to compare the order of its microbatches"):
-            found = self._store.compare_set(str(key), self._before.get(key, ""), own).decode()
-        if found != own:
+            found = self._store.compare_set(str(key), self._before.get(key, ""), entry).decode()
+        if found != entry:
             raise RuntimeError(
                 f"the ranks order microbatches differently: for the step after {consumed} samples "
                 f"the order's digest is {digest} on global rank {rank}, and {found!r} on another "
                 f"rank; start all ranks with the same dataset and the same flags"
             )
-        self._before[key] = own
+        self._before[key] = entry
         self._number += 1

@@ -67,6 +67,6 @@ def _of_blend(dataset: Any, samples: Ids) -> NDArray[np.float64]:
     inside = np.asarray(dataset.dataset_sample_index[samples])
     squares = np.zeros(len(samples))
     for number in np.unique(of_dataset):
-        own = of_dataset == number
-        squares[own] = squared_lengths(dataset.datasets[number], inside[own])
+        members = of_dataset == number
+        squares[members] = squared_lengths(dataset.datasets[number], inside[members])
     return squares

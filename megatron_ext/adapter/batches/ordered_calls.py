@@ -39,8 +39,8 @@ def order_microbatches(
             None if iterator is None else [next(iterator) for _ in range(number)]
             for iterator in iterators
         ]
-        own = next((items for items in read if items is not None), None)
-        costs = None if own is None else [float(cost(item)) for item in own]
+        microbatches = next((items for items in read if items is not None), None)
+        costs = None if microbatches is None else [float(cost(item)) for item in microbatches]
         agreed = _of_first(costs, keywords.get("pg_collection"))
         if agreed is None:  # nothing is read on any rank
             return forward_backward(**keywords)

@@ -58,7 +58,7 @@ _SCHEDULER = {
 class Outcome(enum.StrEnum):
     """Outcome of loading the checkpoint that a command names."""
 
-    WHOLE = "loads whole"
+    COMPLETE = "loads completely"
     WEIGHTS = "loads weights only"
     NOT = "does not load"
     NOT_JUDGED = "not judged"
@@ -177,7 +177,7 @@ def judge_saved(
         text = f"{name} loads weights only: {weights_alone}"
         return LoadJudgement(Outcome.WEIGHTS, text, remark=remark)
     text = f"{name} loads whole: weights, optimizer states and learning-rate schedule"
-    return LoadJudgement(Outcome.WHOLE, text, remark=remark)
+    return LoadJudgement(Outcome.COMPLETE, text, remark=remark)
 
 
 def _why_not_judged(saved: Any, args: Any) -> str:
@@ -262,7 +262,7 @@ def _check_optimizer(training: SavedTraining, args: Any) -> None:
             f"command is {now} it",
             f"{verb} --use-distributed-optimizer, {_WEIGHTS_ALONE}",
         )
-    if _experts_apart(saved) != _experts_apart(args):
+    if _has_expert_optimizer(saved) != _has_expert_optimizer(args):
         raise DoesNotLoad(
             "--expert-model-parallel-size: experts have an optimizer of their own if they are "
             "parallel in another way than the other layers, and only one of checkpoint and command "
@@ -292,7 +292,7 @@ def _check_optimizer(training: SavedTraining, args: Any) -> None:
             )
 
 
-def _experts_apart(args: Any) -> bool:
+def _has_expert_optimizer(args: Any) -> bool:
     if not getattr(args, "num_experts", None):
         return False
     tensor_parallel = args.tensor_model_parallel_size
@@ -300,8 +300,8 @@ def _experts_apart(args: Any) -> bool:
 
 
 def _expert_tensor_parallel(args: Any) -> int:
-    own: int | None = getattr(args, "expert_tensor_parallel_size", None)
-    return own or int(args.tensor_model_parallel_size)
+    size: int | None = getattr(args, "expert_tensor_parallel_size", None)
+    return size or int(args.tensor_model_parallel_size)
 
 
 def _is_mixed(args: Any) -> bool:
@@ -425,11 +425,11 @@ def _check_buffers(saved: SavedTraining, args: Any) -> None:
     sizes = _first_buffer(saved)
     if buckets[0] == buckets[1] or not sizes:
         return
-    whole = sum(sizes)
-    is_split = len(sizes) > 1, buckets[1] is not None and whole > buckets[1]
+    elements = sum(sizes)
+    is_split = len(sizes) > 1, buckets[1] is not None and elements > buckets[1]
     text = (
         f"buckets of gradients, by --overlap-grad-reduce, --ddp-bucket-size and the number of "
-        f"replicas, had {buckets[0] or whole} elements, and are to have {buckets[1] or whole}"
+        f"replicas, had {buckets[0] or elements} elements, and are to have {buckets[1] or elements}"
     )
     if is_split[0] != is_split[1]:
         raise DoesNotLoad(f"{_states(saved)} the same {text}", _AS_BEFORE)

@@ -160,8 +160,8 @@ class _Log:
         logger.info(metrics.line(self._first, last))
         iterations = last - self._first + 1
         others = [] if self._pipelines is None else self._pipelines.others()
-        own = PipelineTimes(dist.get_rank(), metrics.busy)
-        slow = self._slow_ranks.see(metrics.ratios, self._predicted, iterations, own, others)
+        times = PipelineTimes(dist.get_rank(), metrics.busy)
+        slow = self._slow_ranks.see(metrics.ratios, self._predicted, iterations, times, others)
         for warning in (self._departure.see(metrics, iterations), slow):
             if warning is not None:
                 logger.warning(warning)

@@ -116,7 +116,7 @@ class StepProfile(StepObserver[Step]):
         self._path = path
         self._programs = programs
         self._by_place = by_place
-        self._under_way: dict[BatchShape, Profile] = {}
+        self._profiles: dict[BatchShape, Profile] = {}
         self._ready: dict[BatchShape, _Measured] = {}  # measured by this rank, and not yet used
         self._measured: set[BatchShape] = set()
         self._count = 0  # training steps
@@ -135,11 +135,11 @@ class StepProfile(StepObserver[Step]):
                 self._steps = self._steps or MeasuredSteps(device)
                 self._steps.begin(step.recorder)
         elif step.shape not in self._ready:
-            if step.shape not in self._under_way:
+            if step.shape not in self._profiles:
                 stages = step.program.schedule.placement.stages
                 counting = _counting(device, step.call.models, stages, step.boundary)
-                self._under_way[step.shape] = Profile(clock_of(device), counting)
-            self._under_way[step.shape].begin(step.recorder)
+                self._profiles[step.shape] = Profile(clock_of(device), counting)
+            self._profiles[step.shape].begin(step.recorder)
 
     def end(self, step: Step) -> None:
         """Use the costs that all ranks have measured by now, if all ranks meet after this step."""
@@ -147,10 +147,10 @@ class StepProfile(StepObserver[Step]):
         if step.shape in self._measured:
             if self._steps is not None:
                 self._steps.end(step.program)
-        elif step.shape in self._under_way:
-            profile = self._under_way[step.shape]
+        elif step.shape in self._profiles:
+            profile = self._profiles[step.shape]
             if profile.end(step.recorder, step.program):
-                profile = self._under_way.pop(step.shape)
+                profile = self._profiles.pop(step.shape)
                 self._ready[step.shape] = _measured(step, profile, self._by_place)
         if self._count == self._meets:
             self._meets += max(1, self._count // _SELDOMER)
@@ -158,7 +158,9 @@ class StepProfile(StepObserver[Step]):
 
     def _meet(self, step: Step) -> None:
         """Use the costs of the shapes that every rank has measured. Collective over the world."""
-        gathered = gather_from_all({shape: own.figures for shape, own in self._ready.items()})
+        gathered = gather_from_all(
+            {shape: measured.figures for shape, measured in self._ready.items()}
+        )
         for shape in gathered[0]:
             if all(shape in figures for figures in gathered):
                 self._use(step, shape, [figures[shape] for figures in gathered])
@@ -166,25 +168,27 @@ class StepProfile(StepObserver[Step]):
     def _use(self, step: Step, shape: BatchShape, ranks: list[RankFigures]) -> None:
         """Rebuild programs with the costs of ``shape`` that global rank 0 computes from the
         measurements of ``ranks``, and write them on that rank. Collective over the world."""
-        own = self._ready.pop(shape)
+        ready = self._ready.pop(shape)
         collectives = _collectives()
-        costs = told_by_rank_0(lambda: self._costs(own, shape, ranks))
+        costs = told_by_rank_0(lambda: self._costs(ready, shape, ranks))
         self._measured.add(shape)
         if dist.get_rank() == 0:
-            layers = self._layers(own.program, shape, costs, collectives)
+            layers = self._layers(ready.program, shape, costs, collectives)
             tower = None if layers is None else layers.tower
             forwards = next((rank.forwards for rank in ranks if rank.forwards), ())
             measured = as_data(layers, Machine.of(ranks), forwards)
             self._write(replace(costs, tower=tower), measured)
         try:
-            now = self._programs.rebuild(step.pipeline, step.call.config, shape, costs, own.program)
+            now = self._programs.rebuild(
+                step.pipeline, step.call.config, shape, costs, ready.program
+            )
         except ValueError as error:
             error.add_note(
                 f"megatron_ext: with the costs that were measured, which are in {self._path}"
             )
             raise
         file = f"; costs written to {self._path}" if self._is_written else ""
-        change = summary_of_change(own.program, now, costs) + file
+        change = summary_of_change(ready.program, now, costs) + file
         log_single_rank(logger, logging.INFO, change)
         if all(rank.places is not None for rank in ranks):
             self._use_places(step, shape, ranks, now)
@@ -212,12 +216,12 @@ class StepProfile(StepObserver[Step]):
         what = f"{now.schedule.name}, microbatches that differ: the program for equal ones is"
         log_single_rank(logger, logging.INFO, f"{what} {said}")
 
-    def _costs(self, own: _Measured, shape: BatchShape, ranks: list[RankFigures]) -> Costs:
+    def _costs(self, measured: _Measured, shape: BatchShape, ranks: list[RankFigures]) -> Costs:
         """Return the costs of ``shape``, which all ranks have measured."""
         estimate = self._programs.costs[shape]
-        what = f"{own.what}, {MEASURED} iterations"
-        costs = measured_costs(own.program, estimate, ranks, what)
-        return costs.with_links(message_bytes=own.message_bytes)
+        what = f"{measured.what}, {MEASURED} iterations"
+        costs = measured_costs(measured.program, estimate, ranks, what)
+        return costs.with_links(message_bytes=measured.message_bytes)
 
     def _layers(
         self, program: Program, shape: BatchShape, costs: Costs, collectives: _Collectives
@@ -244,7 +248,7 @@ class StepProfile(StepObserver[Step]):
         if dist.get_rank() != dist.get_world_size() - 1:
             return
         if comparison is None:
-            steps = sum(profile.steps for profile in self._under_way.values())
+            steps = sum(profile.steps for profile in self._profiles.values())
             why = (
                 "no iteration has run with the measured costs"
                 if self._measured

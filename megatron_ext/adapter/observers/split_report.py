@@ -47,7 +47,7 @@ class SplitReport(StepObserver[Step]):
         calls do nothing."""
         if queue.weights is None:
             return
-        deferred, queue.weights = queue.weights | step.split.apart, None
+        deferred, queue.weights = queue.weights | step.split.separate_weights, None
         lines = gather(step.pipeline, split_report(step.call.models, deferred, step.split))
         for rank, line in enumerate(lines):
             log_single_rank(logger, logging.INFO, f"pipeline rank {rank}: {line}")
@@ -74,7 +74,7 @@ def split_report(
     unused = unused_heads(chunks)
     captured = captured_parameters(chunks)
     hooked = split.hooks.parameters | split.hooks.of_modules
-    waiting = whole = 0
+    waiting = at_once = 0
     reasons: Counter[str] = Counter()
     for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
         if parameter in deferred:
@@ -84,14 +84,14 @@ def split_report(
         elif parameter.dim() < 2:
             reasons["of one dimension (norms, biases: no matrix product)"] += 1
         elif parameter in split.at_once:
-            whole += parameter.numel()
+            at_once += parameter.numel()
             reasons[f"output layer ({_why_at_once(parameter in tables)})"] += 1
         elif parameter in unused:
             reasons["output layer's own (it is tied to the embedding, and uses that one's)"] += 1
         elif parameter in tables:
             reasons["of embeddings (no matrix product)"] += 1
         else:
-            whole += parameter.numel()
+            at_once += parameter.numel()
             alike = re.sub(r"\.\d+\.", ".*.", name.removeprefix("module."))
             why = "its layer is not split, or its input has no gradient"
             if parameter in captured:
@@ -99,7 +99,7 @@ def split_report(
             elif parameter in hooked:
                 why = "hooks of the caller's run in I"
             reasons[f"{alike} ({why})"] += 1
-    work = waiting + whole
+    work = waiting + at_once
     share = waiting / work if work else 0.0
     left = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
     return (

@@ -95,8 +95,8 @@ class StepTrace(StepObserver[ObservedStep]):
         device = torch.device(torch.cuda.current_device())
         recordings = [recording.read() for recording in recorded.values()]
         gathered: list[_OfRank] = [([], None)] * pipeline.size()
-        own = recordings, reserved_beyond_allocated(device)
-        dist.all_gather_object(gathered, own, group=pipeline)
+        of_rank = recordings, reserved_beyond_allocated(device)
+        dist.all_gather_object(gathered, of_rank, group=pipeline)
         offsets = clock_offsets(pipeline, device)
         if not _is_writer():
             return
@@ -188,7 +188,7 @@ def _other_order(program: Program, measured: Timeline) -> str | None:
             continue
         pairs = zip((*map(str, ran), "nothing"), (*map(str, expected), "nothing"), strict=False)
         number, (was, known) = next(
-            (number, pair) for number, pair in enumerate(pairs, 1) if pair[0] != pair[1]
+            (number, (was, known)) for number, (was, known) in enumerate(pairs, 1) if was != known
         )
         return (
             f"this Megatron runs another order than {program.schedule.name}'s: pass {number} of "

@@ -22,7 +22,9 @@ def takes_plans(forward_step_func: Callable[..., Any]) -> bool:
     """Whether ``forward_step_func`` can return a schedule plan. If not, a warning is logged once,
     and overlapped passes run sequentially."""
     parameters = inspect.signature(forward_step_func).parameters
-    if _WORD in parameters or any(own.kind is own.VAR_KEYWORD for own in parameters.values()):
+    if _WORD in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    ):
         return True
     _say_that_nothing_hides(getattr(forward_step_func, "__qualname__", "forward_step_func"))
     return False

@@ -63,14 +63,14 @@ class PlannedStage(ModelStage):
         output, tokens, _ = self._step(self._forward_of(microbatch, x), _NO_BACKWARD)
         return self._end_forward(microbatch, x, output, tokens)
 
-    def forward_beside(
+    def overlapped_forward(
         self, microbatch: int, x: Tensor | None, backward: Backward
     ) -> tuple[Tensor, Tensor | None]:
         other, behind = backward.stage, backward.microbatch
         assert isinstance(other, PlannedStage)
         if not (self._is_planned and other._is_planned):
-            return super().forward_beside(microbatch, x, backward)
-        if backward.whole:
+            return super().overlapped_forward(microbatch, x, backward)
+        if backward.is_full:
             other._compute_weights_within(behind)
         with queue.collecting(other._number, behind):
             output, tokens, dx = self._step(
@@ -78,7 +78,7 @@ class PlannedStage(ModelStage):
             )
         self._end_forward(microbatch, x, output, tokens)
         dx = other._end_backward(behind, dx)
-        if backward.whole:
+        if backward.is_full:
             other.backward_weight(behind)
         return output, dx
 

@@ -49,10 +49,10 @@ def _places(piece: Piece, start: int, stop: int, device: torch.device) -> torch.
         return inside
     places = torch.zeros_like(inside)
     stride = 1
-    for size, whole, offset in zip(
+    for size, global_size, offset in zip(
         reversed(piece.shape), reversed(piece.whole), reversed(piece.offset), strict=True
     ):
         places += (inside % size + offset) * stride
         inside = inside // size
-        stride *= whole
+        stride *= global_size
     return places

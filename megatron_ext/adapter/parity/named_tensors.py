@@ -250,10 +250,10 @@ _State = tuple[torch.nn.Parameter, str, torch.Tensor, int]
 def _whole_states(optimizer: Any, parameters: Iterable[torch.nn.Parameter]) -> Iterator[_State]:
     # The layer-wise optimizer has a bare torch optimizer for fp32 parameters.
     inner = getattr(optimizer, "optimizer", optimizer)
-    own = {id(main) for group in inner.param_groups for main in group["params"]}
+    optimized = {id(main) for group in inner.param_groups for main in group["params"]}
     for parameter in parameters:
         main = getattr(parameter, "main_param", parameter)
-        if id(main) not in own:
+        if id(main) not in optimized:
             continue
         if main is not parameter:
             yield parameter, "fp32_param", main, 0

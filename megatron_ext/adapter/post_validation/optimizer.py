@@ -134,7 +134,7 @@ class SpeculativeOptimizer:
                 if not part.is_stub_optimizer and not isinstance(part, FP32Optimizer):
                     part._copy_main_params_to_model_params()
             for model in self._models:
-                _gather_again(model)
+                _gather_parameters(model)
         self._values.restore()
         self._has_stepped = False
 
@@ -184,7 +184,7 @@ def why_not(optimizer: Any) -> str | None:
                 if value is not None and refusal.unsupported(value):
                     return (
                         f"a step with {refusal.setting}={value} cannot be taken back: "
-                        f"{refusal.instead}"
+                        f"{refusal.remedy}"
                     )
     return None
 
@@ -256,7 +256,7 @@ def _forget_gathering(model: Any) -> None:
         group.param_gather_dispatched = False
 
 
-def _gather_again(model: Any) -> None:
+def _gather_parameters(model: Any) -> None:
     """Gather the parameters on all data-parallel ranks from their shards, unless hooks do it."""
     config = model.ddp_config
     if config.use_distributed_optimizer and not config.overlap_param_gather:

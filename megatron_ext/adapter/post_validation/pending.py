@@ -157,13 +157,13 @@ class PostValidation:
             self._optimizer = self._connection.speculate(optimizer)
         self._half_done = iteration
         if self._scale is None:  # while the earlier ranks' state may be in flight
-            own = self._optimizer.prepare()
+            partial = self._optimizer.prepare()
             before = messages.partial()
         else:
             before = messages.partial()
             self._scale(before.tokens + self._tokens)
-            own = replace(self._optimizer.prepare(), tokens=self._tokens)
-        state = before.plus(own)
+            partial = replace(self._optimizer.prepare(), tokens=self._tokens)
+        state = before.plus(partial)
         messages.pass_on(state)
         if self._optimizer.is_quiet(state):
             self._optimizer.step(keep=not messages.is_last)
@@ -216,7 +216,7 @@ class PostValidation:
             assert self._connection is not None
             self.verdict(self._connection.messages.verdict())
 
-    def verdict(self, whole: PartialState) -> bool:
+    def verdict(self, total: PartialState) -> bool:
         """Commit the pending step, or roll it back and redo it; then run the deferred actions.
 
         Returns:
@@ -224,12 +224,12 @@ class PostValidation:
         """
         pending = self._pending
         assert pending is not None and self._optimizer is not None
-        is_kept = self._optimizer.is_quiet(whole)
+        is_kept = self._optimizer.is_quiet(total)
         if is_kept:
-            result = Result(True, math.sqrt(whole.squared_norm))
+            result = Result(True, math.sqrt(total.squared_norm))
         else:
             self._half_done = pending.iteration
-            result = self._redo(self._optimizer, pending, whole)
+            result = self._redo(self._optimizer, pending, total)
             self._half_done = None
         self._pending = None
         self._remember(result, pending.iteration, pending.optimizer)
@@ -242,11 +242,11 @@ class PostValidation:
         return is_kept
 
     def _redo(
-        self, optimizer: SpeculativeOptimizer, pending: _Pending, whole: PartialState
+        self, optimizer: SpeculativeOptimizer, pending: _Pending, total: PartialState
     ) -> Result:
         if pending.scheduled is not None:
             pending.scheduled.take_back()  # the step is redone under its own learning rate
-        result = Result(*optimizer.redo(whole.found_inf))
+        result = Result(*optimizer.redo(total.found_inf))
         if result.success and pending.scheduled is not None:
             pending.scheduled.take()
         return replace(result, is_redone=True)

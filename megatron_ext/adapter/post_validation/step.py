@@ -94,14 +94,14 @@ class Rereadable:
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
         self._read: list[Any] | None = []
-        self._again: deque[Any] = deque()
+        self._reread: deque[Any] = deque()
 
     def __iter__(self) -> Rereadable:
         return self
 
     def __next__(self) -> Any:
-        if self._again:
-            return self._again.popleft()
+        if self._reread:
+            return self._reread.popleft()
         item = next(self._iterator)
         if self._read is not None:
             self._read.append(copy.copy(item))  # the reader may change its entries
@@ -116,7 +116,7 @@ class Rereadable:
         """Return the items read so far once more, before the next one of the wrapped iterator; no
         further item is remembered."""
         assert self._read is not None
-        self._again.extend(self._read)
+        self._reread.extend(self._read)
         self._read = None
 
 

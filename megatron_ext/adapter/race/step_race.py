@@ -53,7 +53,7 @@ _Key = tuple[int, int, int]  # of the raced steps: micro batch, sequence, microb
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _MeetingMessage:
     """Message of a rank to all others at a meeting.
 
     Attributes:
@@ -158,15 +158,15 @@ class StepRace(StepObserver[Step]):
         """Decide the next turn with all ranks. Collective over the world."""
         if self._count == 1:
             self._known = self._recall()
-        gathered = gather_from_all(self._seen(shape))
+        gathered = gather_from_all(self._message(shape))
         if self._count == 1:
             self._begin_anew(gathered)
             self._meets += FIRST
             return
-        missing = max(seen.missing for seen in gathered)
-        if not all(seen.is_steady for seen in gathered):
+        missing = max(message.missing for message in gathered)
+        if not all(message.is_steady for message in gathered):
             self._begin_anew(gathered)
-        elif self._race is None and not any(seen.waits for seen in gathered):
+        elif self._race is None and not any(message.waits for message in gathered):
             assert connections is not None
             self._begin(make, connections.host_memory)
         elif self._race is not None and missing:
@@ -186,24 +186,24 @@ class StepRace(StepObserver[Step]):
             self._meets += self._pause
             self._pause *= 2
 
-    def _seen(self, shape: BatchShape) -> _Seen:
+    def _message(self, shape: BatchShape) -> _MeetingMessage:
         """Return the message of this rank."""
         other = "" if self._known is None else first_difference(self._subject, self._known.subject)
-        seen = _Seen(self._is_steady, self._waits_for_costs(shape), other)
+        message = _MeetingMessage(self._is_steady, self._waits_for_costs(shape), other)
         if self._turn is None or not self._is_steady:
-            return seen
+            return message
         if self._turn.missing:
-            return replace(seen, missing=self._turn.missing)
-        return replace(seen, seconds=self._turn.seconds(), peak=self._turn.peak)
+            return replace(message, missing=self._turn.missing)
+        return replace(message, seconds=self._turn.seconds(), peak=self._turn.peak)
 
-    def _begin_anew(self, gathered: list[_Seen]) -> None:
+    def _begin_anew(self, gathered: list[_MeetingMessage]) -> None:
         """Count steps from now on: the times of earlier ones cannot be compared."""
         if self._race is not None:
             _say("race: the number or shape of microbatches has changed, and it begins anew")
         self._race, self._turn = None, None
         self._made, self._peaks = {}, {}
         self._bubbles.clear()
-        other = next((seen.other for seen in gathered if seen.other), "")
+        other = next((message.other for message in gathered if message.other), "")
         self._knows = self._known is not None and not other
         if self._known is None:
             return
@@ -286,15 +286,15 @@ class StepRace(StepObserver[Step]):
         if self._turn is not None:
             self._turn.end_step(step.connections.recorder, step.program)
 
-    def _end_turn(self, gathered: list[_Seen], call: Call) -> None:
+    def _end_turn(self, gathered: list[_MeetingMessage], call: Call) -> None:
         """End a turn whose iterations every rank has timed. Collective over the pipeline."""
         race, turn = self._race, self._turn
         assert race is not None and turn is not None
         comparison = turn.steps.compare(call.pipeline)
         assert comparison is not None
         self._turn = None
-        self._note(race.current, comparison, max(seen.peak for seen in gathered))
-        race.end_turn(max(seen.seconds for seen in gathered))
+        self._note(race.current, comparison, max(message.peak for message in gathered))
+        race.end_turn(max(message.seconds for message in gathered))
         if not race.is_between_rounds:
             return
         _say(report.standing(race))
@@ -312,8 +312,8 @@ class StepRace(StepObserver[Step]):
         assert race is not None
         self._kept = race.winner if takes_winner else self._contestants.baseline
         figures = self._figures()
-        for spec, own in figures.items():
-            _say(report.figures_line(spec, race, own))
+        for spec, of_spec in figures.items():
+            _say(report.figures_line(spec, race, of_spec))
         _say(report.winner_text(race, takes_winner))
         if doubt := report.doubt_of_winner(race, figures):
             log_single_rank(logger, logging.WARNING, doubt)

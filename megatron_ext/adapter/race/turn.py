@@ -32,29 +32,29 @@ class Turn:
         self._device = device
         self._clock = clock_of(device)
         self._begun = 0
-        self._marks: list[Any] = []
+        self._events: list[Any] = []
         self._counting: PeakBytes | None = None
-        self._interrupted: set[int] = set()  # marks that an evaluation or a save follows
+        self._interrupted: set[int] = set()  # events that an evaluation or a save follows
 
     def begin_iteration(self) -> None:
         """Mark the end of the previous iteration."""
         if self._begun >= WARM_UP:
-            self._marks.append(self._clock.mark())
+            self._events.append(self._clock.record_event())
         self._begun += 1
 
     @property
     def missing(self) -> int:
         """Number of further iterations that the turn needs, if nothing interrupts them."""
-        return max(TIMED - (len(self._marks) - 1 - len(self._interrupted)), 0)
+        return max(TIMED - (len(self._events) - 1 - len(self._interrupted)), 0)
 
     def interrupt(self) -> None:
         """Exclude the current iteration: something other than a step follows it."""
-        if self._marks:
-            self._interrupted.add(len(self._marks) - 1)
+        if self._events:
+            self._interrupted.add(len(self._events) - 1)
 
     def begin_step(self, recorder: Recorder, models: Sequence[torch.nn.Module]) -> None:
         """Start to record the passes, or to count their memory."""
-        if self._marks:
+        if self._events:
             self.steps.begin(recorder)
         else:
             self._counting = recorder.counting = peak_on(self._device, models)
@@ -69,7 +69,7 @@ class Turn:
 
     def seconds(self) -> float:
         """Return the median seconds of an iteration. Waits for the device."""
-        times = self._clock.read(self._marks)
+        times = self._clock.read(self._events)
         return statistics.median(
             end - begin
             for number, (begin, end) in enumerate(pairwise(times))

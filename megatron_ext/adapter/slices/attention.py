@@ -38,7 +38,7 @@ def attend_locally(
     softmax = layer.scale_mask_softmax
     _refuse_other_masks(softmax.attn_mask_type)
     key, value = running_slice.attended(layer, (key, value))
-    if span.own.begin == 0:
+    if span.local.begin == 0:
         return original(layer, query, key, value, attention_mask, *args, **kwargs)
     if attention_mask is None:
         attention_mask = bottom_right_mask(query.size(0), key.size(0), query.device)
@@ -63,7 +63,7 @@ def attend_with_transformer_engine(
         return original(layer, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
     _refuse_other_masks(attn_mask_type)
     key, value = running_slice.attended(layer, (key, value))
-    if span.own.begin > 0:
+    if span.local.begin > 0:
         attn_mask_type = AttnMaskType.causal_bottom_right
     with _without_context_parallelism(layer) if span.ranks > 1 else contextlib.nullcontext():
         return original(layer, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)

@@ -64,7 +64,9 @@ def cut_by_slices(
                 f"{tensor.size(dimension)} tokens: give all microbatches the same sequence length, "
                 f"or drop {_FLAG}"
             )
-        parts = (tensor.narrow(dimension, s.own.begin, s.own.end - s.own.begin) for s in spans)
+        parts = (
+            tensor.narrow(dimension, s.local.begin, s.local.end - s.local.begin) for s in spans
+        )
         batch[name] = torch.cat(list(parts), dimension)
     return batch
 

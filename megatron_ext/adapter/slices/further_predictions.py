@@ -50,13 +50,13 @@ def count_right(
 ) -> Any:
     """Replacement of _compute_mtp_acceptance_counts for the running slice, if there is one."""
     if (span := running_slice.span) is not None:
-        labels, mask = (whole[:, span.begin : span.end] for whole in (labels, mask))
+        labels, mask = (tensor[:, span.begin : span.end] for tensor in (labels, mask))
     return original(logits, labels, mask, *args, **kwargs)
 
 
 def _look_up(embedding: Any, span: Span, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    own = (whole[..., span.begin : span.end] for whole in (input_ids, position_ids))
-    return embedding(**dict(zip(("input_ids", "position_ids"), own, strict=True)))
+    sliced = (tensor[..., span.begin : span.end] for tensor in (input_ids, position_ids))
+    return embedding(**dict(zip(("input_ids", "position_ids"), sliced, strict=True)))
 
 
 def _compare(

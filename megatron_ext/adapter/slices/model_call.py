@@ -94,7 +94,7 @@ def _cut_mask(mask: Tensor, span: Span) -> Tensor:
     queries, keys = mask.shape[-2:]
     _check_length("attention_mask", queries, span.length // span.ranks)
     _check_length("attention_mask", keys, span.length)
-    return mask[..., span.here, : span.own.end]
+    return mask[..., span.here, : span.local.end]
 
 
 def _check_length(name: str, length: int, expected: int) -> None:

@@ -21,7 +21,7 @@ def begin_at_slice(
     from the front and one from the back otherwise."""
     span = running_slice.span
     if span is not None:
-        offset += span.own.begin
+        offset += span.local.begin
         if span.ranks > 1:
             length, kwargs["packed_seq"] = length // span.ranks, True
     return original(embedding, length, offset, *args, **kwargs)

@@ -141,8 +141,8 @@ def balance(
     of_microbatch = running_slice.kept_of_use(_router.now, _Balance)
     of_microbatch.tokens[span] = tokens_per_expert
     of_microbatch.scores[span] = probs.detach().sum(0)
-    whole = _of_whole(total_num_tokens, span)
-    scale = num_experts * moe_aux_loss_coeff / (topk * whole * whole)
+    tokens = _tokens_of_sequence(total_num_tokens, span)
+    scale = num_experts * moe_aux_loss_coeff / (topk * tokens * tokens)
     is_last = span.end == span.length and not _router.counts
     return _BalancingLoss.apply(probs, of_microbatch, scale, is_last)
 
@@ -161,7 +161,7 @@ def attach(
         return activation
     if (span := running_slice.span) is not None:
         count = activation.shape[0] if valid_token_count is None else valid_token_count
-        valid_token_count = _of_whole(count, span)
+        valid_token_count = _tokens_of_sequence(count, span)
     return original(router, activation, *args, valid_token_count=valid_token_count, **kwargs)
 
 
@@ -180,6 +180,6 @@ def z_loss(
     return share * loss
 
 
-def _of_whole(tokens: int, span: Span) -> int:
+def _tokens_of_sequence(tokens: int, span: Span) -> int:
     """Return the tokens of the sequence whose slice ``span`` has ``tokens``."""
     return tokens * span.length // (span.end - span.begin)

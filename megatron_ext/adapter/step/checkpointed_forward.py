@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.modules import module as module_hooks
 
 from megatron_ext.adapter.step.repeatable_call import ModelCall, RepeatableCall
-from megatron_ext.runtime.parameter_hooks import Hook, HooksByNumber, hidden
+from megatron_ext.runtime.parameter_hooks import Hook, HooksByNumber, without_hooks
 
 
 class CheckpointedForward:
@@ -58,7 +58,7 @@ def checkpointing(is_quantised: bool) -> Iterator[RandomStates]:
     beginning."""
     checkpointed_forward.is_on = True
     try:
-        with torch.no_grad(), _recompute(is_quantised, again=False):
+        with torch.no_grad(), _recompute(is_quantised, is_recompute=False):
             yield random._get_all_rng_states()
     finally:
         checkpointed_forward.is_on = False
@@ -82,7 +82,7 @@ class CheckpointedCall(RepeatableCall):
         if not self._has_loss:
             return super().__call__(data_iterator, model)
         tables = [table for _, table in _around_layers(model)]
-        with hidden(tables, lambda hook: not _is_callers(hook)):
+        with without_hooks(tables, lambda hook: not _is_callers(hook)):
             return super().__call__(data_iterator, model)
 
     @property
@@ -133,14 +133,16 @@ def _is_callers(hook: Hook) -> bool:
 @contextlib.contextmanager
 def recomputing(random_states: RandomStates, is_quantised: bool) -> Iterator[None]:
     """Context with ``random_states``; the current ones are restored afterwards."""
-    with random._fork_rng(), _recompute(is_quantised, again=True):
+    with random._fork_rng(), _recompute(is_quantised, is_recompute=True):
         random._set_all_rng_states(*random_states)
         yield
 
 
-def _recompute(is_quantised: bool, *, again: bool) -> AbstractContextManager[None]:
+def _recompute(is_quantised: bool, *, is_recompute: bool) -> AbstractContextManager[None]:
     """Return Transformer Engine's context for a recomputed forward pass: in the first run weights
     are also quantised for the backward pass."""
     if not is_quantised:
         return contextlib.nullcontext()
-    return random.activation_recompute_forward(activation_recompute=True, recompute_phase=again)
+    return random.activation_recompute_forward(
+        activation_recompute=True, recompute_phase=is_recompute
+    )

@@ -128,7 +128,7 @@ class ModelStage:
         self._between[microbatch] = (x, output)
         return output
 
-    def forward_beside(
+    def overlapped_forward(
         self, microbatch: int, x: Tensor | None, backward: Backward
     ) -> tuple[Tensor, Tensor | None]:
         return self.forward(microbatch, x), backward.run()
@@ -141,7 +141,7 @@ class ModelStage:
         losses: list[Any] = []
         with recomputing(noted.random_states, self._is_quantised):
             output, tokens = self._run(
-                noted.call.again, microbatch, x, losses, has_loss=self._has_loss
+                noted.call.repeat, microbatch, x, losses, has_loss=self._has_loss
             )
         self.tokens += tokens
         if self._has_loss:

@@ -73,11 +73,11 @@ def _stages(
     is_planned = asks and takes_plans(call.forward_step_func)
     for number, chunk, iterator in zip(_numbers(step), call.models, iterators, strict=True):
         is_last = placement.is_last(number)
-        own = [
+        microbatches = [
             {microbatch for stage, microbatch in passes if stage == number}
             for passes in (followed, recomputed)
         ]
-        common = number, chunk, call.config, iterator, call, step.recorder, gathers, *own
+        common = number, chunk, call.config, iterator, call, step.recorder, gathers, *microbatches
         if step.spans:
             stages[number] = SlicedStage(
                 *common,

@@ -62,15 +62,15 @@ class RecomputedDecoder:
     @contextlib.contextmanager
     def checkpointed(self) -> Iterator[None]:
         """Context of the stage's F."""
-        own = vars(self._decoder)
-        kept = {"forward": own["forward"]} if "forward" in own else {}
+        attributes = vars(self._decoder)
+        kept = {"forward": attributes["forward"]} if "forward" in attributes else {}
         self._forward = self._decoder.forward
         self._decoder.forward = self._first
         try:
             yield
         finally:
             del self._decoder.forward
-            own.update(kept)
+            attributes.update(kept)
 
     def recompute(self) -> None:
         """R: run the decoder again, with gradients."""

@@ -34,7 +34,7 @@ class ModelCall:
         """Arguments by their names in GPTModel.forward."""
         return _FORWARD.bind(None, *self.args, **self.kwargs).arguments
 
-    def again(self, data_iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
+    def repeat(self, data_iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
         """Repeat the call, with the interface of a forward_step_func."""
         return model(*self.args, **self.kwargs), self.loss_func
 

@@ -72,9 +72,9 @@ class SlicedStage(ModelStage):
         running_slice.clear()
 
     def _make_loss(self, microbatch: int, call: ModelCall) -> None:
-        whole = torch.cat(self._outputs.pop(microbatch), dim=1)  # [b, s], or [b, s, v] of logits
+        output = torch.cat(self._outputs.pop(microbatch), dim=1)  # [b, s], or [b, s, v] of logits
         gradient, tokens = loss_with_gradient(
-            whole, call.loss_func, self._model, self._config, self._call, self.losses
+            output, call.loss_func, self._model, self._config, self._call, self.losses
         )
         self.tokens += tokens
         if gradient is not None:
@@ -83,7 +83,7 @@ class SlicedStage(ModelStage):
     def _forward_step_func(self, microbatch: int) -> Callable[..., Any]:
         piece = _slice(microbatch)
         if not piece.is_first:
-            return self._calls[piece.microbatch].again
+            return self._calls[piece.microbatch].repeat
         noted = RepeatableCall(self._call.forward_step_func, "--pipeline-slices")
         self._noted[piece.microbatch] = noted
         return noted

@@ -190,13 +190,13 @@ class PipelineTraining:
         hooks = callers_hooks(call.models) if needs_hooks else CallersHooks()
         if waits:
             tell_of_hooks(call.models, hooks)
-        apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
+        separate_weights = frozenset[Tensor]() if shard is None else frozenset([shard.output])
         is_lent: Lent = is_owned
         if captures(call.config) and not call.forward_only:
             rank, schedule = call.pipeline.rank(), program.schedule
             stages = schedule.placement.stages_of[rank]
             is_lent = layer_graphs.begin(schedule.rows[rank], stages, call.models)
-        split = Split(waits, hooks, at_once, apart, is_lent)
+        split = Split(waits, hooks, at_once, separate_weights, is_lent)
         return Step(
             pipeline=call.pipeline,
             program=program,

@@ -131,15 +131,15 @@ class HostMemory:
     def _begin(self, planned: int | None) -> str:
         """Compare the plans of all ranks with the free memory of their hosts. A rank that is alone
         counts once, though it stands for all."""
-        own = _Report(self._host, planned or 0, available_bytes(), uuid.uuid4().hex)
-        reports = list({report.run: report for report in gather_from_all(own)}.values())
+        this_report = _Report(self._host, planned or 0, available_bytes(), uuid.uuid4().hex)
+        reports = list({report.run: report for report in gather_from_all(this_report)}.values())
         of_hosts: dict[str, list[_Report]] = defaultdict(list)
         for report in reports:
             of_hosts[report.host].append(report)
         for host, ranks in of_hosts.items():
             _refuse_more(host, len(ranks), _planned(ranks), _free(ranks))
         here = of_hosts[self._host]
-        self._free, self._planned, self._of_host = _free(here), own.planned, _planned(here)
+        self._free, self._planned, self._of_host = _free(here), this_report.planned, _planned(here)
         if (store := store_of_all()) is not None:
             self._store = dist.PrefixStore(f"megatron_ext/host memory/{reports[0].run}", store)
         if planned is None:

@@ -192,7 +192,7 @@ class OffloadedStep(Owner):
         storages = saved.take_exclusive()
         size = sum(_aligned(moved.size) for moved in storages)
         slot = self._offload.buffers.take((stage, held), size) if storages else None
-        pieces = [(host, own) for own, host in _pieces(storages, slot)]
+        pieces = [(host, piece) for piece, host in _pieces(storages, slot)]
         try:
             transfer = self._offload.copies.start(action, pieces, slot.last if slot else None)
         except BaseException:

@@ -18,20 +18,20 @@ class AsyncAllGather:
     def __init__(
         self, group: dist.ProcessGroup, numbers: Sequence[float], stream: torch.cuda.Stream | None
     ) -> None:
-        own = torch.tensor(numbers, dtype=torch.float64)
+        row = torch.tensor(numbers, dtype=torch.float64)
         self._rows = torch.empty(
             group.size(), len(numbers), dtype=torch.float64, pin_memory=stream is not None
         )
         self._work: dist.Work | None = None
         if stream is None:
             self._work = dist.all_gather_into_tensor(
-                self._rows.view(-1), own, group=group, async_op=True
+                self._rows.view(-1), row, group=group, async_op=True
             )
             return
         with torch.cuda.stream(stream):
             gathered = torch.empty_like(self._rows, device="cuda")
-            own = own.pin_memory().to("cuda", non_blocking=True)
-            dist.all_gather_into_tensor(gathered.view(-1), own, group=group)
+            row = row.pin_memory().to("cuda", non_blocking=True)
+            dist.all_gather_into_tensor(gathered.view(-1), row, group=group)
             self._rows.copy_(gathered, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()

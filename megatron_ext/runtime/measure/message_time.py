@@ -34,25 +34,27 @@ def message_seconds(
     """
     channel_of = {(channel.sender, channel.receiver): channel for channel in sorted(channels)}
     data = torch.zeros(shape, dtype=dtype, device=connection.device)
-    pairs = [pair for pair in sorted(channel_of) if pair[0] < pair[1] and connection.rank in pair]
-    seconds = {pair: _of_pair(connection, channel_of, pair, data, clock) for pair in pairs}
+    pairs = [
+        ranks for ranks in sorted(channel_of) if ranks[0] < ranks[1] and connection.rank in ranks
+    ]
+    seconds = {ranks: _between(connection, channel_of, ranks, data, clock) for ranks in pairs}
     return {upper: figure for (lower, upper), figure in seconds.items() if lower == connection.rank}
 
 
-def _of_pair(
+def _between(
     connection: Channels | PipelineGroup,
     channel_of: Mapping[tuple[int, int], Channel],
-    pair: tuple[int, int],
+    ranks: tuple[int, int],
     data: Tensor,
     clock: Clock,
 ) -> float:
-    there, back = channel_of[pair], channel_of[pair[1], pair[0]]
-    marks = [clock.mark()]
+    there, back = channel_of[ranks], channel_of[ranks[1], ranks[0]]
+    events = [clock.record_event()]
     for _ in range(1 + ROUNDS):
         _move(connection, there, data)
         _move(connection, back, data)
-        marks.append(clock.mark())
-    times = clock.read(marks)[1:]
+        events.append(clock.record_event())
+    times = clock.read(events)[1:]
     rounds = [end - begin for begin, end in pairwise(times)]
     return statistics.median(rounds) / 2
 

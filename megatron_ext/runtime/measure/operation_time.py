@@ -122,9 +122,9 @@ def gather_seconds(group: dist.ProcessGroup, sizes: Iterable[int]) -> dict[float
     """Return the seconds of a gather of each of ``sizes``, in bytes of all ranks together.
     Collective over ``group``."""
 
-    def gather(whole: torch.Tensor) -> Callable[[], object]:
-        share = whole[: whole.numel() // group.size()].clone()
-        return lambda: dist.all_gather_into_tensor(whole, share, group=group)
+    def gather(gathered: torch.Tensor) -> Callable[[], object]:
+        share = gathered[: gathered.numel() // group.size()].clone()
+        return lambda: dist.all_gather_into_tensor(gathered, share, group=group)
 
     return _collective_seconds(group, sizes, gather)
 

@@ -90,8 +90,10 @@ class Profile:
                 that of the largest microbatch then.
         """
         assert boundary.shape is not None
-        ways = channels(self.program.schedule)
-        p2p_seconds = message_seconds(connection, ways, boundary.shape, boundary.dtype, self._clock)
+        used_channels = channels(self.program.schedule)
+        p2p_seconds = message_seconds(
+            connection, used_channels, boundary.shape, boundary.dtype, self._clock
+        )
         steps = [recording.read()[0] for recording in self._recordings]
         problem, places = self.program.problem, None
         if by_place and problem.slices.count == 1:

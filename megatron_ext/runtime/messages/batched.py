@@ -78,7 +78,7 @@ class BatchedTransport(TransportBase):
         self._group = group
         self._last = {row[positions[-1]] for positions in batches_of(row)}
         self._next: list[tuple[Action, Tensor]] = []  # messages of the incomplete batch
-        self._under_way: dict[Action, tuple[_Batch, Tensor]] = {}
+        self._in_flight: dict[Action, tuple[_Batch, Tensor]] = {}
 
     def drain(self) -> None:
         raise AssertionError("a step with batched messages is never restarted")
@@ -86,7 +86,7 @@ class BatchedTransport(TransportBase):
     def abandon(self) -> None:
         """End the step after an error."""
         self._next.clear()
-        self._under_way.clear()
+        self._in_flight.clear()
         self._group.close()
 
     def send(self, action: Action, tensor: Tensor) -> None:
@@ -101,18 +101,18 @@ class BatchedTransport(TransportBase):
 
     def wait_sent(self, send: Action) -> None:
         """Return when the batch of ``send`` has moved."""
-        batch, _ = self._under_way.pop(send)
+        batch, _ = self._in_flight.pop(send)
         self._wait(batch, send)
 
     def received(self, action: Action) -> Tensor:
         """Return the tensor of the posted receive ``action``, once its batch has moved."""
-        batch, tensor = self._under_way.pop(action)
+        batch, tensor = self._in_flight.pop(action)
         self._wait(batch, action)
         return tensor
 
     def is_empty(self) -> bool:
         """Whether no message is in flight or received and unread."""
-        return not self._next and not self._under_way
+        return not self._next and not self._in_flight
 
     def _add(self, action: Action, tensor: Tensor) -> None:
         self._next.append((action, tensor))
@@ -121,7 +121,7 @@ class BatchedTransport(TransportBase):
         with self._calling_peer(action):
             works = self._group.start([(self._channel_of(a), data) for a, data in self._next])
         batch = _Batch(tuple(a for a, _ in self._next), works)
-        self._under_way |= {a: (batch, data) for a, data in self._next}
+        self._in_flight |= {a: (batch, data) for a, data in self._next}
         self._next.clear()
 
     def _wait(self, batch: _Batch, action: Action) -> None:

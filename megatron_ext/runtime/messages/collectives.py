@@ -88,7 +88,7 @@ class StepCollectives:
         self._collectives = collectives
         self._recorder = recorder
         # Works of an action, the tensors that must stay until these have ended, and the root.
-        self._under_way: dict[Action, tuple[list[dist.Work], list[Tensor], int]] = {}
+        self._in_flight: dict[Action, tuple[list[dist.Work], list[Tensor], int]] = {}
 
     def broadcast(self, action: Action, tensors: Sequence[Tensor], root: int) -> None:
         """Start to broadcast the ``tensors`` of ``root``; the tensors of other ranks are
@@ -96,14 +96,14 @@ class StepCollectives:
         tensors = list(tensors)
         with self._calling_all(action, root):
             works = [self._collectives.broadcast(action.kind, t, root) for t in tensors]
-        self._under_way[action] = works, tensors, root
+        self._in_flight[action] = works, tensors, root
 
     def sum(self, action: Action, tensor: Tensor, root: int) -> None:
         """Start to sum ``tensor`` over all ranks, in place on ``root``; elsewhere it is only an
         input."""
         with self._calling_all(action, root):
             works = [self._collectives.sum(action.kind, tensor, root)]
-        self._under_way[action] = works, [tensor], root
+        self._in_flight[action] = works, [tensor], root
 
     def gather(self, action: Action, tensor: Tensor) -> None:
         """Start to gather ``tensor`` of all ranks on every rank, stacked in rank order."""
@@ -111,11 +111,11 @@ class StepCollectives:
         gathered = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
         with self._calling_all(action, 0):
             works = [self._collectives.gather(action.kind, gathered, tensor)]
-        self._under_way[action] = works, [gathered.view(size, *tensor.shape), tensor], 0
+        self._in_flight[action] = works, [gathered.view(size, *tensor.shape), tensor], 0
 
     def result(self, action: Action) -> list[Tensor]:
         """Wait for ``action``, and return and forget its tensors on this rank."""
-        works, tensors, root = self._under_way.pop(action)
+        works, tensors, root = self._in_flight.pop(action)
         with self._calling_all(action, root):
             for work in works:
                 work.wait()
@@ -123,11 +123,11 @@ class StepCollectives:
 
     def finish(self) -> None:
         """Call this after the last action: all collectives must have ended."""
-        assert not self._under_way
+        assert not self._in_flight
 
     def abandon(self) -> None:
         """End the step after an error; see `Transport.abandon`."""
-        self._under_way.clear()
+        self._in_flight.clear()
         self._collectives.close()
 
     def _calling_all(self, action: Action, root: int) -> PeerCall:

@@ -57,15 +57,15 @@ def _meet(recorder: Recorder, group: dist.ProcessGroup, name: str, members: Sequ
         return
     assert position is not None
     of_group = dist.get_process_group_ranks(group)
-    own, ranks = of_group[group.rank()], [of_group[member] for member in members]
+    this_rank, ranks = of_group[group.rank()], [of_group[member] for member in members]
     store = keys_of_start(store)
     missing, timeout = ranks, timeout_of(group).total_seconds()
     end, pause = time.monotonic() + timeout, 0.001
-    with losing_the_store(f"global rank {own} was to make the connection {name}"):
+    with losing_the_store(f"global rank {this_rank} was to make the connection {name}"):
         place = f"megatron_ext/connection {name} of {'-'.join(map(str, ranks))}"
         # All have made it equally often: the store may have keys of an earlier training.
-        place = f"{place}/{store.add(f'{place}/begun by {own}', 1)}"
-        store.set(f"{place}/{own}", "")
+        place = f"{place}/{store.add(f'{place}/begun by {this_rank}', 1)}"
+        store.set(f"{place}/{this_rank}", "")
     while True:
         if recorder.interruption is not None:
             raise PeerFailure("another rank has failed")  # the context of the call says which
@@ -82,4 +82,6 @@ def _meet(recorder: Recorder, group: dist.ProcessGroup, name: str, members: Sequ
             )
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE)
-    recorder.position = position._replace(missing=tuple(rank for rank in ranks if rank != own))
+    recorder.position = position._replace(
+        missing=tuple(rank for rank in ranks if rank != this_rank)
+    )

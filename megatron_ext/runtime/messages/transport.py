@@ -76,7 +76,7 @@ class TransportBase:
         self._boundary = boundary
         self._placement = placement
         self._recorder = recorder
-        self._ways: dict[tuple[int, Kind], Channel] = {}
+        self._known_channels: dict[tuple[int, Kind], Channel] = {}
 
     def _data(self, action: Action, tensor: Tensor) -> Tensor:
         """Return ``tensor`` as ``action`` sends it.
@@ -98,9 +98,9 @@ class TransportBase:
 
     def _channel_of(self, action: Action) -> Channel:
         key = action.stage, action.kind
-        if key not in self._ways:
-            self._ways[key] = channel_of(action, self._placement)
-        return self._ways[key]
+        if key not in self._known_channels:
+            self._known_channels[key] = channel_of(action, self._placement)
+        return self._known_channels[key]
 
     def _calling_peer(self, action: Action) -> AbstractContextManager[None]:
         """Context for each call that the rank at the other end of ``action`` can make fail or

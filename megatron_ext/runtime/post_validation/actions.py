@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_ext.runtime.owner import BeginAgain, Handler, Owner
+from megatron_ext.runtime.owner import Handler, Owner, RestartStep
 from megatron_ext.schedule.action import Action, Kind
 
 
@@ -39,4 +39,4 @@ class Validation(Owner):
 
     def _commit_or_rollback(self, action: Action) -> None:
         if not self.commit_or_rollback():
-            raise BeginAgain
+            raise RestartStep

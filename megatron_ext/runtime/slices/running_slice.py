@@ -43,7 +43,7 @@ class Span:
     ranks: int = 1
 
     @property
-    def own(self) -> Span:
+    def local(self) -> Span:
         """Part of this rank."""
         tokens = (self.end - self.begin) // self.ranks
         begin = self.begin + self.rank * tokens
@@ -169,22 +169,22 @@ class _Buffers:
     far."""
 
     def __init__(self) -> None:
-        self._whole: _Tensors = ()
+        self._full: _Tensors = ()
         self._gradients: _Tensors | None = None
 
     def write(self, span: Span, tensors: _Tensors, ranks: dist.ProcessGroup | None) -> _Tensors:
         """Write the slice's part, and return the views up to its end. They are made from ``data``,
         so that autograd does not take later writes beyond the slice for changes of saved tensors.
         """
-        if not self._whole:
-            self._whole = tuple(t.new_empty((span.length, *t.shape[1:])) for t in tensors)
-        for whole, own in zip(self._whole, tensors, strict=True):
-            part = whole.data[span.begin : span.end]
+        if not self._full:
+            self._full = tuple(t.new_empty((span.length, *t.shape[1:])) for t in tensors)
+        for full, local in zip(self._full, tensors, strict=True):
+            part = full.data[span.begin : span.end]
             if span.ranks == 1:
-                part[:] = own
+                part[:] = local
             else:
-                dist.all_gather_into_tensor(part, own.contiguous(), group=ranks)
-        return tuple(whole.data[: span.own.end] for whole in self._whole)
+                dist.all_gather_into_tensor(part, local.contiguous(), group=ranks)
+        return tuple(full.data[: span.local.end] for full in self._full)
 
     def own_gradients(self, span: Span, gradients: _Tensors) -> _Tensors:
         """Return the complete gradients of the slice's part; ``gradients`` are of everything up to
@@ -192,15 +192,15 @@ class _Buffers:
         summed = self._gradients
         if summed is None:  # the last slice
             gradients = tuple(_with_rows(gradient, span.end) for gradient in gradients)
-            own = tuple(gradient[span.begin :] for gradient in gradients)
+            local = tuple(gradient[span.begin :] for gradient in gradients)
             self._gradients = tuple(gradient[: span.begin].clone() for gradient in gradients)
         else:
             for before, gradient in zip(summed, gradients, strict=True):
-                before[: span.own.end] += gradient
-            own = tuple(before[span.begin : span.end] for before in summed)
+                before[: span.local.end] += gradient
+            local = tuple(before[span.begin : span.end] for before in summed)
         if span.begin == 0:
-            self._whole, self._gradients = (), None
-        return own
+            self._full, self._gradients = (), None
+        return local
 
 
 class _Attended(torch.autograd.Function):
@@ -219,10 +219,10 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        own = ctx.buffers.own_gradients(ctx.span, gradients)
+        local = ctx.buffers.own_gradients(ctx.span, gradients)
         if ctx.span.ranks > 1:
-            own = tuple(_scattered(whole, ctx.span.ranks, ctx.ranks) for whole in own)
-        return (None, None, None, *own)
+            local = tuple(_scattered(full, ctx.span.ranks, ctx.ranks) for full in local)
+        return (None, None, None, *local)
 
 
 def _with_rows(gradient: Tensor, rows: int) -> Tensor:
@@ -231,11 +231,11 @@ def _with_rows(gradient: Tensor, rows: int) -> Tensor:
     return pad(gradient, (0, 0) * (gradient.dim() - 1) + (0, missing)) if missing else gradient
 
 
-def _scattered(whole: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Return this rank's part of the sum of ``whole``, a slice's gradient, over the group."""
-    own = whole.new_empty((len(whole) // ranks, *whole.shape[1:]))
-    dist.reduce_scatter_tensor(own, whole.contiguous(), group=group)
-    return own
+def _scattered(full: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Return this rank's part of the sum of ``full``, a slice's gradient, over the group."""
+    local = full.new_empty((len(full) // ranks, *full.shape[1:]))
+    dist.reduce_scatter_tensor(local, full.contiguous(), group=group)
+    return local
 
 
 running_slice = RunningSlice()

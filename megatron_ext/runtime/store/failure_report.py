@@ -43,7 +43,7 @@ class FailureReport:
         self._process = os.getpid()
         self._where: Callable[[], str] = str
         self._hear: Callable[[str], None] | None = None
-        self._own: str | None = None
+        self._words: str | None = None
         self._stays_until = 0.0  # `time.monotonic` seconds; others read a store that is here
         self._wake = threading.Event()
         self._has_left = threading.Event()
@@ -66,7 +66,7 @@ class FailureReport:
         `LEAVE_SECONDS`."""
         if os.getpid() != self._process:
             return
-        self._own = words
+        self._words = words
         self._wake.set()
         self._has_left.wait(LEAVE_SECONDS)
 
@@ -115,8 +115,8 @@ class FailureReport:
         """Poll until another rank's report is there, and return it. Return None if this rank has
         reported itself, or is stopped, which it notes for the others."""
         while not self._is_stopped:
-            if self._own is not None:
-                self._store.compare_set(self._key, "", self._own)
+            if self._words is not None:
+                self._store.compare_set(self._key, "", self._words)
                 if self._keeps_the_store():
                     self._stays_until = time.monotonic() + 2 * LOOK_SECONDS
                 return None

@@ -206,9 +206,9 @@ def _whole_sequence(shard: VocabularyShard, hidden_states: Tensor) -> Tensor:
     if shard.tensor_parallel is None or not shard.sequence_parallel:
         return hidden_states
     length, *rest = hidden_states.shape
-    whole = hidden_states.new_empty(length * shard.tensor_parallel_size, *rest)
-    dist.all_gather_into_tensor(whole, hidden_states, group=shard.tensor_parallel)
-    return whole
+    full = hidden_states.new_empty(length * shard.tensor_parallel_size, *rest)
+    dist.all_gather_into_tensor(full, hidden_states, group=shard.tensor_parallel)
+    return full
 
 
 def _own_sequence(shard: VocabularyShard, gradient: Tensor) -> Tensor:
@@ -220,9 +220,9 @@ def _own_sequence(shard: VocabularyShard, gradient: Tensor) -> Tensor:
         dist.all_reduce(gradient, group=shard.tensor_parallel)
         return gradient
     length, *rest = gradient.shape
-    own = gradient.new_empty(length // shard.tensor_parallel_size, *rest)
-    dist.reduce_scatter_tensor(own, gradient, group=shard.tensor_parallel)
-    return own
+    local = gradient.new_empty(length // shard.tensor_parallel_size, *rest)
+    dist.reduce_scatter_tensor(local, gradient, group=shard.tensor_parallel)
+    return local
 
 
 def _accumulate(table: Table, gradient: Tensor) -> None:

@@ -39,10 +39,10 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             if config.vocab_parallel is not VocabularyParallel.NONE:
                 pad_vocabulary(args)
             # Megatron pads the vocabulary itself, when it has built the tokenizer.
-            seen = copy.copy(args)
-            check_batches(seen, config, lambda: settle_vocabulary(seen, config))
+            padded = copy.copy(args)
+            check_batches(padded, config, lambda: settle_vocabulary(padded, config))
             # Every rank runs this; at the first step one of them searches for all.
-            check_schedule(seen, config, prove_without_search)
+            check_schedule(padded, config, prove_without_search)
             why = why_no_steps_overlap(args) if config.post_validation else None
             if why is not None and args.rank == 0:
                 logger.warning(why)

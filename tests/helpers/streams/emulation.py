@@ -117,7 +117,7 @@ def _replace_torch(patch: pytest.MonkeyPatch, device: Device, groups: EmulatedGr
     _replace_platform(patch, device, names)
     # Measured costs decide about programs: by a clock that counts, these are the same in each run.
     count = itertools.count()
-    patch.setattr(recording.HostClock, "mark", lambda clock: float(next(count)))
+    patch.setattr(recording.HostClock, "record_event", lambda clock: float(next(count)))
     patch.setattr(torch.UntypedStorage, "resize_", watch_resizes(device))
     patch.setattr(torch.Tensor, "is_cuda", property(_is_cuda), raising=False)
     for name, method in groups.methods().items():

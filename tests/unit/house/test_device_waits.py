@@ -114,7 +114,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         (  # allocates once, before the first metrics
             "megatron_ext/runtime/measure/exchange.py",
             "AsyncAllGather.__init__",
-            "own.pin_memory()",
+            "row.pin_memory()",
         ),
         (  # when a training ends
             "megatron_ext/runtime/measure/exchange.py",
@@ -142,7 +142,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         (
             "megatron_ext/runtime/recording.py",
             "DeviceClock.read",
-            "mark.elapsed_time(reference)",
+            "event.elapsed_time(reference)",
         ),
         (
             "megatron_ext/runtime/post_validation/snapshot.py",
@@ -167,7 +167,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         (
             "megatron_ext/adapter/observers/trace.py",
             "StepTrace.end",
-            "dist.all_gather_object(gathered, own, group=pipeline)",
+            "dist.all_gather_object(gathered, of_rank, group=pipeline)",
         ),
         (
             "patches/megatron/training/training/training_log.py",

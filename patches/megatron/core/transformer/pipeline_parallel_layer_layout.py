@@ -47,7 +47,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 f"{placement.stages} on {ranks} pipeline ranks: give it as many segments"
             )
         segments = [self.layout[stage % ranks][stage // ranks] for stage in range(stages)]
-        self.layout = [[segments[stage] for stage in own] for own in placement.stages_of]
+        self.layout = [[segments[stage] for stage in of_rank] for of_rank in placement.stages_of]
 
     def layers_before(
         original: Callable[..., int],
@@ -74,7 +74,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        model_config = _with_layout_of_its_own(model_config)
+        model_config = _without_others_layout(model_config)
         layout = model_config.pipeline_model_parallel_layout
         if layout is None or pp_rank is None:
             return original(model_config, vp_stage, pp_rank)
@@ -86,7 +86,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        layout = _with_layout_of_its_own(model_config).pipeline_model_parallel_layout
+        layout = _without_others_layout(model_config).pipeline_model_parallel_layout
         if layout is None or pp_rank is None:
             return original(model_config, vp_stage, pp_rank)
         return layout.get_layer_offset(LayerType.decoder, vp_stage, pp_rank)
@@ -124,7 +124,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     )
 
 
-def _with_layout_of_its_own(model_config: Any) -> Any:
+def _without_others_layout(model_config: Any) -> Any:
     """Return ``model_config`` without a layout that belongs to another model, one with a
     pipeline."""
     if model_config.pipeline_model_parallel_size > 1:

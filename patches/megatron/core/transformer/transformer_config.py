@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.adapter.layers import (
-    is_megatrons_own,
+    is_stock_placement,
     layers_of_stages,
     layout_of,
     prediction_depths,
@@ -27,7 +27,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         ranks = model_config.pipeline_model_parallel_size
         if ranks > 1 and model_config.pipeline_model_parallel_layout is None:
             placement = resolved.place(ranks)
-            if model_config.is_hybrid_model or is_megatrons_own(placement):
+            if model_config.is_hybrid_model or is_stock_placement(placement):
                 if model_config.virtual_pipeline_model_parallel_size is None:
                     model_config.virtual_pipeline_model_parallel_size = placement.chunks
             else:
@@ -38,7 +38,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 model_config.num_layers_in_last_pipeline_stage = None
                 model_config.account_for_embedding_in_pipeline_split = False
                 model_config.account_for_loss_in_pipeline_split = False
-        own_order = ranks > 1 and not is_megatrons_own(resolved.place(ranks))
+        own_order = ranks > 1 and not is_stock_placement(resolved.place(ranks))
         if own_order and model_config.microbatch_group_size_per_vp_stage is None:
             # verl rounds a step's microbatches up to groups, which a V does not have.
             model_config.microbatch_group_size_per_vp_stage = 1

@@ -159,24 +159,24 @@ class _Part:
     """Part on this rank of a tensor that was gathered from ``group``, and that will be gathered
     again."""
 
-    def __init__(self, whole: Tensor, group: Any) -> None:
-        self.tensor = whole.chunk(group.size())[group.rank()].clone()
-        self._shape, self._group = whole.shape, group
-        self._whole: Tensor | None = None
+    def __init__(self, gathered: Tensor, group: Any) -> None:
+        self.tensor = gathered.chunk(group.size())[group.rank()].clone()
+        self._shape, self._group = gathered.shape, group
+        self._gathered: Tensor | None = None
         self._work: Any = None
 
     def gather(self) -> None:
         """Start the gather."""
         part = self.tensor
-        self._whole = torch.empty(self._shape, dtype=part.dtype, device=part.device)
+        self._gathered = torch.empty(self._shape, dtype=part.dtype, device=part.device)
         gather = torch.distributed.all_gather_into_tensor
-        self._work = gather(self._whole, part, group=self._group, async_op=True)
+        self._work = gather(self._gathered, part, group=self._group, async_op=True)
 
-    def whole(self) -> Tensor:
+    def gathered(self) -> Tensor:
         """Return the gathered tensor, after waiting for it."""
         self._work.wait()
-        assert self._whole is not None
-        return self._whole
+        assert self._gathered is not None
+        return self._gathered
 
 
 def _in_parts(module: Any, x: Any, dy: Any) -> tuple[Any, Any]:
@@ -199,8 +199,8 @@ def _comes_at_once(store: Any) -> bool:
     grouped = range(getattr(module, "num_gemms", 0))
     numbered = [f"{kind}{number}" for kind in ("weight", "bias") for number in grouped]
     names = [f"{prefix}{kind}" for prefix in ("", "fc1_", "fc2_") for kind in ("weight", "bias")]
-    own = [getattr(module, name, None) for name in (*names, *numbered)]
-    return not all(queue.splits(tensor) for tensor in own if isinstance(tensor, Tensor))
+    tensors = [getattr(module, name, None) for name in (*names, *numbered)]
+    return not all(queue.splits(tensor) for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def _remembered(store: Any) -> Any:
@@ -222,7 +222,7 @@ _Made = tuple[Sequence[Tensor], Sequence[Contribution]]  # of the weights, of th
 
 
 def _make(function: Callable[..., Any], x: Any, dy: Any) -> _Made:
-    operands = (part.whole() if isinstance(part, _Part) else part for part in (x, dy))
+    operands = (part.gathered() if isinstance(part, _Part) else part for part in (x, dy))
     weight_gradient, bias_gradient = function(*operands)
     return [weight_gradient], [bias_gradient]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.models.hybrid.hybrid_layer_allocation import validate_segment_layers
 
-from megatron_ext.adapter.layers import SEGMENT_END, is_megatrons_own, segments_of_stages
+from megatron_ext.adapter.layers import SEGMENT_END, is_stock_placement, segments_of_stages
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
@@ -52,7 +52,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 f"schedule {resolved.spec} has {placement.chunks} stages on each rank, and a "
                 f"HybridModel is made without vp_stage: make one for each stage, with its vp_stage"
             )
-        if is_megatrons_own(placement):
+        if is_stock_placement(placement):
             return original(SEGMENT_END.join(segments), pp_group, vp_stage, **groups)
         stage = placement.stages_of[pp_group.rank()][vp_stage or 0]
         return validate_segment_layers(segments[stage]), sum(map(len, segments[:stage]))
