@@ -27,8 +27,8 @@ from megatron_ext.written_settings import (
     MEGATRONS_OFFLOAD,
     Given,
     for_megatrons_offload,
-    given_beside,
     given_in,
+    given_in_environment,
     words_of,
 )
 
@@ -146,7 +146,7 @@ def _have_parsed(words: Sequence[str], dropped: Sequence[str]) -> None:
 
 def _from_environment(given: Given) -> dict[str, str | bool]:
     """Return the settings of ``MEGATRON_EXT_*`` that are not ``given`` by flags."""
-    added, overruled = given_beside(given, os.environ)
+    added, overruled = given_in_environment(given, os.environ)
     if os.environ.get("RANK", "0") == "0":
         for line in overruled:
             logger.warning(line)
@@ -168,8 +168,8 @@ def _planned(words: Sequence[str], config: PipelineConfig, choose: ChoosePlan) -
     with telling_of_long_work(rank):
         chosen = choose(words, config, int(os.environ.get("WORLD_SIZE", "1")))
     if rank == 0:
-        instead = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
-        logger.info(f"{config.schedule} takes {shlex.join(chosen.flags)}{instead}: {chosen.why}")
+        replaced = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
+        logger.info(f"{config.schedule} takes {shlex.join(chosen.flags)}{replaced}: {chosen.why}")
     return chosen
 
 

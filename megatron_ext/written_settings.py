@@ -79,7 +79,9 @@ def says(argv: Sequence[str], name: str) -> bool:
     return any(word.split("=")[0] == flag(name) for word in argv)
 
 
-def given_beside(written: Given, env: Mapping[str, str]) -> tuple[dict[str, str | bool], list[str]]:
+def given_in_environment(
+    written: Given, env: Mapping[str, str]
+) -> tuple[dict[str, str | bool], list[str]]:
     """Return the settings that variables in ``env`` add to the settings ``written`` on a command
     line, for `megatron_ext.launch`, and a line for each variable that a flag with another value
     overrules.

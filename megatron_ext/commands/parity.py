@@ -30,7 +30,7 @@ from megatron_ext.recordings import report
 from megatron_ext.recordings.compare import ParityVerdict, RunComparison, compare_runs
 from megatron_ext.recordings.recording import read_recording
 from megatron_ext.recordings.writing import already_there, lines_file
-from megatron_ext.written_settings import given_beside
+from megatron_ext.written_settings import given_in_environment
 
 _COMMANDS = "commands"
 _WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -93,7 +93,7 @@ def commands(
             with showing_progress():
                 check_comparable(a, b)
         places = run_both(a, b, folder, iterations, from_seed, is_stock, _tell)
-        found = _compare(places.a, places.b, places.again)
+        found = _compare(places.a, places.b, places.second)
     except (ValueError, OSError) as error:
         fail(error)
     _finish(found, as_json)
@@ -135,9 +135,10 @@ def record(
 def compare_folders(
     a: Annotated[Path, typer.Argument(metavar="A", help="Folder of the recording of command A.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Folder of the recording of command B.")],
-    again: Annotated[
+    second: Annotated[
         Path | None,
         typer.Option(
+            "--again",  # plain words: the name of the flag
             metavar="DIR",
             help=(
                 "Folder of a second recording of A. Differences between the two recordings of A "
@@ -149,7 +150,7 @@ def compare_folders(
 ) -> None:
     """Compare two recordings. Needs numpy only, and neither torch nor a GPU."""
     try:
-        found = _compare(a, b, again)
+        found = _compare(a, b, second)
     except (ValueError, OSError) as error:
         fail(error)
     _finish(found, as_json)
@@ -168,7 +169,7 @@ def _two_commands(words: Sequence[str]) -> tuple[RunCommand, RunCommand, bool]:
         return read_run_command(words[:at]), read_run_command(words[at + 1 :]), False
     b = read_run_command(words)
     a = as_stock(b)
-    if a == b and not given_beside({}, os.environ)[0]:
+    if a == b and not given_in_environment({}, os.environ)[0]:
         raise ValueError(
             "the command has no flag of megatron_ext, so it would be compared with itself: give "
             "two commands, or add --pipeline-schedule"
@@ -180,9 +181,9 @@ def _tell(text: str) -> None:
     typer.echo(text, err=True, nl=False)
 
 
-def _compare(a: Path, b: Path, again: Path | None) -> RunComparison:
+def _compare(a: Path, b: Path, second: Path | None) -> RunComparison:
     return compare_runs(
-        read_recording(a), read_recording(b), None if again is None else read_recording(again)
+        read_recording(a), read_recording(b), None if second is None else read_recording(second)
     )
 
 

@@ -13,8 +13,8 @@ from megatron_ext.launch_command.words import Launch
 from megatron_ext.written_settings import (
     from_argv,
     from_environment,
-    given_beside,
     given_in,
+    given_in_environment,
     settings_given,
     words_of,
 )
@@ -65,7 +65,7 @@ def with_variables(launch: Launch, script: str | None) -> tuple[Launch, list[Wor
             return launch, []
         text = f"nothing in the command reads {schedule}: this is Megatron's own pipeline"
         return launch, [WordFinding("remark", text, "write -m megatron_ext before it")]
-    added, overruled = given_beside(given_in(launch.arguments), os.environ)
+    added, overruled = given_in_environment(given_in(launch.arguments), os.environ)
     words = words_of(added)
     findings = [WordFinding("remark", text) for text in overruled]
     if words:

@@ -26,13 +26,13 @@ class RunCommand:
     """Launch command, split into its parts.
 
     Attributes:
-        head: the words up to the script, without ``-m megatron_ext``.
+        launcher: the words up to the script, without ``-m megatron_ext``.
         script: ``SCRIPT.py`` or ``-m MODULE``.
         arguments: the script's arguments.
         shell: words around the command, such as ``bash -c``; empty if there are none.
     """
 
-    head: tuple[str, ...]
+    launcher: tuple[str, ...]
     script: tuple[str, ...]
     arguments: tuple[str, ...]
     shell: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class RunCommand:
     def words(self, before_script: Sequence[str], more: Sequence[str] = ()) -> list[str]:
         """Return the command with ``before_script`` inserted before the script, and ``more``
         arguments at its end, which take precedence."""
-        words = [*self.head, *before_script, *self.script, *self.arguments, *more]
+        words = [*self.launcher, *before_script, *self.script, *self.arguments, *more]
         return [*self.shell, shlex.join(words)] if self.shell else words
 
     def value(self, name: str) -> str | None:
@@ -71,18 +71,18 @@ def read_run_command(words: Sequence[str]) -> RunCommand:
                     "recordings by megatron-ext parity compare"
                 )
             return replace(read_run_command(shlex.split(word)), shell=tuple(words[:place]))
-    return _taken_apart(words, read_launch(words))
+    return _split(words, read_launch(words))
 
 
-def _taken_apart(words: Sequence[str], launch: Launch) -> RunCommand:
-    head = list(words[: len(words) - len(launch.arguments) - 1])
+def _split(words: Sequence[str], launch: Launch) -> RunCommand:
+    launcher = list(words[: len(words) - len(launch.arguments) - 1])
     if launch.is_module:
-        head.pop()  # -m
+        launcher.pop()  # -m
     if launch.installs:
-        place = len(head) - 1 - head[::-1].index("megatron_ext")
-        del head[place - 1 : place + 1]
+        place = len(launcher) - 1 - launcher[::-1].index("megatron_ext")
+        del launcher[place - 1 : place + 1]
     script = ("-m", launch.script) if launch.is_module else (launch.script,)
-    return RunCommand(tuple(head), script, launch.arguments)
+    return RunCommand(tuple(launcher), script, launch.arguments)
 
 
 def recorded(
@@ -91,7 +91,7 @@ def recorded(
     """Return ``command`` with each rank recording ``iterations`` iterations into ``folder``."""
     record = ["-m", "megatron_ext", "parity", "record", str(folder)]
     record += ["--iterations", str(iterations), "--"]
-    if not command.head:
+    if not command.launcher:
         record = ["python", *record]
     return command.words(record, more)
 
@@ -99,7 +99,7 @@ def recorded(
 def record_here(command: RunCommand) -> list[str] | None:
     """Return the script's command if this process is a rank; None if ``command`` starts ranks of
     its own."""
-    return None if command.head or command.shell else command.words(())
+    return None if command.launcher or command.shell else command.words(())
 
 
 def quiet(more: Sequence[str] = ()) -> list[str]:
@@ -110,7 +110,7 @@ def quiet(more: Sequence[str] = ()) -> list[str]:
 def saving(command: RunCommand, folder: Path) -> list[str]:
     """Return ``command`` for one iteration, after which it writes a checkpoint that any placement
     can load."""
-    launcher = ["-m", "megatron_ext"] if command.head else ["python", "-m", "megatron_ext"]
+    launcher = ["-m", "megatron_ext"] if command.launcher else ["python", "-m", "megatron_ext"]
     save = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
     formats = ["--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable"]
     return command.words(launcher, quiet([*save, *formats]))
@@ -128,5 +128,5 @@ def as_stock(command: RunCommand) -> RunCommand:
         elif "=" not in word and word not in switches:
             next(words, None)
     ours = [f"{variable(f.name)}=" for f in fields(PipelineConfig)]
-    head = tuple(word for word in command.head if not any(map(word.startswith, ours)))
-    return replace(command, head=head, arguments=tuple(kept))
+    launcher = tuple(word for word in command.launcher if not any(map(word.startswith, ours)))
+    return replace(command, launcher=launcher, arguments=tuple(kept))

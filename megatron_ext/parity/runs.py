@@ -31,7 +31,7 @@ _REASON = re.compile(
     r"\berror\b[^:]*: |^(\[rank\d+\]:\s*)?(\w+\.)*\w*(Error|Exception)(:|$)|^\s+what\(\): "
 )
 # Lines that do not continue an error: torch's log, another traceback, an empty line.
-_APART = re.compile(r"[IWE]\d{4} |(\[rank\d+\]:\s*)?(Traceback|$)")
+_UNRELATED = re.compile(r"[IWE]\d{4} |(\[rank\d+\]:\s*)?(Traceback|$)")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
 TellRun = Callable[[str], None]  # receives the start of a run, and its end with a newline
@@ -42,7 +42,7 @@ class RecordedRuns:
     """Folders of the recordings."""
 
     a: Path
-    again: Path
+    second: Path
     b: Path
 
 
@@ -65,6 +65,7 @@ def run_both(
         ValueError: a run failed, the disk is too small, or ``folder`` exists already.
     """
     _make(folder)
+    # plain words: the name of the folder, which users read
     places = RecordedRuns(folder / "A", folder / "A-again", folder / "B")
     runs = _Runs(folder, tell)
     load = _loading(a, b, from_seed)
@@ -84,7 +85,8 @@ def run_both(
     many = counted(iterations, "iteration")
     runs.run(f"A, {many}", "A", recorded(a, places.a, iterations, load), is_stock)
     _check_disk(folder, 2 * _size(places.a), "2 more recordings")
-    runs.run("A again", "A-again", recorded(a, places.again, iterations, load), is_stock)
+    # plain words: the names of the run and of its folder, which users read
+    runs.run("A again", "A-again", recorded(a, places.second, iterations, load), is_stock)
     runs.run(f"B, {many}", "B", recorded(b, places.b, iterations, load), False)
     return places
 
@@ -181,7 +183,7 @@ def _reason(lines: Iterator[str], last: deque[str]) -> str:
 
 
 def _goes_on(line: str) -> bool:
-    return not (_REASON.search(line) or _APART.match(line))
+    return not (_REASON.search(line) or _UNRELATED.match(line))
 
 
 def _size(folder: Path) -> int:

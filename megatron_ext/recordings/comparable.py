@@ -99,16 +99,16 @@ def _cut_as(arguments: Mapping[str, Any]) -> str:
 
 
 def _other_trainings(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | None:
-    apart = {
+    differing = {
         kind: [name for name in names if _without_ends(name, a) != _without_ends(name, b)]
         for kind, names in MUST_AGREE.items()
     }
-    kinds = [kind for kind, names in apart.items() if names]
+    kinds = [kind for kind, names in differing.items() if names]
     if not kinds:
         return None
     differences = [
         f"{argument_flag(name)} ({a.get(name)!r} and {b.get(name)!r})"
-        for names in apart.values()
+        for names in differing.values()
         for name in names
     ]
     return (

@@ -65,7 +65,7 @@ class RunComparison:
         verdict: the result.
         first: the first difference beyond the floor.
         figures: losses and norms.
-        again: losses and norms of A compared with A; None if A was recorded once.
+        floor_figures: losses and norms of A compared with A; None if A was recorded once.
         tensors: each tensor of both after the last iteration.
         floor: tensors of A compared with A.
         beyond: tensors that differ by more than the floor, the largest difference first.
@@ -82,7 +82,7 @@ class RunComparison:
     verdict: ParityVerdict
     first: First | None
     figures: Sequence[ComparedScalar]
-    again: Sequence[ComparedScalar] | None
+    floor_figures: Sequence[ComparedScalar] | None
     tensors: Mapping[Tensor, TensorDifference]
     floor: Mapping[Tensor, TensorDifference]
     beyond: Sequence[Tensor]
@@ -96,23 +96,23 @@ class RunComparison:
 
 
 def compare_runs(
-    a: RunRecording, b: RunRecording, again: RunRecording | None = None
+    a: RunRecording, b: RunRecording, second: RunRecording | None = None
 ) -> RunComparison:
-    """Compare ``b`` with ``a``; ``again`` is a second recording of ``a``'s command, for the floor.
+    """Compare ``b`` with ``a``; ``second`` is a second recording of ``a``'s command, for the floor.
 
     Raises:
         ValueError: the runs cannot be compared, a run's loss or gradients do not change, or a
             tensor
             was not recorded completely.
     """
-    _check(a, b, again)
-    found, floor = compare_tensors(a, b), compare_tensors(a, again) if again else {}
-    seen, seen_again = compared_scalars(a, b), compared_scalars(a, again) if again else None
+    _check(a, b, second)
+    found, floor = compare_tensors(a, b), compare_tensors(a, second) if second else {}
+    figures, floor_figures = compared_scalars(a, b), compared_scalars(a, second) if second else None
     missing = sorted(_missing(a, b))
     copies = sorted(_unequal_copies(b) - _unequal_copies(a))
-    is_noisy = any(floor.values()) or any(seen_again or ())
+    is_noisy = any(floor.values()) or any(floor_figures or ())
     far = _beyond_the_floor(found, floor)
-    figures_beyond = _figures_beyond(seen, seen_again or ())
+    figures_beyond = _figures_beyond(figures, floor_figures or ())
     others = [figure for figure in figures_beyond if figure.name != NORM]
     differs_in_tensors = bool(far or missing or copies)
     if not is_noisy:
@@ -125,28 +125,30 @@ def compare_runs(
     )
     first = None
     if (figures_beyond or differs_in_tensors) and not norm_alone:
-        first = _first_with_floor(a, figures_beyond, far) if is_noisy else _first(a, b, seen)
-    verdict = _verdict(seen, found, bool(figures_beyond or differs_in_tensors) and not norm_alone)
+        first = _first_with_floor(a, figures_beyond, far) if is_noisy else _first(a, b, figures)
+    verdict = _verdict(
+        figures, found, bool(figures_beyond or differs_in_tensors) and not norm_alone
+    )
     return RunComparison(
         verdict=verdict,
         first=first,
-        figures=seen,
-        again=seen_again,
+        figures=figures,
+        floor_figures=floor_figures,
         tensors=found,
         floor=floor,
         beyond=far,
         missing=missing,
         copies=copies,
         norm_alone=norm_alone,
-        clipping=_clipping(a, first, seen),
+        clipping=_clipping(a, first, figures),
         settings=argument_differences(a.arguments, b.arguments),
         start=a.first,
         holders={tensor: _holders(b, tensor) for tensor in far},
     )
 
 
-def _check(a: RunRecording, b: RunRecording, again: RunRecording | None) -> None:
-    for other in (b, again):
+def _check(a: RunRecording, b: RunRecording, second: RunRecording | None) -> None:
+    for other in (b, second):
         if other is None:
             continue
         both = f"{a.folder} and {other.folder}"
@@ -165,11 +167,11 @@ def _check(a: RunRecording, b: RunRecording, again: RunRecording | None) -> None
 
 
 def _verdict(
-    seen: Sequence[ComparedScalar], found: Mapping[Tensor, TensorDifference], differs: bool
+    figures: Sequence[ComparedScalar], found: Mapping[Tensor, TensorDifference], differs: bool
 ) -> ParityVerdict:
     if differs:
         return ParityVerdict.DIFFER
-    losses = any(figure for figure in seen if figure.name != NORM)
+    losses = any(figure for figure in figures if figure.name != NORM)
     return ParityVerdict.WITHIN_THE_FLOOR if losses or any(found.values()) else ParityVerdict.SAME
 
 
@@ -183,8 +185,9 @@ def _beyond_the_floor(
     }
     beyond = [
         tensor
-        for tensor, apart in found.items()
-        if apart and exceeds(apart.relative, _floor(floor, tensor), kinds[kind_of(tensor[0])])
+        for tensor, difference in found.items()
+        if difference
+        and exceeds(difference.relative, _floor(floor, tensor), kinds[kind_of(tensor[0])])
     ]
     return sorted(beyond, key=lambda tensor: -found[tensor].relative)
 
@@ -199,13 +202,17 @@ def kind_of(name: str) -> str:
 
 
 def _figures_beyond(
-    seen: Sequence[ComparedScalar], again: Sequence[ComparedScalar]
+    figures: Sequence[ComparedScalar], floor_figures: Sequence[ComparedScalar]
 ) -> list[ComparedScalar]:
-    floor = floor_of(again)
+    floor = floor_of(floor_figures)
     return (
-        [figure for figure in seen if figure and exceeds(figure.relative, floor[figure.name], 0.0)]
-        if again
-        else [figure for figure in seen if figure]
+        [
+            figure
+            for figure in figures
+            if figure and exceeds(figure.relative, floor[figure.name], 0.0)
+        ]
+        if floor_figures
+        else [figure for figure in figures if figure]
     )
 
 
@@ -239,14 +246,14 @@ def _in_order(tensor: Tensor) -> tuple[object, ...]:
     return kind_of(name) != "parameters", index, name
 
 
-def _first(a: RunRecording, b: RunRecording, seen: Sequence[ComparedScalar]) -> First:
+def _first(a: RunRecording, b: RunRecording, figures: Sequence[ComparedScalar]) -> First:
     """Return the first difference, given that A equals itself.
 
     A norm that differs only as a reordered sum is ignored: some tensor of this iteration, or of a
     later one, is the difference.
     """
     for one, other in _pairs(a, b):
-        for figure in seen:
+        for figure in figures:
             if figure.iteration != one.number or one is a.iterations[0]:
                 continue
             if figure and not _is_reordered_sum(figure):
@@ -308,11 +315,11 @@ def _holders(run: RunRecording, tensor: Tensor) -> tuple[int, ...]:
     return tuple(sorted({rank for held in copies.values() for rank, _ in held}))
 
 
-def _clipping(a: RunRecording, first: First | None, seen: Sequence[ComparedScalar]) -> float:
+def _clipping(a: RunRecording, first: First | None, figures: Sequence[ComparedScalar]) -> float:
     """Return --clip-grad if it spreads a norm's reordered sum into all gradients; else 0."""
     threshold = float(a.arguments.get("clip_grad") or 0)
     if first is None or not threshold:
         return 0.0
-    norms = [f for f in seen if f.iteration == first.iteration and _is_reordered_sum(f)]
+    norms = [f for f in figures if f.iteration == first.iteration and _is_reordered_sum(f)]
     is_clipped = any(max(norm.a, norm.b) > threshold for norm in norms)
     return threshold if is_clipped else 0.0

@@ -56,10 +56,10 @@ def compared_scalars(a: RunRecording, b: RunRecording) -> list[ComparedScalar]:
     return found
 
 
-def floor_of(again: Sequence[ComparedScalar]) -> Mapping[str, float]:
+def floor_of(figures: Sequence[ComparedScalar]) -> Mapping[str, float]:
     """Return the largest relative difference of a run from itself, by name."""
     floor: dict[str, float] = {}
-    for figure in again:
+    for figure in figures:
         floor[figure.name] = max(floor.get(figure.name, 0.0), figure.relative)
     return floor
 

@@ -51,8 +51,8 @@ def compare_tensors(a: RunRecording, b: RunRecording) -> dict[Tensor, TensorDiff
 
 
 def _compare(a: RunRecording, b: RunRecording, tensor: Tensor) -> TensorDifference:
-    dtype, bits = a.whole(tensor)
-    other_dtype, other = b.whole(tensor)
+    dtype, bits = a.full_tensor(tensor)
+    other_dtype, other = b.full_tensor(tensor)
     if dtype != other_dtype:
         return TensorDifference(None, f"{dtype} and {other_dtype}")
     if bits.shape != other.shape:

@@ -37,7 +37,7 @@ class Piece:
     Attributes:
         name: of the tensor in torch_dist, where equal layers share one name.
         index: number of the layer, or layer and expert, if they share a name.
-        whole: the shape of the whole tensor.
+        global_shape: the shape of the whole tensor.
         offset, shape: offset of the rank's shard in it, and the shard's shape.
         start, stop: elements of the flattened shard on this rank. A distributed optimizer splits
             the shard over data-parallel ranks.
@@ -47,7 +47,7 @@ class Piece:
 
     name: str
     index: tuple[int, ...]
-    whole: tuple[int, ...]
+    global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     start: int
@@ -77,5 +77,5 @@ class Piece:
 
     @classmethod
     def from_data(cls, data: list[Any]) -> Piece:
-        name, index, whole, offset, shape, *rest = data
-        return cls(name, tuple(index), tuple(whole), tuple(offset), tuple(shape), *rest)
+        name, index, global_shape, offset, shape, *rest = data
+        return cls(name, tuple(index), tuple(global_shape), tuple(offset), tuple(shape), *rest)

@@ -148,9 +148,9 @@ def read_rank(folder: Path, rank: int, about: About) -> RankRecording:
             f"{folder} lacks {file.name}: ranks 0 to {about.world_size - 1} recorded; copy the "
             f"files of all nodes into one folder"
         )
-    own = _about(_first_line(file), rank)
+    about_rank = _about(_first_line(file), rank)
     for name in ("world_size", "first", "iterations"):
-        ours, theirs = getattr(own, name), getattr(about, name)
+        ours, theirs = getattr(about_rank, name), getattr(about, name)
         if ours != theirs:
             raise ValueError(
                 f"{file} is of another run than rank 0's file: its {name} is {ours}, and rank 0's "
@@ -168,7 +168,7 @@ def read_rank(folder: Path, rank: int, about: About) -> RankRecording:
             raise line.wrong(f"'iteration' is {iteration.number}, and must be {number}")
     written = _written(end, bytes_file(folder, rank))
     _check_completeness(iterations, end, written)
-    return RankRecording(own, [iteration for _, iteration in iterations], written)
+    return RankRecording(about_rank, [iteration for _, iteration in iterations], written)
 
 
 def _contents(file: Path) -> tuple[list[tuple[_Line, RankIteration]], _Line | None]:
@@ -257,12 +257,12 @@ def _piece(line: _Line) -> Callable[[Any], Piece]:
 def _is_piece(data: Any) -> bool:
     if not (isinstance(data, list) and len(data) == 9 and isinstance(data[0], str)):
         return False
-    whole, offset, shape, start, stop, dtype, is_copy = data[2:]
+    global_shape, offset, shape, start, stop, dtype, is_copy = data[2:]
     if not all(_is_list(sizes) and all(map(_is_count, sizes)) for sizes in data[1:5]):
         return False
     return (
-        len(whole) == len(offset) == len(shape)
-        and all(o + s <= w for o, s, w in zip(offset, shape, whole, strict=True))
+        len(global_shape) == len(offset) == len(shape)
+        and all(o + s <= w for o, s, w in zip(offset, shape, global_shape, strict=True))
         and all(map(_is_count, (start, stop)))
         and start <= stop <= math.prod(shape)
         and isinstance(dtype, str)

@@ -92,7 +92,7 @@ class RunRecording:
     def trained(self) -> Sequence[Iteration]:
         return self.iterations[1:]
 
-    def whole(self, tensor: Tensor) -> tuple[str, Bits]:
+    def full_tensor(self, tensor: Tensor) -> tuple[str, Bits]:
         """Return the type and the bits of a whole tensor.
 
         Raises:
@@ -100,30 +100,30 @@ class RunRecording:
         """
         held = self.tensors[tensor]
         piece = held[0].piece
-        size, recorded = math.prod(piece.whole), sum(part.piece.numel for part in held)
+        size, recorded = math.prod(piece.global_shape), sum(part.piece.numel for part in held)
         if recorded < size:
             raise ValueError(
                 f"{self.folder}: {readable_name(tensor)} has {size} elements, and only {recorded} "
                 f"were recorded: record again; if that does not help, report this with your launch "
                 f"command"
             )
-        bits = np.zeros(piece.whole, STORED_AS[piece.dtype])
+        bits = np.zeros(piece.global_shape, STORED_AS[piece.dtype])
         for part in held:
             _put(bits, part)
         return piece.dtype, bits
 
 
-def _put(whole: Bits, part: StoredPiece) -> None:
+def _put(full_tensor: Bits, part: StoredPiece) -> None:
     piece = part.piece
     where = tuple(
         slice(first, first + size) for first, size in zip(piece.offset, piece.shape, strict=True)
     )
     if piece.is_whole_shard:
-        whole[where] = part.bits().reshape(piece.shape)
+        full_tensor[where] = part.bits().reshape(piece.shape)
         return
-    shard = whole[where].copy().reshape(-1)
+    shard = full_tensor[where].copy().reshape(-1)
     shard[piece.start : piece.stop] = part.bits()
-    whole[where] = shard.reshape(piece.shape)
+    full_tensor[where] = shard.reshape(piece.shape)
 
 
 def read_recording(folder: Path) -> RunRecording:
@@ -178,11 +178,12 @@ def _held(folder: Path, ranks: Sequence[Mapping[Piece, int]]) -> dict[Tensor, li
             places.add((tensor, piece.place))
             held = tensors.setdefault(tensor, [])
             held.append(StoredPiece(piece, file, offset))
-            if (piece.whole, piece.dtype) != (held[0].piece.whole, held[0].piece.dtype):
+            first = held[0].piece
+            if (piece.global_shape, piece.dtype) != (first.global_shape, first.dtype):
                 raise ValueError(
                     f"{lines_file(folder, rank)}: {readable_name(tensor)} has the shape "
-                    f"{piece.whole} of {piece.dtype}, and {held[0].piece.whole} of "
-                    f"{held[0].piece.dtype} in {held[0].file.name}; record it anew"
+                    f"{piece.global_shape} of {piece.dtype}, and {first.global_shape} of "
+                    f"{first.dtype} in {held[0].file.name}; record it anew"
                 )
     return tensors
 

@@ -21,13 +21,13 @@ def rows(found: RunComparison) -> list[dict[str, str]]:
     lines = []
     for name, is_norm in (("losses", False), ("gradient norms", True)):
         row = {"": name, "compared": _number(_of(found.figures, is_norm))}
-        if found.again is not None:
-            row["A against itself"] = _figures(_of(found.again, is_norm))
+        if found.floor_figures is not None:
+            row["A against itself"] = _figures(_of(found.floor_figures, is_norm))
         lines.append(row | {"B against A": _figures(_of(found.figures, is_norm))})
     for kind in _KINDS:
         tensors = _of_kind(found.tensors, kind)
         row = {"": kind, "compared": counted(len(tensors), "tensor")}
-        if found.again is not None:
+        if found.floor_figures is not None:
             row["A against itself"] = _tensors(_of_kind(found.floor, kind))
         lines.append(row | {"B against A": _tensors(tensors)})
     return lines
@@ -38,7 +38,7 @@ def _of(figures: Sequence[ComparedScalar], is_norm: bool) -> list[ComparedScalar
 
 
 def _of_kind(tensors: Mapping[Tensor, TensorDifference], kind: str) -> list[TensorDifference]:
-    return [apart for (name, _), apart in tensors.items() if kind_of(name) == kind]
+    return [difference for (name, _), difference in tensors.items() if kind_of(name) == kind]
 
 
 def _number(figures: Sequence[ComparedScalar]) -> str:
@@ -54,10 +54,10 @@ def _figures(figures: Sequence[ComparedScalar]) -> str:
 
 
 def _tensors(tensors: Sequence[TensorDifference]) -> str:
-    different = [apart for apart in tensors if apart]
+    different = [difference for difference in tensors if difference]
     if not different:
         return "the same" if tensors else "none"
-    ulps = max((apart.found.ulps for apart in different if apart.found), default=0)
+    ulps = max((difference.found.ulps for difference in different if difference.found), default=0)
     return f"{len(different)} of {len(tensors)} differ, by up to {counted(ulps, 'ulp')}"
 
 
@@ -80,15 +80,15 @@ def _floor(found: RunComparison, tensor: Tensor) -> str:
     return f"{found.floor[tensor].relative:.2g}" if tensor in found.floor else ""
 
 
-def _elements(apart: TensorDifference) -> str:
-    if apart.found is None:
-        return apart.why
-    text = f"{apart.found.differ} of {apart.found.elements}"
-    return text + (f", {apart.found.nans} nan in one of them" if apart.found.nans else "")
+def _elements(difference: TensorDifference) -> str:
+    if difference.found is None:
+        return difference.why
+    text = f"{difference.found.differ} of {difference.found.elements}"
+    return text + (f", {difference.found.nans} nan in one of them" if difference.found.nans else "")
 
 
-def _ulps(apart: TensorDifference) -> str:
-    return "" if apart.found is None else str(apart.found.ulps)
+def _ulps(difference: TensorDifference) -> str:
+    return "" if difference.found is None else str(difference.found.ulps)
 
 
 def verdict_text(found: RunComparison) -> list[str]:
@@ -100,7 +100,7 @@ def verdict_text(found: RunComparison) -> list[str]:
         lines = ["within the floor: B differs from A by no more than A differs from itself"]
     else:
         lines = ["different: B differs from A by more than A differs from itself"]
-        if found.again is None:
+        if found.floor_figures is None:
             lines = ["different: B differs from A"]
     if found.norm_alone:
         lines.append(
@@ -109,7 +109,7 @@ def verdict_text(found: RunComparison) -> list[str]:
         )
     lines += _differences(found)
     lines.append("gradients are not compared directly, only their norm and the optimizer's results")
-    if found.again is None and found.verdict is not ParityVerdict.SAME:
+    if found.floor_figures is None and found.verdict is not ParityVerdict.SAME:
         lines.append(
             "the difference of A from itself is not known: record A once more, and name that "
             "recording's folder with --again DIR"
@@ -152,8 +152,8 @@ def _first(found: RunComparison) -> str:
     text = f"iteration {first.iteration}, {first.what}"
     for figure in found.figures:
         if (figure.iteration, figure.name) == (first.iteration, first.what):
-            apart = f"{counted(figure.ulps, 'ulp')}, {figure.relative:.2g} of it"
-            text += f" ({figure.a!r} and {figure.b!r}: {apart})"
+            difference = f"{counted(figure.ulps, 'ulp')}, {figure.relative:.2g} of it"
+            text += f" ({figure.a!r} and {figure.b!r}: {difference})"
     if first.ranks:
         word = "rank" if len(first.ranks) == 1 else "ranks"
         text += f" on {word} {' '.join(map(str, first.ranks))}"
@@ -183,12 +183,14 @@ def as_data(found: RunComparison) -> dict[str, Any]:
         if first is None
         else {"iteration": first.iteration, "what": first.what, "ranks": list(first.ranks)},
         "iterations": [_figure(figure) for figure in found.figures],
-        "floor_is_known": found.again is not None,
+        "floor_is_known": found.floor_figures is not None,
         "norm_alone": found.norm_alone,
         "clipping": found.clipping,
         "compared": {kind: len(_of_kind(found.tensors, kind)) for kind in _KINDS},
         "tensors_beyond_the_floor": [_tensor(found, tensor) for tensor in found.beyond],
-        "tensors_that_differ": [_tensor(found, t) for t, apart in found.tensors.items() if apart],
+        "tensors_that_differ": [
+            _tensor(found, t) for t, difference in found.tensors.items() if difference
+        ],
         "unequal_copies": [readable_name(tensor) for tensor in found.copies],
         "only_in_one": [readable_name(tensor) for tensor in found.missing],
         "settings": {name: list(values) for name, values in found.settings.items()},
@@ -201,12 +203,15 @@ def _figure(figure: ComparedScalar) -> dict[str, Any]:
 
 
 def _tensor(found: RunComparison, tensor: Tensor) -> dict[str, Any]:
-    apart = found.tensors[tensor]
-    data: dict[str, Any] = {"tensor": readable_name(tensor), "relative": _finite(apart.relative)}
-    if apart.found is None:
-        return data | {"why": apart.why}
-    data |= {"elements": apart.found.elements, "differ": apart.found.differ}
-    data |= {"ulps": apart.found.ulps, "nans": apart.found.nans}
+    difference = found.tensors[tensor]
+    data: dict[str, Any] = {
+        "tensor": readable_name(tensor),
+        "relative": _finite(difference.relative),
+    }
+    if difference.found is None:
+        return data | {"why": difference.why}
+    data |= {"elements": difference.found.elements, "differ": difference.found.differ}
+    data |= {"ulps": difference.found.ulps, "nans": difference.found.nans}
     if tensor in found.floor:
         data["floor"] = _finite(found.floor[tensor].relative)
     return data

@@ -68,8 +68,8 @@ def bits_difference(a: Bits, b: Bits, dtype: str) -> Difference:
         numbers = ~(strange[0] | strange[1])
         ulps = max(ulps, _largest_distance(one[numbers], other[numbers], dtype))
         with np.errstate(invalid="ignore", over="ignore"):
-            apart = values[where] - as_numbers(other, dtype)
-            distance += float(np.sum(apart * apart))
+            difference = values[where] - as_numbers(other, dtype)
+            distance += float(np.sum(difference * difference))
     return Difference(a.size, differ, ulps, nans, _share(distance, norm))
 
 

@@ -12,7 +12,7 @@ from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
 from megatron_ext.config import PipelineConfig, flag, variable
 from megatron_ext.launch import without
 from megatron_ext.words import argument_flag
-from megatron_ext.written_settings import given_beside, words_of
+from megatron_ext.written_settings import given_in_environment, words_of
 
 MOCK_DATA = "--mock-data"
 BALANCED, BIASED = "--moe-router-force-load-balancing", "--moe-router-force-biased"
@@ -99,7 +99,7 @@ def _of_ours(config: PipelineConfig) -> Iterator[str]:
 def refuse_variables(environment: Mapping[str, str]) -> None:
     """Raise ValueError if a variable in ``environment`` replaces a flag of ours: each rank would
     read it, under Megatron's own schedule too, and the launch command is judged by its flags."""
-    for name, value in given_beside({}, environment)[0].items():
+    for name, value in given_in_environment({}, environment)[0].items():
         raise ValueError(
             f"{variable(name)} is set, and a rehearsal takes settings from flags alone: unset it, "
             f"and write {shlex.join(words_of({name: value}))} behind the script"

@@ -103,9 +103,9 @@ def test_states_that_a_distributed_optimizer_divides() -> None:
     # 12 of a layer, 2 of the last norm, three tables; of each a main copy, Adam's two, and its step
     assert found["compared"] == {"parameters": 53, "optimizer states": 4 * 53}
     a = read_recording(folders[0])
-    assert {dtype for dtype, _ in map(a.whole, a.tensors)} == {"bfloat16", "float32"}
+    assert {dtype for dtype, _ in map(a.full_tensor, a.tensors)} == {"bfloat16", "float32"}
     for prefix in ("", "optimizer.state.exp_avg."):
-        _, bits = a.whole((f"{prefix}decoder.layers.mlp.linear_fc1.weight", (3,)))
+        _, bits = a.full_tensor((f"{prefix}decoder.layers.mlp.linear_fc1.weight", (3,)))
         assert bits.shape == (128, 32), "both halves"
 
 

@@ -45,12 +45,12 @@ def _places(piece: Piece, start: int, stop: int, device: torch.device) -> torch.
     """Return the indices in the flattened tensor of elements ``start`` to ``stop`` of the flattened
     shard."""
     inside = torch.arange(start, stop, dtype=torch.int64, device=device)
-    if piece.shape == piece.whole:
+    if piece.shape == piece.global_shape:
         return inside
     places = torch.zeros_like(inside)
     stride = 1
     for size, global_size, offset in zip(
-        reversed(piece.shape), reversed(piece.whole), reversed(piece.offset), strict=True
+        reversed(piece.shape), reversed(piece.global_shape), reversed(piece.offset), strict=True
     ):
         places += (inside % size + offset) * stride
         inside = inside // size

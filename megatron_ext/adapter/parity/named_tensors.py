@@ -163,7 +163,7 @@ def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[_Part]:
     piece = Piece(
         name=here,
         index=(),
-        whole=shape,
+        global_shape=shape,
         offset=(0,) * len(shape),
         shape=shape,
         start=0,
@@ -184,7 +184,7 @@ def _part(entry: ShardedTensor, start: int) -> _Part:
     piece = Piece(
         name=entry.key,
         index=tuple(entry.global_offset[:axes]),
-        whole=tuple(entry.global_shape[axes:]),
+        global_shape=tuple(entry.global_shape[axes:]),
         offset=tuple(entry.global_offset[axes:]),
         shape=tuple(entry.local_shape),
         start=0,
@@ -213,7 +213,7 @@ def _cut(
         piece = replace(
             parts[0].piece,
             name=prefix + parts[0].piece.name,
-            whole=(),
+            global_shape=(),
             offset=(),
             shape=(),
             start=0,

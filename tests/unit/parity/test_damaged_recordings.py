@@ -141,7 +141,7 @@ def compared_numbers(run: RunRecording) -> Any:
     """All numbers of a run that the verdict is about."""
     tensors = [(one.number, one.tensors) for one in run.iterations]
     figures = [(one.losses, one.norm) for one in run.trained]
-    bits = {tensor: run.whole(tensor)[1].tobytes() for tensor in run.tensors}
+    bits = {tensor: run.full_tensor(tensor)[1].tobytes() for tensor in run.tensors}
     return tensors, figures, bits
 
 

@@ -144,21 +144,21 @@ def test_a_weight_is_the_first_difference_and_not_a_norm_of_one_ulp(
 
 def test_tensors_are_put_together_however_they_are_divided(tmp_path: Path) -> None:
     """Tensor-parallel shards, and those again divided over data-parallel ranks."""
-    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    full_tensor = np.arange(24, dtype=np.float32).reshape(4, 6)
 
     def part(columns: slice, start: int, stop: int) -> dict[Piece, np.ndarray]:
-        shard = whole[:, columns]
+        shard = full_tensor[:, columns]
         part = Piece("w", (), (4, 6), (0, columns.start), shard.shape, start, stop, "float32")
         return {part: np.ascontiguousarray(shard).reshape(-1)[start:stop]}
 
     left, right = slice(0, 4), slice(4, 6)
     ranks = (part(left, 0, 10), part(right, 0, 8), part(left, 10, 16))
     divided = read_recording(write(tmp_path / "divided", A.but(ranks=ranks)))
-    dtype, bits = divided.whole(("w", ()))
-    assert dtype == "float32" and np.array_equal(bits.view(np.float32), whole)
+    dtype, bits = divided.full_tensor(("w", ()))
+    assert dtype == "float32" and np.array_equal(bits.view(np.float32), full_tensor)
     lacking = read_recording(write(tmp_path / "lacking", A.but(ranks=ranks[:2])))
     with pytest.raises(ValueError, match="w has 24 elements, and only 18 were recorded"):
-        lacking.whole(("w", ()))
+        lacking.full_tensor(("w", ()))
 
 
 def test_copies_that_are_not_the_same(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_as_stock_a_command_has_no_flags_of_ours(ours: str) -> None:
 
 def test_as_stock_a_command_has_no_variables_of_ours() -> None:
     command = read_run_command(shlex.split("MEGATRON_EXT_SCHEDULE=zb-v A=1 torchrun p.py"))
-    assert as_stock(command).head == ("A=1", "torchrun")
+    assert as_stock(command).launcher == ("A=1", "torchrun")
 
 
 def test_the_value_of_a_flag() -> None:
