@@ -21,7 +21,7 @@ FORWARD, BACKWARD, WEIGHT = slice(0, 1), slice(1, 3), slice(2, 3)  # passes of a
 PassTriple = tuple[float, float, float]  # seconds of F, I and W
 
 _EACH = "each pass"
-_TOLD_APART = 0.02  # of the largest singular value: smaller ones are noise
+_DISTINGUISHABLE = 0.02  # of the largest singular value: smaller ones are noise
 _UNSEEN = 0.05  # of a part's scale that no stage sees: the part is in doubt beyond
 _COUNTS = 0.01  # of a stage: parts that are smaller on all stages are not doubted
 DOUBT = 2.0  # factor on the estimate of a part that no stage tells apart
@@ -86,17 +86,17 @@ class ModelParts:
     def doubted(self) -> Iterator[ModelParts]:
         """Yield this model with other estimates of parts that no stage tells apart."""
         table = self.counts(self.layers)
-        seen: set[str] = set()
+        doubtful: set[str] = set()
         for passes in (FORWARD, BACKWARD):
             expected = table * self.seconds(passes)
-            unseen = 1 - np.diag(np.linalg.pinv(expected, rcond=_TOLD_APART) @ expected)
+            unseen = 1 - np.diag(np.linalg.pinv(expected, rcond=_DISTINGUISHABLE) @ expected)
             shares = (expected / np.maximum(expected.sum(1, keepdims=True), 1e-30)).max(0)
-            seen |= {
+            doubtful |= {
                 name
                 for name, part, share in zip(self.names, unseen, shares, strict=True)
                 if part > _UNSEEN and share > _COUNTS
             }
-        for name in sorted(seen):
+        for name in sorted(doubtful):
             for factor in (DOUBT, 1 / DOUBT):
                 yield self._with(name, factor)
 
@@ -124,7 +124,7 @@ class ModelParts:
         sums = np.array(measured)
         expected = table * self.seconds(passes)
         expected *= sums.sum() / max(expected.sum(), 1e-30)
-        scales = 1 + np.linalg.pinv(expected, rcond=_TOLD_APART) @ (sums - expected.sum(1))
+        scales = 1 + np.linalg.pinv(expected, rcond=_DISTINGUISHABLE) @ (sums - expected.sum(1))
         fitted = expected * np.maximum(scales, 0.0)
         # What is left is a slower rank's, or noise: parts that leave a stage keep it.
         fitted *= (sums / np.maximum(fitted.sum(1), 1e-30))[:, None]

@@ -84,8 +84,8 @@ class TracedCosts:
             return None
         forward, backward, weight = made
         if share is not None:
-            weight = tuple(share * whole for whole in backward)
-        inputs = tuple(whole - part for whole, part in zip(backward, weight, strict=True))
+            weight = tuple(share * full for full in backward)
+        inputs = tuple(full - part for full, part in zip(backward, weight, strict=True))
         seconds = {
             Kind.FORWARD: forward,
             Kind.BACKWARD_INPUT: inputs,
@@ -102,7 +102,7 @@ class TracedCosts:
 
     def _measured(self) -> _Passes:
         shares = zip(self.backward, self.weight_shares, strict=True)
-        return self.forward, self.backward, tuple(whole * part for whole, part in shares)
+        return self.forward, self.backward, tuple(full * part for full, part in shares)
 
     def _moved(self, stages: int) -> _Passes | None:
         parts = self.parts
@@ -185,10 +185,10 @@ def what_if(traced: TracedCosts, seconds: float = SECONDS) -> WhatIf:
     """
     start = time.perf_counter()
     placement = traced.schedule.placement
-    own = traced.costs(placement.stages)
-    assert own is not None
+    costs = traced.costs(placement.stages)
+    assert costs is not None
     passes = traced.schedule
-    problem = Problem(placement, traced.microbatches, own, stock=traced.executor)
+    problem = Problem(placement, traced.microbatches, costs, stock=traced.executor)
     program = complete(passes, problem)
     stock = _prospect(passes.name, program, traced, None)
     within: list[Prospect] = []
@@ -281,14 +281,14 @@ def _prospect(name: str, program: Program, traced: TracedCosts, stock: Prospect 
     timeline = simulate(program, program.problem.costs)
     steps = [simulate(program, end).makespan for end in ends if end is not None]
     low, high = min(timeline.makespan, *steps), max(timeline.makespan, *steps)
-    whole = timeline.makespan if stock is None else stock.step
+    stock_step = timeline.makespan if stock is None else stock.step
     return Prospect(
         schedule=name,
         vpp=placement.chunks,
         step=timeline.makespan,
         low=low,
         high=high,
-        of_stock=(low / whole, high / whole),
+        of_stock=(low / stock_step, high / stock_step),
         bubble_share=timeline.bubble_share_makespan,
         peak=max(peaks(program.schedule, in_microbatches(program.schedule))),
     )

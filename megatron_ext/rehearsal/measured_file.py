@@ -20,7 +20,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.problem import VocabularyParallel
-from megatron_ext.viz.trace import NAME, TraceFile, beside
+from megatron_ext.viz.trace import NAME, TraceFile, traced_step
 
 COSTS = "costs.json"  # measured costs, in the folder of a schedule
 
@@ -86,7 +86,7 @@ def write_composed_trace(prepared: PreparedSchedule, step: ComposedStep, folder:
     """Write the composed ``step`` as a trace with the prediction by estimated costs, and return its
     file. Raises OSError."""
     predicted = simulate(prepared.program, prepared.costs)
-    traced = beside(1, step.timeline, predicted, clock_error=0.0)
+    traced = traced_step(1, step.timeline, predicted, clock_error=0.0)
     if prepared.is_stock:
         shares = weight_shares(prepared.costs)
         executor = prepared.program.problem.stock

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = {kind: RULES[kind].colour for kind in Kind if RULES[kind].lane is Lane.COMPUTE}
-MARKS = {kind: rule.marker for kind, rule in RULES.items() if rule.marker}
+MARKERS = {kind: rule.marker for kind, rule in RULES.items() if rule.marker}
 PALER = 0.45
 BUBBLE = "#E8E8E8"
 
@@ -67,7 +67,7 @@ def draw_steps(
     axes[-1].set_xlim(0, longest)
     axes[-1].set_xlabel("time")
     events = [event for run in runs for timeline in run for event in timeline.events]
-    used = {e.action.kind for e in events if e.end > e.start or e.action.kind in MARKS}
+    used = {e.action.kind for e in events if e.end > e.start or e.action.kind in MARKERS}
     figure.legend(handles=_legend(used), loc="outside lower center", ncols=5, frameon=False)
     save(figure, path)
 
@@ -125,15 +125,15 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
     chunk = {s: c for stages in schedule.placement.stages_of for c, s in enumerate(stages)}
     digits = len(str(max(event.action.microbatch for event in run[0].events)))
     boxes: dict[tuple[Kind, bool, bool], list[PassBox]] = defaultdict(list)
-    marks: dict[Kind, list[tuple[float, float]]] = defaultdict(list)
+    markers: dict[Kind, list[tuple[float, float]]] = defaultdict(list)
     for number, timeline in enumerate(run):
         in_pairs = _places_in_pairs(timeline)
         for event in timeline.events:
             place = in_pairs.get(event.action, (event.rank, _HALF, event.start, event.end))
             kind, middle, half = event.action.kind, place[0], place[1]
             start, end = place[2] - first, place[3] - first
-            if kind in MARKS:
-                marks[kind].append((end, event.rank - _HALF))
+            if kind in MARKERS:
+                markers[kind].append((end, event.rank - _HALF))
             if kind not in COLOURS or start == end:
                 continue
             in_later_chunk = bool(chunk[event.action.stage] % 2)
@@ -147,8 +147,8 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
                     va="center",
                     fontsize=LABEL,
                 )
-    whole = [(rank, _HALF, 0, _length(run)) for rank in range(len(schedule.rows))]
-    _add_boxes(axes, whole, facecolor=BUBBLE, edgecolor="none")
+    background = [(rank, _HALF, 0, _length(run)) for rank in range(len(schedule.rows))]
+    _add_boxes(axes, background, facecolor=BUBBLE, edgecolor="none")
     for (kind, in_later_step, in_later_chunk), places in boxes.items():
         _add_boxes(
             axes,
@@ -159,8 +159,8 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
             linewidth=0.6,
             hatch="///" if in_later_chunk else None,
         )
-    for kind, points in marks.items():
-        marker = MARKS[kind]
+    for kind, points in markers.items():
+        marker = MARKERS[kind]
         axes.plot(*np.transpose(points), marker, color="black", markersize=4, clip_on=False)
     axes.set_yticks(range(len(schedule.rows)), [f"rank {r}" for r in range(len(schedule.rows))])
     axes.set_ylim(len(schedule.rows) - 0.5, -0.5)
@@ -168,8 +168,8 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
     axes.spines[:].set_visible(False)
     figure = f"bubble {run[0].bubble_share_makespan:.1%} of the makespan"
     if len(run) > 1:
-        apart = (_length(run) - _length(run[:1])) / (len(run) - 1)
-        figure = f"{len(run)} steps, one every {apart:.4g}"
+        interval = (_length(run) - _length(run[:1])) / (len(run) - 1)
+        figure = f"{len(run)} steps, one every {interval:.4g}"
         if any(event.action.kind is Kind.STEP for event in run[0].events):
             figure = f"post-validation, {figure}"
     peak = measure.text(max(max(measure.curve(row)) for row in schedule.rows))
@@ -239,7 +239,7 @@ def _legend(used: set[Kind]) -> list[Any]:
         for kind, colour in COLOURS.items()
         if kind in used
     ]
-    marks = [
+    markers = [
         Line2D(
             [],
             [],
@@ -249,7 +249,7 @@ def _legend(used: set[Kind]) -> list[Any]:
             linestyle="none",
             markersize=4,
         )
-        for kind, marker in MARKS.items()
+        for kind, marker in MARKERS.items()
         if kind in used
     ]
-    return [*kinds, Patch(color=BUBBLE, label="bubble"), *marks]
+    return [*kinds, Patch(color=BUBBLE, label="bubble"), *markers]

@@ -17,7 +17,7 @@ Frame = tuple[float, float, float, float]  # left, low, right, high: pixels
 SIZE = 8  # of letters, in points
 _DISTANCES = (5, 12, 20, 30, 42, 56, 72)  # from the point to its label, in points
 _NEAR = 12  # up to here it is plain whose label it is; beyond a line is drawn
-_MARK = 4  # around a point, in pixels, to be left free
+_MARKER = 4  # around a point, in pixels, to be left free
 _SIDES = ("left", "center", "right")  # of a label, by the direction it lies in: 1, 0, -1
 _ENDS = ("bottom", "center", "top")
 
@@ -29,7 +29,7 @@ def label_points(axes: Axes, labels: Mapping[Point, str], lines: Sequence[Sequen
     Call it last: a later change of the axes' place moves the points, and labels may then overlap.
     """
     axes.get_figure().draw_without_rendering()  # type: ignore[union-attr]
-    marks = [_around(point) for point in axes.transData.transform(list(labels))]
+    markers = [_around(point) for point in axes.transData.transform(list(labels))]
     on_lines = [point for line in lines for point in _along(axes.transData.transform(list(line)))]
     written: list[Frame] = []
     for point, label in sorted(labels.items()):
@@ -37,11 +37,11 @@ def label_points(axes: Axes, labels: Mapping[Point, str], lines: Sequence[Sequen
         places = [(_box(axes, point, place, width, height), place) for place in _places()]
         box, place = min(
             places,
-            key=lambda choice: (
-                _outside(axes, choice[0]),
-                sum(_overlap(choice[0], other) for other in (*written, *marks)),
-                sum(_holds(choice[0], other) for other in on_lines),
-                _distance(choice[1]),
+            key=lambda position: (
+                _outside(axes, position[0]),
+                sum(_overlap(position[0], other) for other in (*written, *markers)),
+                sum(_holds(position[0], other) for other in on_lines),
+                _distance(position[1]),
             ),
         )
         written.append(box)
@@ -88,16 +88,16 @@ def _box(axes: Axes, point: Point, place: Point, width: float, height: float) ->
 
 def _around(point: Sequence[float]) -> Frame:
     x, y = point
-    return x - _MARK, y - _MARK, x + _MARK, y + _MARK
+    return x - _MARKER, y - _MARKER, x + _MARKER, y + _MARKER
 
 
 def _along(line: np.ndarray) -> list[Point]:
     """Return points on ``line``, a few pixels apart."""
-    apart = 3.0
+    step = 3.0
     return [
         tuple(start + (end - start) * share)
         for start, end in pairwise(line)
-        for share in np.linspace(0, 1, 2 + int(np.hypot(*(end - start)) / apart))
+        for share in np.linspace(0, 1, 2 + int(np.hypot(*(end - start)) / step))
     ]
 
 

@@ -205,26 +205,26 @@ def _begins(schedule: Schedule, ranks: Sequence[RankSums]) -> list[float]:
     times: dict[int, list[float]] = {}
     for rank, stages in zip(ranks, placement.stages_of, strict=True):
         for chunk, stage in enumerate(stages):
-            own = rank.times[4 * chunk : 4 * chunk + 4]
-            times[stage] = [time / rank.steps for time in own]
+            sums = rank.times[4 * chunk : 4 * chunk + 4]
+            times[stage] = [time / rank.steps for time in sums]
     least: dict[tuple[int, int], list[float]] = {}  # least offset of the second rank of a pair
     pairs = []
     for stage in range(placement.last):
-        pair = placement.rank_of[stage], placement.rank_of[stage + 1]
-        if pair[0] == pair[1]:
+        neighbours = placement.rank_of[stage], placement.rank_of[stage + 1]
+        if neighbours[0] == neighbours[1]:
             continue
         _, sent, back, _ = times[stage]
         arrived, _, _, sent_back = times[stage + 1]
-        least.setdefault(pair, []).append(sent - arrived)
+        least.setdefault(neighbours, []).append(sent - arrived)
         if stage in sends_back:
-            least.setdefault(pair[::-1], []).append(sent_back - back)
-        pairs.append(pair)
+            least.setdefault(neighbours[::-1], []).append(sent_back - back)
+        pairs.append(neighbours)
     begins = {placement.rank_of[0]: 0.0}
-    for pair in pairs:
-        sender, other = pair
+    for neighbours in pairs:
+        sender, other = neighbours
         if other not in begins:
-            earliest = max(least[pair])
-            latest = -max(least[pair[::-1]]) if pair[::-1] in least else earliest
+            earliest = max(least[neighbours])
+            latest = -max(least[neighbours[::-1]]) if neighbours[::-1] in least else earliest
             begins[other] = begins[sender] + (earliest + latest) / 2
     return [begins[number] for number in range(placement.ranks)]
 

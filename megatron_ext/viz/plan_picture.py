@@ -20,7 +20,7 @@ FRONT = "#D55E00"
 OTHERS = "#999999"
 # Of lines; Okabe and Ito's palette (2008), and a mark for those who do not tell its colours.
 LINES = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D31", "#7F3C8D")
-MARKS = "osD^vPX*"
+MARKERS = "osD^vPX*"
 
 # How a plan's points are drawn, and what the legend says.
 _METHODS = {
@@ -61,7 +61,7 @@ def draw_plan(plan: Plan, curves: Curves, path: Path) -> None:
 def _looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the colour and mark of each line, the same in both panels."""
     return {
-        name: {"color": LINES[number % len(LINES)], "marker": MARKS[number % len(MARKS)]}
+        name: {"color": LINES[number % len(LINES)], "marker": MARKERS[number % len(MARKERS)]}
         for number, name in enumerate(dict.fromkeys(names))
     }
 
@@ -191,16 +191,16 @@ def _draw_by_microbatches(
 def _legend(plan: Plan, looks: Mapping[str, Mapping[str, Any]]) -> list[Any]:
     from matplotlib.lines import Line2D
 
-    def mark(label: str, **look: Any) -> Line2D:
+    def legend_entry(label: str, **look: Any) -> Line2D:
         return Line2D([], [], linestyle="none", label=label, **look)
 
     drawn = {candidate.method for candidate in (*plan.best_of_each, *plan.front)}
     methods = [
-        mark(label, marker=marker, color=OTHERS)
+        legend_entry(label, marker=marker, color=OTHERS)
         for method, (marker, label) in _METHODS.items()
         if method in drawn and len(plan.methods) > 1
     ]
-    less_tried = mark("less tried", marker="o", color=OTHERS, markerfacecolor="none")
+    less_tried = legend_entry("less tried", marker="o", color=OTHERS, markerfacecolor="none")
     front = Line2D([], [], color=FRONT, label="no other takes less time in as little")
     lines = [Line2D([], [], label=name, **look) for name, look in looks.items()]
     return [front, *methods, less_tried, *lines]

@@ -80,7 +80,7 @@ class Replay:
 def _of_pairs(inputs: Inputs, schedule: Schedule) -> Inputs:
     """Return ``inputs`` for passes that run in pairs: a pair needs the inputs of both passes, and
     the output of its forward pass is there when its backward pass has ended."""
-    ends = {pair.forward: pair.backward for pair in schedule.pairs}
+    ends = {overlapped.forward: overlapped.backward for overlapped in schedule.pairs}
     moved = {a: tuple(ends.get(maker, maker) for maker in makers) for a, makers in inputs.items()}
     for forward, backward in schedule.pairs:
         moved[forward] = tuple(dict.fromkeys((*moved[forward], *moved[backward])))

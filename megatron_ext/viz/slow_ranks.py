@@ -94,22 +94,25 @@ class SlowRanks:
         ratios: Sequence[float],
         predicted: Timeline,
         iterations: int,
-        own: PipelineTimes,
+        this_pipeline: PipelineTimes,
         others: Sequence[PipelineTimes],
     ) -> str | None:
         """Return the remark due after ``iterations`` more with these ``ratios``, if any is.
 
         Args:
-            own: times of the pipeline that ``ratios`` are of.
+            this_pipeline: times of the pipeline that ``ratios`` are of.
             others: times of the other pipelines, as far as they are known.
         """
-        pipelines = [own, *(one for one in others if len(one.busy) == len(own.busy))]
+        pipelines = [
+            this_pipeline,
+            *(one for one in others if len(one.busy) == len(this_pipeline.busy)),
+        ]
         slow = dict(slow_ranks(ratios))
         for one in pipelines[1:]:
             for rank, times in slow_in(one, pipelines).items():
                 slow[rank] = max(slow.get(rank, 1.0), times)
         self._iterations = {rank: self._iterations.get(rank, 0) + iterations for rank in slow}
-        due = [rank for rank, seen in self._iterations.items() if seen >= PATIENCE]
+        due = [rank for rank, count in self._iterations.items() if count >= PATIENCE]
         if not set(due) - self._told:
             return None
         self._told |= set(due)

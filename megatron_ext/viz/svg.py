@@ -108,9 +108,9 @@ def _shorten(element: Element) -> None:
 def _drop_style(element: Element, inherited: str) -> None:
     """Remove from ``element``'s style the declarations of ``inherited``."""
     style = element.attrib.pop("style", "").split("; ")
-    own = [declaration for declaration in style if declaration not in inherited.split("; ")]
-    if any(own):
-        element.set("style", "; ".join(own))
+    kept = [declaration for declaration in style if declaration not in inherited.split("; ")]
+    if any(kept):
+        element.set("style", "; ".join(kept))
 
 
 def _dissolve_groups(parent: Element) -> None:

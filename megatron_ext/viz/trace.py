@@ -84,16 +84,16 @@ class TracedStep:
     reserved: tuple[float, ...] | None = None
 
 
-def beside(
+def traced_step(
     iteration: int, measured: Timeline, simulated: Timeline, clock_error: float
 ) -> TracedStep:
     """Return ``measured`` together with its prediction, which is scaled to the same work and moved
     to the same start."""
-    (step,) = beside_all([iteration], [measured], [simulated], clock_error)
+    (step,) = traced_steps([iteration], [measured], [simulated], clock_error)
     return step
 
 
-def beside_all(
+def traced_steps(
     iterations: Sequence[int],
     measured: Sequence[Timeline],
     simulated: Sequence[Timeline],
@@ -200,7 +200,7 @@ def _events_of(step: TracedStep, about: dict[str, Any]) -> list[dict[str, Any]]:
 def bytes_of_step(simulated: Timeline) -> int:
     """Return about how many bytes a trace has of a step that is predicted as ``simulated``."""
     passes = tuple(event for row in simulated.compute for event in row)
-    step = beside(1000, replace(simulated, events=passes), simulated, 1e-5)
+    step = traced_step(1000, replace(simulated, events=passes), simulated, 1e-5)
     about = {"iteration": 1000, "schedule": simulated.schedule.name, "cost_factor": 1 / 3}
     digits = 16  # of times as measured, of which a simulation has fewer
     return sum(
@@ -424,7 +424,7 @@ def track_of(action: Action, placement: Placement) -> str | None:
 def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the events of passes and messages, of the optimizer's step and of the verdict on the
     last step. ``prefix`` precedes the names of their tracks and categories."""
-    placement, beside = timeline.schedule.placement, timeline.schedule.overlapped_with
+    placement, overlapped_with = timeline.schedule.placement, timeline.schedule.overlapped_with
     for event in timeline.events:
         action, rule = event.action, RULES[event.action.kind]
         category, title = prefix + rule.lane.value, track_of(action, placement)
@@ -432,11 +432,11 @@ def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[
             args = {"stage": action.stage, "microbatch": whole_of(action.microbatch)} | about
             if isinstance(action.microbatch, Slice):
                 args["slice"] = action.microbatch.slice
-            if action in beside:
-                args["beside"] = str(beside[action])
+            if action in overlapped_with:
+                args["beside"] = str(overlapped_with[action])
             yield _slice(event, str(action), prefix + title, category, args)
         elif rule.where is Where.RANK and not rule.is_message:
-            yield _mark(event, str(action), prefix + "passes", category, about)
+            yield _instant(event, str(action), prefix + "passes", category, about)
 
 
 def _reductions(timeline: Timeline, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -512,7 +512,7 @@ def _slice(
     }
 
 
-def _mark(
+def _instant(
     event: Event, name: str, track: str, category: str, args: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the end of ``event``, as an instant on its rank's track."""

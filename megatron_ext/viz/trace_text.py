@@ -14,6 +14,7 @@ _WORTH_SAYING = 0.005  # of the makespan
 
 def schedule_name(report: TraceReport) -> str:
     """Return the name of the schedule, and whether it is Megatron's own."""
+    # plain words: the beginning of a phrase
     whose = "" if report.what_if is None else "Megatron's own "
     return f"{whose}{report.schedule}"
 

@@ -16,7 +16,7 @@ from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.cost_model.gpus import GPUS
 from megatron_ext.schedule.schedule import is_compute
 from megatron_ext.schedule.timeline import GradientReduction, Timeline
-from megatron_ext.viz.trace import NAME, TraceFile, beside
+from megatron_ext.viz.trace import NAME, TraceFile, traced_step
 from tests.helpers.schedules import line_problem, program
 
 COSTS = "--costs f=10,i=12,w=8,comm=1"
@@ -77,4 +77,4 @@ def _write_trace(folder: Path) -> None:
             for rank, row in enumerate(step.compute)
         )
         measured = Timeline(step.schedule, step.events, reductions)
-        file.add(beside(iteration, measured, simulated, 2e-5))
+        file.add(traced_step(iteration, measured, simulated, 2e-5))

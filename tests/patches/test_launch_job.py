@@ -63,7 +63,7 @@ from megatron_ext.schedule import placement
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.rank_speeds import RankSpeeds
-from megatron_ext.viz.trace import TraceFile, beside
+from megatron_ext.viz.trace import TraceFile, traced_step
 from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.saved_checkpoints import write
@@ -418,7 +418,7 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
     whole = program("1f1b", line_problem(2, 4, 10, 12, 8, 1))
     timeline = simulate(whole, whole.problem.costs)
     passes = tuple(event for row in timeline.compute for event in row)
-    step = beside(5, replace(timeline, events=passes), timeline, 0.0)
+    step = traced_step(5, replace(timeline, events=passes), timeline, 0.0)
     TraceFile(tmp_path / "trace.json").add(replace(step, reserved=(2.0**30, 74.2 * 2.0**30)))
     words, launch_of_two = (
         ["--all", "--gpu", "h100", "--world-size", "4"],

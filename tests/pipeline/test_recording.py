@@ -31,7 +31,7 @@ from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, OverlappedPasses  # noqa: E402
 from megatron_ext.schedule.problem import P2P  # noqa: E402
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline  # noqa: E402
-from megatron_ext.viz.trace import beside  # noqa: E402
+from megatron_ext.viz.trace import traced_step  # noqa: E402
 from scripts.benchmarks.contestants import EmulatedStage, program_of  # noqa: E402
 from scripts.benchmarks.emulated import DTYPE, SHAPE, EmulatedChunk  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
@@ -137,7 +137,7 @@ def test_passes_of_known_length_are_recorded_with_it() -> None:
     for step in measured:
         assert all(e.end - e.start >= 0.999 * costs.of(e.action) for e in step.events)
         assert step.makespan >= 0.999 * predicted.makespan
-        assert beside(1, step, predicted, 0.0).cost_factor > 0.999
+        assert traced_step(1, step, predicted, 0.0).cost_factor > 0.999
 
 
 def skewed_offsets(rank: int, ahead: float) -> tuple[list[Offset], list[float]]:

@@ -18,7 +18,7 @@ from megatron_ext.cli import app
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES
-from megatron_ext.viz.trace import NAME, TracedStep, beside, read_trace
+from megatron_ext.viz.trace import NAME, TracedStep, read_trace, traced_step
 from tests.helpers.megatron_runs import SCRIPT, Run, assert_same, model_flags, train
 from tests.helpers.schedules import line_problem, program
 
@@ -200,7 +200,7 @@ def test_a_trace_keeps_no_more_than_what_is_read(
     monkeypatch.setattr(trace.logger, "error", lines.append)
     made = program("1f1b", line_problem(2, 2, 10, 12, 8, 1))
     simulated = simulate(made, made.problem.costs)
-    step = beside(7, simulated, simulated, 0.0)
+    step = traced_step(7, simulated, simulated, 0.0)
     own = trace.StepTrace(tmp_path / "gone", range(1, 1000), of_stock=of_stock)
     for iteration in range(1, 101):
         if iteration == 50:

@@ -25,7 +25,7 @@ from megatron_ext.runtime.held_bytes import reserved_beyond_allocated
 from megatron_ext.runtime.measure.clocks import clock_offsets
 from megatron_ext.runtime.recording import Recording, clock_of
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
-from megatron_ext.viz.trace import LARGEST_WRITTEN, NAME, TracedStep, TraceFile, beside_all
+from megatron_ext.viz.trace import LARGEST_WRITTEN, NAME, TracedStep, TraceFile, traced_steps
 from megatron_ext.viz.trace_report import trace_report
 from megatron_ext.viz.trace_text import summary
 
@@ -107,7 +107,7 @@ class StepTrace(StepObserver[ObservedStep]):
         if self._of_stock and (strange := _other_order(program, measured[0])) is not None:
             logger.warning(f"iteration {self._iteration} is not traced: {strange}")
             return
-        for traced in beside_all(
+        for traced in traced_steps(
             list(recorded),
             measured,
             simulate_steps(program, program.problem.costs, len(recorded)),

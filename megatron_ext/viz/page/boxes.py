@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEFT_OUT = "left out"  # in the place of a kind, for passes that `cut` has merged
+OMITTED = "omitted"  # in the place of a kind, for passes that `cut` has merged
 
 
 class TrackGroup(enum.StrEnum):
@@ -36,7 +36,7 @@ class Box:
     """An action, and when it ran. A mark, such as an optimizer step's, takes no time.
 
     Attributes:
-        kind: an action's kind, "reduction", or `LEFT_OUT`.
+        kind: an action's kind, "reduction", or `OMITTED`.
         step: number of the consecutive step, from 0.
         start, end: times after the start of the first step.
         cost: expected duration: by the costs, or for a measured action by the prediction.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from megatron_ext.viz.page.boxes import LEFT_OUT, Box, TrackGroup
+from megatron_ext.viz.page.boxes import OMITTED, Box, TrackGroup
 
 
 def shares(passes: Sequence[int], most: int) -> list[int]:
@@ -68,7 +68,7 @@ def cut_to_microbatches(
         elif before is not None and _continues(before, box):
             remaining[-1] = _joined(before, box)
         else:
-            remaining.append(replace(box, kind=LEFT_OUT))
+            remaining.append(replace(box, kind=OMITTED))
         new_number.append(len(remaining) - 1)
 
     def renumbered(numbers: Iterable[int]) -> tuple[int, ...]:
@@ -76,17 +76,17 @@ def cut_to_microbatches(
         new = (new_number[number] for number in numbers)
         return tuple(dict.fromkeys(number for number in new if number is not None))
 
-    is_whole = [box.kind != LEFT_OUT for box in remaining]
-    needs = (tuple(n for n in renumbered(box.needs) if is_whole[n]) for box in remaining)
+    is_unmerged = [box.kind != OMITTED for box in remaining]
+    needs = (tuple(n for n in renumbered(box.needs) if is_unmerged[n]) for box in remaining)
     return tuple(
-        replace(box, needs=needed if whole else ())
-        for box, needed, whole in zip(remaining, needs, is_whole, strict=True)
+        replace(box, needs=needed if unmerged else ())
+        for box, needed, unmerged in zip(remaining, needs, is_unmerged, strict=True)
     ), renumbered(path)
 
 
 def _continues(before: Box, box: Box) -> bool:
     """Return whether ``box`` belongs to the merged box ``before``."""
-    return before.kind == LEFT_OUT and (before.track, before.step) == (box.track, box.step)
+    return before.kind == OMITTED and (before.track, before.step) == (box.track, box.step)
 
 
 def _joined(before: Box, box: Box) -> Box:

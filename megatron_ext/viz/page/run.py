@@ -208,7 +208,7 @@ def _boxes(
     pairs: Iterable[OverlappedPasses],
 ) -> list[Box]:
     """Return the boxes to draw: one for each event whose track in ``tracks`` is not None."""
-    halves = {action: half for pair in pairs for half, action in enumerate(pair)}
+    halves = {action: half for overlapped in pairs for half, action in enumerate(overlapped)}
     shown = [node for node, track in enumerate(tracks) if track is not None]
     place = {node: number for number, node in enumerate(shown)}
     boxes = []
@@ -319,8 +319,8 @@ def _pace(timelines: Sequence[Timeline]) -> tuple[str, ...]:
     if len(timelines) == 1:
         return ()
     ends = [max(row[-1].end for row in timeline.compute if row) for timeline in timelines]
-    apart = [later - earlier for earlier, later in pairwise(ends)]
-    pace = f"{counted(len(timelines), 'step')}, one every {sum(apart) / len(apart):.4g}."
+    intervals = [later - earlier for earlier, later in pairwise(ends)]
+    pace = f"{counted(len(timelines), 'step')}, one every {sum(intervals) / len(intervals):.4g}."
     if any(event.action.kind is Kind.STEP for event in timelines[0].events):
         return (f"With post-validation: {pace}",)
     return (pace,)

@@ -25,12 +25,14 @@ def waits_of_program(
     partners = graph.partners.tolist()
     for node in graph.order.tolist():
         earlier = graph.before[node]
-        seen = tuple(dict.fromkeys(n for early in earlier for n in stands_for[early]))
+        waited_for = tuple(dict.fromkeys(n for early in earlier for n in stands_for[early]))
         rank = events[node].rank
         # An earlier pass of its rank is waited for through the pass before, unless it is needed
         # directly.
         waits[node] = tuple(
-            n for n in seen if n in earlier or events[n].rank != rank or not _is_pass(events[n])
+            n
+            for n in waited_for
+            if n in earlier or events[n].rank != rank or not _is_pass(events[n])
         )
         if is_shown[node]:
             stands_for[node] = (node,)
@@ -40,8 +42,8 @@ def waits_of_program(
         if lane is Lane.RECEIVE:
             source = stands_for[partners[node]]
         elif lane is Lane.SEND:
-            source = tuple(n for n in seen if _same_microbatch(events[n], events[node]))
-        latest = sorted(seen, key=lambda n: (-events[n].end, events[n].rank == rank))
+            source = tuple(n for n in waited_for if _same_microbatch(events[n], events[node]))
+        latest = sorted(waited_for, key=lambda n: (-events[n].end, events[n].rank == rank))
         stands_for[node] = tuple(dict.fromkeys([*source, *latest[:1]]))
     return waits
 

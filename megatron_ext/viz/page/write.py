@@ -18,7 +18,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.text_file import write_text_file
 from megatron_ext.viz.draw import COLOURS
-from megatron_ext.viz.page.boxes import LEFT_OUT
+from megatron_ext.viz.page.boxes import OMITTED
 from megatron_ext.viz.page.run import MOST_PASSES, REDUCTION, Run, cut_to_fit
 
 SUFFIX = ".html"
@@ -72,12 +72,12 @@ def write_page(page: Page, path: Path) -> None:
 
 def text_of(page: Page) -> str:
     """Return the HTML of ``page``."""
-    text = _own("page.html")
-    script = "\n".join(map(_own, SCRIPTS))
+    text = _file_text("page.html")
+    script = "\n".join(map(_file_text, SCRIPTS))
     data = json.dumps(data_of(page), separators=(",", ":")).replace("<", "\\u003c")
     for name, content in {
         "title": html.escape(page.title),
-        "style": _own("page.css"),
+        "style": _file_text("page.css"),
         "script": script,
         "data": data,  # last: no placeholder is looked for in names that users gave
     }.items():
@@ -85,7 +85,7 @@ def text_of(page: Page) -> str:
     return text
 
 
-def _own(name: str) -> str:
+def _file_text(name: str) -> str:
     """Return the text of one of the page's own files."""
     return (BROWSER / name).read_text(encoding="utf-8")
 
@@ -122,7 +122,7 @@ def _looks() -> Mapping[str, dict[str, Any]]:
         )
     for name, does, colour in (
         (REDUCTION, "reduction of a stage's gradients", COLOURS[Kind.BACKWARD_WEIGHT]),
-        (LEFT_OUT, "passes that are omitted", "#BBBBBB"),
+        (OMITTED, "passes that are omitted", "#BBBBBB"),
     ):
         looks[name] = _look(name, does, does, colour)
     return looks
@@ -169,7 +169,7 @@ def _run(run: Run, kinds: Sequence[str], decimals: int) -> dict[str, Any]:
         "cost": [time(box.cost) for box in boxes],
         "needs": [box.needs for box in boxes],
         "held": _column(_rounded(box.held) for box in boxes),
-        "held_bytes": _column(_whole(box.held_bytes) for box in boxes),
+        "held_bytes": _column(_as_int(box.held_bytes) for box in boxes),
         "critical": run.critical,
     }
 
@@ -184,7 +184,7 @@ def _rounded(amount: float | None) -> float | None:
     return None if amount is None else _shorter(round(amount, 4))
 
 
-def _whole(amount: float | None) -> int | None:
+def _as_int(amount: float | None) -> int | None:
     return None if amount is None else round(amount)
 
 

@@ -25,7 +25,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, PassCosts
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
-from megatron_ext.viz.trace import TracedStep, TraceFile, beside, read_trace
+from megatron_ext.viz.trace import TracedStep, TraceFile, read_trace, traced_step
 from megatron_ext.viz.trace_text import remarks
 from megatron_ext.viz.traced_costs import traced_costs
 
@@ -71,7 +71,7 @@ def step_of(spec: str, ranks: int, costs: Costs, estimate: ModelParts | None) ->
     placement = resolved.place(ranks)
     timeline = simulate(build_program(resolved, Problem(placement, MICROBATCHES, costs)), costs)
     compute = tuple(event for row in timeline.compute for event in row)
-    traced = beside(7, replace(timeline, events=compute), timeline, clock_error=0.0)
+    traced = traced_step(7, replace(timeline, events=compute), timeline, clock_error=0.0)
     shares = weight_shares(costs)
     return replace(traced, weight_shares=shares, executor=STOCK_EXECUTOR, parts=estimate)
 

@@ -25,7 +25,7 @@ from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.problem import Offload, Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 from megatron_ext.viz.draw import COLOURS
-from megatron_ext.viz.page.boxes import LEFT_OUT, Box, TrackGroup, before, critical_path
+from megatron_ext.viz.page.boxes import OMITTED, Box, TrackGroup, before, critical_path
 from megatron_ext.viz.page.cut import kept_microbatches, shares
 from megatron_ext.viz.page.run import MOST_PASSES, Run, cut_to_fit, simulated_run, traced
 from megatron_ext.viz.page.write import (
@@ -37,7 +37,7 @@ from megatron_ext.viz.page.write import (
     text_of,
     write_page,
 )
-from megatron_ext.viz.trace import beside
+from megatron_ext.viz.trace import traced_step
 from tests.helpers.combinations import at_night
 from tests.helpers.pages import data_in
 from tests.helpers.schedules import line_problem, program
@@ -184,7 +184,7 @@ def test_several_steps() -> None:
 
 
 def test_a_traced_step_is_beneath_its_prediction() -> None:
-    step = beside(7, measured(1000.0), SIMULATED, 2e-5)
+    step = traced_step(7, measured(1000.0), SIMULATED, 2e-5)
     predicted, ran = traced(step)
     assert (predicted.title, ran.title) == ("zb-h1, predicted", "zb-h1, measured in iteration 7")
     assert min(box.start for box in ran.boxes) == 0
@@ -204,7 +204,7 @@ def test_a_traced_step_is_beneath_its_prediction() -> None:
 def test_what_is_too_large_is_cut_and_says_so(most: int) -> None:
     run = simulated_run("x", program_of("zb-h1", 4, 40))
     (small,) = cut_to_fit([run], most)
-    kept = [box for box in small.boxes if box.kind != LEFT_OUT]
+    kept = [box for box in small.boxes if box.kind != OMITTED]
     passes = [box for box in kept if box.track.group is TrackGroup.PASSES]
     assert len(passes) <= max(most, 3 * 12)
     microbatches = {box.microbatch for box in kept}
@@ -212,12 +212,12 @@ def test_what_is_too_large_is_cut_and_says_so(most: int) -> None:
     (remark,) = small.remarks
     assert "480 passes are too many for one page: microbatches 0" in remark
     # No pass is lost, and the rank is as busy as it was.
-    left_out = [box for box in small.boxes if box.kind == LEFT_OUT]
+    left_out = [box for box in small.boxes if box.kind == OMITTED]
     assert len(passes) + sum(box.passes for box in left_out) == 480
     assert sum(box.cost for box in (*passes, *left_out)) == pytest.approx(30 * 40 * 4 + 40 * 21)
     for box in small.boxes:
         assert all(small.boxes[other].end <= box.start + 1e-9 for other in box.needs)
-        assert all(small.boxes[other].kind != LEFT_OUT for other in box.needs)
+        assert all(small.boxes[other].kind != OMITTED for other in box.needs)
     assert max(box.held or 0 for box in small.boxes) == max(run.figures.peaks)
     path = [small.boxes[place] for place in small.critical]
     assert path[-1].end == pytest.approx(run.figures.makespan)
@@ -301,7 +301,7 @@ def test_a_page_is_small(ranks: int, microbatches: int) -> None:
     """A page of 20,000 passes is to be smooth, and can be sent by mail: under 3 MB."""
     runs = [simulated_run(name, program_of(name, ranks, microbatches)) for name in ("1f1b", "zb-v")]
     drawn = [
-        box for run in cut_to_fit(runs, MOST_PASSES) for box in run.boxes if box.kind != LEFT_OUT
+        box for run in cut_to_fit(runs, MOST_PASSES) for box in run.boxes if box.kind != OMITTED
     ]
     passes = sum(box.track.group is TrackGroup.PASSES for box in drawn)
     assert passes <= 20_000

@@ -22,7 +22,7 @@ from megatron_ext.viz.slow_ranks import (
     speeds_in,
     speeds_of,
 )
-from megatron_ext.viz.trace import NAME, TraceFile, beside, read_trace
+from megatron_ext.viz.trace import NAME, TraceFile, read_trace, traced_step
 
 
 def step(speeds: tuple[float, ...] = ()) -> Timeline:
@@ -106,5 +106,5 @@ def test_a_trace_tells_the_speeds(tmp_path: Path) -> None:
     file = TraceFile(tmp_path / NAME)
     slow = step((1.0, 0.5, 1.0, 1.0))
     for iteration in (7, 8):
-        file.add(beside(iteration, slow, PREDICTED, 0.0))
+        file.add(traced_step(iteration, slow, PREDICTED, 0.0))
     assert speeds_in(read_trace(tmp_path)) == RankSpeeds((1.0, 0.5, 1.0, 1.0))

@@ -24,10 +24,10 @@ from megatron_ext.viz.trace import (
     NAME,
     TracedStep,
     TraceFile,
-    beside,
     bytes_of_step,
     read_trace,
     reserved_in,
+    traced_step,
     write_trace,
 )
 from tests.helpers.full_disk import full_disk
@@ -55,8 +55,8 @@ def measured(start: float, slow: Action | None = None) -> Timeline:
 def written(folder: Path) -> list[TracedStep]:
     last = Action(2, Kind.BACKWARD_WEIGHT, 3)
     steps = [
-        beside(7, measured(1000.0), SIMULATED, 2e-5),
-        beside(8, measured(1003.0, slow=last), SIMULATED, 1e-5),
+        traced_step(7, measured(1000.0), SIMULATED, 2e-5),
+        traced_step(8, measured(1003.0, slow=last), SIMULATED, 1e-5),
     ]
     file = TraceFile(folder / "new" / NAME)
     for step in steps:
@@ -99,7 +99,7 @@ def test_steps_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_what_allocators_reserve_is_kept(tmp_path: Path) -> None:
-    step = beside(7, measured(1000.0), SIMULATED, 0.0)
+    step = traced_step(7, measured(1000.0), SIMULATED, 0.0)
     TraceFile(tmp_path / NAME).add(replace(step, reserved=(3.0, 5.0, 4.0)))
     (read,) = read_trace(tmp_path)
     assert read.reserved == (3.0, 5.0, 4.0) and reserved_in([read]) == 5.0
@@ -123,7 +123,7 @@ def test_the_file_is_whole_after_each_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no measured step"):
         read_trace(tmp_path)
     for number in (1, 2, 3):
-        file.add(beside(number, measured(float(number)), SIMULATED, 0.0))
+        file.add(traced_step(number, measured(float(number)), SIMULATED, 0.0))
         assert [step.iteration for step in read_trace(tmp_path)] == [*range(1, number + 1)]
 
 
@@ -291,12 +291,12 @@ def test_an_odd_trace_is_named_with_the_place(
 def test_a_file_is_whole_when_the_disk_is_full(tmp_path: Path) -> None:
     """It was cut off in the middle of an event, with a message that named no file."""
     file = TraceFile(tmp_path / NAME)
-    file.add(beside(1, measured(1.0), SIMULATED, 0.0))
+    file.add(traced_step(1, measured(1.0), SIMULATED, 0.0))
     before = (tmp_path / NAME).read_bytes()
     with full_disk(len(before) + 1000), pytest.raises(OSError, match=NAME):
-        file.add(beside(2, measured(2.0), SIMULATED, 0.0))
+        file.add(traced_step(2, measured(2.0), SIMULATED, 0.0))
     assert (tmp_path / NAME).read_bytes() == before
-    file.add(beside(3, measured(3.0), SIMULATED, 0.0))
+    file.add(traced_step(3, measured(3.0), SIMULATED, 0.0))
     assert [step.iteration for step in read_trace(tmp_path)] == [1, 3]
 
 
@@ -304,8 +304,8 @@ def test_tracks_are_named_though_the_first_step_did_not_fit(tmp_path: Path) -> N
     """The names were taken to be in the file, in which nothing was."""
     file = TraceFile(tmp_path / NAME)
     with full_disk(1000), pytest.raises(OSError, match=NAME):
-        file.add(beside(1, measured(1.0), SIMULATED, 0.0))
-    file.add(beside(2, measured(2.0), SIMULATED, 0.0))
+        file.add(traced_step(1, measured(1.0), SIMULATED, 0.0))
+    file.add(traced_step(2, measured(2.0), SIMULATED, 0.0))
     events = json.loads((tmp_path / NAME).read_text())["traceEvents"]
     names = [event for event in events if event["name"] == "process_name"]
     assert len(names) >= 3
@@ -328,14 +328,14 @@ def test_the_command_names_what_cost_the_most(tmp_path: Path) -> None:
     slow = Action(2, Kind.BACKWARD_WEIGHT, 3)
     last = measured(0.0, slow)
     assert last.compute[2][-1] == next(e for e in last.events if e.action == slow), "not its last"
-    TraceFile(tmp_path / NAME).add(beside(3, last, SIMULATED, 0.0))
+    TraceFile(tmp_path / NAME).add(traced_step(3, last, SIMULATED, 0.0))
     text = CliRunner().invoke(app, ["trace", str(tmp_path / NAME)]).stdout
     assert "1. 2W3 on rank 2 was a slow pass: 580 ms, usually 80 ms" in text, text
 
 
 def test_a_trace_has_a_limit_on_disk(tmp_path: Path) -> None:
     """A training with --pipeline-trace-iters 1:1000000 filled the disk."""
-    step = beside(7, measured(1000.0), SIMULATED, 0.0)
+    step = traced_step(7, measured(1000.0), SIMULATED, 0.0)
     limit = 3.5 * bytes_of_step(SIMULATED)
     file = TraceFile(tmp_path / NAME, limit)
     with pytest.raises(OSError, match=r"no more than .* KiB are written") as error:
@@ -347,7 +347,7 @@ def test_a_trace_has_a_limit_on_disk(tmp_path: Path) -> None:
 
 
 def test_the_bytes_of_a_trace_are_known_before(tmp_path: Path) -> None:
-    step = beside(1234, measured(1000.0 / 7), SIMULATED, 1.23456789e-5)
+    step = traced_step(1234, measured(1000.0 / 7), SIMULATED, 1.23456789e-5)
     TraceFile(tmp_path / NAME).add(step)
     size = (tmp_path / NAME).stat().st_size
     assert bytes_of_step(SIMULATED) == pytest.approx(size, rel=0.25)

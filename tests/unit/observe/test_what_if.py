@@ -19,7 +19,7 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR, StockExecutor
 from megatron_ext.search import best
-from megatron_ext.viz.trace import TracedStep, TraceFile, beside, read_trace
+from megatron_ext.viz.trace import TracedStep, TraceFile, read_trace, traced_step
 from megatron_ext.viz.traced_costs import traced_costs
 
 
@@ -39,7 +39,7 @@ def seen(
     timeline = simulate(program, costs)
     compute = tuple(event for row in timeline.compute for event in row)
     measured = replace(timeline, events=compute)
-    traced = beside(7, measured, timeline, clock_error=0.0)
+    traced = traced_step(7, measured, timeline, clock_error=0.0)
     return replace(traced, weight_shares=weight_shares(costs), executor=executor)
 
 

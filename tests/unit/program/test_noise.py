@@ -23,7 +23,7 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.viz.noise_text import noise_of, parse_noise
-from megatron_ext.viz.trace import TraceFile, beside
+from megatron_ext.viz.trace import TraceFile, traced_step
 from tests.helpers.schedules import line_problem
 from tests.unit.commands.test_cli import run
 
@@ -121,7 +121,7 @@ def test_noise_of_a_trace(tmp_path: Path) -> None:
         step = simulated.moved(10.0 * number, 1.0)
         events = tuple(e._replace(end=e.start + (e.end - e.start) * factor) for e in step.events)
         measured = type(step)(step.schedule, events)
-        file.add(beside(number, measured, simulated, 0.0))
+        file.add(traced_step(number, measured, simulated, 0.0))
     noise = parse_noise(str(tmp_path))
     assert {round(factor, 6) for factor in noise.measured} == {0.8, 1.2}
     assert np.mean(noise.measured) == pytest.approx(1)

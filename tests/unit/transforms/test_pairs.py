@@ -48,7 +48,7 @@ from megatron_ext.schedule.schedule_csv import from_csv, to_csv, to_torch_csv
 from megatron_ext.schedule.slices import Slices
 from megatron_ext.viz.draw import draw
 from megatron_ext.viz.page.run import of_passes, simulated_run
-from megatron_ext.viz.trace import TraceFile, beside, read_trace
+from megatron_ext.viz.trace import TraceFile, read_trace, traced_step
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.schedules import drawn, rows_of, table, with_messages
 
@@ -519,7 +519,7 @@ def test_a_trace_keeps_pairs(tmp_path: Path) -> None:
         events=tuple(event for event in timeline.events if is_compute(event.action)),
         schedule=replace(timeline.schedule, rows=timeline.schedule.compute_rows),
     )
-    TraceFile(tmp_path / "trace.json").add(beside(0, passes, passes, 0.0))
+    TraceFile(tmp_path / "trace.json").add(traced_step(0, passes, passes, 0.0))
     (step,) = read_trace(tmp_path)
     assert step.measured.schedule.pairs == timeline.schedule.pairs
     assert {box.half for box in of_passes("x", step.measured, lambda a: 1.0).boxes} == {None, 0, 1}

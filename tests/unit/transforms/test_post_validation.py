@@ -39,7 +39,7 @@ from megatron_ext.search.job_shop import rows_of as rows_packed
 from megatron_ext.search.pack import packer
 from megatron_ext.viz.draw import draw_steps
 from megatron_ext.viz.program_summary import summarize
-from megatron_ext.viz.trace import TraceFile, beside_all, read_trace
+from megatron_ext.viz.trace import TraceFile, read_trace, traced_steps
 from tests.helpers.combinations import in_pairs
 from tests.helpers.few_families import only_families
 from tests.helpers.random_schedules import PROPERTY, random_case, seeds
@@ -526,7 +526,7 @@ def test_measured_steps_that_overlap_are_read_as_they_were_written(tmp_path: Pat
     made = program("zb-2p", 4, 8, USUAL)
     predicted = simulate_steps(made, made.problem.costs, 3)
     measured = [step.moved(100 + 2 * step.start, 2.0) for step in predicted]
-    steps = beside_all([7, 8, 9], measured, predicted, 1e-6)
+    steps = traced_steps([7, 8, 9], measured, predicted, 1e-6)
     for step in steps:
         assert step.cost_factor == pytest.approx(2)
         for mine, other in zip(step.predicted.events, step.measured.events, strict=True):

@@ -68,7 +68,7 @@ function name(run, box) {
   const kind = page.kinds[run.kind[box]].name;
   const track = run.trackOf[box];
   if (kind === "reduction") return track.title;
-  if (kind === "left out") return `${at(run.stands_for, box)} passes left out`;
+  if (kind === "omitted") return `${at(run.stands_for, box)} passes omitted`;
   return `${run.stage[box]}${kind}${part(run, box)}`;
 }
 

@@ -139,7 +139,7 @@ function drawTrack(pen, run, { track, y: edge, height }) {
 
 function drawLabel(pen, run, box, x, end, middle) {
   const room = end - x - 3;
-  const long = name(run, box), short = page.kinds[run.kind[box]].name === "left out"
+  const long = name(run, box), short = page.kinds[run.kind[box]].name === "omitted"
     ? String(at(run.stands_for, box)) : part(run, box);
   const text = long.length * 7 < room ? long : short;
   if (text.length * 6.6 > room) return;

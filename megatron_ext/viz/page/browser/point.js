@@ -14,7 +14,7 @@ function describe(run, box) {
   const kind = page.kinds[run.kind[box]];
   const track = run.trackOf[box];
   const lines = [[name(run, box), "b"]];
-  if (kind.name === "reduction" || kind.name === "left out") lines.push([kind.does]);
+  if (kind.name === "reduction" || kind.name === "omitted") lines.push([kind.does]);
   else {
     const chunks = Math.max(...run.chunks) ? `, chunk ${run.chunks[run.stage[box]]}` : "";
     const step = Array.isArray(run.step) ? `, step ${at(run.step, box)}` : "";
