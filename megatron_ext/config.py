@@ -99,8 +99,8 @@ def _path(name: str, text: str) -> Path:
 
 
 def _source(name: str, text: str) -> CostsSource:
-    way, _, path = text.partition(":")
-    return CostsSource(text, Path(path or COSTS_FILE) if way == PROFILE else None)
+    method, _, path = text.partition(":")
+    return CostsSource(text, Path(path or COSTS_FILE) if method == PROFILE else None)
 
 
 def _iterations(name: str, text: str) -> range:
@@ -137,14 +137,14 @@ def _setting(parse: Parse, metavar: str, text: str) -> dict[str, Any]:
     return {"parse": parse, "metavar": metavar, "help": text}
 
 
-def _one_of(ways: type[enum.StrEnum], text: str) -> dict[str, Any]:
+def _one_of(values: type[enum.StrEnum], text: str) -> dict[str, Any]:
     def parse(name: str, text: str) -> enum.StrEnum:
-        if text not in list(ways):
-            *others, last = ways
+        if text not in list(values):
+            *others, last = values
             raise ValueError(f"{flag(name)} {text}: write {', '.join(others)} or {last}")
-        return ways(text)
+        return values(text)
 
-    return _setting(parse, f"{{{','.join(ways)}}}", text)
+    return _setting(parse, f"{{{','.join(values)}}}", text)
 
 
 def _switch(text: str) -> dict[str, Any]:
@@ -421,15 +421,15 @@ class PipelineConfig:
         self._check_race()
 
     def _check_offload(self) -> None:
-        way, costs = self.activation_offload, self.costs.text
-        if way is Offload.FIT and self.memory_limit is None:
+        method, costs = self.activation_offload, self.costs.text
+        if method is Offload.FIT and self.memory_limit is None:
             raise ValueError(
-                f"{flag('activation_offload')} {way} has nothing to fit into: add "
+                f"{flag('activation_offload')} {method} has nothing to fit into: add "
                 f"{flag('memory_limit')}, or write {Offload.FULL} or {Offload.HALF}"
             )
-        if way is not Offload.NONE and "=" in costs and "d2h=" not in costs:
+        if method is not Offload.NONE and "=" in costs and "d2h=" not in costs:
             raise ValueError(
-                f"{flag('activation_offload')} {way} needs to know how long copies to the host "
+                f"{flag('activation_offload')} {method} needs to know how long copies to the host "
                 f"take: add d2h= and h2d= to {flag('costs')} {costs} (seconds per microbatch "
                 f"of a rank), or drop {flag('costs')} for an estimate"
             )
@@ -507,8 +507,8 @@ class PipelineConfig:
                 "race", "slices", f"races of slices are untried; race without {flag('slices')}"
             )
 
-    def _refuse(self, name: str, beside: str, why: str) -> None:
-        words = self._as_written(name), self._as_written(beside)
+    def _refuse(self, name: str, other: str, why: str) -> None:
+        words = self._as_written(name), self._as_written(other)
         raise ValueError(f"{words[0]} does not go with {words[1]}: {why}")
 
     def _as_written(self, name: str) -> str:

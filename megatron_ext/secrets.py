@@ -14,7 +14,7 @@ from typing import Any
 
 _NAME = r"(?<![\w./-])((?:--?)?[A-Za-z_][\w.-]*?(?:key|token|secret|password))(?![\w.-])"
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s,;&|\"'()]*)"
-_WHOLE = re.compile(f"{_NAME}(=.*)?", re.IGNORECASE | re.DOTALL)
+_WORD = re.compile(f"{_NAME}(=.*)?", re.IGNORECASE | re.DOTALL)
 _INSIDE = re.compile(f"{_NAME}(=){_VALUE}", re.IGNORECASE)  # a list, an address
 # In a shell's text, where a flag and its value are parts of one word.
 _IN_SHELL = re.compile(rf"{_NAME}(=|\s+(?!-)){_VALUE}", re.IGNORECASE)
@@ -37,7 +37,7 @@ def masked(words: Sequence[str]) -> str:
             texts.append(f"${_variable(secret_flag)}")
             secret_flag = ""
         elif before in _SHELL_FLAGS:  # which expands what is in the word
-            texts.append(shlex.quote(_IN_SHELL.sub(_hidden, word).replace(_DOLLAR, "$")))
+            texts.append(shlex.quote(_IN_SHELL.sub(_mask, word).replace(_DOLLAR, "$")))
         else:
             texts.append(_in_quotes(_masked_word(word)))
             secret_flag = word if _is_secret(word) and word.startswith("-") else ""
@@ -57,7 +57,7 @@ def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_secret(name: str) -> bool:
     """Return whether ``name``, of a flag with its dashes, is that of a secret."""
-    found = _WHOLE.fullmatch(name)
+    found = _WORD.fullmatch(name)
     return found is not None and found[2] is None and not _is_of_texts(name)
 
 
@@ -72,15 +72,15 @@ def _variable(name: str) -> str:
 
 
 def _masked_word(word: str) -> str:
-    found = _WHOLE.fullmatch(word)
+    found = _WORD.fullmatch(word)
     if found is None:
-        return _INSIDE.sub(_hidden, word)
+        return _INSIDE.sub(_mask, word)
     if found[2] is None or _is_of_texts(found[1]):
         return word
     return f"{found[1]}={_DOLLAR}{_variable(found[1])}"
 
 
-def _hidden(found: re.Match[str]) -> str:
+def _mask(found: re.Match[str]) -> str:
     name, between = found[1], found[2]
     if _is_of_texts(name) or (between != "=" and not name.startswith("-")):
         return found[0]

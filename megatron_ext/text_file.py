@@ -125,15 +125,15 @@ def whole_file(path: Path) -> Iterator[Path]:
         if path.exists() and not path.is_file():  # a device, or a folder, which says so
             yield path
             return
-        whole = Path(os.path.realpath(path))  # of a link, the file that it leads to
-        if whole.exists() and not os.access(whole, os.W_OK):
+        target = Path(os.path.realpath(path))  # of a link, the file that it leads to
+        if target.exists() and not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        begun = whole.with_name(f"{whole.name}.{uuid.uuid4().hex[:8]}.begun")
+        begun = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.begun")
         try:
             yield begun
-            if whole.exists():
-                shutil.copymode(whole, begun)
-            begun.replace(whole)
+            if target.exists():
+                shutil.copymode(target, begun)
+            begun.replace(target)
         except BaseException:
             with contextlib.suppress(OSError):
                 begun.unlink()

@@ -40,25 +40,26 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     width = console.width if console.is_terminal else 200  # a pipe has no width of its own
     cells = [[_cell(value) for value in row.values()] for row in rows]
     longest = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    heads = list(rows[0])
-    if _width(heads, longest) > width:
-        heads = [
-            head if size > _SHORT else "\n".join(head.split())
-            for head, size in zip(heads, longest, strict=True)
+    headings = list(rows[0])
+    if _width(headings, longest) > width:
+        headings = [
+            heading if size > _SHORT else "\n".join(heading.split())
+            for heading, size in zip(headings, longest, strict=True)
         ]
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
-    for head, size in zip(heads, longest, strict=True):
-        table.add_column(head, overflow="fold", no_wrap=size <= _SHORT)
+    for heading, size in zip(headings, longest, strict=True):
+        table.add_column(heading, overflow="fold", no_wrap=size <= _SHORT)
     for row in cells:
         table.add_row(*map(Text, row))  # no markup
-    least = _width(heads, [min(size, _SHORT) for size in longest])
+    least = _width(headings, [min(size, _SHORT) for size in longest])
     Console(width=max(width, least)).print(table)
 
 
-def _width(heads: list[str], sizes: list[int]) -> int:
+def _width(headings: list[str], sizes: list[int]) -> int:
     """Return the width of a table with cells of these sizes."""
     widths = (
-        max(size, *map(len, head.split("\n"))) for head, size in zip(heads, sizes, strict=True)
+        max(size, *map(len, heading.split("\n")))
+        for heading, size in zip(headings, sizes, strict=True)
     )
     return sum(widths) + _GAP * (len(sizes) - 1)
 

@@ -220,7 +220,7 @@ def plan(
             slices=Slices(slices, parse_lengths(slice_lengths, "--slice-lengths")),
             pairs=pairs,
         )
-        seen = _Seen() if trace is None else _seen_in(trace)
+        traced = _Traced() if trace is None else _traced_in(trace)
         settings = _Settings(
             costs,
             memory_limit,
@@ -229,7 +229,7 @@ def plan(
             vision,
             vision_tokens,
             options,
-            seen,
+            traced,
         )
         if any_sizes:
             _refuse_with_sizes(pictures, show_all=show_all, lengths=lengths)
@@ -321,23 +321,23 @@ def _refuse(options: Mapping[str, object], why: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Traced:
     """Bytes that allocators reserved and speeds of ranks, as in a trace."""
 
     reserved: float | None = None
     speeds: RankSpeeds | None = None
 
 
-def _seen_in(trace: Path) -> _Seen:
+def _traced_in(trace: Path) -> _Traced:
     """Return the reserved bytes and speeds of ``trace``. Raises ValueError if it has none."""
     steps = read_trace(trace)
-    seen = _Seen(reserved_in(steps), speeds_in(steps))
-    if seen == _Seen():
+    traced = _Traced(reserved_in(steps), speeds_in(steps))
+    if traced == _Traced():
         raise ValueError(
             f"--trace {trace} has nothing that a plan uses: no rank is slow, and only a trace of "
             f"GPUs has the memory that their allocators reserved"
         )
-    return seen
+    return traced
 
 
 @dataclass(frozen=True)
@@ -373,7 +373,7 @@ class _Settings:
     vision: str | None
     vision_tokens: int | None
     options: ScheduleOptions
-    seen: _Seen
+    traced: _Traced
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -444,9 +444,9 @@ def _launch_request(source: _Source, sizes: _Sizes, settings: _Settings) -> Laun
         world_size=source.world_size or _ranks(source.config, values.pop(_WORLD_SIZE, None)),
         gpu=None if gpus is None else reference_of(gpus),
         settings=settings.words,
-        reserved=settings.seen.reserved,
+        reserved=settings.traced.reserved,
         gpus=() if gpus is None or len(gpus) == 1 else gpus,
-        seen_speeds=settings.seen.speeds,
+        seen_speeds=settings.traced.speeds,
         vision=settings.vision,
         vision_tokens=settings.vision_tokens,
     )
@@ -491,7 +491,7 @@ def _of_sizes(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan:
         limit=None if limit is None else parse_limit(limit, ranks, microbatches),
         options=settings.options,
         layers=sizes.layers,
-        speeds=product_of([of_ranks, settings.seen.speeds], ranks),
+        speeds=product_of([of_ranks, settings.traced.speeds], ranks),
     )
     if sizes.model is not None:
         return partial(plan_job, _of_model(training, sizes.model, sizes, settings))
@@ -543,7 +543,7 @@ def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings)
         model, stages, execution, line(training.ranks), VocabularyParallel.NONE, state
     )
     lasting = least_lasting(on_ranks)
-    rates, free = _machine(gpus, execution.precision, settings.costs, settings.seen, lasting)
+    rates, free = _machine(gpus, execution.precision, settings.costs, settings.traced, lasting)
     trained = TrainedModel(model, execution, state, rates)
     assumed = (ASSUMED_GPU,) if not gpus and training.costs is None else ()
     training = replace(training, trained=trained)
@@ -552,13 +552,13 @@ def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings)
 
 
 def _machine(
-    gpus: Sequence[Gpu], precision: Precision, costs: str | None, seen: _Seen, lasting: float
+    gpus: Sequence[Gpu], precision: Precision, costs: str | None, traced: _Traced, lasting: float
 ) -> tuple[Rates, FreeMemory | None]:
     """Return the rates of a rank, and the memory that it may take, of which ``lasting`` bytes are
     allocated once. Raises ValueError."""
     if not gpus:
         return assumed_rates(precision), None
-    machine, reserved = reference_of(gpus), seen.reserved
+    machine, reserved = reference_of(gpus), traced.reserved
     if reserved is None and costs is not None:
         reserved = measured_reserve(CostsSource(costs).file, short_name(machine))
     free = (

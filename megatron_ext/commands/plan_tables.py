@@ -137,6 +137,7 @@ def _plan_row(candidate: Candidate, job: JobPlan) -> dict[str, Any]:
         "span": made.span,
         "peak microbatches": made.peak,
         "fullest rank": None if fullest is None else bytes_text(fullest),
+        # plain words: the row that the plan has chosen
         "": "choice" if candidate is taken else "*" * (candidate in plan.front),
     }
 
@@ -210,13 +211,13 @@ def _print_vocabulary(plan: Plan) -> None:
 def _print_long_sequences(made: LongSequences) -> None:
     """Print the shortest step of each treatment of long sequences."""
     typer.echo(f"\nsequences of {made.tokens:,} tokens, whole and in slices:")
-    shortest = {way.words: way.shortest for way in made.alternatives}
+    shortest = {alternative.words: alternative.shortest for alternative in made.alternatives}
     known = {words: one for words, one in shortest.items() if one is not None}
     if known:
         print_table([{"": words} | _row_of_sequences(one) for words, one in known.items()])
-    for way in made.alternatives:
-        if way.shortest is None:
-            typer.echo(f"{way.words}: {way.why_not}")
+    for alternative in made.alternatives:
+        if alternative.shortest is None:
+            typer.echo(f"{alternative.words}: {alternative.why_not}")
     sliced = [one.variant.problem for one in known.values() if one.report.slices > 1]
     print_short_slices(sliced, made.of_rank)
 

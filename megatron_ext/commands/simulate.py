@@ -514,17 +514,17 @@ def _of_unequal(unequal: UnequalMicrobatches | None) -> dict[str, Any]:
     """Return the printed rows of ``unequal``, by name; none if it is None."""
     if unequal is None:
         return {}
-    own = {
+    printed = {
         "makespan, unequal microbatches": f"{unequal.arrival:.6g}, median of "
         f"{counted(unequal.steps, 'step')}",
         "ordered, small ends": _of_arrival(unequal.ordered, unequal),
     }
     if unequal.replicas > 1:
-        own["and dealt"] = _of_arrival(unequal.dealt, unequal)
+        printed["and dealt"] = _of_arrival(unequal.dealt, unequal)
     if unequal.profile is not None:
         kept = "kept" if unequal.keeps_profile else "the one above is kept"
-        own["and a program for the places"] = f"{_of_arrival(unequal.profile, unequal)}; {kept}"
-    return own
+        printed["and a program for the places"] = f"{_of_arrival(unequal.profile, unequal)}; {kept}"
+    return printed
 
 
 def _of_arrival(makespan: float, unequal: UnequalMicrobatches) -> str:

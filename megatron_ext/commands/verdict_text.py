@@ -92,11 +92,11 @@ def _saved(share: float) -> str:
 
 
 def _baseline(made: JobPlan) -> str:
-    own = made.verdict.baseline
-    if own is None:
+    baseline = made.verdict.baseline
+    if baseline is None:
         why = f"cannot run: {made.why_not}" if made.why_not else "is not compared"
         return f"{made.job}, {why}"
-    text = f"{made.job}: {_step(made, own)}{_memory(own)}"
+    text = f"{made.job}: {_step(made, baseline)}{_memory(baseline)}"
     if made.verdict.excess:
         text += f", {bytes_text(made.verdict.excess)} more than a rank may take"
     return text
@@ -160,13 +160,13 @@ def _memory(one: Alternative) -> str:
 
 
 def _memory_of_rank(made: JobPlan, taken: Alternative) -> str:
-    own, fullest = made.verdict.baseline, taken.candidate.fullest
+    baseline, fullest = made.verdict.baseline, taken.candidate.fullest
     if fullest is None:
         peak = f"{counted(taken.candidate.report.peak, 'microbatch')} on the fullest rank"
-        return peak if own is None else f"{peak} (now {own.candidate.report.peak:g})"
+        return peak if baseline is None else f"{peak} (now {baseline.candidate.report.peak:g})"
     text = f"{bytes_text(fullest)} on the fullest rank"
-    if own is not None and own.candidate.fullest is not None:
-        text += f" (now {bytes_text(own.candidate.fullest)})"
+    if baseline is not None and baseline.candidate.fullest is not None:
+        text += f" (now {bytes_text(baseline.candidate.fullest)})"
     if made.free is None:
         return text
     return (
@@ -176,9 +176,9 @@ def _memory_of_rank(made: JobPlan, taken: Alternative) -> str:
 
 
 def _other_step(made: JobPlan, microbatches: int, seconds: float) -> str:
-    own, unit = made.verdict.baseline, " s" if made.in_seconds else ""
+    baseline, unit = made.verdict.baseline, " s" if made.in_seconds else ""
     text = f"a step of {counted(microbatches, 'microbatch')} takes {seconds:.4g}{unit}"
-    now = None if own is None or made.verdict.keeps else own.other_steps.get(microbatches)
+    now = None if baseline is None or made.verdict.keeps else baseline.other_steps.get(microbatches)
     return text if now is None else f"{text} (now {now:.4g})"
 
 

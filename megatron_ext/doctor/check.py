@@ -72,7 +72,7 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
     if gpu_bytes is None and launch.gpu is not None:
         gpu_bytes = int(GPUS[launch.gpu].memory or 0)
     report = Report()
-    _say_what_is_left_out(report, launch)
+    _report_remarks(report, launch)
     folder = Path(launch.script).parent if launch.installs is False else Path()
     folder = Path() if launch.is_module else folder
     # A check fetches nothing.
@@ -90,7 +90,7 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
     return report
 
 
-def _say_what_is_left_out(report: Report, launch: Launch) -> None:
+def _report_remarks(report: Report, launch: Launch) -> None:
     for remark in launch.remarks:
         source = "log" if launch.recipe is None else "recipe"
         report.add(Severity.REMARK, source, remark)
@@ -319,8 +319,8 @@ def _planned(
     chosen = choose_for(
         launch.arguments, config, world_size, gpu_bytes, may_run_code=launch.log is None
     )
-    instead = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
-    text = f"takes {shlex.join(chosen.flags)}{instead}: {chosen.why}"
+    replaced = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
+    text = f"takes {shlex.join(chosen.flags)}{replaced}: {chosen.why}"
     report.add(Severity.RIGHT, "plan", text)
     return *without(launch.arguments, chosen.dropped), *chosen.flags
 

@@ -20,7 +20,7 @@ from megatron_ext.patches.sources import UnknownSource, allowance
 
 PACKAGES = ("transformer-engine", "torch", "numpy")
 # Packages of our extras, and what is missing without them.
-_OF_EXTRAS = {
+_OPTIONAL_PACKAGES = {
     "numba": ("search", "searches are about 30 times slower, and try fewer plans"),
     "ortools": ("certify", "nothing can be certified"),
     "matplotlib": ("plot", "nothing can be drawn"),
@@ -133,7 +133,7 @@ def _environment() -> dict[str, str]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    for package, (extra, lacking) in _OF_EXTRAS.items():
+    for package, (extra, lacking) in _OPTIONAL_PACKAGES.items():
         if find_spec(package) is None:
             versions[package] = f"not installed: {lacking}; pip install 'megatron_ext[{extra}]'"
     try:
