@@ -37,8 +37,10 @@ def build_part(stage, stages):
     layers = LAYERS // stages
     part = [Layer(number) for number in range(stage * layers, (stage + 1) * layers)]
     torch.manual_seed(LAYERS)
-    embedding, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-    return nn.Sequential(*[embedding] * (stage == 0), *part, *[head] * (stage == stages - 1))
+    embedding, output_layer = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+    return nn.Sequential(
+        *[embedding] * (stage == 0), *part, *[output_layer] * (stage == stages - 1)
+    )
 
 
 def stages_of_ranks(schedule, ranks):

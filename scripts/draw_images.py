@@ -76,9 +76,9 @@ FAMILIES: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
 def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder) / "my_schedule.py"
-        own.write_text(block("your-own-schedule.md", "```python\n", "```"))
-        drawn = pictures(own)
+        schedule_file = Path(folder) / "my_schedule.py"
+        schedule_file.write_text(block("your-own-schedule.md", "```python\n", "```"))
+        drawn = pictures(schedule_file)
         parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(drawn))
         parser.add_argument("--into", type=Path, default=DOCS / "images", metavar="FOLDER")
         arguments = parser.parse_args(words)
@@ -90,9 +90,9 @@ def main(words: Sequence[str]) -> None:
             drawn[name](path)
 
 
-def pictures(own: Path) -> dict[str, Callable[[Path], None]]:
-    """Return, by name, the function that draws each picture into a file. ``own`` is a schedule file
-    of the reader."""
+def pictures(schedule_file: Path) -> dict[str, Callable[[Path], None]]:
+    """Return, by name, the function that draws each picture into a file. ``schedule_file``: a
+    schedule of the reader."""
     commands = {}
     for name, (ranks, microbatches, costs, more) in FAMILIES.items():
         problem = ["--pp", str(ranks), "-m", str(microbatches), "--costs", costs, *more]
@@ -109,7 +109,7 @@ def pictures(own: Path) -> dict[str, Callable[[Path], None]]:
         ]
     two_steps = ["--post-validation", "--steps", "2"]
     commands["post_validation"] = ["simulate", "zb-2p", *line, USUAL, *two_steps]
-    commands["eager-1f1b"] = ["simulate", str(own), *line, SLOW_MESSAGES]
+    commands["eager-1f1b"] = ["simulate", str(schedule_file), *line, SLOW_MESSAGES]
     of_slices = ["--slices", "4", "--slice-lengths", "balanced"]
     cut = ["--pp", "4", "-m", "4", "--costs", "f=1,i=1,w=1,attention=0.3"]
     commands["slices"] = ["simulate", "zb-h1", *cut, *of_slices]

@@ -96,7 +96,7 @@ def main() -> None:
     if schedule:
         flags["--pipeline-schedule"] = schedule
     command = launch_command(
-        ranks, [word for pair in flags.items() for word in pair] + sys.argv[1:]
+        ranks, [word for item in flags.items() for word in item] + sys.argv[1:]
     )
     log = RUNS / "train.log"
     console.print(f"training on {ranks} ranks under {schedule or 'stock Megatron'}; log: {log}")

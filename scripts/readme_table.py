@@ -31,7 +31,7 @@ from scripts.benchmarks.uneven import V, with_tower
 from scripts.evaluation.recipes.readme import README
 from scripts.tables import part, table, with_part
 
-_HEAD = ("where", "Megatron's best schedule", "with ours", "shown by")
+_HEADINGS = ("where", "Megatron's best schedule", "with ours", "shown by")
 _COSTS = "f=10,i=12,w=8,comm=1"
 _OURS = "interleaved-zb"
 _PLAIN = ScheduleOptions()
@@ -247,7 +247,7 @@ def line_of(row: Row) -> str:
 
 
 def main() -> None:
-    made = table(_HEAD, [*(row.cells() for row in ROWS), *_TRAINED])
+    made = table(_HEADINGS, [*(row.cells() for row in ROWS), *_TRAINED])
     README.write_text(with_part(README.read_text(), "table", made))
 
 

@@ -10,8 +10,8 @@ def row(cells: Iterable[object]) -> str:
     return f"| {' | '.join(map(str, cells))} |\n"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    return "".join(map(row, (head, ["-"] * len(head), *rows)))
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    return "".join(map(row, (headings, ["-"] * len(headings), *rows)))
 
 
 def part(page: str, name: str) -> str:
@@ -22,7 +22,7 @@ def part(page: str, name: str) -> str:
 def with_part(page: str, name: str, text: str) -> str:
     """Return ``page`` with ``text`` between the marks of ``name``."""
     before, _, after = _divided(page, name)
-    begin, end = _marks(name)
+    begin, end = _markers(name)
     return f"{before}{begin}\n{text.strip()}\n{end}{after}"
 
 
@@ -32,7 +32,7 @@ def _divided(page: str, name: str) -> tuple[str, str, str]:
     Raises:
         ValueError: ``page`` has no such marks.
     """
-    begin, end = _marks(name)
+    begin, end = _markers(name)
     if page.count(begin) != 1 or page.count(end) != 1:
         raise ValueError(f"the page needs the marks {begin} and {end}, once each")
     before, rest = page.split(begin)
@@ -40,5 +40,5 @@ def _divided(page: str, name: str) -> tuple[str, str, str]:
     return before, between, after
 
 
-def _marks(name: str) -> tuple[str, str]:
+def _markers(name: str) -> tuple[str, str]:
     return f"<!-- {name}: written by a script -->", f"<!-- end of {name} -->"

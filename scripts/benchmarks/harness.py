@@ -36,10 +36,10 @@ def arguments(
 
 
 def print_table(
-    head: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
+    headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
 ) -> None:
     """Print ``rows`` as they come, below ``title``."""
     if title is not None:
         print(f"{title}\n")
-    for cells in itertools.chain([head, ["-"] * len(head)], rows):
+    for cells in itertools.chain([headings, ["-"] * len(headings)], rows):
         print(row(cells), end="", flush=True)

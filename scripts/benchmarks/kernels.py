@@ -68,13 +68,13 @@ def seconds(kernel: Callable[[], object]) -> float:
 def products(rates: Rates, precision: Precision) -> Iterator[Row]:
     """Yield the matrix products of dense layers, by tensor-parallel size."""
     execution = Execution(TOKENS, precision=precision)
-    for model, (hidden, heads, width) in MODELS.items():
+    for model, (hidden_size, heads, width) in MODELS.items():
         for ranks in TENSOR_PARALLEL:
             shapes = {
-                "qkv": (hidden, heads // ranks),
-                "projection": (hidden // ranks, hidden),
-                "fc1": (hidden, 2 * width // ranks),
-                "fc2": (width // ranks, hidden),
+                "qkv": (hidden_size, heads // ranks),
+                "projection": (hidden_size // ranks, hidden_size),
+                "fc1": (hidden_size, 2 * width // ranks),
+                "fc2": (width // ranks, hidden_size),
             }
             for name, (inner, outer) in shapes.items():
                 operation = linear(name, TOKENS, inner, outer, execution)[0]
@@ -104,18 +104,18 @@ def _product(
 
 def grouped_products(rates: Rates) -> Iterator[Row]:
     """Yield the first matrices of experts, forward, with equally many rows each."""
-    for model, (experts, rows, hidden, width) in EXPERTS.items():
+    for model, (experts, rows, hidden_size, width) in EXPERTS.items():
         (operation,) = linear(
             "fc1",
             rows,
-            hidden,
+            hidden_size,
             2 * width,
             Execution(rows),
             engine=Engine.GROUPED,
             weights=experts,
         )
-        tokens = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
-        matrices = torch.randn(experts, hidden, 2 * width, device="cuda", dtype=torch.bfloat16)
+        tokens = torch.randn(rows, hidden_size, device="cuda", dtype=torch.bfloat16)
+        matrices = torch.randn(experts, hidden_size, 2 * width, device="cuda", dtype=torch.bfloat16)
         ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * (rows // experts)
         measured = seconds(partial(torch._grouped_mm, tokens, matrices, offs=ends))
         yield Row("grouped products", f"{model}, fc1, F", measured, rates.seconds_of(operation)[0])
@@ -159,10 +159,10 @@ def attention(rates: Rates) -> Iterator[Row]:
 def memory_bound(rates: Rates) -> Iterator[Row]:
     """Yield kernels that move bytes, forward."""
     execution = Execution(TOKENS)
-    hidden, _, width = MODELS["Llama-3 8B"]
-    x, y = (torch.randn(TOKENS, hidden, device="cuda", dtype=torch.bfloat16) for _ in "12")
+    hidden_size, _, width = MODELS["Llama-3 8B"]
+    x, y = (torch.randn(TOKENS, hidden_size, device="cuda", dtype=torch.bfloat16) for _ in "12")
     gates = torch.randn(TOKENS, 2 * width, device="cuda", dtype=torch.bfloat16)
-    scale = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
+    scale = torch.ones(hidden_size, device="cuda", dtype=torch.bfloat16)
 
     @torch.compile
     def swiglu(gates: Tensor) -> Tensor:
@@ -172,11 +172,11 @@ def memory_bound(rates: Rates) -> Iterator[Row]:
     def row(kernel: str, call: Callable[[], object], operation: Operation) -> Row:
         return Row("memory-bound", kernel, seconds(call), rates.seconds_of(operation)[0])
 
-    elements = TOKENS * hidden
+    elements = TOKENS * hidden_size
     norm = passing_over("norm", elements, (2, 3), execution)
     residual = passing_over("residual", elements, (3, 3), execution)
     activation = passing_over("swiglu", TOKENS * width, (3, 5), execution)
-    yield row("RMSNorm", lambda: functional.rms_norm(x, (hidden,), scale), norm)
+    yield row("RMSNorm", lambda: functional.rms_norm(x, (hidden_size,), scale), norm)
     yield row("residual", lambda: x + y, residual)
     yield row("SwiGLU", lambda: swiglu(gates), activation)
 

@@ -41,10 +41,10 @@ SCHEDULES = "1f1b zb-h1 zb-auto interleaved-zb zb-v v-half"
 
 @dataclass(frozen=True)
 class Result:
-    """One schedule. ``asked``: what the passes slept for; ``measured``: what they took."""
+    """One schedule. ``slept``: what the passes slept for; ``measured``: what they took."""
 
     schedule: str
-    asked: str
+    slept: str
     measured: str
     error: float
     comparison: Comparison

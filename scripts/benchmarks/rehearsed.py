@@ -116,8 +116,8 @@ def measure(spec: str, slower_after_wait: float = 0.0) -> Composed:
         RANKS, lambda: gather_from_all(_steps(program, spec, slower_after_wait))
     )
     with tempfile.TemporaryDirectory() as folder:
-        own = program, spec, slower_after_wait, folder  # ranks sleep, so they do not slow others
-        torch.multiprocessing.start_processes(_alone, own, nprocs=RANKS, start_method="fork")
+        given = program, spec, slower_after_wait, folder  # ranks sleep, so they do not slow others
+        torch.multiprocessing.start_processes(_alone, given, nprocs=RANKS, start_method="fork")
         records = {rank: load_rank_record(Path(folder, f"{rank}.json")) for rank in range(RANKS)}
     classes = [RankClass(rank, (rank,), True) for rank in range(RANKS)]
     real = {rank: _record(rank, program, map(_without_waits, together[rank])) for rank in records}

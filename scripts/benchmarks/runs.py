@@ -229,9 +229,9 @@ def _contend(setting: Setting) -> _Launch:
     autograd = _largest(_autograd(0.02)), _largest(_autograd(0.0))
     steps = {}
     seconds_of = _in_a_row if setting.post_validation else _median_of
-    for own in _contenders(setting, setting.costs):
-        seconds = seconds_of(own, setting.steps)
-        steps[own.name] = _Steps(own.name, own.ideal, own.passes, seconds)
+    for contender in _contenders(setting, setting.costs):
+        seconds = seconds_of(contender, setting.steps)
+        steps[contender.name] = _Steps(contender.name, contender.ideal, contender.passes, seconds)
     for free in _contenders(setting, _FREE):
         host_seconds = _median_of(free, setting.steps)
         steps[free.name] = replace(steps[free.name], host_seconds=host_seconds)

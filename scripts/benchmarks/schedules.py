@@ -126,9 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _growth(family: str, results: Sequence[Measured]) -> tuple[object, ...]:
     """Return the exponents of ``family``: with m, and with p."""
-    own = [row for row in results if row.family == family]
-    with_m = [row for row in own if row.ranks == 8]
-    with_p = [row for row in own if row.microbatches == 8 * row.ranks]
+    of_family = [row for row in results if row.family == family]
+    with_m = [row for row in of_family if row.ranks == 8]
+    with_p = [row for row in of_family if row.microbatches == 8 * row.ranks]
     fits = (
         exponent(series, seconds)
         for series in (with_m, with_p)

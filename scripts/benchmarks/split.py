@@ -66,7 +66,7 @@ def keep_memory() -> None:
     assert libc.mallopt(trim_threshold, 2**31 - 1) and libc.mallopt(mmap_max, 0)
 
 
-def measure(hidden: int, sequence: int, repetitions: int) -> dict[str, float]:
+def measure(hidden_size: int, sequence: int, repetitions: int) -> dict[str, float]:
     """Return the median milliseconds of B, I and W, and (I + W) / B; on a CPU also median page
     faults."""
     from megatron_ext.patches import engine
@@ -78,12 +78,12 @@ def measure(hidden: int, sequence: int, repetitions: int) -> dict[str, float]:
         engine.apply(cpu.patches())
     layers = importlib.import_module("megatron_ext.patches.megatron.core.tensor_parallel.layers")
     engine.apply(layers.patches(PipelineConfig(schedule="zb-h1")))
-    layer = _layer(hidden)
-    x = torch.randn(sequence, 1, hidden, device="cuda" if GPU else "cpu")
+    layer = _layer(hidden_size)
+    x = torch.randn(sequence, 1, hidden_size, device="cuda" if GPU else "cpu")
     dy = torch.randn_like(x)
     costs: dict[str, list[Cost]] = {"B": [], "I": [], "W": []}
     for repetition in track(range(repetitions + 3), transient=True, console=Console(stderr=True)):
-        in_turn = [_whole, _split] if repetition % 2 else [_split, _whole]
+        in_turn = [_unsplit, _split] if repetition % 2 else [_split, _unsplit]
         for backward in in_turn:
             for name, cost in backward(layer, x, dy).items():
                 if repetition >= 3:
@@ -107,7 +107,7 @@ class Cost(NamedTuple):
     page_faults: float
 
 
-def _layer(hidden: int) -> torch.nn.Module:
+def _layer(hidden_size: int) -> torch.nn.Module:
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -121,8 +121,8 @@ def _layer(hidden: int) -> torch.nn.Module:
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
         num_layers=1,
-        hidden_size=hidden,
-        num_attention_heads=hidden // 64,
+        hidden_size=hidden_size,
+        num_attention_heads=hidden_size // 64,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         use_cpu_initialization=not GPU,
@@ -131,7 +131,7 @@ def _layer(hidden: int) -> torch.nn.Module:
     return layer.cuda() if GPU else layer
 
 
-def _whole(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Cost]:
+def _unsplit(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Cost]:
     y = _forward(layer, x)
     costs = {"B": _cost(lambda: y.backward(dy))}
     layer.zero_grad(set_to_none=False)

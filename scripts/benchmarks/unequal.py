@@ -44,7 +44,7 @@ from scripts.benchmarks.unequal_loads import KINDS, Load, batch
 REPLICAS, STEPS, FIRST_SEED, PROFILE_SEED = 4, 20, 700, 3000
 NOISE = 0.15  # standard deviation of what a pass takes, as a share of that
 TIED = "long-128k"
-F, I, W, HOP = 10.0, 12.0, 8.0, 1.0  # noqa: E741
+F, I, W, MESSAGE = 10.0, 12.0, 8.0, 1.0  # noqa: E741
 SIZES = ((4, 8), (8, 16), (8, 32), (16, 64))
 SPECS = ("1f1b", "zb-h1", "v-auto")
 
@@ -99,7 +99,7 @@ def _program(spec: str, ranks: int, microbatches: int) -> Program:
     resolved = choose(spec)
     placement = resolved.place(ranks)
     limit = None if spec == "1f1b" else parse_limit("1x", ranks, microbatches)
-    costs = uniform(placement, F, I, W, HOP)
+    costs = uniform(placement, F, I, W, MESSAGE)
     return build_program(resolved, Problem(placement, microbatches, costs, limit))
 
 
@@ -144,17 +144,17 @@ def gain(spec: str, ranks: int, microbatches: int, name: str, *, tied: bool = Fa
     """
     fixed = _program(spec, ranks, microbatches)
     start = time.process_time()
-    own = for_places(fixed, name)
+    placed = for_places(fixed, name)
     seconds = time.process_time() - start
-    ways = [(fixed, False, False), (fixed, True, False), (fixed, True, True)]
-    if own is not None:
-        ways.append((own, True, True))
+    variants = [(fixed, False, False), (fixed, True, False), (fixed, True, True)]
+    if placed is not None:
+        variants.append((placed, True, True))
     shared = REPLICAS if tied else 1
-    under = {id(program): UnequalSteps(program, shared) for program, _, _ in ways}
-    taken = np.empty((2, STEPS, len(ways)))  # without noise, and with it
+    under = {id(program): UnequalSteps(program, shared) for program, _, _ in variants}
+    taken = np.empty((2, STEPS, len(variants)))  # without noise, and with it
     rng = np.random.default_rng(1)
     for number, costs in enumerate(_steps(name, microbatches, FIRST_SEED)):
-        for column, (program, order, deal) in enumerate(ways):
+        for column, (program, order, deal) in enumerate(variants):
             steps = under[id(program)]
             factors = steps.factors(costs, _rows(costs, order=order, deal=deal))
             noise = lognormal(rng, NOISE, factors.shape)
@@ -162,7 +162,7 @@ def gain(spec: str, ranks: int, microbatches: int, name: str, *, tied: bool = Fa
     ratios, noisy = np.median(taken[..., 1:] / taken[..., :1], axis=1)
     best = int(ratios.argmin())
     left = float((1 - noisy[best]) / (1 - ratios[best]))
-    profile = None if own is None else float(ratios[2])
+    profile = None if placed is None else float(ratios[2])
     return Gain(float(ratios[0]), float(ratios[1]), profile, left, seconds)
 
 
@@ -176,9 +176,9 @@ def over_another(
     ratios = np.empty((STEPS, 2))
     for number, costs in enumerate(_steps(name, microbatches, FIRST_SEED)):
         arrival = _rows(costs, order=False, deal=False)
-        whole = reference.slowest(reference.factors(costs, arrival))
+        base_seconds = reference.slowest(reference.factors(costs, arrival))
         for column, rows in enumerate((arrival, _rows(costs, order=True, deal=True))):
-            ratios[number, column] = under.slowest(under.factors(costs, rows)) / whole
+            ratios[number, column] = under.slowest(under.factors(costs, rows)) / base_seconds
     arrived, dealt = np.median(ratios, axis=0)
     return float(arrived), float(dealt)
 

@@ -72,7 +72,7 @@ class UnequalStage(EmulatedStage):
 def turns(spec: str, name: str) -> list[tuple[Turn, Turn]]:
     """Return for each draw the step in order of arrival, and the arranged one."""
     fixed = _program(spec, RANKS, MICROBATCHES)
-    own = for_places(fixed, name) or fixed
+    placed = for_places(fixed, name) or fixed
     made = []
     for draw in range(DRAWS):
         costs = _costs(
@@ -81,7 +81,7 @@ def turns(spec: str, name: str) -> list[tuple[Turn, Turn]]:
         forward = costs[Kind.FORWARD]
         small = arranged(forward, REPLICAS, MicrobatchOrder.SMALL_ENDS, deal=True)
         arrival = arranged(forward, REPLICAS, deal=False)
-        made.append((_slowest(fixed, costs, arrival), _slowest(own, costs, small)))
+        made.append((_slowest(fixed, costs, arrival), _slowest(placed, costs, small)))
     return made
 
 
@@ -89,7 +89,7 @@ def _slowest(program: Program, costs: dict[Kind, Floats], rows: Any) -> Turn:
     under = UnequalSteps(program)
     taken = [under.makespan(costs, row[None]) for row in rows]
     row = rows[int(np.argmax(taken))]
-    factors = {kind: own[row] for kind, own in costs.items()}
+    factors = {kind: seconds[row] for kind, seconds in costs.items()}
     return Turn(program, factors, max(taken) * MS / 1000)
 
 
@@ -134,8 +134,8 @@ def rows(loads: Sequence[str], repeats: int) -> Iterator[tuple[str, ...]]:
         for spec in SPECS:
             made = turns(spec, name)
             taken = measure(made, repeats)
-            predicted = [own.predicted / arrival.predicted for arrival, own in made]
-            ratios = [own / arrival for arrival, own in taken]
+            predicted = [ordered.predicted / arrival.predicted for arrival, ordered in made]
+            ratios = [ordered / arrival for arrival, ordered in taken]
             errors = [100 * (took - due) for took, due in zip(ratios, predicted, strict=True)]
             yield (
                 name,
@@ -154,9 +154,9 @@ def main(words: Sequence[str] | None = None) -> int:
         repeats=(3, "of each step"),
         loads=(LOADS, "to draw"),
     )
-    head = ("load", "schedule", "predicted", "took", "farthest", "median")
+    headings = ("load", "schedule", "predicted", "took", "farthest", "median")
     title = "Steps of arranged microbatches over those in order of arrival, by draw."
-    print_table(head, rows(given.loads, given.repeats), title)
+    print_table(headings, rows(given.loads, given.repeats), title)
     return 0
 
 

@@ -71,8 +71,8 @@ def best_layout(work: Work, spec: str, *, search: bool = True) -> Evaluated:
         candidates = Candidates([work], None, even, permit_all, search, progress)
         made = candidates.by_layout([[started_from]], [])
         if search and spec == V:
-            own = evaluate(work, started_from, even(2 * RANKS))
-            made = sorted([*made, *candidates.further(made, own)], key=lambda one: one.seconds)
+            found = evaluate(work, started_from, even(2 * RANKS))
+            made = sorted([*made, *candidates.further(made, found)], key=lambda one: one.seconds)
     return made[0]
 
 
@@ -91,16 +91,18 @@ def with_slow_rank(rank: int, spec: str, microbatches: int = 32, *, search: bool
 
 
 def with_slow_link(
-    link: int, hop: float, spec: str, microbatches: int = 32, ranks: int = RANKS
+    link: int, p2p_seconds: float, spec: str, microbatches: int = 32, ranks: int = RANKS
 ) -> tuple[float, float]:
     """Return steps of the searching ``spec`` whose messages between rank ``link`` and the next take
-    ``hop``: in the order that was found for equal links, and in one that is found for these."""
+    ``p2p_seconds``: in the order that was found for equal links, and in one found for these."""
     resolved = choose(spec)
     placement = resolved.place(ranks)
     alike = uniform(placement, 10, 12, 8, 1)
-    between = [sorted(pair) for pair in pairwise(placement.rank_of)]
-    hops = tuple(0.0 if a == b else hop if a == link else 1.0 for a, b in between)
-    slow = alike.with_links(p2p_seconds_by_stage=hops, p2p_seconds=sum(hops) / len(hops))
+    between = [sorted(neighbours) for neighbours in pairwise(placement.rank_of)]
+    of_links = tuple(0.0 if a == b else p2p_seconds if a == link else 1.0 for a, b in between)
+    slow = alike.with_links(
+        p2p_seconds_by_stage=of_links, p2p_seconds=sum(of_links) / len(of_links)
+    )
     limit = parse_limit("1x", ranks, microbatches)
     before, after = (
         build_program(resolved, Problem(placement, microbatches, costs, limit))
@@ -143,12 +145,12 @@ def layout_rows(ranks: Sequence[int]) -> Iterator[tuple[str, ...]]:
 def link_rows() -> Iterator[tuple[str, ...]]:
     """Yield steps with a slow link."""
     for link in (0, RANKS // 2 - 1, RANKS - 2):
-        for hop in (5.0, 10.0, 20.0):
+        for p2p_seconds in (5.0, 10.0, 20.0):
             for spec in ("zb-auto", V):
-                fixed, found = with_slow_link(link, hop, spec)
+                fixed, found = with_slow_link(link, p2p_seconds, spec)
                 yield (
                     f"ranks {link} and {link + 1}",
-                    f"{hop:g}",
+                    f"{p2p_seconds:g}",
                     spec,
                     f"{fixed:.3f}",
                     f"{found:.3f}",

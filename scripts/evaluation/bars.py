@@ -31,10 +31,12 @@ class FigureBar:
     def broken_by(self, lines: Sequence[FigureLine]) -> str:
         """Return the figures of ``lines`` that break it, in words; "" if none does."""
         broken = []
-        own = [one for one in lines if one.kind == self.kind and one.name.startswith(self.prefix)]
-        if not own:
+        matching = [
+            one for one in lines if one.kind == self.kind and one.name.startswith(self.prefix)
+        ]
+        if not matching:
             return "no such line"
-        for line in own:
+        for line in matching:
             if line.spread is not None and not self.least <= line.spread.median <= self.most:
                 broken.append(f"{line.name}: median {line.spread.median:.3f}")
             if line.worst is not None and abs(line.worst - 1) > self.worst:

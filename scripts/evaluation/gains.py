@@ -77,8 +77,8 @@ def pairs_in_order(found: Iterable[PredictedStep]) -> tuple[int, int]:
     pairs = [
         StepRatio(a, b) for rows in jobs(found).values() for a, b in itertools.combinations(rows, 2)
     ]
-    different = [pair for pair in pairs if pair.differs]
-    return sum(pair.is_right for pair in different), len(different)
+    different = [ratio for ratio in pairs if ratio.differs]
+    return sum(ratio.is_right for ratio in different), len(different)
 
 
 _OF_6311 = {

@@ -66,10 +66,10 @@ def dense_model(step: PublishedStep, **more: Any) -> Model:
     size = step.size
     return Model(
         layers=("*-",) * size("layers"),
-        hidden_size=size("hidden"),
+        hidden_size=size("hidden"),  # plain words: a column of the measurements
         num_attention_heads=size("heads"),
         num_query_groups=size("heads"),
-        kv_channels=size("hidden") // size("heads"),
+        kv_channels=size("hidden") // size("heads"),  # plain words: a column
         ffn_hidden_size=size("ffn"),
         vocabulary=size("vocab"),
         untie_embeddings_and_output_weights=True,

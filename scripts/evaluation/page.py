@@ -13,14 +13,14 @@ from scripts.tables import table, with_part
 
 PART = "evaluation"
 PAGE = Path(__file__).parents[2] / "docs" / "estimated-costs.md"
-_HEAD = ("compared", "", "rows", "in view", "median", "10 % to 90 %", "in the right order")
+_HEADINGS = ("compared", "", "rows", "in view", "median", "10 % to 90 %", "in the right order")
 
 
 def text_of(lines: Sequence[FigureLine], errors: Mapping[ComparisonKind, Sequence[float]]) -> str:
     """Return the tables and the bars as the page has them."""
     return "\n".join(
         [
-            table(_HEAD, map(_cells, _with_kinds_once(lines))),
+            table(_HEADINGS, map(_cells, _with_kinds_once(lines))),
             _SPREADS,
             table(
                 ("steps that differ in", "pairs", "90 % are off by at most"),

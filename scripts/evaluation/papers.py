@@ -27,8 +27,11 @@ _H800 = replace(_H100, peers=200e9, sms=112, bf16=_COMPUTE * _H100.bf16, fp8=_CO
 _GPUS = GPUS | {"h800": Gpu(_H800.memory, _H800)}
 
 
-def _gpt3(layers: int, hidden: int, heads: int) -> Model:
-    text = f"layers={layers},hidden={hidden},heads={heads},sequence=2048,vocabulary=51200,tied=true"
+def _gpt3(layers: int, hidden_size: int, heads: int) -> Model:
+    text = (
+        f"layers={layers},hidden={hidden_size},heads={heads},"
+        "sequence=2048,vocabulary=51200,tied=true"
+    )
     return replace(
         parse_model(text).model,
         normalization="LayerNorm",

@@ -84,14 +84,14 @@ def predict_sizes(step: PublishedStep) -> SizesPrediction:
     costs = with_blocking_messages(estimate(model, stages, execution, rates))
     placement = line(step.pipeline)
     on_ranks = bytes_of_ranks(model, stages, execution, placement, VocabularyParallel.NONE, state)
-    beside = max(
+    outside = max(
         seconds_outside_passes(on_rank, state=state, execution=execution, rates=rates)
         for on_rank in on_ranks
     )
     seconds, held = _passes(costs, placement, step.microbatches)
-    fullest = max(own.total + kept for own, kept in zip(on_ranks, held, strict=True))
+    fullest = max(on_rank.total + kept for on_rank, kept in zip(on_ranks, held, strict=True))
     allowed = free_memory(_GPU.memory, lasting=least_lasting(on_ranks)).allocated
-    return SizesPrediction(seconds + beside, fullest, allowed)
+    return SizesPrediction(seconds + outside, fullest, allowed)
 
 
 def _passes(costs: Costs, placement: Placement, microbatches: int) -> tuple[float, list[float]]:
@@ -119,8 +119,8 @@ def pairs_of_sizes(predicted: Predicted) -> Iterator[tuple[PublishedStep, Publis
     """Yield the pairs of steps of one set that ran, the slower one first, if their measured times
     differ by more than 2 %."""
     for rows in _sets(predicted).values():
-        for pair in itertools.combinations([row for row in rows if row.ran], 2):
-            faster, slower = sorted(pair, key=lambda row: row.seconds)
+        for steps in itertools.combinations([row for row in rows if row.ran], 2):
+            faster, slower = sorted(steps, key=lambda row: row.seconds)
             if slower.seconds > 1.02 * faster.seconds:
                 yield slower, faster
 

@@ -28,12 +28,14 @@ def measured_errors(
             for rows in jobs(zero_bubble).values()
             for a, b in itertools.combinations(rows, 2)
         ],
-        ComparisonKind.LAYOUTS: [pair.error for pair in over[LAYERS_MOVED]],
+        ComparisonKind.LAYOUTS: [ratio.error for ratio in over[LAYERS_MOVED]],
         ComparisonKind.VOCABULARY: [
-            pair.error for name, pairs in over.items() if "vocab" in name for pair in pairs
+            ratio.error for name, pairs in over.items() if "vocab" in name for ratio in pairs
         ],
         ComparisonKind.SIZES: [ratio - 1 for ratio in sizes],
-        ComparisonKind.OVERLAP: [pair.error for name, pair in overlaps(found) if "experts" in name],
+        ComparisonKind.OVERLAP: [
+            ratio.error for name, ratio in overlaps(found) if "experts" in name
+        ],
     }
 
 

@@ -22,7 +22,7 @@ from scripts.evaluation.measured import MEASURED, PASSES
 
 _RANKS = 8
 _METHODS = {
-    "whole": "vocabulary on the ends",
+    "whole": "vocabulary on the ends",  # plain words: a value of the published rows
     "vocabulary 1": "vocabulary divided, collectives overlap",
     "vocabulary 2": "vocabulary divided, collectives overlap",
     "interlaced, not overlapped": "vocabulary divided, collectives wait",
@@ -63,15 +63,16 @@ def read_stages(path: Path = MEASURED) -> list[PublishedStage]:
 
 
 def _stage(row: Mapping[str, str]) -> PublishedStage:
-    hidden, heads, sequence = (int(row[name]) for name in ("hidden", "heads", "seq"))
+    # plain words: columns of the published rows
+    hidden_size, heads, sequence = (int(row[name]) for name in ("hidden", "heads", "seq"))
     layers = int(row["layers"])
     model = Model(
         layers=("*-",) * (layers * _RANKS),
-        hidden_size=hidden,
+        hidden_size=hidden_size,
         num_attention_heads=heads,
         num_query_groups=heads,
-        kv_channels=hidden // heads,
-        ffn_hidden_size=4 * hidden,
+        kv_channels=hidden_size // heads,
+        ffn_hidden_size=4 * hidden_size,
         vocabulary=int(row["vocab"]),
         untie_embeddings_and_output_weights=True,
         add_bias_linear=True,

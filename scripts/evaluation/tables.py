@@ -108,12 +108,12 @@ def of_gains(found: Sequence[PredictedStep]) -> Iterator[FigureLine]:
         rows = [one for one in found if one.step.job.startswith(prefix)]
         right, pairs_of_job = pairs_in_order(rows)
         yield FigureLine(ORDER, name, pairs_of_job, 0, order=(right, pairs_of_job))
-    for name, pair in overlaps(found):
-        yield _line(OVERLAP, name, [1 + pair.error])
+    for name, ratio in overlaps(found):
+        yield _line(OVERLAP, name, [1 + ratio.error])
 
 
 def _gain(kind: str, name: str, pairs: Sequence[StepRatio]) -> FigureLine:
-    return _line(kind, name, [1 + pair.error for pair in pairs])
+    return _line(kind, name, [1 + ratio.error for ratio in pairs])
 
 
 def with_papers_times(

@@ -190,12 +190,12 @@ def _recompute(step: PublishedStep) -> dict[str, Any]:
     if granularity == "none" or _is_both(step):
         return changes
     if granularity == "full":
-        own = {"granularity": "full", "method": "uniform", "num_layers": 1}
+        recompute = {"granularity": "full", "method": "uniform", "num_layers": 1}
     elif known:
-        own = {"granularity": "selective", "modules": known}
+        recompute = {"granularity": "selective", "modules": known}
     else:
         return {}
-    return changes | {f"model.recompute_{name}": value for name, value in own.items()}
+    return changes | {f"model.recompute_{name}": value for name, value in recompute.items()}
 
 
 _STAGES = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")

@@ -20,7 +20,7 @@ class Row:
 
     name: str
     recipe: Recipe | None = None
-    own: Verdict | None = None
+    on_stages: Verdict | None = None
     v: Verdict | None = None
     unknown: str | None = None
 
@@ -92,11 +92,12 @@ def count(made: Iterable[Row], under: Callable[[Row], Verdict | None]) -> Count:
 
 def as_json(row: Row) -> dict[str, Any]:
     """Return ``row`` as data for other programs."""
-    if row.recipe is None or row.own is None or row.v is None:
+    if row.recipe is None or row.on_stages is None or row.v is None:
         return {"recipe": row.name, "unknown": row.unknown}
     return {
         "recipe": row.name,
         "model": row.recipe.model,
         "bubble": row.recipe.bubble,
-        **{key: asdict(verdict) for key, verdict in (("own", row.own), ("v", row.v))},
+        # plain words: a key of the JSON that --json prints
+        **{key: asdict(verdict) for key, verdict in (("own", row.on_stages), ("v", row.v))},
     }

@@ -17,7 +17,7 @@ from scripts.evaluation.recipes.configured import configuration_of
 from scripts.evaluation.recipes.counting import Row, as_json, count, rows
 from scripts.evaluation.recipes.gains import Configuration, Found, all_gains
 from scripts.evaluation.recipes.gains_page import gains_section, gains_table
-from scripts.evaluation.recipes.page import own, refusals, summary, totals
+from scripts.evaluation.recipes.page import on_recipe_stages, refusals, summary, totals
 from scripts.evaluation.recipes.prospects import Prospect, prospects_of
 from scripts.evaluation.recipes.public_form import read_recipes
 from scripts.evaluation.recipes.readme import RECIPES_PAGE, write_headline
@@ -55,7 +55,7 @@ def evaluate_recipes(
         _write(made, prospects, console)
     of_recipes = {prospect.recipe.name: prospect.as_data() for prospect in prospects}
     data = [{**as_json(row), "plan": of_recipes.get(row.name)} for row in made]
-    return summary(made), data, int(count(made, own).unknown > 0)
+    return summary(made), data, int(count(made, on_recipe_stages).unknown > 0)
 
 
 def _write(made: Sequence[Row], prospects: Sequence[Prospect], console: Console) -> None:

@@ -79,7 +79,7 @@ class Gains:
     """The command of a recipe, the best that stock's schedules can do with another layout, and the
     best of all; within ``bound`` bytes of a rank."""
 
-    own: Option
+    baseline: Option
     stock: Option
     ours: Option
     bound: float
@@ -88,27 +88,27 @@ class Gains:
 def gains_of(configuration: Configuration) -> Gains:
     """Raises ValueError if the recipe cannot be planned."""
     works = _works(configuration)
-    room = room_of(configuration, works[0])
-    compared = _compared(configuration, works, room, 0)
+    allowed_bytes = allowed_bytes_of(configuration, works[0])
+    compared = _compared(configuration, works, allowed_bytes, 0)
     assert compared.bound is not None
     less = compared
     gaining = [one for one in (compared.stock, compared.ours) if 1 + compared.gain(one) > _WORTH]
     if any(one.fullest > compared.bound - MARGIN for one in gaining):
-        less = _compared(configuration, works, room, MARGIN)
+        less = _compared(configuration, works, allowed_bytes, MARGIN)
     return Gains(
-        own=_option(compared, compared.baseline),
+        baseline=_option(compared, compared.baseline),
         stock=_option(compared, compared.stock, less.gain(less.stock)),
         ours=_option(compared, compared.ours, less.gain(less.ours)),
         bound=compared.bound,
     )
 
 
-def room_of(configuration: Configuration, work: Work) -> float:
+def allowed_bytes_of(configuration: Configuration, work: Work) -> float:
     """Return the bytes that a rank of the recipe may take, as `plan` has them."""
     memory = GPUS[configuration.gpu].memory
     assert memory is not None
-    own = work.variant(configuration.schedule, Layout(configuration.layers))
-    return free_memory(memory, lasting=least_lasting(own.model)).allocated
+    variant = work.variant(configuration.schedule, Layout(configuration.layers))
+    return free_memory(memory, lasting=least_lasting(variant.model)).allocated
 
 
 def _option(compared: LayoutComparison, made: Evaluated, gain_with_less: float = 0.0) -> Option:
@@ -129,10 +129,12 @@ _WORTH = 1.01  # a gain that is less is none
 
 
 def _compared(
-    configuration: Configuration, works: Sequence[Work], room: float, margin: float
+    configuration: Configuration, works: Sequence[Work], allowed_bytes: float, margin: float
 ) -> LayoutComparison:
-    own = configuration.schedule, Layout(configuration.layers)
-    return compare_layouts(works, own, _rule(configuration), room, margin=margin, search=False)
+    start = configuration.schedule, Layout(configuration.layers)
+    return compare_layouts(
+        works, start, _rule(configuration), allowed_bytes, margin=margin, search=False
+    )
 
 
 def _rule(configuration: Configuration) -> Callable[[int], Layout]:
@@ -153,9 +155,9 @@ def _rule(configuration: Configuration) -> Callable[[int], Layout]:
 
 def _works(configuration: Configuration) -> list[Work]:
     """Return the works of all recompute alternatives, the recipe's own first."""
-    own = configuration.execution
-    others = (option.in_execution(own) for option in configuration.recompute)
-    return [work_of(configuration, execution) for execution in (own, *others)]
+    execution = configuration.execution
+    others = (option.in_execution(execution) for option in configuration.recompute)
+    return [work_of(configuration, one) for one in (execution, *others)]
 
 
 def work_of(configuration: Configuration, execution: Execution) -> Work:

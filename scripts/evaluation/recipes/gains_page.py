@@ -49,14 +49,14 @@ def _summary(planned: Sequence[Prospect]) -> str:
             stock, ours = ([getattr(g, kind).gain for g in those] for kind in ("stock", "ours"))
             counts = [sum(gain >= level for gain in ours) for level in _LEVELS]
             lines.append([words, len(those), _spread(stock), _spread(ours), *counts])
-    head = [
+    headings = [
         "distinct configurations",
         "",
         "stock's best, median [largest]",
         "best of all, median [largest]",
         *(f">= {level}" for level in _LEVELS),
     ]
-    return table(head, lines)
+    return table(headings, lines)
 
 
 def _spread(gains: Sequence[float]) -> str:
@@ -73,16 +73,16 @@ def gains_table(prospects: Sequence[Prospect], made: Iterable[Row]) -> str:
     for prospect in sorted(planned, key=_by_gain):
         gains, configuration = prospect.gains, prospect.configuration
         assert isinstance(gains, Gains) and configuration is not None
-        own = gains.own
+        baseline = gains.baseline
         lines.writerow(
             [
                 prospect.recipe.short_name,
                 configuration.ranks,
                 configuration.microbatches,
-                own.schedule,
-                f"{own.seconds:.3g}",
-                _gib(own),
-                *_cells(gains.stock, gains.own),
+                baseline.schedule,
+                f"{baseline.seconds:.3g}",
+                _gib(baseline),
+                *_cells(gains.stock, gains.baseline),
                 *_cells(gains.ours, gains.stock, _barred(gains.ours, rows[prospect.recipe.name])),
             ]
         )
@@ -110,10 +110,10 @@ def _cells(option: Option, before: Option, barred: str = "") -> list[str]:
 def _barred(option: Option, row: Row) -> str:
     """Return the settings to drop for ``option``, in words; empty for stock's schedules."""
     is_stock = option.schedule.partition(":")[0] in ("1f1b", "interleaved")
-    if is_stock or row.own is None or row.own.why is None:
+    if is_stock or row.on_stages is None or row.on_stages.why is None:
         return ""
-    named = re.search(r"does not go with (\w+)=", row.own.why)
-    without = row.own.without or ((named[1],) if named else ())
+    named = re.search(r"does not go with (\w+)=", row.on_stages.why)
+    without = row.on_stages.without or ((named[1],) if named else ())
     return f" (without {', '.join(without)})" if without else " (refused)"
 
 

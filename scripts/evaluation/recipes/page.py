@@ -11,8 +11,8 @@ from scripts.evaluation.recipes.verdict import Verdict
 from scripts.tables import table
 
 
-def own(row: Row) -> Verdict | None:
-    return row.own
+def on_recipe_stages(row: Row) -> Verdict | None:
+    return row.on_stages
 
 
 def on_v(row: Row) -> Verdict | None:
@@ -24,32 +24,32 @@ def totals(made: Sequence[Row]) -> str:
     large = f"those with more than {LARGE_BUBBLE:.0%} of bubble"
     lines = []
     for name, of in (("all", made), (large, [row for row in made if row.has_large_bubble])):
-        for schedule, under in (("own stages", own), ("v-auto", on_v)):
+        for schedule, under in (("own stages", on_recipe_stages), ("v-auto", on_v)):
             total = count(of, under)
             share = _share(total.accepted, total.recipes)
             lines.append([f"{name}, {schedule}", total.recipes, share, total.after_dropping])
     return table(["", "recipes", "accepted", "after dropping"], lines)
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{part} ({part / whole:.0%})" if whole else "0"
+def _share(part: int, total: int) -> str:
+    return f"{part} ({part / total:.0%})" if total else "0"
 
 
 def refusals(made: Sequence[Row]) -> str:
     """Return the table of what is refused."""
     counts: dict[str, Counter[str]] = {}
     for row in made:
-        for column, verdict in (("own", row.own), ("v", row.v)):
+        for column, verdict in (("stages", row.on_stages), ("v", row.v)):
             if verdict and verdict.why and not verdict.why_stock:
                 of_reason = counts.setdefault(_short(verdict.why), Counter())
                 of_reason[column] += 1
                 of_reason[f"{column} without"] += bool(verdict.without)
     lines = [
-        [why, *(counts[why][key] for key in ("own", "own without", "v", "v without"))]
-        for why in sorted(counts, key=lambda why: (-counts[why]["own"], why))
+        [why, *(counts[why][key] for key in ("stages", "stages without", "v", "v without"))]
+        for why in sorted(counts, key=lambda why: (-counts[why]["stages"], why))
     ]
-    head = ["refused setting", "own stages", "after dropping", "v-auto", "after dropping"]
-    return table(head, lines)
+    headings = ["refused setting", "own stages", "after dropping", "v-auto", "after dropping"]
+    return table(headings, lines)
 
 
 def _short(why: str) -> str:
@@ -60,7 +60,7 @@ def _short(why: str) -> str:
 
 def summary(made: Sequence[Row]) -> list[str]:
     """Return the counts of ``made`` in a line, and a line for each recipe that is not accepted."""
-    total = count(made, own)
+    total = count(made, on_recipe_stages)
     can = total.recipes - total.stock_cannot
     lines = [
         f"{total.recipes} recipes: {total.accepted} accepted; {total.stock_cannot} stock cannot "
@@ -70,8 +70,8 @@ def summary(made: Sequence[Row]) -> list[str]:
     for row in made:
         if row.unknown:
             lines.append(f"not understood: {row.name}: {row.unknown}")
-        elif row.own and row.own.why_stock:
-            lines.append(f"stock cannot run: {row.name}: {row.own.why_stock}")
-        elif row.own and row.own.why:
-            lines.append(f"refused: {row.name}: {row.own.why}")
+        elif row.on_stages and row.on_stages.why_stock:
+            lines.append(f"stock cannot run: {row.name}: {row.on_stages.why_stock}")
+        elif row.on_stages and row.on_stages.why:
+            lines.append(f"refused: {row.name}: {row.on_stages.why}")
     return lines

@@ -163,8 +163,8 @@ def expanded(layout: str) -> str:
 def read_models(path: Path = RECIPES) -> dict[str, Settings]:
     """Return the models of a file of recipes by name, if it has any. Their key ``recipe`` names a
     recipe that does not name its model."""
-    whole = json.loads(path.read_text())
-    models: dict[str, Settings] = whole.get("models", {}) if isinstance(whole, dict) else {}
+    content = json.loads(path.read_text())
+    models: dict[str, Settings] = content.get("models", {}) if isinstance(content, dict) else {}
     return models
 
 

@@ -37,13 +37,13 @@ class Case:
 
 def cases() -> Iterator[Case]:
     """Yield two cases for each public model with a tower that a recipe trains in a pipeline."""
-    models, seen = read_models(), set()
+    models, done = read_models(), set()
     with as_on_gpus():
         defaults = others()
         for name, raw in read_recipes(RECIPES).items():
             try:
                 recipe = resolve(name, raw, models, defaults)
-                if recipe.model in seen or not isinstance(recipe.dimensions.get("vision"), dict):
+                if recipe.model in done or not isinstance(recipe.dimensions.get("vision"), dict):
                     continue
                 configuration = configuration_of(recipe)
             except ValueError:  # the next recipe of the model may do
@@ -51,7 +51,7 @@ def cases() -> Iterator[Case]:
             tower = configuration.model.tower
             if tower is None or configuration.ranks == 1 or recipe.model is None:
                 continue
-            seen.add(recipe.model)
+            done.add(recipe.model)
             for trained, is_frozen in (("all", False), ("the projector", True)):
                 part = TowerTraining.PROJECTOR if is_frozen else TowerTraining.ALL
                 model = replace(configuration.model, tower=replace(tower, trained=part))
@@ -69,7 +69,7 @@ def _row(case: Case) -> list[str]:
     start = [case.model.rpartition("/")[2], case.recipe, case.trained]
     if isinstance(gains, str):
         return [*start, gains, "", "", "", ""]
-    row = [*start, gains.own.schedule]
+    row = [*start, gains.baseline.schedule]
     for option in (gains.stock, gains.ours):
         layers = " ".join(map(str, option.layers))
         row += [f"{option.schedule}: {layers}", f"{option.gain:.3f}"]

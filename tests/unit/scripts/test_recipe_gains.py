@@ -40,17 +40,20 @@ def recipe(name: str = LLAMA, **more: Any) -> Recipe:
 def test_gains_of_a_configuration() -> None:
     """An output layer as heavy as six layers: stock moves layers away, and ours do no worse."""
     found = gains_of(CONFIGURATION)
-    assert found.own.gain == 1 and found.own.layers == (4, 4)
+    assert found.baseline.gain == 1 and found.baseline.layers == (4, 4)
     assert 1.1 < found.stock.gain <= found.ours.gain
-    assert found.stock.seconds * found.stock.gain == pytest.approx(found.own.seconds)
+    assert found.stock.seconds * found.stock.gain == pytest.approx(found.baseline.seconds)
     assert found.stock.layers[-1] < found.stock.layers[0]
-    assert found.own.fullest < found.bound < USABLE * 78 * 2**30 / (1 + RESERVED_SHARE / 2)
+    assert found.baseline.fullest < found.bound < USABLE * 78 * 2**30 / (1 + RESERVED_SHARE / 2)
     assert found.ours.recompute == ""
     full = replace(CONFIGURATION.execution, recompute=True)
     again = gains_of(replace(CONFIGURATION, execution=full, recompute=(LayerRecompute(),)))
     assert again.stock.recompute == "none" and again.stock.gain > found.stock.gain + 0.05
     frozen = gains_of(replace(CONFIGURATION, is_frozen=True))
-    assert frozen.own.fullest < found.own.fullest and frozen.own.seconds < found.own.seconds
+    assert (
+        frozen.baseline.fullest < found.baseline.fullest
+        and frozen.baseline.seconds < found.baseline.seconds
+    )
 
 
 def lines(stock: float, fullest: float) -> Any:
@@ -66,9 +69,13 @@ def lines(stock: float, fullest: float) -> Any:
             recompute=LayerRecompute(),
         )
 
-    own, best = line(1.0), line(1 / stock)
+    baseline, best = line(1.0), line(1 / stock)
     return SimpleNamespace(
-        baseline=own, stock=best, ours=best, bound=10.0 * MARGIN, gain=lambda of: 1 / of.seconds - 1
+        baseline=baseline,
+        stock=best,
+        ours=best,
+        bound=10.0 * MARGIN,
+        gain=lambda of: 1 / of.seconds - 1,
     )
 
 
@@ -96,13 +103,13 @@ def test_adapters_are_told_by_the_name() -> None:
 
 
 def prospect(ours: Option, name: str = LLAMA) -> Prospect:
-    own = option(1.0, "1f1b")
-    found = Gains(own, option(1.05, "interleaved:vpp=2"), ours, 74 * 2**30)
+    baseline = option(1.0, "1f1b")
+    found = Gains(baseline, option(1.05, "interleaved:vpp=2"), ours, 74 * 2**30)
     return Prospect(recipe(name), CONFIGURATION, found)
 
 
 def row(name: str, verdict: Verdict) -> Row:
-    return Row(name, own=verdict)
+    return Row(name, on_stages=verdict)
 
 
 def test_the_section_of_the_page() -> None:

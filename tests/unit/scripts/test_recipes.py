@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scripts.evaluation.recipes.counting import Row, count, rows
-from scripts.evaluation.recipes.page import own, refusals, summary, totals
+from scripts.evaluation.recipes.page import on_recipe_stages, refusals, summary, totals
 from scripts.evaluation.recipes.public_form import flat, layout_text, plain, read_recipes
 from scripts.evaluation.recipes.readme import RECIPES_PAGE
 from scripts.evaluation.recipes.recipe import RECIPES, Recipe, expanded, read_models, resolve
@@ -55,7 +55,7 @@ def test_what_is_unknown_fails(key: str, value: Any, told: str) -> None:
     raw = {**ALL[DEEPSEEK], key: value}
     (row,) = made({DEEPSEEK: raw})
     assert row.unknown and told in row.unknown
-    total = count([row], own)
+    total = count([row], on_recipe_stages)
     assert (total.recipes, total.unknown, total.accepted) == (1, 1, 0)
 
 
@@ -156,8 +156,8 @@ def test_no_recipe_ends_the_others() -> None:
     recipes = {"list": [1], DEEPSEEK: ALL[DEEPSEEK], LLAMA: ALL[LLAMA]}
     first, second, third = rows(recipes, ended, ended)
     assert first.unknown and "no mapping" in first.unknown
-    assert second.unknown == "TypeError: no such thing" and second.own is None
-    assert third.own and third.own.is_accepted
+    assert second.unknown == "TypeError: no such thing" and second.on_stages is None
+    assert third.on_stages and third.on_stages.is_accepted
     text = "\n".join(summary([first, second, third]))
     assert "3 recipes: 1 accepted" in text and "2 not understood" in text
     assert f"not understood: {DEEPSEEK}: TypeError: no such thing" in text
@@ -199,7 +199,7 @@ def test_what_is_refused_or_what_stock_cannot_run_is_not_accepted() -> None:
         Verdict("zb-h1", why_stock="its layers do not divide"),
     ):
         (row,) = made({LLAMA: ALL[LLAMA]}, lambda recipe, verdict=verdict: verdict)
-        total = count([row], own)
+        total = count([row], on_recipe_stages)
         assert (total.recipes, total.accepted) == (1, 0)
         assert total.after_dropping == bool(verdict.without)
         assert ("| no | 1 |" in refusals([row])) == (verdict.why is not None)
