@@ -335,7 +335,7 @@ FAULTS = (
     Fault(
         "frozen-weights-cost-as-trained-ones",
         "megatron_ext/cost_model/frozen.py",
-        "if reached == 1 and head and all(share == 1 for share in matrices):",
+        "if reached == 1 and output_layer and all(share == 1 for share in matrices):",
         "if True:",
         (
             "tests/patches/test_model_parts.py::"

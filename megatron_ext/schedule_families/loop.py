@@ -53,7 +53,7 @@ def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
         1  .   1F0 1F1 3F0 3B0 =   3F1 3B1 =   1B0 =   1B1 =   .   .
     """
     return Schedule(
-        "interleaved", problem.placement, _interleaved("interleaved", problem, group, _WHOLE)
+        "interleaved", problem.placement, _interleaved("interleaved", problem, group, _FULL)
     )
 
 
@@ -75,7 +75,7 @@ def breadth_first(problem: Problem) -> Schedule:
         0  0F0 0F1 2F0 2F1 .   .   .   2B0 =   2B1 =   0B0 =   0B1 =
         1  .   1F0 1F1 3F0 3F1 3B0 =   3B1 =   1B0 =   1B1 =   .   .
     """
-    order = _units(problem, problem.pieces, _WHOLE)
+    order = _units(problem, problem.pieces, _FULL)
     return Schedule("breadth-first", problem.placement, order)
 
 
@@ -135,11 +135,11 @@ def _units(problem: Problem, u: int, backward: Kind) -> Rows:
         tuple(
             Action(stage, kind, k)
             for there, back in units_of
-            for kind, way, ks in (
+            for kind, directed, ks in (
                 (Kind.FORWARD, stages, there),
                 (backward, stages[::-1], back),
             )
-            for stage in way
+            for stage in directed
             for k in ks
         )
         for stages in problem.placement.stages_of
@@ -198,7 +198,7 @@ def gis(problem: Problem, *, group: int = 0) -> Schedule:
         1  .   1F0 1F1 1F2 4F0 4F1 .   4I0 4F2 4I1 4W0 4I2 1I0 1I1 1I2 4W1 4W2 1W0 1W1 1W2
         2  .   .   2F0 2F1 2F2 5F0 5I0 5F1 5I1 5F2 5I2 2I0 2I1 2I2 5W0 5W1 5W2 2W0 2W1 2W2
     """
-    return _gis("gis", problem, group or _whole(problem, problem.ranks))
+    return _gis("gis", problem, group or _rounded_to_microbatches(problem, problem.ranks))
 
 
 @family(
@@ -221,7 +221,7 @@ def gis_h(problem: Problem) -> Schedule:
         1  .   1F0 1F1 .   4F0 4F1 .   4I0 1F2 4I1 4W0 4F2 1I0 4W1 1I1 4I2 1W0 1W1 1I2 4W2 1W2
         2  .   .   2F0 2F1 .   5F0 5I0 5F1 5I1 2F2 2I0 5W0 5F2 2I1 5I2 5W1 2W0 2I2 2W1 5W2 2W2
     """
-    return _gis("gis-h", problem, _whole(problem, -(-problem.ranks // 2)))
+    return _gis("gis-h", problem, _rounded_to_microbatches(problem, -(-problem.ranks // 2)))
 
 
 @family(
@@ -249,30 +249,31 @@ def loop_auto(problem: Problem) -> Schedule:
 
 
 def _gis(name: str, problem: Problem, group: int) -> Schedule:
-    p, most = problem.ranks, _whole(problem, problem.ranks)
+    p, most = problem.ranks, _rounded_to_microbatches(problem, problem.ranks)
     if not -(-p // 2) <= group <= most:
         raise ValueError(
             f"{name}: group is {group}, with {p} pipeline ranks it is {-(-p // 2)} to {most}; "
             f"write {name}:group={most} (or 0, which is the same)"
         )
-    _check_whole(name, problem, group, most)
+    _check_group(name, problem, group, most)
     before = (problem.placement.chunks - 1) * group + problem.slices.count - 1
     ahead = [before + p - rank for rank in range(p)]
     return _with_weight_gradients(name, problem, _rows(name, problem, group, ahead, _SPLIT))
 
 
-_WHOLE, _SPLIT = Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT
+_FULL, _SPLIT = Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT
 
 
 def _interleaved(name: str, problem: Problem, group: int, backward: Kind) -> Rows:
-    p, slices, least = problem.ranks, problem.slices.count, _whole(problem, problem.ranks)
+    p, slices = problem.ranks, problem.slices.count
+    least = _rounded_to_microbatches(problem, p)
     group = group or least
     if group < p:
         raise ValueError(
             f"{name}: group is {group}, fewer {_pieces(problem)} than the {p} pipeline ranks, so "
             f"a rank would wait for its own chunks; write group={least} or more"
         )
-    _check_whole(name, problem, group, least)
+    _check_group(name, problem, group, least)
     group = min(group, problem.pieces)
     # Megatron's warm-up plus the one forward before each backward. The last slice of a microbatch
     # goes back first.
@@ -281,18 +282,18 @@ def _interleaved(name: str, problem: Problem, group: int, backward: Kind) -> Row
     return _rows(name, problem, group, ahead, backward)
 
 
-def _whole(problem: Problem, passes: int) -> int:
+def _rounded_to_microbatches(problem: Problem, passes: int) -> int:
     """Return ``passes``, rounded up to the passes of whole microbatches."""
     slices = problem.slices.count
     return slices * -(-passes // slices)
 
 
-def _check_whole(name: str, problem: Problem, group: int, instead: int) -> None:
+def _check_group(name: str, problem: Problem, group: int, alternative: int) -> None:
     slices = problem.slices.count
     if group % slices:
         raise ValueError(
             f"{name}: group is {group}, and microbatches have {slices} slices: the last slice goes "
-            f"back first, so a group has to hold whole microbatches; write group={instead} or "
+            f"back first, so a group has to hold whole microbatches; write group={alternative} or "
             f"another multiple of {slices}"
         )
 

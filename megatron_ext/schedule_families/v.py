@@ -217,13 +217,13 @@ def _from_device_passes(
     first ones: the warm-up shrinks, and the cool-down, in which W fills the gaps, stays.
     """
     p = problem.ranks
-    left_out = _pieces(problem, least) - problem.pieces
+    omitted = _pieces(problem, least) - problem.pieces
 
     def row(device: int) -> Iterator[Action]:
         done: Counter[tuple[int, Kind]] = Counter()
         for chunk, kind in passes(device):
             covered = [(chunk, part) for part in RULES[kind].covers]
-            k = done[covered[0]] - left_out
+            k = done[covered[0]] - omitted
             done.update(covered)
             if k >= 0:
                 order = problem.forwards if kind is _F else problem.backwards

@@ -49,8 +49,8 @@ def hanayo(problem: Problem) -> Schedule:
         heapq.heappush(ready[rank_of[stage]][kind], (n, stage))
 
     slices = problem.slices.count
-    under_way = 2 * placement.ranks + slices - 1
-    for n in range(min(under_way, problem.pieces)):
+    in_flight = 2 * placement.ranks + slices - 1
+    for n in range(min(in_flight, problem.pieces)):
         make_ready(0, Kind.FORWARD, n)
     while True:
         for rank in sorted(idle):
@@ -76,8 +76,8 @@ def hanayo(problem: Problem) -> Schedule:
             elif is_forward and n % slices == slices - 1:
                 for turned in range(n - slices + 1, n + 1):
                     make_ready(stage, Kind.FULL_BACKWARD, turned)
-            elif not is_forward and n + under_way < problem.pieces:
-                make_ready(0, Kind.FORWARD, n + under_way)
+            elif not is_forward and n + in_flight < problem.pieces:
+                make_ready(0, Kind.FORWARD, n + in_flight)
 
 
 def _other_kind(kind: Kind) -> Kind:

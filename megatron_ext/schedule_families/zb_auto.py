@@ -238,11 +238,11 @@ def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[TimedOr
     seconds = problem.costs.seconds
     forward, gradient = max(seconds[Kind.FORWARD]), max(seconds[Kind.BACKWARD_INPUT])
     # The message of a slice takes the latency and its share of the rest. The mean of the links
-    # suffices here, as it only sets where trials begin; each trial is timed with the hop of each
+    # suffices here, as it only sets where trials begin; each trial is timed with that of each
     # link.
-    hop = slices * problem.costs.p2p_seconds_of(problem.forwards[0])
+    p2p_seconds = slices * problem.costs.p2p_seconds_of(problem.forwards[0])
     # As many forwards as fit in before the first gradient comes back; published leads after that.
-    there_and_back = (forward + gradient + 2 * hop) / forward if forward else m
+    there_and_back = (forward + gradient + 2 * p2p_seconds) / forward if forward else m
     trials = max(affordable // (2 * len(_LEADS)), 2)
     tried: set[tuple[int, ...]] = set()
     for extra in (0, 1):
@@ -274,7 +274,7 @@ class _GreedyOrder:
             kind: [[of(Action(rank, kind, part)) for part in parts] for rank in range(p)]
             for kind in kinds
         }
-        self._hops = [
+        self._p2p_seconds = [
             [of(Action(rank, Kind.SEND_F, part)) for part in parts] for rank in range(p - 1)
         ]
         self._there, self._back = (
@@ -339,7 +339,7 @@ class _GreedyOrder:
         is_forward = kind is Kind.FORWARD
         to = self._placement.next(rank) if is_forward else self._placement.previous(rank)
         if to is not None:
-            arrival = end + self._hops[min(rank, to)][k % self._slices]
+            arrival = end + self._p2p_seconds[min(rank, to)][k % self._slices]
             (self._forward_at if is_forward else self._gradient_at)[to][k] = arrival
             heapq.heappush(self._events, (arrival, to))
         elif is_forward:
