@@ -72,8 +72,8 @@ def contestants(schedule: str | None, wanted: Sequence[str]) -> Contestants:
                 f"--pipeline-race {' '.join(wanted)}: {spec} is named twice; write it once"
             )
     choices = {spec: choose(spec) for spec in specs}
-    ranks = next((choice.ranks for choice in choices.values() if choice.ranks is not None), 2)
-    placements = {spec: choice.place(ranks) for spec, choice in choices.items()}
+    ranks = next((resolved.ranks for resolved in choices.values() if resolved.ranks is not None), 2)
+    placements = {spec: resolved.place(ranks) for spec, resolved in choices.items()}
     first = placements[specs[0]]
     for spec, placement in placements.items():
         if placement.rank_of != first.rank_of:
@@ -99,8 +99,8 @@ def _baseline(placement: Placement, specs: Sequence[str]) -> str:
         if chunks % 2 and "waves" in spec:
             continue
         if choose(spec).place(placement.ranks).rank_of == placement.rank_of:
-            own = [given for given in specs if _family(given) == _family(spec)]
-            return own[0] if own else spec
+            of_family = [given for given in specs if _family(given) == _family(spec)]
+            return of_family[0] if of_family else spec
     raise ValueError(
         f"--pipeline-race: {specs[0]} has stages on ranks {list(placement.rank_of)}, where we have "
         f"no plain schedule to compare with: race schedules of a line, a loop, a V or a wave"

@@ -91,14 +91,14 @@ def table(
     ratio = None if best is None else race.ratio(best)
     if best is None or ratio is None:
         return ""
-    own = figures[best]
+    best_figures = figures[best]
     columns = {
         **facts,
         "baseline": f"{race.baseline} ({contestants.order_of_baseline})",
         "schedule": best,
         "times as fast": f"{ratio.median:.3f} ({ratio.spread})",
-        "bubble (predicted)": f"{own.bubble:.1%} ({own.predicted_bubble:.1%})",
-        "peak (predicted)": f"{_bytes(own.peak)} ({_bytes(own.predicted_peak)})",
+        "bubble (predicted)": f"{best_figures.bubble:.1%} ({best_figures.predicted_bubble:.1%})",
+        "peak (predicted)": f"{_bytes(best_figures.peak)} ({_bytes(best_figures.predicted_peak)})",
     }
     return "\n".join(
         f"| {' | '.join(cells)} |" for cells in (columns, ["-"] * len(columns), columns.values())

@@ -44,10 +44,10 @@ def classes_of(
     """
     placement = schedule.placement
     members: dict[Hashable, list[int]] = defaultdict(list)
-    for rank, own in enumerate(placement.stages_of):
+    for rank, on_rank in enumerate(placement.stages_of):
         passes = filter(is_compute, schedule.rows[rank])
-        kinds = frozenset((own.index(action.stage), action.kind) for action in passes)
-        members[tuple(stages[stage] for stage in own), kinds].append(rank)
+        kinds = frozenset((on_rank.index(action.stage), action.kind) for action in passes)
+        members[tuple(stages[stage] for stage in on_rank), kinds].append(rank)
     made = []
     for ranks in members.values():
         fullest = max(ranks, key=lambda rank: peaks[rank])  # the first of equals
@@ -57,10 +57,10 @@ def classes_of(
 
 def _sends_both(placement: Placement, rank: int) -> bool:
     """Return whether a stage of ``rank`` has a next stage elsewhere, and a stage a previous one."""
-    own = placement.stages_of[rank]
+    on_rank = placement.stages_of[rank]
 
     def is_elsewhere(stage: int) -> bool:
         return 0 <= stage <= placement.last and placement.rank_of[stage] != rank
 
-    forward = any(is_elsewhere(stage + 1) for stage in own)
-    return forward and any(is_elsewhere(stage - 1) for stage in own)
+    forward = any(is_elsewhere(stage + 1) for stage in on_rank)
+    return forward and any(is_elsewhere(stage - 1) for stage in on_rank)

@@ -87,7 +87,7 @@ def check_recorded_order(program: Program, record: RankRecord) -> None:
             continue
         pairs = zip((*ran, "nothing"), (*expected, "nothing"), strict=False)
         place, (was, known) = next(
-            (place, pair) for place, pair in enumerate(pairs, 1) if pair[0] != pair[1]
+            (place, both) for place, both in enumerate(pairs, 1) if both[0] != both[1]
         )
         raise ValueError(
             f"{record.schedule}, pipeline rank {record.pipeline_rank}, timed step {number}: pass "

@@ -338,7 +338,7 @@ def _estimate(judged: Judgement, job: Job) -> EstimatedStep:
 
     args, program = judged.args, judged.program
     costs = program.problem.costs
-    whole = simulate(program, costs).makespan
+    with_messages = simulate(program, costs).makespan
     without = simulate(program, costs.without_messages()).makespan
     run, state = execution(args, args.seq_length, args.micro_batch_size), state_of(args)
     reached = rates(run.precision)
@@ -355,7 +355,7 @@ def _estimate(judged: Judgement, job: Job) -> EstimatedStep:
         waiting = {group.value: _most_waiting(program, of) for group, of in shares.items()}
     return EstimatedStep(
         seconds=alternative_of(args, judged.candidate(), lambda: NOTHING).seconds,
-        messages=whole - without,
+        messages=with_messages - without,
         waiting=waiting,
         reductions=max(reductions, default=0.0),
     )

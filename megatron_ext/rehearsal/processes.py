@@ -51,7 +51,7 @@ class RankProcesses:
         for name in (RECORD, FAILURE):
             (request.folder / name).unlink(missing_ok=True)
         if self.used_cuda:
-            status = _run_apart(path, self._environment)
+            status = _run_in_process(path, self._environment)
         else:
             assert self._server.stdin is not None
             self._server.stdin.write(f"{path}\n")
@@ -78,7 +78,7 @@ def rank_processes(environment: Mapping[str, str], log: Path) -> Iterator[RankPr
         ValueError: it cannot import what ranks need.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    whole = {**os.environ, **environment}
+    variables = {**os.environ, **environment}
     with log.open("w") as output:
         server = subprocess.Popen(
             [sys.executable, *_SERVER],
@@ -86,10 +86,10 @@ def rank_processes(environment: Mapping[str, str], log: Path) -> Iterator[RankPr
             stdout=subprocess.PIPE,
             stderr=output,
             text=True,
-            env=whole,
+            env=variables,
         )
         try:
-            yield RankProcesses(server, whole)
+            yield RankProcesses(server, variables)
         except ValueError as error:
             if server.poll():  # it has ended by an error
                 raise ValueError(f"{error}; {_last_line(log)} ({log})") from None
@@ -110,7 +110,7 @@ def _end(server: subprocess.Popen[str]) -> None:
         server.wait()
 
 
-def _run_apart(path: Path, environment: Mapping[str, str]) -> int:
+def _run_in_process(path: Path, environment: Mapping[str, str]) -> int:
     return subprocess.run(
         [sys.executable, *_SERVER, str(path)], env=environment, stdin=subprocess.DEVNULL
     ).returncode

@@ -91,8 +91,8 @@ class _Ended(BaseException):
 
 def _environment(request: RankRequest) -> dict[str, str]:
     """Return the variables that tell a rank its place. It is alone on its node."""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if request.is_cpu else {}
-    return hidden | {
+    devices = {"CUDA_VISIBLE_DEVICES": ""} if request.is_cpu else {}
+    return devices | {
         "RANK": str(request.rank),
         "WORLD_SIZE": str(request.world_size),
         "LOCAL_RANK": "0",
@@ -124,16 +124,16 @@ class _TimedStep:
 
     Attributes:
         recording: its passes; None until the first one begins.
-        marks: the host's times of the begins and ends of passes.
+        host_times: the host's times of the begins and ends of passes.
         waited: seconds for which the host has waited for its device between passes.
     """
 
     recording: Recording | None = None
-    marks: list[float] = field(default_factory=list)
+    host_times: list[float] = field(default_factory=list)
     waited: float = 0.0
 
 
-class _Marks:
+class _HostTimes:
     """Part of a clock that notes when the host records each event."""
 
     def __init__(self, times: list[float]) -> None:
@@ -144,11 +144,11 @@ class _Marks:
         return super().record_event()  # type: ignore[misc]
 
 
-class _HostMarks(_Marks, HostClock):
+class _TimedHostClock(_HostTimes, HostClock):
     pass
 
 
-class _DeviceMarks(_Marks, DeviceClock):
+class _TimedDeviceClock(_HostTimes, DeviceClock):
     pass
 
 
@@ -268,8 +268,12 @@ class _RehearsedRank(StepObserver[ObservedStep]):
         self._digest = "" if isinstance(step, StocksStep) else step.program.digest
         if self._timed is None:
             return
-        marks = self._timed.marks
-        clock = _DeviceMarks(marks) if torch.cuda.is_available() else _HostMarks(marks)
+        host_times = self._timed.host_times
+        clock = (
+            _TimedDeviceClock(host_times)
+            if torch.cuda.is_available()
+            else _TimedHostClock(host_times)
+        )
         self._timed.recording = step.recorder.record(clock)
         if self._recorder is not step.recorder:
             self._recorder = step.recorder
@@ -282,7 +286,7 @@ class _RehearsedRank(StepObserver[ObservedStep]):
         def timed() -> None:
             began = time.perf_counter()
             hold_back()
-            if self._timed is not None and self._timed.marks:
+            if self._timed is not None and self._timed.host_times:
                 self._timed.waited += time.perf_counter() - began
 
         device.hold_back = timed  # type: ignore[method-assign]
@@ -313,11 +317,11 @@ def _refuse_uninitialised() -> None:
     """Raise ValueError if torch's fake process group leaves the results of collectives
     uninitialised, as older ones do."""
     size = dist.get_world_size()
-    own = torch.ones(size, device=torch.cuda.current_device())
-    gathered, exchanged, part = (torch.full_like(own, math.nan) for _ in range(3))
-    dist.all_gather_into_tensor(gathered, own[:1])
-    dist.all_to_all_single(exchanged, own, [1] * size, [1] * size)
-    dist.reduce_scatter_tensor(part[:1], own)
+    ones = torch.ones(size, device=torch.cuda.current_device())
+    gathered, exchanged, part = (torch.full_like(ones, math.nan) for _ in range(3))
+    dist.all_gather_into_tensor(gathered, ones[:1])
+    dist.all_to_all_single(exchanged, ones, [1] * size, [1] * size)
+    dist.reduce_scatter_tensor(part[:1], ones)
     results = {"gather": gathered, "all-to-all": exchanged, "reduce-scatter": part[:1]}
     left = [name for name, result in results.items() if not bool(result.isfinite().all())]
     if left:
@@ -342,8 +346,8 @@ def _step_of(timed: _TimedStep, began: float, seconds: float) -> RehearsedStep:
     """Return the record of a step that ``began`` then."""
     if timed.recording is None:
         raise ValueError("the passes of the step were not seen")
-    between = sum(timed.marks[2::2]) - sum(timed.marks[1:-1:2])
-    events, _ = timed.recording.read()  # which makes one more mark on a GPU
+    between = sum(timed.host_times[2::2]) - sum(timed.host_times[1:-1:2])
+    events, _ = timed.recording.read()  # which records one more event on a GPU
     passes = [RehearsedPass(one.action, one.start - began, one.end - began) for one in events]
     return RehearsedStep(tuple(passes), seconds, between - timed.waited)
 

@@ -130,11 +130,11 @@ def rehearse(
         with task("rehearsal, ranks", number, equal_steps=True) as work:
             for schedule in prepared.schedules:
                 records = {}
-                for own, rank_request in _requests(request, prepared, schedule, folder):
+                for rank_class, rank_request in _requests(request, prepared, schedule, folder):
                     record = run(rank_request)
                     check_record(record, schedule, request.iterations)
-                    records[own.rank] = record
-                    ranks.append(rank_result(schedule, own, record))
+                    records[rank_class.rank] = record
+                    ranks.append(rank_result(schedule, rank_class, record))
                     work.done += 1
                 first = schedules[0].seconds if schedules else None
                 schedules.append(_composed(schedule, records, first, device, folder))
@@ -166,8 +166,8 @@ def _environment(request: RehearsalRequest) -> dict[str, str]:
     launch = request.launch
     environment = {**_ENVIRONMENT, **launch.environment}
     if launch.installs is False and not launch.is_module:
-        own = environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
-        folders = (str(Path(launch.script).parent.absolute()), own)
+        search_path = environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+        folders = (str(Path(launch.script).parent.absolute()), search_path)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     if request.is_cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -176,15 +176,17 @@ def _environment(request: RehearsalRequest) -> dict[str, str]:
 
 def _announcement(request: RehearsalRequest, prepared: Preparation, device: str) -> str:
     """Return which ranks run, and how long they will take."""
-    own = [(schedule, one) for schedule in prepared.schedules for one in schedule.classes]
+    ranks = [(schedule, one) for schedule in prepared.schedules for one in schedule.classes]
     total = sum(one.program.schedule.placement.ranks for one in prepared.schedules)
-    seconds = _IMPORTS + _FORK * len(own)
-    text = f"{len(own)} of {counted(total, 'rank')} run alone on {device}, one after another: about"
+    seconds = _IMPORTS + _FORK * len(ranks)
+    text = (
+        f"{len(ranks)} of {counted(total, 'rank')} run alone on {device}, one after another: about"
+    )
     if request.is_cpu:
         return f"{text} {duration(seconds)} to start them, and their steps at the CPU's speed"
     steps = sum(
         request.iterations * (schedule.work(one.rank) + schedule.estimate.reductions)
-        for schedule, one in own
+        for schedule, one in ranks
     )
     return f"{text} {duration(seconds + steps)}"
 
@@ -197,10 +199,10 @@ def _requests(
 ) -> Iterator[tuple[RankClass, RankRequest]]:
     """Yield the ranks to run, in order. In a direction in which a rank sends nothing, it receives
     values as large as those that the first rank sent there."""
-    own = folder_of(folder, schedule.name)
+    schedule_folder = folder_of(folder, schedule.name)
     arguments = words_alone(
         schedule.arguments,
-        None if schedule.is_stock else own / ESTIMATE,
+        None if schedule.is_stock else schedule_folder / ESTIMATE,
         balances_experts=prepared.experts,
         is_cpu=request.is_cpu,
     )
@@ -212,7 +214,7 @@ def _requests(
             world_size=prepared.world_size,
             script=request.launch.script,
             arguments=arguments,
-            folder=own / f"rank{rank}",
+            folder=schedule_folder / f"rank{rank}",
             warm_up=request.warm_up,
             steps=request.steps,
             is_cpu=request.is_cpu,
@@ -232,9 +234,9 @@ def _composed(
     folder: Path,
 ) -> ScheduleFigures:
     """Compose the step of ``schedule``, and write its costs and its trace."""
-    own = folder_of(folder, schedule.name)
+    schedule_folder = folder_of(folder, schedule.name)
     step = compose(schedule.program, schedule.classes, records)
-    costs = own / COSTS
+    costs = schedule_folder / COSTS
     write_costs(schedule, records, device, costs)
-    trace = write_composed_trace(schedule, step, own)
+    trace = write_composed_trace(schedule, step, schedule_folder)
     return schedule_figures(schedule, step, first, str(costs), str(trace))

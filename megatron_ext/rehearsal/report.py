@@ -126,25 +126,27 @@ def schedule_figures(
     )
 
 
-def rank_result(prepared: PreparedSchedule, own: RankClass, record: RankRecord) -> RankResult:
-    """Return the figures of ``record``, the rank that stands for the class ``own``."""
+def rank_result(
+    prepared: PreparedSchedule, rank_class: RankClass, record: RankRecord
+) -> RankResult:
+    """Return the figures of ``record``, the rank that stands for ``rank_class``."""
     measured = measured_passes(prepared.program, record)
     by_kind: dict[Kind, list[float]] = defaultdict(list)
     for (_, kind, _), found in measured.items():
         by_kind[kind].append(found.seconds)
     predicted, activations = None, None
     estimated: dict[Kind, list[float]] = defaultdict(list)
-    for action in filter(is_compute, prepared.program.schedule.rows[own.rank]):
+    for action in filter(is_compute, prepared.program.schedule.rows[rank_class.rank]):
         estimated[action.kind].append(prepared.costs.of(action))
     if prepared.memory is not None:
-        bytes_of = prepared.memory[own.rank]
+        bytes_of = prepared.memory[rank_class.rank]
         predicted = bytes_of.total - bytes_of.model.context  # which no tensor takes
         activations = bytes_of.activations
     return RankResult(
         schedule=prepared.name,
         rank=record.rank,
         pipeline_rank=record.pipeline_rank,
-        stands_for=own.members,
+        stands_for=rank_class.members,
         trained=record.trained,
         seconds={str(kind): fmean(all_of) for kind, all_of in by_kind.items()},
         estimated={str(kind): fmean(all_of) for kind, all_of in estimated.items()},

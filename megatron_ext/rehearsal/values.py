@@ -108,11 +108,11 @@ class Values:
         tensor.random_(0, vocabulary, generator=self._generator(tensor.device))
 
     def _rms(self, direction: str) -> float:
-        own = 0.0 if self._is_first else getattr(self._sent.get(direction), "rms", 0.0)
+        sent = 0.0 if self._is_first else getattr(self._sent.get(direction), "rms", 0.0)
         guess = _GUESSES[direction]
         if direction in _GRADIENTS:
             guess *= self.loss_scale
-        return own or self._neighbours.get(direction, 0.0) or guess
+        return sent or self._neighbours.get(direction, 0.0) or guess
 
     def _cut(self, flat: Tensor) -> Tensor:
         """Return as many values of a pool as ``flat`` has."""

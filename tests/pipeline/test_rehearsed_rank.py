@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.rehearsal.rank import _DeviceMarks, _step_of, _TimedStep
+from megatron_ext.rehearsal.rank import _step_of, _TimedDeviceClock, _TimedStep
 from megatron_ext.rehearsal.record import RankRecord, load_rank_record
 from megatron_ext.rehearsal.request import RECORD
 from megatron_ext.rehearsal.values import BACKWARD, FORWARD, Values
@@ -156,7 +156,7 @@ def test_marks_of_a_gpu_end_with_the_last_pass(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "Event", HostEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     timed, began = _TimedStep(), time.perf_counter()
-    timed.recording = Recording(0, _DeviceMarks(timed.marks))
+    timed.recording = Recording(0, _TimedDeviceClock(timed.host_times))
     for text in ("0F0", "0B0"):
         timed.recording.add_pass(parse_action(text), timed.recording.clock.record_event())
     time.sleep(0.2)

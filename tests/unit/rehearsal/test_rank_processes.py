@@ -68,11 +68,11 @@ def test_a_rank_starts_anew_if_cuda_was_used(
 ) -> None:
     started: list[Path] = []
 
-    def run_apart(path: Path, environment: object) -> int:
+    def run_in_process(path: Path, environment: object) -> int:
         started.append(path)
         return 1
 
-    monkeypatch.setattr(processes, "_run_apart", run_apart)
+    monkeypatch.setattr(processes, "_run_in_process", run_in_process)
     ranks = run(['{"used_cuda": "/dev/nvidia0 is open"}\n'])
     request = RankRequest(2, 4, "pretrain_gpt.py", (), tmp_path)
     with pytest.raises(ValueError, match="rank 2: ended with status 1 and no record"):
