@@ -94,8 +94,8 @@ def _report_remarks(report: Report, launch: Launch) -> None:
     for remark in launch.remarks:
         source = "log" if launch.recipe is None else "recipe"
         report.add(Severity.REMARK, source, remark)
-    if launch.left_out:
-        text = f"ignored, and not looked at: {masked(launch.left_out)}"
+    if launch.ignored:
+        text = f"ignored, and not looked at: {masked(launch.ignored)}"
         report.add(Severity.REMARK, "launch command", text)
     if launch.environment:
         names = ", ".join(launch.environment)

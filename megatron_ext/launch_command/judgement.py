@@ -73,7 +73,7 @@ def judge(
     attempt: Attempt,
     check_recipe: Callable[[], object] | None = None,
     *,
-    is_whole: bool = True,
+    describes_training: bool = True,
 ) -> Judgement | None:
     """Return what the command with the parsed ``args`` and the settings ``config`` runs; None if
     ``attempt`` has noted why it cannot run.
@@ -84,7 +84,7 @@ def judge(
         tokens: size of the tokenizer's vocabulary; None: not known.
         check_recipe: checks the config of Megatron-Bridge that ``args`` were read from; None for a
             command.
-        is_whole: whether ``args`` describe the whole training, and not the model alone.
+        describes_training: whether ``args`` describe the whole training, and not the model alone.
 
     Raises:
         ValueError: ``attempt`` lets a refusal end the judgement.
@@ -93,7 +93,7 @@ def judge(
         return None
     is_known = _check_batches(args, config, tokens, attempt, check_recipe)
     made = _judged(args, config, attempt) if is_known else None
-    _check_set_up(args, config, attempt, is_whole=is_whole and is_known)
+    _check_set_up(args, config, attempt, describes_training=describes_training and is_known)
     return made
 
 
@@ -104,25 +104,32 @@ def judged(
     tokens: int | None,
     check_recipe: Callable[[], object] | None = None,
     *,
-    is_whole: bool = True,
+    describes_training: bool = True,
 ) -> Judgement:
     """Return the judgement of a command. Arguments as in `judge`.
 
     Raises:
         ValueError: it cannot run, for this reason and perhaps others.
     """
-    made = judge(args, config, ranks, tokens, raising, check_recipe, is_whole=is_whole)
+    made = judge(
+        args, config, ranks, tokens, raising, check_recipe, describes_training=describes_training
+    )
     assert made is not None
     return made
 
 
 def check_arguments(
-    args: Any, config: PipelineConfig, ranks: int, tokens: int | None, *, is_whole: bool = True
+    args: Any,
+    config: PipelineConfig,
+    ranks: int,
+    tokens: int | None,
+    *,
+    describes_training: bool = True,
 ) -> None:
     """Raise ValueError if ``args`` cannot run under any schedule. Arguments as in `judge`."""
     _is_valid(args, config, ranks, raising)
     _check_batches(args, config, tokens, raising, None)
-    _check_set_up(args, config, raising, is_whole=is_whole)
+    _check_set_up(args, config, raising, describes_training=describes_training)
 
 
 def _is_valid(args: Any, config: PipelineConfig, ranks: int, attempt: Attempt) -> bool:
@@ -155,9 +162,11 @@ def _check_batches(
     )
 
 
-def _check_set_up(args: Any, config: PipelineConfig, attempt: Attempt, *, is_whole: bool) -> None:
+def _check_set_up(
+    args: Any, config: PipelineConfig, attempt: Attempt, *, describes_training: bool
+) -> None:
     """Check what Megatron checks when it has built the model, and when it begins to train."""
-    if is_whole:
+    if describes_training:
         attempt(
             "training",
             lambda: megatron_arguments.check_course(args),
@@ -179,7 +188,7 @@ def _judged(args: Any, config: PipelineConfig, attempt: Attempt) -> Judgement | 
         return None
     settings, stock, (programs, contenders) = config, None, checked
     if config.schedule is None:
-        settings, stock = replace(config, schedule=_megatrons_own(args)), stock_executor(args)
+        settings, stock = replace(config, schedule=_stock_spec(args)), stock_executor(args)
         programs = attempt("schedule", lambda: _stock_programs(args, settings, stock)) or []
         if not programs:
             return None
@@ -198,6 +207,6 @@ def _stock_programs(args: Any, config: PipelineConfig, stock: StockExecutor) -> 
     return arguments.programs(args, config, stock=stock)
 
 
-def _megatrons_own(args: Any) -> str:
+def _stock_spec(args: Any) -> str:
     chunks = args.virtual_pipeline_model_parallel_size
     return "1f1b" if chunks is None else f"interleaved:vpp={chunks}"

@@ -57,7 +57,7 @@ class Launch:
             at the script, and so does not say.
         max_restarts: how often the launcher starts the ranks again.
         environment: the assignments before the launcher.
-        left_out: the words before the launcher that are ignored.
+        ignored: the words before the launcher that are ignored.
         log: the log of an earlier start that the launch was read from, if any; its script is an
             assumption then.
         remarks: what was read from that log, and which of it is assumed.
@@ -73,7 +73,7 @@ class Launch:
     installs: bool | None = None
     max_restarts: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     log: Path | None = None
     remarks: tuple[str, ...] = ()
     gpu: str | None = None
@@ -117,7 +117,7 @@ def _read_behind(words: Sequence[str]) -> Launch:
     for index, word in enumerate(words[1:], 1):
         if words[index - 1] in ("-c", "-lc") and " " in word:
             launch = read_launch(shlex.split(word))
-            return replace(launch, left_out=(*words[:index], *launch.left_out))
+            return replace(launch, ignored=(*words[:index], *launch.ignored))
         if Path(word).name in _TORCHRUN or _PYTHON.fullmatch(Path(word).name):
             break
     else:
@@ -138,7 +138,7 @@ def _read_behind(words: Sequence[str]) -> Launch:
         )
     while index > 1 and _ASSIGNMENT.fullmatch(words[index - 1]):
         index -= 1
-    return replace(read_launch(words[index:]), left_out=tuple(words[:index]))
+    return replace(read_launch(words[index:]), ignored=tuple(words[:index]))
 
 
 def _shell_script(words: Sequence[str]) -> str | None:

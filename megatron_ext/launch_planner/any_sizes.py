@@ -79,7 +79,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
     _check(request, parsed)
     job = sized_job_of(request, parsed)
     launch = SizedLaunch(parsed, job)
-    own = launch.baseline()
+    baseline_step = launch.baseline()
     start_planning_time()
     found = search_sizes(job, launch.works_of)
     free = parsed.allowed_bytes
@@ -91,16 +91,18 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
         made = judged_alternative(judgement_of(request, parsed, one.write()), one.write)
         return replace(one, candidate=made.candidate, seconds=made.seconds)
 
-    baseline = None if own is None else launch.alternative(own, is_own=True)
+    baseline = (
+        None if baseline_step is None else launch.alternative(baseline_step, is_baseline=True)
+    )
     excess = 0.0
-    if own is not None and free is not None:
-        excess = max(own.made.fullest - free, 0.0)
+    if baseline_step is not None and free is not None:
+        excess = max(baseline_step.made.fullest - free, 0.0)
 
     def best_of(steps: Sequence[SizedStep]) -> SizedAlternative | None:
         pool = [launch.alternative(step) for step in steps]
         # Sizes with more of the model on a rank leave less to the allocator's reserve.
-        rooms = [job.memory_of(step.made.candidate.variant.model or ()) for step in steps]
-        widest = free if excess else max(filter(None, [free, *rooms]), default=None)
+        limits = [job.memory_of(step.made.candidate.variant.model or ()) for step in steps]
+        widest = free if excess else max(filter(None, [free, *limits]), default=None)
         verdict, _ = confirmed_verdict(Plan((), {}), baseline, pool, judged, widest)
         taken = verdict.taken
         assert taken is None or isinstance(taken, SizedAlternative)
@@ -115,7 +117,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
         if checked is not None and is_tie(checked, best):
             best, checked = checked, None
     made = SizesPlan(
-        f"{parsed.facts}, under {parsed.variants.own}",
+        f"{parsed.facts}, under {parsed.variants.launch_schedule}",
         baseline,
         same_sizes,
         control,
@@ -165,8 +167,8 @@ def _check(request: LaunchRequest, parsed: ParsedLaunch) -> None:
         )
     options = config.options
     is_plain = options.recompute == Recompute() and options.activation_offload is Offload.NONE
-    is_whole = config.slices == 1 and not config.post_validation
-    if not (is_plain and is_whole) or config.memory_limit is not None:
+    has_plain_steps = config.slices == 1 and not config.post_validation
+    if not (is_plain and has_plain_steps) or config.memory_limit is not None:
         raise ValueError(
             "--any-sizes compares whole microbatches within the GPU's memory: drop "
             "--pipeline-slices, --pipeline-memory-limit, --pipeline-post-validation, "
@@ -243,7 +245,7 @@ class SizedLaunch:
             made = judged_alternative(variants.judgement(), lambda: NOTHING)
         except ValueError:
             return None
-        _, layout = own_layout(self._parsed.validated, str(variants.own))
+        _, layout = own_layout(self._parsed.validated, str(variants.launch_schedule))
         return SizedStep(
             job.sizes, Evaluated(layout, made.candidate, made.seconds, job.recompute[0])
         )
@@ -273,7 +275,7 @@ class SizedLaunch:
             args.pipeline_model_parallel_layout = even_layout_text(
                 args.num_layers, sizes.pipeline, depths
             )
-        return replace(variants, args=args, own="1f1b")
+        return replace(variants, args=args, launch_schedule="1f1b")
 
     def works_of(self, sizes: Sizes) -> SizedWorks:
         """Return the training with ``sizes`` by Megatron's validated arguments.
@@ -296,7 +298,7 @@ class SizedLaunch:
         ]
         return SizedWorks(works, rule_of(args), permits_of(variants))
 
-    def alternative(self, step: SizedStep, *, is_own: bool = False) -> SizedAlternative:
+    def alternative(self, step: SizedStep, *, is_baseline: bool = False) -> SizedAlternative:
         """Return ``step`` as an alternative to the launch."""
         made, sizes = step.made, step.sizes
         report = made.candidate.report
@@ -304,7 +306,7 @@ class SizedLaunch:
         return SizedAlternative(
             made.candidate,
             made.seconds,
-            (lambda: NOTHING) if is_own else partial(self.written, step),
+            (lambda: NOTHING) if is_baseline else partial(self.written, step),
             made.layout.text(),
             sizes=sizes,
             title=sizes.text(self._job.gpus),
@@ -325,7 +327,7 @@ class SizedLaunch:
         added: list[str] = []
         dropped: list[str] = []
         if sizes == self._job.sizes:
-            before = own_layout(self._parsed.validated, str(variants.own))
+            before = own_layout(self._parsed.validated, str(variants.launch_schedule))
         else:
             # No layout of another pipeline is the same: all of it is written.
             before = "1f1b", Layout(())
@@ -343,12 +345,12 @@ class SizedLaunch:
         return Written(tuple(added), tuple(dict.fromkeys(dropped)))
 
     def _size_words(self, sizes: Sizes) -> Iterator[str]:
-        args, own = self._parsed.variants.args, self._job.sizes
+        args, job_sizes = self._parsed.variants.args, self._job.sizes
         for name, field in _NAMES.items():
             size = getattr(sizes, field)
             # Megatron's own expert tensor parallelism follows tensor parallelism if not given.
             follows = field == "expert_tensor" and args.expert_tensor_parallel_size is None
-            before = sizes.tensor if follows else getattr(own, field)
+            before = sizes.tensor if follows else getattr(job_sizes, field)
             if size == before:
                 continue
             if field == "sequence_parallel":

@@ -204,8 +204,8 @@ class LaunchChoice(PlannedJob):
         return is_long(args)
 
     def baseline(self, plan: Plan) -> Alternative | None:
-        own = stock_schedule(self.variants.args)
-        candidates = (one for one in plan.candidates if one.schedule == own and is_stock(one))
+        spec = stock_schedule(self.variants.args)
+        candidates = (one for one in plan.candidates if one.schedule == spec and is_stock(one))
         return next(map(self.alternative, candidates), None)
 
     def alternative(self, made: Candidate) -> Alternative:
@@ -250,8 +250,8 @@ class LaunchChoice(PlannedJob):
         else:
             text = f"the best of {compared} {self.within}"
             if found.baseline is not None:
-                own = found.baseline.candidate.schedule
-                text = f"a step {found.gain:.1%} shorter than {own}'s, {text}"
+                schedule = found.baseline.candidate.schedule
+                text = f"a step {found.gain:.1%} shorter than {schedule}'s, {text}"
             text += recompute_phrase(found.taken.candidate)
             tie = dict.fromkeys(one.candidate.schedule for one in found.tie)
             if tie:
@@ -316,9 +316,9 @@ def _jobs(
     usable, on_gpu, too_large = None, "", ""
     job = LaunchChoice(variants=variants, specs=specs, confirms_all=False)  # a launch has no clock
     spec, is_limited = stock_schedule(variants.args), variants.config.memory_limit is not None
-    own = None if is_limited and gpu_memory is None else _as_it_is(variants, spec)
+    baseline = None if is_limited and gpu_memory is None else _as_it_is(variants, spec)
     if gpu_memory is not None:
-        lasting = least_lasting(None if own is None else own.variant.model)
+        lasting = least_lasting(None if baseline is None else baseline.variant.model)
         free = free_memory(
             gpu_memory, measured_reserve(variants.config.costs.file), lasting=lasting
         )
@@ -331,16 +331,20 @@ def _jobs(
         yield replace(job, within=text + too_large)
         return
     text = f"in no more memory than {spec}"
-    of_own = None if own is None else own.fullest
-    if of_own is None:
-        is_more = own is not None and own.report.peak > own.report.pp
-        limit = MemoryLimit(microbatches=own.report.peak).written if own and is_more else AS_1F1B
+    baseline_bytes = None if baseline is None else baseline.fullest
+    if baseline_bytes is None:
+        is_more = baseline is not None and baseline.report.peak > baseline.report.pp
+        limit = (
+            MemoryLimit(microbatches=baseline.report.peak).written
+            if baseline and is_more
+            else AS_1F1B
+        )
         yield replace(job, within=text, bound=usable, limit=limit)
-    elif usable is None or of_own <= usable:
-        yield replace(job, within=text, bound=of_own)
+    elif usable is None or baseline_bytes <= usable:
+        yield replace(job, within=text, bound=baseline_bytes)
     else:
         yield replace(job, within=on_gpu, bound=usable)
-        yield replace(job, within=text + too_large, bound=of_own)
+        yield replace(job, within=text + too_large, bound=baseline_bytes)
 
 
 def _as_it_is(variants: LaunchVariants, spec: str) -> Candidate | None:

@@ -69,7 +69,7 @@ def launch_job_of(request: LaunchRequest, parsed: ParsedLaunch) -> LaunchJob:
     return LaunchJob(
         request=request,
         parsed=parsed,
-        text=f"{parsed.facts}, under {parsed.variants.own}",
+        text=f"{parsed.facts}, under {parsed.variants.launch_schedule}",
         free=parsed.free,
         is_estimate=parsed.measured is None and parsed.variants.config.costs.is_estimate,
         in_seconds="=" not in parsed.variants.config.costs.text,
@@ -169,15 +169,15 @@ class LaunchJob(PlannedJob):
 
         def write() -> Written:
             layout, costs = layout_of_variant(changed.variants, made), self.parsed.costs
-            args, own = self.parsed.variants.args, self._own_layout
-            written = written_for(args, own, made, layout, costs)
+            args, baseline = self.parsed.variants.args, self._own_layout
+            written = written_for(args, baseline, made, layout, costs)
             return replace(written, dropped=(*written.dropped, *changed.dropped))
 
         return self._alternative(made, write)
 
     @property
     def _own_layout(self) -> tuple[str, Layout]:
-        return own_layout(self.parsed.validated, str(self.parsed.variants.own))
+        return own_layout(self.parsed.validated, str(self.parsed.variants.launch_schedule))
 
     def _laid_out(self, layouts: LayoutComparison) -> list[Alternative]:
         """Return the alternatives with other layouts that fit into the memory of a rank."""
@@ -234,7 +234,7 @@ def judgement_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written)
             variants.world_size,
             variants.tokens,
             None if recipe is None else recipe.check,
-            is_whole=variants.is_whole,
+            describes_training=variants.describes_training,
         )
 
 
@@ -284,12 +284,12 @@ def _layouts(parsed: ParsedLaunch) -> LayoutComparison | None:
     variants = parsed.variants
     if not variants.config.costs.is_estimate:
         return None
-    assert variants.own is not None
+    assert variants.launch_schedule is not None
     try:
         return lay_out(
             variants,
             parsed.validated,
-            variants.own,
+            variants.launch_schedule,
             parsed.allowed_bytes,
             tries_recompute=parsed.measured is None,
         )
@@ -323,7 +323,7 @@ def on_loading(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -
         return
     args, config, _ = _command_with(request, parsed, written)
     if config.is_chosen_later:
-        config = replace(config, schedule=str(variants.own))
+        config = replace(config, schedule=str(variants.launch_schedule))
     with megatron_arguments.one_connection(args):
         args = megatron_arguments.validate(args, config, variants.world_size)
     settle_vocabulary(args, config, variants.tokens)

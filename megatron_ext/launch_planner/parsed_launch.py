@@ -234,7 +234,7 @@ def _read(
         methods = frozenset([VocabMethod.NAIVE])
     if config.schedule == PLAN:  # for settings of the plan that Megatron's own schedule shares
         config = replace(config, schedule=None)
-    own = config.schedule or stock_schedule(args)
+    launch_schedule = config.schedule or stock_schedule(args)
     if measured is not None:  # by which all layouts are estimated
         config = replace(config, costs=CostsSource(ESTIMATE))
     variants = LaunchVariants(
@@ -243,17 +243,17 @@ def _read(
         ranks,
         methods,
         tokens,
-        own,
+        launch_schedule,
         frozenset(Maturity),
         tries_recompute=not says(words, "recompute"),
-        is_whole=request.launch is not None,
+        describes_training=request.launch is not None,
     )
     reserved = request.reserved
     if reserved is None and measured is not None:
         reserved = measured.reserved
     with _naming(request.config):
         validated = variants.checked()  # raises ValueError: no schedule helps
-    free = _free(request, validated, own, reserved)
+    free = _free(request, validated, launch_schedule, reserved)
     remarks += _on_costs(validated, given, measured)
     remarks += _absent(request.launch, validated, megatron_arguments)
     is_written = measured is None or str(given.costs) in words

@@ -60,7 +60,9 @@ class RecipeChanges:
         """Return the lines that are pasted between a recipe and ``pretrain``."""
         lines = [f"config.{name} = {_literal(value)}" for name, value in self.fields.items()]
         if self.settings:
-            keywords = ", ".join(f"{name}={_literal(own)}" for name, own in self.settings.items())
+            keywords = ", ".join(
+                f"{name}={_literal(value)}" for name, value in self.settings.items()
+            )
             lines.append(f"megatron_ext.bridge.use(config, {keywords})")
         return "\n".join(lines)
 

@@ -37,11 +37,11 @@ class LaunchVariants:
         world_size: ranks of the launch.
         methods: permitted treatments of the vocabulary.
         tokens: number of tokens in the vocabulary; None: not known.
-        own: the schedule of the unchanged launch, which is Megatron's if ``config`` has none; None:
-            it is checked like any other.
-        marks: maturity that schedules may have.
+        launch_schedule: the schedule of the unchanged launch, which is Megatron's if ``config`` has
+            none; None: it is checked like any other.
+        maturities: maturity that schedules may have.
         tries_recompute: whether ``--pipeline-recompute`` may be added.
-        is_whole: whether ``args`` describe a whole training, and not a model alone.
+        describes_training: whether ``args`` describe a whole training, and not a model alone.
     """
 
     args: Any
@@ -49,10 +49,10 @@ class LaunchVariants:
     world_size: int
     methods: frozenset[VocabMethod]
     tokens: int | None
-    own: str | None = None
-    marks: frozenset[Maturity] = STABLE
+    launch_schedule: str | None = None
+    maturities: frozenset[Maturity] = STABLE
     tries_recompute: bool = False
-    is_whole: bool = True
+    describes_training: bool = True
 
     def variant(self, name: str, method: VocabMethod) -> Variant | None:
         """Return the problem of the family ``name``, of the steps with the most microbatches; None
@@ -61,12 +61,12 @@ class LaunchVariants:
         Raises:
             ValueError: Megatron or we refuse it with these arguments.
         """
-        if method not in self.methods or entry_of(name).maturity not in self.marks:
+        if method not in self.methods or entry_of(name).maturity not in self.maturities:
             return None
         spec = with_chunks(self.args, name)
         args, config = self.validated(spec, method)
         is_cut = config.slices > 1
-        is_stock = self.config.schedule is None and spec == self.own
+        is_stock = self.config.schedule is None and spec == self.launch_schedule
         if not is_stock or method is not VocabMethod.NAIVE or is_cut:
             check_settings(args, config)
         stock = stock_executor(self.args)  # validation changes the flags
@@ -76,8 +76,8 @@ class LaunchVariants:
         model = None
         if problem.costs.held_bytes is not None:
             model = model_bytes.model_bytes_of_ranks(args, problem.placement, method.vocabulary)
-        choice = with_megatrons_group(config.resolved_spec, args)
-        return Variant(choice, problem, model, self._may_recompute(args, config))
+        resolved = with_megatrons_group(config.resolved_spec, args)
+        return Variant(resolved, problem, model, self._may_recompute(args, config))
 
     def checked(self) -> Any:
         """Return the validated arguments of the unchanged launch, whatever its schedule.
@@ -89,7 +89,11 @@ class LaunchVariants:
         try:
             with megatron_arguments.one_connection(args):
                 check_arguments(
-                    args, self.config, self.world_size, self.tokens, is_whole=self.is_whole
+                    args,
+                    self.config,
+                    self.world_size,
+                    self.tokens,
+                    describes_training=self.describes_training,
                 )
         except ValueError:
             self.judgement()  # raises the reason that the launch would end with, its first
@@ -104,7 +108,13 @@ class LaunchVariants:
         """
         args = copy.deepcopy(self.args)
         with megatron_arguments.one_connection(args):
-            return judged(args, self.config, self.world_size, self.tokens, is_whole=self.is_whole)
+            return judged(
+                args,
+                self.config,
+                self.world_size,
+                self.tokens,
+                describes_training=self.describes_training,
+            )
 
     def with_slices(self, slices: Slices) -> LaunchVariants:
         """Return the same with sequences cut into ``slices``.

@@ -57,7 +57,7 @@ from megatron_ext.launch_command.words import Launch, read_launch
                 1,
                 installs=False,
                 environment={"B": "2", "A": "x=1"},
-                left_out=("srun", "-N", "2", "--container-image=a.sqsh", "-m", "block", "env"),
+                ignored=("srun", "-N", "2", "--container-image=a.sqsh", "-m", "block", "env"),
             ),
         ),
         (
@@ -69,10 +69,10 @@ from megatron_ext.launch_command.words import Launch, read_launch
                 2,
                 installs=False,
                 environment={"A": "1"},
-                left_out=("srun", "-n", "4", "bash", "-c", "cd", "/there", "&&"),
+                ignored=("srun", "-n", "4", "bash", "-c", "cd", "/there", "&&"),
             ),
         ),
-        ("srun -n 4 ./x.py --a", Launch("./x.py", False, ("--a",), left_out=("srun", "-n", "4"))),
+        ("srun -n 4 ./x.py --a", Launch("./x.py", False, ("--a",), ignored=("srun", "-n", "4"))),
     ],
 )
 def test_where_a_launch_command_begins(command: str, launch: Launch) -> None:
@@ -114,5 +114,5 @@ def test_a_shell_script_is_not_run(command: str, script: str) -> None:
 
 def test_a_shell_script_before_the_launcher_is_left_out() -> None:
     words = ("./bind.sh", "python", "x.py", "--a")
-    found = Launch("x.py", False, ("--a",), installs=False, left_out=("./bind.sh",), words=words)
+    found = Launch("x.py", False, ("--a",), installs=False, ignored=("./bind.sh",), words=words)
     assert read_launch(words) == found

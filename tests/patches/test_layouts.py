@@ -101,7 +101,9 @@ def test_megatron_reads_what_is_printed(layers: tuple[int, ...], ranks: int, dep
 
 def _laid_out(read: ParsedLaunch) -> tuple[LayoutComparison, tuple[Written, ...]]:
     variants = read.variants
-    made = lay_out(variants, read.validated, str(variants.own), read.allowed_bytes, search=False)
+    made = lay_out(
+        variants, read.validated, str(variants.launch_schedule), read.allowed_bytes, search=False
+    )
     return made, tuple(written_of(variants, made.baseline, other) for other in made.others.values())
 
 

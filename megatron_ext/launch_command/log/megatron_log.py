@@ -133,7 +133,7 @@ def read_log(lines: Iterable[str]) -> Log:
             if vocabulary is None and (found := _VOCABULARY.search(text)):
                 vocabulary = _number(found[1])
             gpus.update(filter(None, map(name_of_gpu, _GPU.findall(text))))
-    arguments = _whole(blocks)
+    arguments = _complete_block(blocks)
     gpu = gpus.pop() if len(gpus) == 1 else None
     return Log(arguments, tuple(sorted(blocks.different - {"rank"})), of_node, gpu, vocabulary)
 
@@ -161,7 +161,7 @@ def _arguments(text: str) -> Iterator[tuple[str, str]]:
             return
 
 
-def _whole(blocks: _Blocks) -> dict[str, str]:
+def _complete_block(blocks: _Blocks) -> dict[str, str]:
     if blocks.first is not None:
         if _number_of_ranks(blocks.first) is None:
             count = counted(len(blocks.first), "argument")

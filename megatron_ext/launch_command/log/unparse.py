@@ -156,11 +156,11 @@ def _words(parser: argparse.ArgumentParser, name: str, text: str) -> Iterator[st
 
 def _values(action: argparse.Action, text: str) -> list[str]:
     """Return the words of a value that is printed as ``text``."""
-    for choice in action.choices or ():
-        if isinstance(choice, enum.Enum) and text == str(choice):
-            return [choice.name]
-        if _ENUM.fullmatch(text) and text.endswith(f".{choice}"):  # made of the text later
-            return [choice]
+    for allowed in action.choices or ():
+        if isinstance(allowed, enum.Enum) and text == str(allowed):
+            return [allowed.name]
+        if _ENUM.fullmatch(text) and text.endswith(f".{allowed}"):  # made of the text later
+            return [allowed]
     if text.startswith("[") and action.nargs is not None:
         return _items(action.dest, text)
     if action.dest.startswith(PREFIX):

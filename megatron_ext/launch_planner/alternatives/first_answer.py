@@ -36,9 +36,9 @@ def first_answer(parsed: ParsedLaunch) -> Plan:
     Returns:
         the plan without recompute.
     """
-    own = parsed.variants.own
-    assert own is not None
-    specs = tuple(dict.fromkeys((own, *_FIRST)))
+    schedule = parsed.variants.launch_schedule
+    assert schedule is not None
+    specs = tuple(dict.fromkeys((schedule, *_FIRST)))
     variants = replace(parsed.variants, methods=frozenset([VocabMethod.NAIVE]))
     simple = replace(variants, tries_recompute=False)
     plan = make_plan(simple.variant, parsed.allowed_bytes, specs=specs)
@@ -74,9 +74,11 @@ def whole_plan(parsed: ParsedLaunch, first: Plan) -> Plan:
     variants = parsed.variants
     if not is_long(parsed.validated):
         return make_plan(variants.variant, parsed.allowed_bytes, may_offload=True)
-    own = (variants.own or "").partition(":")[0]
+    family = (variants.launch_schedule or "").partition(":")[0]
     stable = [
-        s for s in all_specs() if entry_of(s).maturity is Maturity.STABLE or entry_of(s).name == own
+        s
+        for s in all_specs()
+        if entry_of(s).maturity is Maturity.STABLE or entry_of(s).name == family
     ]
     others = [spec for spec in all_specs() if spec not in stable]
     compare = partial(
@@ -98,7 +100,10 @@ def whole_plan(parsed: ParsedLaunch, first: Plan) -> Plan:
 def _unchanged(plan: Plan, variants: LaunchVariants) -> Candidate | None:
     """Return the unchanged command; None if it is not in ``plan``."""
     for candidate in plan.candidates:
-        is_own = (candidate.schedule, candidate.method) == (variants.own, VocabMethod.NAIVE)
-        if is_own and candidate.recompute == variants.config.options.recompute:
+        is_unchanged = (candidate.schedule, candidate.method) == (
+            variants.launch_schedule,
+            VocabMethod.NAIVE,
+        )
+        if is_unchanged and candidate.recompute == variants.config.options.recompute:
             return candidate
     return None

@@ -130,12 +130,12 @@ def permits_of(variants: LaunchVariants) -> Permits:
 
 
 def written_of(
-    variants: LaunchVariants, own: Evaluated, made: Evaluated, costs: Sequence[str] = ()
+    variants: LaunchVariants, baseline: Evaluated, made: Evaluated, costs: Sequence[str] = ()
 ) -> Written:
     """Return the changes of the command that ``made`` needs. Arguments as in `written_for`."""
-    baseline = own.schedule, own.layout
-    written = written_for(variants.args, baseline, made.candidate, made.layout, costs)
-    if made.recompute == own.recompute:
+    before = baseline.schedule, baseline.layout
+    written = written_for(variants.args, before, made.candidate, made.layout, costs)
+    if made.recompute == baseline.recompute:
         return written
     words, gone = made.recompute.words, recompute_flags(variants.args)
     return Written((*written.added, *words), (*written.dropped, *gone))
@@ -144,13 +144,13 @@ def written_of(
 def lay_out(
     variants: LaunchVariants,
     args: Any,
-    own: str,
+    schedule: str,
     allowed_bytes: float | None,
     *,
     search: bool = True,
     tries_recompute: bool = True,
 ) -> LayoutComparison:
-    """Compare layouts for a launch, which trains under the schedule ``own``.
+    """Compare layouts for a launch, which trains under ``schedule``.
 
     Args:
         args: of the launch, validated, with their vocabulary.
@@ -169,7 +169,7 @@ def lay_out(
         works += [work_of(changed, variants.config, stock) for changed in recomputing]
     return compare_layouts(
         works,
-        own_layout(args, own),
+        own_layout(args, schedule),
         rule_of(args),
         allowed_bytes,
         permits=permits_of(variants),

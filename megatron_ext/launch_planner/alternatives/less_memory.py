@@ -71,7 +71,7 @@ def what_would_fit(variants: LaunchVariants, allowed_bytes: float | None) -> Ite
     leanest = sorted(filter(None, map(least, _gifts(variants.args))), key=lambda gift: taken[gift])
     if leanest and taken[leanest[0]] > allowed_bytes:
         pairs = (least([leanest[0].and_(other)]) for other in leanest[1:])
-        leanest += [pair for pair in pairs if pair is not None and taken[pair] <= allowed_bytes]
+        leanest += [gift for gift in pairs if gift is not None and taken[gift] <= allowed_bytes]
     for gift in leanest:
         excess = taken[gift] - allowed_bytes
         fits = "which fits" if excess <= 0 else f"{bytes_text(excess)} too much"
@@ -80,9 +80,9 @@ def what_would_fit(variants: LaunchVariants, allowed_bytes: float | None) -> Ite
 
 def _fullest(variants: LaunchVariants) -> float | None:
     """Return the bytes of the fullest rank of the launch; None if it cannot train."""
-    assert variants.own is not None
+    assert variants.launch_schedule is not None
     try:
-        variant = variants.variant(variants.own.partition(":")[0], VocabMethod.NAIVE)
+        variant = variants.variant(variants.launch_schedule.partition(":")[0], VocabMethod.NAIVE)
         return None if variant is None else consider(variant, VocabMethod.NAIVE).fullest
     except ValueError:
         return None

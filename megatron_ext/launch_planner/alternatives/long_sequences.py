@@ -43,20 +43,20 @@ def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences 
     if args.seq_length < LONG:
         return None
     requested = variants.config.slices
-    ways = alternatives_of_plan(plan, requested)
+    alternatives = alternatives_of_plan(plan, requested)
     if requested > 1:
-        ways.append(
+        alternatives.append(
             long_sequence_alternative(
                 WHOLE_SEQUENCES, variants.with_slices(UNCUT).variant, allowed_bytes
             )
         )
     elif parsed.measured is None and variants.config.costs.is_estimate:
-        ways += _of_other_settings(parsed)
+        alternatives += _of_other_settings(parsed)
     counts = [count for count in COUNTS if count != requested]
-    ways += alternatives_with_slices(
+    alternatives += alternatives_with_slices(
         lambda cut: variants.with_slices(cut).variant, allowed_bytes, counts
     )
-    made = LongSequences(args.seq_length, tuple(ways), args.context_parallel_size)
+    made = LongSequences(args.seq_length, tuple(alternatives), args.context_parallel_size)
     best = made.best
     if best is None:
         return made
@@ -68,8 +68,8 @@ def _of_other_settings(parsed: ParsedLaunch) -> Iterator[LongSequenceAlternative
     """Yield full recompute, and twice the context parallelism with half of the data parallelism."""
     args, variants, allowed_bytes = parsed.validated, parsed.variants, parsed.allowed_bytes
     if args.recompute_granularity != "full":
-        again = variants.with_values(WITH_FULL_RECOMPUTE)
-        yield long_sequence_alternative(FULL_RECOMPUTE, again.variant, allowed_bytes)
+        fully_recomputed = variants.with_values(WITH_FULL_RECOMPUTE)
+        yield long_sequence_alternative(FULL_RECOMPUTE, fully_recomputed.variant, allowed_bytes)
     if args.data_parallel_size % 2 == 0:
         ranks = 2 * args.context_parallel_size
         words = context_parallel(ranks, args.data_parallel_size // 2)
@@ -78,37 +78,37 @@ def _of_other_settings(parsed: ParsedLaunch) -> Iterator[LongSequenceAlternative
 
 
 def what_slices_give(
-    variants: LaunchVariants, own: Candidate, tokens: int, allowed_bytes: float | None
+    variants: LaunchVariants, baseline: Candidate, tokens: int, allowed_bytes: float | None
 ) -> str | None:
     """Say what a launch would take with slices under its own schedule or another simple one, and
     its flags; None if slices gain nothing, or are impossible.
 
     Args:
-        own: the launch as it stands.
+        baseline: the launch as it stands.
         tokens: of a sequence on a rank.
         allowed_bytes: bytes that a rank may take; None: not known.
     """
     counts = [count for count in COUNTS if count * LONG_ENOUGH <= tokens]
     if not counts:
         return None
-    specs = [name for name in (own.family, *_SIMPLE) if entry_of(name).traits.takes_slices]
-    (way,) = alternatives_with_slices(
+    specs = [name for name in (baseline.family, *_SIMPLE) if entry_of(name).traits.takes_slices]
+    (alternative,) = alternatives_with_slices(
         lambda cut: variants.with_slices(cut).variant,
         allowed_bytes,
         counts[-1:],
         list(dict.fromkeys(specs)),
     )
     made, fits = (
-        way.shortest,
-        allowed_bytes is None or own.fullest is None or own.fullest <= allowed_bytes,
+        alternative.shortest,
+        allowed_bytes is None or baseline.fullest is None or baseline.fullest <= allowed_bytes,
     )
-    if made is None or (fits and slower_by(own, made) < EQUAL):
+    if made is None or (fits and slower_by(baseline, made) < EQUAL):
         return None
     words = shlex.join(variants.written(made).added)
-    bubbles = [f"{candidate.report.bubble_share_makespan:.1%}" for candidate in (made, own)]
-    text = f"with {words} a step is predicted to take {made.step / own.step - 1:+.1%}: "
+    bubbles = [f"{candidate.report.bubble_share_makespan:.1%}" for candidate in (made, baseline)]
+    text = f"with {words} a step is predicted to take {made.step / baseline.step - 1:+.1%}: "
     text += f"{bubbles[0]} bubbles in place of {bubbles[1]}"
-    if made.fullest is None or own.fullest is None:
+    if made.fullest is None or baseline.fullest is None:
         return text
-    taken, before = bytes_text(made.fullest), bytes_text(own.fullest)
+    taken, before = bytes_text(made.fullest), bytes_text(baseline.fullest)
     return f"{text}, {taken} on the fullest rank in place of {before}"

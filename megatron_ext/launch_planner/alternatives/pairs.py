@@ -35,20 +35,20 @@ def other_pairs(
     args = variants.args
     if not args.num_experts or (args.expert_model_parallel_size or 1) == 1:
         return None
-    is_asked = requests_pairs(args)
-    changes = {SETTING: not is_asked, DELAY: False}
-    has_shared = not is_asked and args.moe_shared_expert_overlap
+    is_requested = requests_pairs(args)
+    changes = {SETTING: not is_requested, DELAY: False}
+    has_shared = not is_requested and args.moe_shared_expert_overlap
     if has_shared:  # Megatron takes one of the two
         changes[SHARED] = False
     other = variants.with_values(changes)
     if is_long:
-        other = replace(other, marks=frozenset([Maturity.STABLE]), tries_recompute=False)
+        other = replace(other, maturities=frozenset([Maturity.STABLE]), tries_recompute=False)
     if allowed_bytes is None and plan.best is not None:
         allowed_bytes = plan.best.fullest
-    specs = list(_specs(with_pairs=not is_asked))
-    made = make_plan(other.variant, allowed_bytes, only_promising=is_asked, specs=specs)
+    specs = list(_specs(with_pairs=not is_requested))
+    made = make_plan(other.variant, allowed_bytes, only_promising=is_requested, specs=specs)
     best = () if made.best is None else (made.best,)
-    stock = () if is_asked else (c for c in made.candidates if c.family == _STOCK)
+    stock = () if is_requested else (c for c in made.candidates if c.family == _STOCK)
     dropped = (argument_flag(SHARED),) if has_shared else ()
     return Changed(other, tuple(dict.fromkeys((*islice(stock, 1), *best))), dropped)
 

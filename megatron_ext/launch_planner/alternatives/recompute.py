@@ -43,9 +43,9 @@ def recompute_of_launch(variants: LaunchVariants, args: Any) -> list[LayerRecomp
 
 def _refusal(variants: LaunchVariants) -> str | None:
     """Return the reason why the launch cannot train; None if it can."""
-    assert variants.own is not None
+    assert variants.launch_schedule is not None
     try:
-        args, config = variants.validated(variants.own, VocabMethod.NAIVE)
+        args, config = variants.validated(variants.launch_schedule, VocabMethod.NAIVE)
         megatron_arguments.check_model(args, config)
         refuse(args, config.resolved_spec, config.options)
     except ValueError as error:

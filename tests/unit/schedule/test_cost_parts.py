@@ -189,7 +189,8 @@ _CHANGES: dict[str, tuple[Callable[[Costs], Costs], set[str]]] = {
 def _changed(before: Any, after: Any, name: str = "") -> Iterator[str]:
     for entry in fields(before):
         one, other = getattr(before, entry.name), getattr(after, entry.name)
-        if one != other and is_dataclass(one) and is_dataclass(other) and entry.name != "unpartitioned":
+        has_fields = is_dataclass(one) and is_dataclass(other)
+        if one != other and has_fields and entry.name != "unpartitioned":
             yield from _changed(one, other, f"{name}{entry.name}.")
         elif one != other:
             yield f"{name}{entry.name}"
