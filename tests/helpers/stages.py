@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -451,9 +452,24 @@ def is_validation(action: Action) -> bool:
 def alone(pipeline: Pipeline, steps: int = 1) -> list[LinearStage]:
     """The same stages in one process, after ``steps`` without an optimizer."""
     stages = stages_alone(pipeline)
+    made = [
+        _untrained(len(stages), pipeline.data, pipeline.varies, m)
+        for m in range(pipeline.program.problem.microbatches)
+    ]
+    stages[-1].losses.update(enumerate(loss for _, loss in made))
     for _ in range(steps):
-        add_gradients(stages, pipeline.program)
+        _add_up(stages, pipeline.program, [gradients for gradients, _ in made])
     return stages
+
+
+@functools.cache
+def _untrained(
+    count: int, data: int, varies: bool, microbatch: int
+) -> tuple[list[list[Tensor]], Tensor]:
+    """The gradients of one microbatch, stage after stage, and its loss, before the first step: once
+    for all programs that a rank compares with them."""
+    stages = [LinearStage(n, count, data, varies) for n in range(count)]
+    return list(_one_microbatch(stages, microbatch)), stages[-1].losses[microbatch]
 
 
 def stages_alone(pipeline: Pipeline) -> list[LinearStage]:
@@ -463,15 +479,17 @@ def stages_alone(pipeline: Pipeline) -> list[LinearStage]:
 
 
 def add_gradients(stages: list[LinearStage], program: Program) -> None:
-    """A step of ``stages`` in one process, one microbatch after the other.
+    """A step of ``stages`` in one process, one microbatch after the other."""
+    microbatches = range(program.problem.microbatches)
+    _add_up(stages, program, [list(_one_microbatch(stages, m)) for m in microbatches])
 
-    Each stage takes the microbatches in the order in which the program adds up its gradients:
-    ascending for our own families, any for a random program.
-    """
+
+def _add_up(
+    stages: list[LinearStage], program: Program, per_microbatch: Sequence[list[list[Tensor]]]
+) -> None:
+    """Add ``per_microbatch``, the gradients of each of ``stages`` by microbatch, in the order in
+    which the program adds them up: ascending for our own families, any for a random program."""
     placement = program.schedule.placement
-    per_microbatch = [
-        dict(enumerate(_one_microbatch(stages, m))) for m in range(program.problem.microbatches)
-    ]
     for stage in stages:
         row = program.schedule.rows[placement.rank_of[stage.number]]
         for parameter, kind, index in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -288,7 +289,9 @@ class Reference:
     stages: list[Tensor]  # of weight and bias in one
 
 
+@functools.cache
 def alone(model: Model, stages: int, microbatches: int) -> Reference:
+    """The same in one process, once for all programs that a rank compares with it."""
     embedding, output = (table.double().requires_grad_() for table in model.tables())
     if model.is_tied:
         output = embedding
