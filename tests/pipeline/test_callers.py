@@ -48,7 +48,7 @@ from tests.helpers.callers import (
     small_config,
     whole_step,
 )
-from tests.helpers.combinations import at_night, nightly
+from tests.helpers.combinations import at_night, in_pairs, nightly
 from tests.helpers.covers.marks import kinds
 from tests.helpers.ranks import run_ranks, running_ranks, values
 
@@ -136,9 +136,10 @@ def on_rank(rank: int, schedule: str, p2p: str, own_groups: bool, **more: Any) -
             assert torch.equal(gradient, expected[name]), name
 
 
-@pytest.mark.parametrize("p2p", ["async", "batched"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("own_groups", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "p2p", "own_groups"),
+    in_pairs(["1f1b", "zb-h1"], ["async", "batched"], [False, True]),
+)
 def test_gradients_and_losses_are_stocks(schedule: str, p2p: str, own_groups: bool) -> None:
     """Batched, over the groups that are there: not one is made."""
     values(run_ranks(RANKS, lambda rank: on_rank(rank, schedule, p2p, own_groups)))

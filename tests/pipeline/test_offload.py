@@ -35,6 +35,7 @@ from megatron_ext.schedule.action import Action, Kind, parse_action  # noqa: E40
 from megatron_ext.schedule.kinds import RULES, Held, Lane  # noqa: E402
 from megatron_ext.schedule.problem import Offload  # noqa: E402
 from tests.helpers.adversary import LateCopies  # noqa: E402
+from tests.helpers.combinations import each_once  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.stages import (  # noqa: E402
     CPU,
@@ -75,20 +76,26 @@ def leaving(program: Program, rank: int) -> Counter[tuple[int, Held]]:
 # --- whole steps
 
 
-@pytest.mark.parametrize("way", [Offload.FULL, Offload.HALF])
+# What all families do in both ways test_adversary.py shows by day.
 @pytest.mark.parametrize(
-    ("spec", "ranks"),
+    ("spec", "ranks", "way"),
     [
-        ("1f1b", 3),
-        ("gpipe", 2),
-        ("zb-h1", 5),
-        ("interleaved", 2),
-        ("interleaved:vpp=4", 3),
-        ("gis", 3),
-        ("gis-h", 4),
-        ("zb-v", 3),
-        ("v-half", 3),
-        ("v-auto", 4),
+        (*spec_and_ranks, way)
+        for spec_and_ranks, way in each_once(
+            [
+                ("1f1b", 3),
+                ("gpipe", 2),
+                ("zb-h1", 5),
+                ("interleaved", 2),
+                ("interleaved:vpp=4", 3),
+                ("gis", 3),
+                ("gis-h", 4),
+                ("zb-v", 3),
+                ("v-half", 3),
+                ("v-auto", 4),
+            ],
+            [Offload.FULL, Offload.HALF],
+        )
     ],
 )
 def test_gradients_are_those_without(spec: str, ranks: int, way: Offload) -> None:
