@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -23,6 +24,7 @@ COMMANDS = (
 )
 UNKNOWN_SECONDS = 60  # of a file that no record has
 
+_COMBINATIONS = "tests.helpers.combinations"
 _IN_COMBINATIONS = {"IS_NIGHT", "at_night", "nightly", "in_pairs", "each_once"}
 
 
@@ -34,17 +36,18 @@ def night_files() -> list[str]:
     found = []
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
         name = file.relative_to(ROOT).as_posix()
-        if not name.startswith("tests/gpu/") and _reads_night(ast.parse(file.read_text())):
+        if not name.startswith("tests/gpu/") and _reads_night(file.read_text()):
             found.append(name)
     return found
 
 
-def _reads_night(tree: ast.Module) -> bool:
-    return any(
+@functools.cache
+def _reads_night(source: str) -> bool:
+    return _COMBINATIONS in source and any(
         isinstance(node, ast.ImportFrom)
-        and node.module == "tests.helpers.combinations"
+        and node.module == _COMBINATIONS
         and _IN_COMBINATIONS & {alias.name for alias in node.names}
-        for node in ast.walk(tree)
+        for node in ast.walk(ast.parse(source))
     )
 
 
