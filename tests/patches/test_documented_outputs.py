@@ -6,14 +6,24 @@ docs/planning.md showed columns that `plan` had not printed for weeks.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts import write_outputs
 from tests.helpers.combinations import IS_NIGHT
+from tests.helpers.own_cache import own_cache
 
 MARKED = [page for page in write_outputs.PAGES if list(write_outputs.blocks(page.read_text()))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def module_cache(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[None]:
+    with own_cache(tmp_path_factory.mktemp("cache"), pytestconfig):
+        yield
 
 
 @pytest.mark.search

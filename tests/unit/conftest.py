@@ -3,39 +3,23 @@ the figures that are drawn in a test."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ext.search import best, pack
+from tests.helpers.own_cache import own_cache
 from tests.helpers.short_search import fast_packer, same_effort
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(
+def shared_cache(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Iterator[None]:
-    """Empty at the start, so that a search is tested and not its result of yesterday; shared by
-    the tests of one process, so that they search once. What numba has compiled of the same source
-    is kept in pytest's cache, for all processes."""
-    with pytest.MonkeyPatch.context() as patch:
-        if "MPLCONFIGDIR" not in os.environ:
-            # matplotlib would take seconds to list the fonts anew.
-            users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-            patch.setenv("MPLCONFIGDIR", str(Path(users) / "matplotlib"))
-        cache = tmp_path_factory.mktemp("cache")
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        provider = getattr(pytestconfig, "cache", None)  # none with -p no:cacheprovider
-        if provider:
-            compiled = cache / "megatron_ext" / "numba"
-            compiled.parent.mkdir(0o700)
-            shared = provider.mkdir("numba")
-            shared.chmod(0o700)  # where others may write, nothing is loaded
-            compiled.symlink_to(shared)
+    """Shared by the tests of one process, so that they search once."""
+    with own_cache(tmp_path_factory.mktemp("cache"), pytestconfig):
         yield
 
 

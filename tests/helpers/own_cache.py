@@ -1,0 +1,31 @@
+"""A cache directory for the tests alone, which shares only what numba has compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@contextlib.contextmanager
+def own_cache(cache: Path, config: pytest.Config) -> Iterator[None]:
+    """Have searches store their results in the empty folder ``cache``, so that a search is tested
+    and not its result of yesterday. What numba has compiled of the same source is stored in
+    pytest's cache, for all processes: compiling takes longer than all searches."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "MPLCONFIGDIR" not in os.environ:
+            # matplotlib would take seconds to list the fonts anew.
+            users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+            patch.setenv("MPLCONFIGDIR", str(Path(users) / "matplotlib"))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        provider = getattr(config, "cache", None)  # none with -p no:cacheprovider
+        if provider:
+            compiled = cache / "megatron_ext" / "numba"
+            compiled.parent.mkdir(0o700)
+            shared = provider.mkdir("numba")
+            shared.chmod(0o700)  # where others may write, nothing is loaded
+            compiled.symlink_to(shared)
+        yield
