@@ -22,10 +22,18 @@ LARGEST = 2**28  # bytes; far more than any table has
 LARGEST_SCRIPT = 2**24  # characters of a script that are searched
 LARGEST_JSON = 2**25  # bytes, whose values take up to thirty times as many
 
+RENAMED_KEYS = "docs/public.md#renamed-keys"  # keys by version of their file
+
 _STREAMS = {"stdout": 1, "stderr": 2}
 _OPENED = re.compile(rf"/dev/({'|'.join(_STREAMS)})|/(?:dev|proc/self)/fd/([0-9]+)")
 
 _PATH = 200  # characters of a path that an error repeats
+
+
+def how_to_rename(version: object, known: int) -> str:
+    """Return the start of an error's advice on a file of ``version``, if a user can edit the file
+    to be of the ``known`` version: that of one version earlier."""
+    return f"rename its keys as {RENAMED_KEYS} says, or " if version == known - 1 else ""
 
 
 def read_text_file(path: Path, what: str, largest: int = LARGEST) -> str:

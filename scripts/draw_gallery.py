@@ -28,8 +28,7 @@ MICROBATCHES = (8, 16, 32)
 COSTS = {  # by the part of a file's name that says them
     "equal": "f=1,i=1,w=1",
     "usual": "f=10,i=12,w=8,comm=1",
-    # plain words: a part of the addresses of published pages
-    "head": "f=10,i=12,w=8,comm=1,head=12/12/12,embedding=8/8",
+    "vocabulary": "f=10,i=12,w=8,comm=1,output_layer=12/12/12,embedding=8/8",
 }
 MOST_PASSES = 40_000  # most of them on schedules that are not open
 FIRST = ("1f1b", "zb-h1", "interleaved", "zb-v")  # which are open when a page is

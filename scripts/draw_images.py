@@ -41,7 +41,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 EQUAL = "f=1,i=1,w=1"
 USUAL = "f=10,i=12,w=8,comm=1"
-HEAVY_HEAD = "f=10,i=12,w=8,comm=1,head=12/12/12,embedding=8/8"
+HEAVY_HEAD = "f=10,i=12,w=8,comm=1,output_layer=12/12/12,embedding=8/8"
 SLOW_MESSAGES = "f=10,i=12,w=8,comm=5"
 
 # Name: ranks, microbatches, costs and more. Few microbatches: a picture grows by every pass.
@@ -113,7 +113,7 @@ def pictures(schedule_file: Path) -> dict[str, Callable[[Path], None]]:
     of_slices = ["--slices", "4", "--slice-lengths", "balanced"]
     cut = ["--pp", "4", "-m", "4", "--costs", "f=1,i=1,w=1,attention=0.3"]
     commands["slices"] = ["simulate", "zb-h1", *cut, *of_slices]
-    paired = ["--pairs", "--costs", "f=10,i=12,w=8,comm=0.2,hidden=5"]
+    paired = ["--pairs", "--costs", "f=10,i=12,w=8,comm=0.2,overlap_saving=5"]
     commands["pairs"] = ["simulate", "dualpipe-v", "--pp", "4", "-m", "10", *paired]
     commands["plan"] = ["plan", "--pp", "8", "-m", "32", "--costs", USUAL]
     of_a_model, *_ = re.findall(r"^\$ megatron-ext (plan (?:.*\\\n)*.*)", read("planning.md"), re.M)

@@ -116,13 +116,13 @@ def _slices() -> tuple[str, str]:
 
 
 def _in_pairs() -> tuple[str, str]:
-    costs, pairs = "f=10,i=12,w=8,comm=0.2,hidden=5", ScheduleOptions(pairs=True)
+    costs, pairs = "f=10,i=12,w=8,comm=0.2,overlap_saving=5", ScheduleOptions(pairs=True)
     stock, ours = (_step(f"{spec}:vpp=4", costs, 8, 32, pairs) for spec in ("interleaved", _OURS))
     return stock.text(), ours.text(f"`{_OURS}`")
 
 
 def _vocabulary() -> tuple[str, str]:
-    text = f"{_COSTS},head=20/24/16"
+    text = f"{_COSTS},output_layer=20/24/16"
     work = given_work(parse_costs(text, line(8)), 31, ranks=8, microbatches=32)
 
     def rule(stages: int) -> Layout:  # --account-for-loss-in-pipeline-split

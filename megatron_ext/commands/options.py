@@ -26,9 +26,9 @@ CostsText = Annotated[
     typer.Option(
         help="Costs of passes: times in any unit, or a JSON file of measured costs. "
         "f=10,i=12,w=8,comm=1 are forward pass, input gradient and weight gradient of a "
-        "microbatch on one rank, and one message. head=5/6/4 adds those three of the output layer, "
-        "tower=8/9/6 those of an encoder on the first stage, and embedding=1/1 forward pass and "
-        "weight gradient of the embedding."
+        "microbatch on one rank, and one message. output_layer=5/6/4 adds those three of the "
+        "output layer, tower=8/9/6 those of an encoder on the first stage, and embedding=1/1 "
+        "forward pass and weight gradient of the embedding."
     ),
 ]
 UNIT = "f=1,i=1,w=1,comm=0"
@@ -94,8 +94,8 @@ InPairs = Annotated[
     typer.Option(
         "--pairs",
         help="Overlap the forward pass of one microbatch with the backward pass of another, so "
-        "that each hides the other's all-to-all. hidden= in --costs is the time that a pair saves. "
-        "Default: it saves none.",
+        "that each hides the other's all-to-all. overlap_saving= in --costs is the time that a "
+        "pair saves. Default: it saves none.",
     ),
 ]
 PostValidationOption = Annotated[

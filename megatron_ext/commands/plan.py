@@ -120,7 +120,7 @@ def plan(
             help=(
                 "Number of equal layers of the model. Also compares ways to distribute the layers "
                 "over the stages, and stages with fewer layers next to the embedding and the "
-                "output layer if the costs have head=. Default: layers are not moved."
+                "output layer if the costs have output_layer=. Default: layers are not moved."
             ),
         ),
     ] = None,
@@ -512,7 +512,7 @@ def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings)
     if training.options.pairs and training.costs is None:
         raise ValueError(
             "--pairs: a model of --model has no experts, whose messages pairs hide; add --costs "
-            "with hidden=, give a launch command, or drop --pairs"
+            "with overlap_saving=, give a launch command, or drop --pairs"
         )
     described, tokens, gpu = parse_model(text), settings.vision_tokens, settings.gpu
     model, execution = described.model, described.execution(sizes.tp)

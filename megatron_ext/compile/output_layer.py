@@ -71,7 +71,7 @@ def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits
     if shared or not splits or costs.vocabulary is None:
         return build(problem)
     at_once = build(replace(problem, costs=with_input_gradient(costs)))
-    could_wait = costs.vocabulary.head[2] and costs.vocabulary.deferred_bytes
+    could_wait = costs.vocabulary.output_layer[2] and costs.vocabulary.deferred_bytes
     if costs.held_bytes is None or not could_wait or problem.forward_only:
         return at_once
     try:
@@ -91,7 +91,7 @@ def output_layer_waits(program: Program) -> bool:
         or problem.costs.vocabulary is None
     ):
         return False
-    _, _, weight_gradient = problem.costs.vocabulary.head
+    _, _, weight_gradient = problem.costs.vocabulary.output_layer
     row = program.schedule.rows[problem.placement.rank_of[-1]]
     return weight_gradient > 0 and any(action.kind is Kind.BACKWARD_WEIGHT for action in row)
 
@@ -109,9 +109,9 @@ def costs_in(program: Program, costs: Costs) -> Costs:
 
 def with_input_gradient(costs: Costs) -> Costs:
     """Return ``costs`` with the output layer's weight gradient in I, if they give its costs."""
-    if costs.vocabulary is None or not costs.vocabulary.head[2]:
+    if costs.vocabulary is None or not costs.vocabulary.output_layer[2]:
         return costs
-    forward, input_gradient, weight_gradient = costs.vocabulary.head
+    forward, input_gradient, weight_gradient = costs.vocabulary.output_layer
     seconds = dict(costs.seconds)
     seconds[Kind.BACKWARD_INPUT] = _last_plus(seconds[Kind.BACKWARD_INPUT], weight_gradient)
     seconds[Kind.BACKWARD_WEIGHT] = _last_plus(seconds[Kind.BACKWARD_WEIGHT], -weight_gradient)
@@ -120,7 +120,7 @@ def with_input_gradient(costs: Costs) -> Costs:
         rest = _last_plus(held[Held.WEIGHT_INPUTS], -costs.vocabulary.deferred_bytes)
         held = {**held, Held.WEIGHT_INPUTS: rest}
     output_layer = forward, input_gradient + weight_gradient, 0.0
-    vocabulary = replace(costs.vocabulary, head=output_layer, deferred_bytes=0.0)
+    vocabulary = replace(costs.vocabulary, output_layer=output_layer, deferred_bytes=0.0)
     changed = replace(costs.with_passes(seconds=seconds, held_bytes=held), vocabulary=vocabulary)
     return changed.with_copies_of(costs)
 

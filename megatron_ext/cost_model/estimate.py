@@ -130,7 +130,7 @@ def _vocabulary(model: Model, last: Stage, execution: Execution, rates: Rates) -
     logits = runs * execution.tokens * model.vocabulary / execution.tensor_parallel
     inputs = runs * execution.split_tokens * model.hidden_size
     return VocabularyCosts(
-        head=(forward, input_gradient, weight_gradient),
+        output_layer=(forward, input_gradient, weight_gradient),
         embedding=seconds_of_embedding(model, execution, rates),
         logits_bytes=4 * logits,
         deferred_bytes=(inputs + logits) * execution.element_bytes,

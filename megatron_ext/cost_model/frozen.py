@@ -52,9 +52,9 @@ def without_frozen(
     )
     vocabulary = costs.vocabulary
     if vocabulary is not None:
-        forward, input_gradient, weight_gradient = vocabulary.head
+        forward, input_gradient, weight_gradient = vocabulary.output_layer
         of_head = (forward, input_gradient, weight_gradient if output_layer else 0.0)
-        changed = changed.with_vocabulary(replace(vocabulary, head=of_head))
+        changed = changed.with_vocabulary(replace(vocabulary, output_layer=of_head))
     if costs.tower is not None:
         changed = changed.with_tower(costs.tower)
     return changed.with_copies_of(costs)

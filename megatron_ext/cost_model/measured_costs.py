@@ -140,7 +140,8 @@ def measured_costs(
         return costs.with_vocabulary(_of_shards(seconds, program, estimate.vocabulary))
     costs = replace(costs, vocabulary=_scaled(in_passes, costs))
     costs = _with_weight_gradient_in_w(costs, in_passes, estimate)
-    return replace(costs, origin=f"{costs.origin}; head and embedding in estimated proportions")
+    origin = f"{costs.origin}; output layer and embedding in estimated proportions"
+    return replace(costs, origin=origin)
 
 
 def _over_ranks[Key](
@@ -218,11 +219,11 @@ def _with_weight_gradient_in_w(costs: Costs, in_passes: Costs, estimate: Costs) 
     """Return ``costs`` with the output layer's weight gradient in W, even if it was measured in
     I."""
     assert costs.vocabulary and in_passes.vocabulary and estimate.vocabulary
-    _, _, weight_gradient = estimate.vocabulary.head
-    _, in_input_gradient, in_weight_gradient = in_passes.vocabulary.head
+    _, _, weight_gradient = estimate.vocabulary.output_layer
+    _, in_input_gradient, in_weight_gradient = in_passes.vocabulary.output_layer
     if in_weight_gradient or not weight_gradient:
         return costs
-    forward, input_gradient, _ = costs.vocabulary.head
+    forward, input_gradient, _ = costs.vocabulary.output_layer
     moved = input_gradient * weight_gradient / in_input_gradient
     seconds = dict(costs.seconds)
     for kind, more in ((Kind.BACKWARD_INPUT, -moved), (Kind.BACKWARD_WEIGHT, moved)):
@@ -235,7 +236,7 @@ def _with_weight_gradient_in_w(costs: Costs, in_passes: Costs, estimate: Costs) 
     output_layer = (forward, input_gradient - moved, moved)
     return replace(
         costs.with_passes(seconds=seconds, held_bytes=held),
-        vocabulary=replace(costs.vocabulary, head=output_layer, deferred_bytes=deferred),
+        vocabulary=replace(costs.vocabulary, output_layer=output_layer, deferred_bytes=deferred),
     )
 
 
@@ -247,7 +248,7 @@ def _of_shards(
     forward, input_gradient = totals[Kind.LOGITS], totals[Kind.LOGITS_INPUT]
     if program.problem.options.vocab_parallel is VocabularyParallel.TWO:  # both are in one pass
         both = forward + input_gradient
-        forward = both * estimate.head[0] / (sum(estimate.head[:2]) or 1.0)
+        forward = both * estimate.output_layer[0] / (sum(estimate.output_layer[:2]) or 1.0)
         input_gradient = both - forward
     return VocabularyCosts(
         (forward, input_gradient, totals[Kind.LOGITS_WEIGHT]),

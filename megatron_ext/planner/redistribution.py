@@ -11,7 +11,7 @@ def tells_vocabulary(costs: Costs) -> bool:
     """Return whether ``costs`` tell embedding and output layer apart from the layers of their
     stages."""
     vocabulary = costs.vocabulary
-    return vocabulary is not None and any((*vocabulary.head, *vocabulary.embedding))
+    return vocabulary is not None and any((*vocabulary.output_layer, *vocabulary.embedding))
 
 
 def redistributed_layers(layers: int, stages: int) -> list[int]:

@@ -10,11 +10,17 @@ from typing import Any
 
 from megatron_ext.race.contestants import Contestants
 from megatron_ext.race.rounds import TURNS, Race, Round
-from megatron_ext.text_file import LARGEST_JSON, parse_json, read_text_file, write_text_file
+from megatron_ext.text_file import (
+    LARGEST_JSON,
+    how_to_rename,
+    parse_json,
+    read_text_file,
+    write_text_file,
+)
 from megatron_ext.words import shown
 
 NAME = "race.json"  # in the folder of the checkpoints
-_VERSION = 1
+_VERSION = 2
 THE_RACE = "the race"  # the fact that names the contestants
 _SECONDS = (1e-9, 1e6)  # of an iteration
 _RANGES = {  # of figures
@@ -51,14 +57,14 @@ class RaceRecord:
     """Measurements of a race with which the next start goes on.
 
     Attributes:
-        subject: facts about the training, its machine and the race. Measurements count only if all
-            of them are the same.
+        fingerprint: facts about the training, its machine and the race. Measurements count only if
+            all of them are the same.
         rounds: measurements of the complete rounds.
         figures: by schedule.
         winner: the best schedule, or the baseline if none is faster; None while the race goes on.
     """
 
-    subject: Mapping[str, str]
+    fingerprint: Mapping[str, str]
     rounds: list[Round] = field(default_factory=list)
     figures: Mapping[str, RaceFigures] = field(default_factory=dict)
     winner: str | None = None
@@ -81,13 +87,16 @@ def load_race_record(path: Path, contestants: Contestants | None = None) -> Race
     try:
         data = _of_kind(parse_json(text), dict, "the file")
         if (version := data.pop("version", None)) != _VERSION:
-            raise ValueError(f"its version is {shown(version)}, and only {_VERSION} is known")
+            advice = how_to_rename(version, _VERSION) + "remove it"
+            raise ValueError(
+                f"its version is {shown(version)}, and only {_VERSION} is known: {advice}"
+            )
         if data.keys() != (names := {name.name for name in fields(RaceRecord)}):
             raise ValueError(f"it has not exactly {', '.join(sorted(names))}")
         record = RaceRecord(
             {
-                name: _of_kind(fact, str, f"subject, {name}")
-                for name, fact in _of_kind(data["subject"], dict, "subject").items()
+                name: _of_kind(fact, str, f"fingerprint, {name}")
+                for name, fact in _of_kind(data["fingerprint"], dict, "fingerprint").items()
             },
             [_round(measured) for measured in _of_kind(data["rounds"], list, "rounds")],
             {
@@ -96,7 +105,7 @@ def load_race_record(path: Path, contestants: Contestants | None = None) -> Race
             },
             None if data["winner"] is None else _of_kind(data["winner"], str, "winner"),
         )
-        if contestants is not None and record.subject.get(THE_RACE) == str(contestants):
+        if contestants is not None and record.fingerprint.get(THE_RACE) == str(contestants):
             _check_course(record, contestants)
         return record
     except ValueError as error:
@@ -159,10 +168,11 @@ def _check_course(record: RaceRecord, contestants: Contestants) -> None:
         raise ValueError(f"the winner is {record.winner}, and by the rounds {ended}")
 
 
-def first_difference(subject: Mapping[str, str], recorded: Mapping[str, str]) -> str:
-    """Return, in words, the first difference between ``subject`` and ``recorded``; "" if none."""
-    for name in [*subject, *recorded]:
-        here, there = (facts.get(name, "nothing") for facts in (subject, recorded))
+def first_difference(fingerprint: Mapping[str, str], recorded: Mapping[str, str]) -> str:
+    """Return, in words, the first difference between ``fingerprint`` and ``recorded``; "" if there
+    is none."""
+    for name in [*fingerprint, *recorded]:
+        here, there = (facts.get(name, "nothing") for facts in (fingerprint, recorded))
         if here != there:
             return f"{name} was {there} there and is {here} here"
     return ""

@@ -26,14 +26,14 @@ class VocabularyCosts:
     """Costs of a microbatch in the embedding and the output layer, if one rank has them whole.
 
     Attributes:
-        head: seconds of the output layer and the loss, for F, I and W.
+        output_layer: seconds of the output layer and the loss, for F, I and W.
         embedding: seconds of the lookup, and of its weight's gradient.
         logits_bytes: bytes of all logits, which the loss keeps in fp32 from F to I.
         deferred_bytes: bytes that the output layer holds from I to W if its weight gradient waits
             for W: its input, and the gradient of the logits in the type of the layers.
     """
 
-    head: tuple[float, float, float] = (0.0, 0.0, 0.0)  # plain words: a key of costs
+    output_layer: tuple[float, float, float] = (0.0, 0.0, 0.0)
     embedding: tuple[float, float] = (0.0, 0.0)
     logits_bytes: float = 0.0
     deferred_bytes: float = 0.0
@@ -42,7 +42,7 @@ class VocabularyCosts:
     def of_ends(self) -> Mapping[Kind, tuple[float, float]]:
         """Additional seconds of the first and of the last stage, by kind."""
         lookup, table_gradient = self.embedding
-        forward, input_gradient, weight_gradient = self.head
+        forward, input_gradient, weight_gradient = self.output_layer
         return {
             Kind.FORWARD: (lookup, forward),
             Kind.BACKWARD_INPUT: (0.0, input_gradient),
@@ -537,11 +537,11 @@ class Costs:
 
         vocabulary = self.vocabulary
         if vocabulary is not None:
-            (f, i, w), (lookup, table_gradient) = vocabulary.head, vocabulary.embedding
+            (f, i, w), (lookup, table_gradient) = vocabulary.output_layer, vocabulary.embedding
             first, last = slowness[0], slowness[-1]
             vocabulary = replace(
                 vocabulary,
-                head=(f * last, i * last, w * last),
+                output_layer=(f * last, i * last, w * last),
                 embedding=(lookup * first, table_gradient * first),
             )
         savings = {

@@ -21,16 +21,22 @@ from megatron_ext.schedule.costs import (
 )
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.text_file import LARGEST_JSON, parse_json, read_text_file, write_text_file
+from megatron_ext.text_file import (
+    LARGEST_JSON,
+    how_to_rename,
+    parse_json,
+    read_text_file,
+    write_text_file,
+)
 from megatron_ext.words import counted, shown
 
-FILE_VERSION = 1
+FILE_VERSION = 2
 
 # Keys of passes, of the vocabulary's parts (with the passes of their figures), of copies to the
 # host and back, and of the link that copies take.
 _PASSES = {"f": Kind.FORWARD, "i": Kind.BACKWARD_INPUT, "w": Kind.BACKWARD_WEIGHT}
 _RECOMPUTE = "r"  # seconds of R, if they differ from those of F
-_PARTS = {"head": "F, I and W", "embedding": "the lookup and the weight gradient"}
+_PARTS = {"output_layer": "F, I and W", "embedding": "the lookup and the weight gradient"}
 _TOWER = "tower"  # F, I and W of an encoder on the first stage; in a file its bytes too
 _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
@@ -41,7 +47,7 @@ _MEASURED = ("links", "reserved", "layers", "machine")
 _SLICES = ("attention", "latency", "launch")
 
 # Seconds that an overlapped pair saves; in a file also a table of them by kind of backward pass.
-_SAVINGS = "hidden"
+_SAVINGS = "overlap_saving"
 _TABLES = {"i": Kind.BACKWARD_INPUT, "b": Kind.FULL_BACKWARD}
 
 _MOST_RANKS = 1_000_000  # that can share a link
@@ -72,7 +78,7 @@ def format_costs(costs: Costs) -> str:
     if costs.overlap.savings:
         parts.append(f"{_SAVINGS}={_joined(_of_like_stages(costs))}")
     if costs.vocabulary is not None:
-        given = {"head": costs.vocabulary.head, "embedding": costs.vocabulary.embedding}
+        given = {key: getattr(costs.vocabulary, key) for key in _PARTS}
         parts += [f"{key}={_joined(figures)}" for key, figures in given.items() if any(figures)]
     if costs.tower is not None:
         parts.append(f"{_TOWER}={_joined(costs.tower.seconds)}")
@@ -98,8 +104,8 @@ def outline_costs(costs: Costs, placement: Placement, *, with_copies: bool) -> s
         figures |= _copies(costs.host)
     parts = [f"{key}={_outlined(per_stage, placement)}" for key, per_stage in figures.items()]
     parts.append(f"comm={costs.links.p2p_seconds:.3g}")
-    if costs.vocabulary is not None and any(costs.vocabulary.head):
-        parts.append("head=" + "/".join(f"{figure:.3g}" for figure in costs.vocabulary.head))
+    if costs.vocabulary is not None and any(output_layer := costs.vocabulary.output_layer):
+        parts.append("output_layer=" + "/".join(f"{figure:.3g}" for figure in output_layer))
     return ",".join(parts)
 
 
@@ -131,9 +137,10 @@ def _copies(host: HostCosts) -> dict[str, tuple[float, ...]]:
 def parse_costs(text: str, placement: Placement) -> Costs:
     """Read ``f=10,i=12,w=8,comm=1`` (comm is optional), or the path of a JSON file (`load_costs`).
 
-    ``f=5/5/5/8`` gives one figure per stage; ``r=9`` is R if it differs from F. ``head=5/6/4`` are
-    F, I and W of the whole output layer, ``embedding=1/1`` the whole embedding's lookup and weight
-    gradient: the last and the first stage take them in addition to their layers.
+    ``f=5/5/5/8`` gives one figure per stage; ``r=9`` is R if it differs from F.
+    ``output_layer=5/6/4`` are F, I and W of the whole output layer, ``embedding=1/1`` the whole
+    embedding's lookup and weight gradient: the last and the first stage take them in addition to
+    their layers.
     ``tower=8/9.6/6.4`` are F, I and W of an encoder, which the first stage takes in addition.
 
     ``d2h=6,h2d=6`` are the copies of all tensors that a microbatch of a full rank stores for its
@@ -144,8 +151,8 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     For slices of a sequence, ``attention=0.3`` is the share of f, and of i and w together, that
     grows with the square of the sequence, ``latency=0.1`` the part of comm that does not shrink
     with the message, and ``launch=0.1`` the part of f, and of i, that does not shrink with the
-    slice. For pairs of passes, ``hidden=3`` is the time that F and a backward pass save side by
-    side (one figure, or one per stage: two stages save the lesser of theirs).
+    slice. For pairs of passes, ``overlap_saving=3`` is the time that F and a backward pass save
+    side by side (one figure, or one per stage: two stages save the lesser of theirs).
 
     The inverse of `format_costs`.
 
@@ -335,12 +342,12 @@ def load_costs(path: Path, placement: Placement) -> Costs:
 
     ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
     stage; so is ``r``, if there. ``bytes``, if there, maps ``activation`` and ``weight inputs``
-    likewise. ``head`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have four
-    single figures: ``logits``, which the last stage holds from F to I in addition to its
+    likewise. ``output_layer`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may
+    have four single figures: ``logits``, which the last stage holds from F to I in addition to its
     layers, ``output weight inputs``, which it holds from I to W if the output layer's weight
     gradient waits (as many as ``logits`` if the file does not say), ``tower``, which an encoder
     on the first stage stores, and ``message``, of each message from stage to stage. It may also
-    have ``keys and values``, a part of ``activation`` that is given like it. ``hidden`` may
+    have ``keys and values``, a part of ``activation`` that is given like it. ``overlap_saving`` may
     also map ``i`` and ``b``, the kind of the overlapped backward pass, each to a table: a row
     per stage of F, a figure in it per stage of the backward pass. ``attention``, ``latency``,
     ``launch``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of `parse_costs`,
@@ -413,10 +420,11 @@ def read_costs_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"costs file {path} is not JSON: {error}") from None
     if not isinstance(data, dict) or "version" not in data:
         raise ValueError(f'costs file {path}: "version": {FILE_VERSION} is expected at the top')
-    if data["version"] != FILE_VERSION:
+    if (version := data["version"]) != FILE_VERSION:
         raise ValueError(
-            f"costs file {path} is of version {shown(data['version'])}, and only {FILE_VERSION} is "
-            f"known: measure it anew with --pipeline-costs profile, or {_EXAMPLE}"
+            f"costs file {path} is of version {shown(version)}, and only {FILE_VERSION} is known: "
+            f"{how_to_rename(version, FILE_VERSION)}measure it anew with --pipeline-costs profile, "
+            f"or {_EXAMPLE}"
         )
     missing = _PASSES.keys() - data.keys()
     if missing:

@@ -35,12 +35,18 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.stock_executor import StockExecutor
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
-from megatron_ext.text_file import parse_json, read_text_file, whole_file, write_text_file
+from megatron_ext.text_file import (
+    how_to_rename,
+    parse_json,
+    read_text_file,
+    whole_file,
+    write_text_file,
+)
 from megatron_ext.viz.json_record import Record
 from megatron_ext.words import bytes_text, shown
 
 NAME = "trace.json"  # in the folder that a training run is given
-_VERSION = 2
+_VERSION = 3
 _BEGIN = f'{{"displayTimeUnit": "ms", "version": {_VERSION}, "traceEvents": ['
 _END = "\n]}\n"
 _LARGEST = 2**31  # bytes of a trace that is read
@@ -252,11 +258,11 @@ def read_trace(path: Path) -> list[TracedStep]:
     events = data.get("traceEvents") if isinstance(data, dict) else None
     if not isinstance(events, list):
         raise ValueError(f"{file} is no trace: it has no list 'traceEvents' at the top")
-    if data.get("version") != _VERSION and any(map(_is_of_a_step, events)):
+    if (version := data.get("version")) != _VERSION and any(map(_is_of_a_step, events)):
         raise ValueError(
             f"{file} was written by another version of megatron_ext: its version is "
-            f"{shown(data.get('version'))}, and only {_VERSION} is known; write a new trace with "
-            f"--pipeline-trace DIR"
+            f"{shown(version)}, and only {_VERSION} is known; {how_to_rename(version, _VERSION)}"
+            f"write a new trace with --pipeline-trace DIR"
         )
     iterations: dict[int, list[_Slice]] = {}
     of_stock: dict[int, _OfStock] = {}  # by iteration
@@ -364,7 +370,7 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
             of_rank.setdefault(slice_.rank, []).append(event)
-            if event.action.kind is Kind.FORWARD and "beside" in slice_.args.data:
+            if event.action.kind is Kind.FORWARD and "overlapped_with" in slice_.args.data:
                 pairs.append(OverlappedPasses(event.action, _paired_with(slice_.args, where)))
         elif slice_.category == _REDUCTION and category == _PASS:
             stage, is_exact = slice_.args.count("stage"), slice_.args.truth("is_exact")
@@ -382,7 +388,7 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
 
 def _paired_with(args: Record, where: str) -> Action:
     try:
-        return parse_action(args.text("beside"))
+        return parse_action(args.text("overlapped_with"))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -433,7 +439,7 @@ def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[
             if isinstance(action.microbatch, Slice):
                 args["slice"] = action.microbatch.slice
             if action in overlapped_with:
-                args["beside"] = str(overlapped_with[action])
+                args["overlapped_with"] = str(overlapped_with[action])
             yield _slice(event, str(action), prefix + title, category, args)
         elif rule.where is Where.RANK and not rule.is_message:
             yield _instant(event, str(action), prefix + "passes", category, about)

@@ -46,8 +46,8 @@ def in_seconds(costs: str, placement: Placement) -> Costs:
     if host is not None:
         host = replace(host, seconds=_in_seconds(host.seconds))
     if vocabulary is not None:
-        output_layer, embedding = _in_seconds((vocabulary.head, vocabulary.embedding))
-        vocabulary = replace(vocabulary, head=output_layer, embedding=embedding)
+        output_layer, embedding = _in_seconds((vocabulary.output_layer, vocabulary.embedding))
+        vocabulary = replace(vocabulary, output_layer=output_layer, embedding=embedding)
     passes, slices = given.passes, given.slices
     return replace(
         given,

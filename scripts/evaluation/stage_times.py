@@ -103,7 +103,7 @@ def predicted_passes(stage: PublishedStage) -> dict[str, float]:
     seconds = {kind.value: figures[1] for kind, figures in costs.seconds.items()}
     seconds["B"] = seconds[Kind.BACKWARD_INPUT.value] + seconds[Kind.BACKWARD_WEIGHT.value]
     assert costs.vocabulary is not None
-    seconds["output layer"] = sum(costs.vocabulary.head) / _RANKS
+    seconds["output layer"] = sum(costs.vocabulary.output_layer) / _RANKS
     return {name: 1e3 * seconds[name] for name in stage.passes if name in seconds}
 
 

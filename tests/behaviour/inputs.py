@@ -20,7 +20,7 @@ from megatron_ext.viz.trace import NAME, TraceFile, traced_step
 from tests.helpers.schedules import line_problem, program
 
 COSTS = "--costs f=10,i=12,w=8,comm=1"
-HEAD = f"{COSTS},head=10/12/8,embedding=1/2"
+HEAD = f"{COSTS},output_layer=10/12/8,embedding=1/2"
 HOST = f"{COSTS},d2h=14,h2d=14"
 
 _PROGRESS = re.compile(r"^megatron-ext: .* so far\b.*\n", re.MULTILINE)  # after some seconds
@@ -51,9 +51,9 @@ def own_families() -> dict[str, str]:
 def write_inputs() -> None:
     """Put what entries name into the working directory: costs with bytes, a table, families of a
     user's, a folder with a trace, a script."""
-    costs = {"version": 1, "f": 10, "i": 12, "w": 8, "comm": 1, "origin": "measured: on a Monday"}
+    costs = {"version": 2, "f": 10, "i": 12, "w": 8, "comm": 1, "origin": "measured: on a Monday"}
     held = {"activation": 2**30, "weight inputs": 2**29, "logits": 2**28, "message": 2**24}
-    Path("bytes.json").write_text(json.dumps(costs | {"bytes": held, "head": [10, 12, 8]}))
+    Path("bytes.json").write_text(json.dumps(costs | {"bytes": held, "output_layer": [10, 12, 8]}))
     Path("mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     for name, text in own_families().items():
         Path(name).write_text(text)

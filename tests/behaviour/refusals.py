@@ -238,7 +238,7 @@ _COSTS = (
     "f=0,i=0,w=0",
     "f=1/2/3,i=1,w=1",
     "f=1,i=1,w=1,comm=1/2",
-    "f=1,i=1,w=1,head=1",
+    "f=1,i=1,w=1,output_layer=1",
     "f=1,i=1,w=1,embedding=1/2/3",
     "f=1,i=1,w=1,h2d=1",
     "f=1,i=1,w=1,d2h=1,link=0",
@@ -317,11 +317,11 @@ _TABLES_OF_A_USER = {
 }
 _COSTS_OF_A_USER = {
     "no JSON": "f=1",
-    "version": '{"version": 2, "f": 1, "i": 1, "w": 1}',
-    "missing": '{"version": 1, "f": 1}',
-    "unknown": '{"version": 1, "f": 1, "i": 1, "w": 1, "x": 1}',
-    "bytes": '{"version": 1, "f": 1, "i": 1, "w": 1, "bytes": {"activation": 1}}',
-    "length": '{"version": 1, "f": [1, 2, 3], "i": 1, "w": 1}',
+    "version": '{"version": 1, "f": 1, "i": 1, "w": 1}',
+    "missing": '{"version": 2, "f": 1}',
+    "unknown": '{"version": 2, "f": 1, "i": 1, "w": 1, "x": 1}',
+    "bytes": '{"version": 2, "f": 1, "i": 1, "w": 1, "bytes": {"activation": 1}}',
+    "length": '{"version": 2, "f": [1, 2, 3], "i": 1, "w": 1}',
 }
 
 

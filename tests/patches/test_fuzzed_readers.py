@@ -34,7 +34,11 @@ SIMULATE = ("simulate", "zb-h1", "--pp", "2", "-m", "4")
 MODEL = "layers=4,hidden=64,heads=4,sequence=64,vocabulary=100,micro-batch=1,precision=fp8"
 # Texts on a command line: the words before each, a valid one, and words behind it.
 TEXTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
-    "costs": ((*SIMULATE, "--costs"), "f=1,i=1.5,w=1,comm=0.1,head=2/3/1,embedding=1/1", ()),
+    "costs": (
+        (*SIMULATE, "--costs"),
+        "f=1,i=1.5,w=1,comm=0.1,output_layer=2/3/1,embedding=1/1",
+        (),
+    ),
     "limit": ((*SIMULATE, "--memory-limit"), "0.9x", ()),
     "speeds": ((*SIMULATE, "--rank-speeds"), "1,0.77", ()),
     "lengths": (("simulate", "1f1b", "--pp", "2", "-m", "4", "--slice-lengths"), "64,32", ()),

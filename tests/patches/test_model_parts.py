@@ -109,13 +109,13 @@ def test_costs_leave_out_what_is_not_done_for_frozen_weights() -> None:
     ]
     of_all, of_parts = (costs_of_model(CONFIG, line(2), sizes, 16, 1) for sizes in (whole, parts))
     assert of_all.vocabulary is not None and of_parts.vocabulary is not None
-    head = of_all.vocabulary.head[0]
+    head = of_all.vocabulary.output_layer[0]
     forward, i, w = (of_parts.seconds[kind] for kind in of_parts.seconds)
     assert forward == pytest.approx(of_all.seconds[Kind.FORWARD])
     first, last = of_all.seconds[Kind.BACKWARD_INPUT]
     assert i == pytest.approx((first / 4, last))
     assert w == pytest.approx((0.0, (of_all.seconds[Kind.BACKWARD_WEIGHT][1] - head) / 4))
-    assert of_parts.vocabulary.head[2] == 0
+    assert of_parts.vocabulary.output_layer[2] == 0
     held = (costs.without_vocabulary().held_bytes for costs in (of_all, of_parts))
     kept, left = (figures[Held.WEIGHT_INPUTS] for figures in held if figures is not None)
     assert left == pytest.approx((0.0, kept[1] / 4))

@@ -48,7 +48,7 @@ def test_every_contender_takes_at_least_its_ideal_time(capsys: Output) -> None:
 def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not(capsys: Output) -> None:
     """The head, as long as a stage, is on one rank of two, or half of it on each."""
     words = ("--schedules", "zb-v", "--vocab-parallel", "2")
-    rows = report_of(capsys, *words, costs="f=4,i=4,w=4,head=4/4/4")["rows"]
+    rows = report_of(capsys, *words, costs="f=4,i=4,w=4,output_layer=4/4/4")["rows"]
     naive, divided = rows["megatron-ext zb-v"], rows["megatron-ext zb-v, vocabulary 2"]
     assert divided["ideal"] < naive["ideal"]
     for row in (naive, divided):
@@ -61,7 +61,7 @@ def test_a_pair_takes_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         emulated, "take", lambda seconds: taken.append(seconds) if emulated._clock.runs else None
     )
-    costs = program_of(choose("zb-v"), 2, 4, "f=8,i=6,w=4,hidden=4").problem.costs
+    costs = program_of(choose("zb-v"), 2, 4, "f=8,i=6,w=4,overlap_saving=4").problem.costs
     behind, ahead = (EmulatedStage(n, EmulatedChunk(n, costs), has_loss=False) for n in (1, 2))
     x = torch.ones(emulated.SHAPE, requires_grad=True)
     y = ahead.forward(0, x)

@@ -131,7 +131,7 @@ def noting_proofs(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
 
     def prove(schedule: Schedule, problem: Problem) -> Any:
         vocabulary = problem.costs.vocabulary
-        waits = vocabulary is not None and vocabulary.head[2] > 0
+        waits = vocabulary is not None and vocabulary.output_layer[2] > 0
         if not searching[0]:
             m, is_evaluation = problem.microbatches, problem.forward_only
             note("proof", problem.placement.name, m, is_evaluation, waits)

@@ -95,7 +95,7 @@ def costs_file(ranks: list[Measured], stages: int) -> Path:
         if sample.action.microbatch == 0
     }
     costs = {
-        "version": 1,
+        "version": 2,
         "f": 10,
         "i": 12,
         "w": 8,

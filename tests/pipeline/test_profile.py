@@ -222,7 +222,7 @@ def test_a_divided_vocabulary_is_measured_too(tmp_path: Path) -> None:
     assert losses(runs) == losses(run(2, flags | {"pipeline_costs": None}))
     costs = costs_in(path, "zb-v", 2)
     assert costs.vocabulary is not None
-    assert all(costs.vocabulary.head) and all(costs.vocabulary.embedding)
+    assert all(costs.vocabulary.output_layer) and all(costs.vocabulary.embedding)
     assert "estimated" not in costs.origin
 
 

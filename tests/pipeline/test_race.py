@@ -255,8 +255,8 @@ def test_what_was_measured_of_something_else_does_not_count(
     (tmp_path / "race.json").write_text(
         json.dumps(
             {
-                "version": 1,
-                "subject": {"GPU": "8 x H100"},
+                "version": 2,
+                "fingerprint": {"GPU": "8 x H100"},
                 "rounds": [],
                 "figures": {},
                 "winner": "zb-2p",

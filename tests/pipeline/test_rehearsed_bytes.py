@@ -122,7 +122,7 @@ def costs_file(stages: int, folder: Path) -> Path:
     """Costs of unequal stages."""
     forward = [1 + stage % 3 for stage in range(stages)]
     path = folder / "costs.json"
-    path.write_text(json.dumps({"version": 1, "f": forward, "i": forward, "w": 1, "comm": 0.1}))
+    path.write_text(json.dumps({"version": 2, "f": forward, "i": forward, "w": 1, "comm": 0.1}))
     return path
 
 

@@ -188,7 +188,8 @@ class StepRace(StepObserver[Step]):
 
     def _message(self, shape: BatchShape) -> _MeetingMessage:
         """Return the message of this rank."""
-        other = "" if self._known is None else first_difference(self._subject, self._known.subject)
+        known = self._known
+        other = "" if known is None else first_difference(self._fingerprint, known.fingerprint)
         message = _MeetingMessage(self._is_steady, self._waits_for_costs(shape), other)
         if self._turn is None or not self._is_steady:
             return message
@@ -326,7 +327,7 @@ class StepRace(StepObserver[Step]):
         return self._config.race_then is RaceThen.WINNER
 
     @property
-    def _subject(self) -> dict[str, str]:
+    def _fingerprint(self) -> dict[str, str]:
         return {**self._facts, THE_RACE: str(self._contestants)}
 
     def _figures(self) -> dict[str, RaceFigures]:
@@ -367,7 +368,7 @@ class StepRace(StepObserver[Step]):
         folder, race = _folder("save"), self._race
         if dist.get_rank() != 0 or folder is None or race is None:
             return
-        record = RaceRecord(self._subject, race.rounds, self._figures(), winner)
+        record = RaceRecord(self._fingerprint, race.rounds, self._figures(), winner)
         try:
             save_race_record(record, folder / NAME)
         except OSError as error:  # a full disk is no reason to end a training

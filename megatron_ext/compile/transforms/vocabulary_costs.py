@@ -22,7 +22,9 @@ def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel
     layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()
     layers = layers.with_copies_of(costs)
     slowness = costs.slowness or (1.0,) * costs.stages
-    forward, input_gradient, weight_gradient = (part / slowness[-1] for part in vocabulary.head)
+    forward, input_gradient, weight_gradient = (
+        part / slowness[-1] for part in vocabulary.output_layer
+    )
     lookup, table_gradient = (part / slowness[0] for part in vocabulary.embedding)
     early = how is VocabularyParallel.TWO  # input gradient computed with the logits
     shards = {

@@ -163,7 +163,7 @@ def figures_of_stage(costs: Costs, number: int, stage: Stage) -> Floats:
         figures[[Figure.FORWARD, Figure.INPUT, Figure.WEIGHT]] += costs.tower.seconds
         figures[Figure.ACTIVATION] += costs.tower.activation
     if stage.output_layer:
-        forward, input_gradient, weight_gradient = ends.head
+        forward, input_gradient, weight_gradient = ends.output_layer
         figures[Figure.FORWARD] += forward
         figures[Figure.INPUT] += input_gradient + weight_gradient
         figures[Figure.ACTIVATION] += ends.logits_bytes

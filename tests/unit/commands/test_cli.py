@@ -94,7 +94,7 @@ def test_simulate_says_what_a_certificate_is_worth() -> None:
     assert "no V within 4 microbatches repeats the passes of one microbatch every 30 or" in limited
 
 
-HEAD = ("--costs", "f=10,i=12,w=8,comm=1,head=10/12/8,embedding=1/2")
+HEAD = ("--costs", "f=10,i=12,w=8,comm=1,output_layer=10/12/8,embedding=1/2")
 
 
 def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
@@ -377,7 +377,16 @@ def test_names_and_figures_stay_whole_on_a_narrow_terminal(
     """`plan` had "breadth-fir" above "st", and "experiment" above "al"."""
     only_families(monkeypatch, "1f1b", "breadth-first", "zb-v")
     terminal = {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80", "LINES": "50"}
-    plan = ("plan", "--all", "--pp", "2", "-m", "4", "--costs", "f=10,i=12,w=8,comm=1,head=1/1/1")
+    plan = (
+        "plan",
+        "--all",
+        "--pp",
+        "2",
+        "-m",
+        "4",
+        "--costs",
+        "f=10,i=12,w=8,comm=1,output_layer=1/1/1",
+    )
     printed = runner.invoke(app, plan, env=terminal).stdout
     assert re.search(r"^breadth-first .*\d\.\d% ", printed, re.MULTILINE)
     listed = runner.invoke(app, ["schedules"], env=terminal).stdout

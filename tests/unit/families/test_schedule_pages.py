@@ -196,7 +196,7 @@ _WAYS_ROW = re.compile(
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
 def test_figures_of_the_vocabulary_table(name: str) -> None:
     def costs(placement: Placement) -> Costs:
-        return parse_costs("f=10,i=12,w=8,comm=1,head=20/24/16", placement)
+        return parse_costs("f=10,i=12,w=8,comm=1,output_layer=20/24/16", placement)
 
     page = (DOCS / "vocabulary-parallelism.md").read_text()
     written = {row[0]: row[1:] for row in _WAYS_ROW.findall(page)}

@@ -288,7 +288,11 @@ def test_the_loss_and_the_embeddings_table_take_memory() -> None:
     look_up, table = costs.vocabulary.embedding
     moved = 12 * 50304 * WIDTH / GPU.memory
     assert table == pytest.approx(moved + GPU.kernel) and table > 10 * look_up
-    assert costs.vocabulary.head[0] > fused.vocabulary.head[0] > fused.vocabulary.head[2]
+    assert (
+        costs.vocabulary.output_layer[0]
+        > fused.vocabulary.output_layer[0]
+        > fused.vocabulary.output_layer[2]
+    )
 
 
 def test_multi_token_prediction_is_on_the_last_stage() -> None:
@@ -304,8 +308,8 @@ def test_multi_token_prediction_is_on_the_last_stage() -> None:
         assert costs.seconds[kind][:3] == without.seconds[kind][:3]
         assert costs.seconds[kind][3] == pytest.approx(without.seconds[kind][3] + more)
     assert costs.vocabulary is not None and without.vocabulary is not None
-    heads = [(1 + depths) * part for part in without.vocabulary.head]
-    assert costs.vocabulary.head == pytest.approx(heads)
+    heads = [(1 + depths) * part for part in without.vocabulary.output_layer]
+    assert costs.vocabulary.output_layer == pytest.approx(heads)
     assert costs.vocabulary.logits_bytes == (1 + depths) * TOKENS * rows * 4
     assert costs.vocabulary.deferred_bytes == (1 + depths) * TOKENS * (rows + WIDTH) * 2
 

@@ -54,8 +54,10 @@ def real(costs: Costs) -> Costs:
         for kind, row in costs.seconds.items()
     }
     assert costs.vocabulary is not None
-    forward, input_gradient, weight_gradient = (factors[-1] * x for x in costs.vocabulary.head)
-    vocabulary = replace(costs.vocabulary, head=(forward, input_gradient, weight_gradient))
+    forward, input_gradient, weight_gradient = (
+        factors[-1] * x for x in costs.vocabulary.output_layer
+    )
+    vocabulary = replace(costs.vocabulary, output_layer=(forward, input_gradient, weight_gradient))
     return replace(
         costs.with_passes(seconds=seconds).with_links(p2p_seconds=3 * costs.links.p2p_seconds),
         vocabulary=vocabulary,
@@ -113,7 +115,7 @@ def test_what_the_passes_cost_is_found_again(
         assert measured.seconds[kind] == pytest.approx(truth.seconds[kind]), kind
     assert measured.links.p2p_seconds == pytest.approx(truth.links.p2p_seconds)
     assert measured.vocabulary is not None and truth.vocabulary is not None
-    assert measured.vocabulary.head == pytest.approx(truth.vocabulary.head)
+    assert measured.vocabulary.output_layer == pytest.approx(truth.vocabulary.output_layer)
     assert measured.held_bytes is not None and truth.held_bytes is not None
     for held, figures in measured.held_bytes.items():
         assert figures == pytest.approx(truth.held_bytes[held]), held
@@ -182,14 +184,14 @@ def test_costs_are_written_as_they_are_read(tmp_path: Path) -> None:
         assert read.seconds[kind] == pytest.approx(costs.seconds[kind], rel=1e-5)
     assert costs.vocabulary is not None and read.vocabulary is not None
     assert read.links.p2p_seconds == pytest.approx(costs.links.p2p_seconds, rel=1e-5)
-    assert read.vocabulary.head == pytest.approx(costs.vocabulary.head, rel=1e-5)
+    assert read.vocabulary.output_layer == pytest.approx(costs.vocabulary.output_layer, rel=1e-5)
     assert read.vocabulary.logits_bytes == costs.vocabulary.logits_bytes
     assert read.held_bytes is not None and costs.held_bytes is not None
     for held, figures in costs.held_bytes.items():
         assert read.held_bytes[held] == pytest.approx(figures, abs=1)
     assert read.origin == f"{tmp_path / 'costs.json'} (measured: zb-h1 on 4 ranks)"
     lines = (tmp_path / "costs.json").read_text().splitlines()
-    assert lines[1] == '  "version": 1,' and len(lines) == len(json.loads("\n".join(lines))) + 2
+    assert lines[1] == '  "version": 2,' and len(lines) == len(json.loads("\n".join(lines))) + 2
 
 
 def test_costs_without_bytes_and_vocabulary_are_written_too(tmp_path: Path) -> None:
@@ -303,5 +305,5 @@ def test_the_whole_vocabulary_is_what_its_shards_take() -> None:
     ranks = recorded(before, layers.with_vocabulary(vocabulary))
     measured = measured_costs(before, guess, ranks, "here").vocabulary
     assert measured is not None
-    assert measured.head == pytest.approx((4.0, 8.0, 12.0))
+    assert measured.output_layer == pytest.approx((4.0, 8.0, 12.0))
     assert measured.embedding == pytest.approx((1.0, 2.0))

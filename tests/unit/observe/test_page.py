@@ -47,7 +47,7 @@ runner = CliRunner()
 
 
 def program_of(name: str, p: int = 4, m: int = 6, **options: Any) -> Program:
-    costs = "f=10,i=12,w=8,comm=1,head=6/6/6,embedding=1/2,d2h=4"
+    costs = "f=10,i=12,w=8,comm=1,output_layer=6/6/6,embedding=1/2,d2h=4"
     resolved = choose(name)
     placement = resolved.place(p)
     problem = Problem(

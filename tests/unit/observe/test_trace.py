@@ -189,7 +189,7 @@ def test_no_trace(content: str | None, why: str, tmp_path: Path) -> None:
     assert result.exit_code == 2 and why in result.output, result.output
 
 
-@pytest.mark.parametrize("version", [None, 1, 3])
+@pytest.mark.parametrize("version", [None, 1, 2, 4])
 def test_a_trace_of_another_version_is_named(version: object, tmp_path: Path) -> None:
     """Its passes might be read as others than they were."""
     written(tmp_path)
@@ -282,7 +282,7 @@ def test_an_odd_trace_is_named_with_the_place(
     """What somebody has filtered, merged or written themselves was a traceback."""
     written(tmp_path)
     events = change(events_of(tmp_path))
-    (tmp_path / "new" / NAME).write_text(json.dumps({"version": 2, "traceEvents": events}))
+    (tmp_path / "new" / NAME).write_text(json.dumps({"version": 3, "traceEvents": events}))
     result = CliRunner().invoke(app, ["trace", str(tmp_path / "new")])
     assert result.exit_code == 2 and re.search(why, result.output), result.output
     assert NAME in result.output

@@ -586,7 +586,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     # as for a launch command that names no GPU
     assert "times are an H100's, and its memory is not compared" in command("--model", TEXT)
     # measured times in place of estimated ones, and the model's bytes
-    costs = ("--costs", "f=10,i=12,w=8,head=2/2/2")
+    costs = ("--costs", "f=10,i=12,w=8,output_layer=2/2/2")
     measured = taken(json.loads(command("--model", TEXT, *costs, "--json")))
     assert measured["makespan"] > 4 * 32 and measured["ranks"] is not None
     assert taken(json.loads(command(*costs, "--json")))["ranks"] is None

@@ -97,7 +97,7 @@ def test_layers_are_redistributed_as_megatron_does() -> None:
 
 def test_each_way_for_a_head_is_what_simulate_finds() -> None:
     def costs(placement: Placement) -> Costs:
-        return parse_costs("f=10,i=12,w=8,comm=1,head=10/12/8", placement)
+        return parse_costs("f=10,i=12,w=8,comm=1,output_layer=10/12/8", placement)
 
     problem = Problem(line(4), 8, costs(line(4)))
     program = build_program(

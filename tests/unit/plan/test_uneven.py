@@ -109,7 +109,7 @@ def test_a_new_order_makes_up_for_a_slow_link() -> None:
 
 def test_a_divided_vocabulary_leaves_the_tower_on_the_first_stage() -> None:
     """Layers were balanced as if it took nothing, where the vocabulary is divided."""
-    costs = parse_costs("f=10,i=12,w=8,head=20/24/16,tower=5/6/4", line(2))
+    costs = parse_costs("f=10,i=12,w=8,output_layer=20/24/16,tower=5/6/4", line(2))
     figures = StageFigures(given_work(costs, 8, ranks=2, microbatches=6))
     assert figures.tower_seconds == 15
     found = least_slowest_stage(8, line(2), figures, with_ends=False)

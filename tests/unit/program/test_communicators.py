@@ -71,7 +71,7 @@ def program_of(
 ) -> Program:
     resolved = choose(spec)
     placement = resolved.place(ranks)
-    costs = parse_costs("f=2,i=2,w=2,head=1/1/1,embedding=1/1", placement)
+    costs = parse_costs("f=2,i=2,w=2,output_layer=1/1/1,embedding=1/1", placement)
     return build_program(
         resolved,
         Problem(placement, 4, costs, options=ScheduleOptions(p2p=p2p, vocab_parallel=vocabulary)),

@@ -48,7 +48,7 @@ def program(
         lambda: program("zb-v", 4, 9),
         lambda: program("interleaved", 4, 8, p2p=P2P.BATCHED),
         lambda: program(
-            "zb-h1", 3, 5, COSTS + ",head=10/12/8", vocab_parallel=VocabularyParallel.ONE
+            "zb-h1", 3, 5, COSTS + ",output_layer=10/12/8", vocab_parallel=VocabularyParallel.ONE
         ),
         lambda: program(
             "1f1b", 4, 8, COSTS + ",d2h=6,link=2,duplex=0", activation_offload=Offload.FULL

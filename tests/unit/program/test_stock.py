@@ -229,7 +229,7 @@ def test_pairs_in_another_order_than_stocks_are_timed() -> None:
     stock's order of passes": pairs may delay passes if that gains time."""
     resolved = choose("interleaved:vpp=2")
     placement = resolved.place(4)
-    costs = parse_costs("f=10,i=12,w=8,comm=3,hidden=5", placement)
+    costs = parse_costs("f=10,i=12,w=8,comm=3,overlap_saving=5", placement)
     problem = Problem(placement, 16, costs, options=ScheduleOptions(pairs=True))
     ours = build_program(resolved, problem)
     stock = build_program(resolved, replace(problem, stock=STOCK_EXECUTOR))

@@ -66,7 +66,7 @@ FULL = Costs(
         duplex=False,
     ),
     VocabularyCosts(
-        head=(8.0, 8.0, 8.0), embedding=(2.0, 1.0), logits_bytes=4.0, deferred_bytes=3.0
+        output_layer=(8.0, 8.0, 8.0), embedding=(2.0, 1.0), logits_bytes=4.0, deferred_bytes=3.0
     ),
     OverlapCosts(
         {
@@ -218,9 +218,8 @@ def test_arrays_are_refused() -> None:
 
 
 def test_costs_of_emulated_runs_keep_all_but_messages() -> None:
-    text = (
-        "f=1000,i=2000,w=3000,comm=5,r=500,attention=0.5,launch=100,hidden=200,d2h=700,head=1/2/3"
-    )
+    text = "f=1000,i=2000,w=3000,comm=5,r=500,attention=0.5,launch=100,overlap_saving=200"
+    text += ",d2h=700,output_layer=1/2/3"
     made = in_seconds(text, line(2))
     assert made.seconds == {F: (1.0, 1.001), I: (2.0, 2.002), W: (3.0, 3.003)}
     assert made.passes.recompute == (0.5, 0.501) and made.links == LinkCosts()

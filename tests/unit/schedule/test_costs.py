@@ -114,7 +114,7 @@ def test_costs_of_a_whole_rank() -> None:
 
 
 def test_the_vocabulary_is_added_to_the_first_and_the_last_stage() -> None:
-    costs = parse_costs("f=10,i=12,w=8,head=5/6/4,embedding=1/2", LOOP)
+    costs = parse_costs("f=10,i=12,w=8,output_layer=5/6/4,embedding=1/2", LOOP)
     assert costs.seconds == {F: (6, 5, 5, 10), I: (6, 6, 6, 12), W: (6, 4, 4, 8)}
     assert costs.vocabulary == VocabularyCosts((5, 6, 4), (1, 2))
     assert costs.without_vocabulary() == parse_costs("f=10,i=12,w=8", LOOP)
@@ -123,7 +123,7 @@ def test_the_vocabulary_is_added_to_the_first_and_the_last_stage() -> None:
 
 def test_r_takes_what_f_does_unless_it_is_given(tmp_path: Path) -> None:
     """R of the last stage runs the head once more, of the first the lookup."""
-    text = "f=10,i=12,w=8,comm=1,head=5/6/4,embedding=1/2"
+    text = "f=10,i=12,w=8,comm=1,output_layer=5/6/4,embedding=1/2"
     as_f, given = (parse_costs(text + more, LOOP) for more in ("", ",r=14"))
     r = [parse_action(f"{stage}R0") for stage in range(4)]
     assert [as_f.of(action) for action in r] == [6, 5, 5, 10] == list(as_f.seconds[F])
@@ -162,7 +162,7 @@ def test_a_vocabulary_reads_back_what_it_prints(seed: int) -> None:
 )
 def test_shares_of_the_vocabulary(how: VocabularyParallel, passes: dict[str, float]) -> None:
     """Beside the first stage of each rank; the second variant has both products in S."""
-    whole = parse_costs("f=10,i=12,w=8,comm=1,head=5/6/4,embedding=1/2", LOOP)
+    whole = parse_costs("f=10,i=12,w=8,comm=1,output_layer=5/6/4,embedding=1/2", LOOP)
     costs = share_vocabulary(whole, LOOP, how)
     passes |= {"0F0": 5, "3I0": 6, "3W0": 4, "1L0": 0, "1BCAST_S0": 1, "0GATHER_S0": 1, "2S0": 0}
     assert {text: costs.of(parse_action(text)) for text in passes} == passes
@@ -185,8 +185,11 @@ HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per messa
         ("f=inf,i=1,w=1", "inf is no cost"),
         ("f=1,i=1,w=1,comm=-2", "-2.0 is no cost"),
         ("f=1,i=1,w=1,comm=1/2", f"comm is a single number; {HOW}"),
-        ("f=1,i=1,w=1,head=5", "head takes 3 figures, not 1: the times of F, I and W"),
-        ("f=1,i=1,w=1,head=1/2/-3", "head: -3.0 is no cost"),
+        (
+            "f=1,i=1,w=1,output_layer=5",
+            "output_layer takes 3 figures, not 1: the times of F, I and W",
+        ),
+        ("f=1,i=1,w=1,output_layer=1/2/-3", "output_layer: -3.0 is no cost"),
         (
             "f=1,i=1,w=1,embedding=1/2/3",
             "embedding takes 2 figures, not 3: the times of",
@@ -229,7 +232,7 @@ def test_what_is_wrong_is_shown_in_a_line(text: str) -> None:
     assert len(str(refusal.value)) < 600
 
 
-GOOD_FILE = {"version": 1, "f": 10, "i": [12, 14], "w": 8, "comm": 0.5}
+GOOD_FILE = {"version": 2, "f": 10, "i": [12, 14], "w": 8, "comm": 0.5}
 
 
 def written_costs(folder: Path, data: Any) -> Path:
@@ -254,7 +257,7 @@ def test_bytes_from_a_file(tmp_path: Path) -> None:
 
 def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
     held = {"activation": 3e9, "weight inputs": 1e9, "logits": 2e9}
-    data = GOOD_FILE | {"head": [5, 6, 4], "embedding": [1, 2], "bytes": held}
+    data = GOOD_FILE | {"output_layer": [5, 6, 4], "embedding": [1, 2], "bytes": held}
     as_logits = load_costs(written_costs(tmp_path, data), LINE)
     assert as_logits.vocabulary == VocabularyCosts((5, 6, 4), (1, 2), 2e9, 2e9)
     held["output weight inputs"] = 1.5e9
@@ -274,17 +277,20 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
     ("data", "message"),
     [
         ("{", "is not JSON"),
-        (GOOD_FILE | {"head": [5, 6]}, "head takes 3 figures, not 2: the times of F, I and W"),
+        (
+            GOOD_FILE | {"output_layer": [5, 6]},
+            "output_layer takes 3 figures, not 2: the times of F, I and W",
+        ),
         (GOOD_FILE | {"embedding": [5, "6"]}, "embedding: '6' is no cost"),
         (
             GOOD_FILE | {"bytes": {"activation": 1, "weight inputs": 1, "logits": [1, 2]}},
             "logits: [1, 2] is no cost",
         ),
-        ([1], '"version": 1 is expected at the top'),
-        ({"f": 1, "i": 1, "w": 1}, '"version": 1 is expected at the top'),
-        (GOOD_FILE | {"version": 0}, "is of version 0, and only 1 is known: measure it anew"),
-        (GOOD_FILE | {"version": 2}, "is of version 2, and only 1 is known"),
-        ({"version": 1, "f": 1, "w": 1}, f"lacks i; {HOW}"),
+        ([1], '"version": 2 is expected at the top'),
+        ({"f": 1, "i": 1, "w": 1}, '"version": 2 is expected at the top'),
+        (GOOD_FILE | {"version": 0}, "is of version 0, and only 2 is known: measure it anew"),
+        (GOOD_FILE | {"version": 3}, "is of version 3, and only 2 is known: measure it anew"),
+        ({"version": 2, "f": 1, "w": 1}, f"lacks i; {HOW}"),
         (
             GOOD_FILE | {"com": 1},
             "com is unknown; known are version, origin, f, i, w, r, comm, bytes",
@@ -304,7 +310,7 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
         (GOOD_FILE | {"d2h": 1, "duplex": "1"}, "duplex: '1' is no cost"),
         (GOOD_FILE | {"latency": []}, "latency is a single number"),
         (GOOD_FILE | {"f": 0, "i": 0, "w": 0}, "all passes cost nothing"),
-        ('{"version": 1, "f": ' + "9" * 5000 + "}", "is not JSON: Exceeds the limit"),
+        ('{"version": 2, "f": ' + "9" * 5000 + "}", "is not JSON: Exceeds the limit"),
         (GOOD_FILE | {"bytes": 5}, "bytes must give activation and weight inputs"),
         (GOOD_FILE | {"bytes": {"activation": 1}}, "bytes must give activation and weight inputs"),
         (
@@ -314,7 +320,7 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_bad_costs_files(data: Any, message: str, tmp_path: Path) -> None:
-    """What is wrong in a file must not be read as nothing: a hop that costs 0, bytes not held."""
+    """What is wrong in a file must not be read as nothing: messages that cost 0, bytes not held."""
     path = written_costs(tmp_path, data)
     with pytest.raises(ValueError) as refusal:
         load_costs(path, LINE)
@@ -585,5 +591,8 @@ def test_costs_in_short() -> None:
     alike = parse_costs("f=10.0123,i=12,w=8,comm=1,d2h=6,h2d=6", LOOP)
     assert outline_costs(alike, LOOP, with_copies=False) == "f=10,i=12,w=8,comm=1"
     assert outline_costs(alike, LOOP, with_copies=True) == "f=10,i=12,w=8,d2h=6,h2d=6,comm=1"
-    differing = parse_costs("f=1/2/3/5,i=12,w=8,head=1/2/0", LOOP)
-    assert outline_costs(differing, LOOP, with_copies=True) == "f=4..7,i=12,w=8,comm=0,head=1/2/0"
+    differing = parse_costs("f=1/2/3/5,i=12,w=8,output_layer=1/2/0", LOOP)
+    assert (
+        outline_costs(differing, LOOP, with_copies=True)
+        == "f=4..7,i=12,w=8,comm=0,output_layer=1/2/0"
+    )

@@ -22,7 +22,8 @@ def test_passes_of_a_slow_rank_take_longer_and_nothing_else_changes() -> None:
     slowed = at_speeds(before, line(4), SPEEDS)
     assert set(_changed(before, slowed)) == {
         *("passes.seconds", "passes.recompute", "passes.fused_backward_saving", "slices.launch"),
-        *("overlap.savings", "vocabulary.head", "slowness"),  # the first rank's embedding stays
+        # the first rank's embedding stays
+        *("overlap.savings", "vocabulary.output_layer", "slowness"),
     }
     for kind, figures in before.seconds.items():
         assert slowed.seconds[kind] == (figures[0], 2 * figures[1], figures[2], figures[3] / 4)
@@ -36,7 +37,7 @@ def test_a_rank_of_a_v_is_slow_in_both_of_its_stages() -> None:
 
 
 def test_each_rank_takes_its_part_of_a_divided_vocabulary_at_its_own_speed() -> None:
-    costs = parse_costs("f=10,i=12,w=8,head=8/8/8,embedding=2/2", line(4))
+    costs = parse_costs("f=10,i=12,w=8,output_layer=8/8/8,embedding=2/2", line(4))
     slowed = at_speeds(costs, line(4), SPEEDS)
     shared = share_vocabulary(slowed, line(4), VocabularyParallel.ONE)
     assert shared.seconds[Kind.LOGITS] == (2.0, 4.0, 2.0, 0.5)

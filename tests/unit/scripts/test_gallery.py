@@ -29,7 +29,7 @@ def test_the_command_over_a_schedule_draws_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (run,) = draw_gallery.runs_of(["zb-v"], 2, 3, draw_gallery.COSTS["head"])
+    (run,) = draw_gallery.runs_of(["zb-v"], 2, 3, draw_gallery.COSTS["vocabulary"])
     (command,) = run.remarks
     assert CliRunner().invoke(app, command.split()[1:]).exit_code == 0
     alone = data_in((tmp_path / "zb-v.html").read_text())["runs"]

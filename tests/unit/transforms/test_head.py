@@ -64,7 +64,7 @@ def test_it_comes_with_the_input_gradient_where_all_ranks_hold_the_same() -> Non
     deferred = costs.vocabulary.deferred_bytes
     of_w = Held.WEIGHT_INPUTS
     assert own.held_bytes[of_w][-1] == pytest.approx(costs.held_bytes[of_w][-1] - deferred)
-    gradient = costs.vocabulary.head[2]
+    gradient = costs.vocabulary.output_layer[2]
     for kind, more in ((Kind.BACKWARD_INPUT, gradient), (Kind.BACKWARD_WEIGHT, -gradient)):
         assert own.seconds[kind][-1] == pytest.approx(costs.seconds[kind][-1] + more)
         assert own.seconds[kind][:-1] == costs.seconds[kind][:-1]

@@ -426,7 +426,7 @@ def test_batched_messages() -> None:
 
 
 def test_a_divided_vocabulary() -> None:
-    problem = problem_of("zb-v", 4, 0.4, FULL, more=",head=0.5/0.5/0.5")
+    problem = problem_of("zb-v", 4, 0.4, FULL, more=",output_layer=0.5/0.5/0.5")
     program = built("zb-v", problem.with_options(vocab_parallel=VocabularyParallel.TWO))
     assert chunks_held(program) <= 4
     assert makespan(program) <= 1.01 * makespan(
@@ -478,7 +478,7 @@ def test_costs_of_copies_are_read_and_printed() -> None:
 def test_what_w_needs_takes_as_long_as_its_bytes(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     given = {"activation": 100, "weight inputs": 25}
-    data = {"version": 1, "f": 1, "i": 1, "w": 1, "d2h": 8, "h2d": 4, "link": 2, "bytes": given}
+    data = {"version": 2, "f": 1, "i": 1, "w": 1, "d2h": 8, "h2d": 4, "link": 2, "bytes": given}
     file.write_text(json.dumps(data))
     host = parse_costs(str(file), line(2)).host
     assert host is not None

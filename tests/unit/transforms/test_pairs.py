@@ -57,7 +57,8 @@ KEEPING = [
     for name, entry in entries().items()
     if entry.traits.keeps_pairs and not entry.traits.searches
 ]
-COSTS = "f=10,i=12,w=8,comm=0.2,hidden=4"
+COSTS = "f=10,i=12,w=8,comm=0.2,overlap_saving=4"
+ALIKE = "f=2,i=2,w=2,overlap_saving=2"
 
 # Two ranks, a V: stages 1 and 2 on rank 0, stages 0 and 3 on rank 1.
 V = v(2)
@@ -84,13 +85,13 @@ def makespan(program: Program) -> float:
     return simulate(program, program.problem.costs).makespan
 
 
-def by_hand(*pairs: str, text: str = BY_HAND, costs: str = "f=2,i=2,w=2,hidden=2") -> Schedule:
+def by_hand(*pairs: str, text: str = BY_HAND, costs: str = ALIKE) -> Schedule:
     named = [pair for pair in map(parse_overlapped, pairs) if pair is not None]
     assert len(named) == len(pairs)
     return Schedule("by hand", V, rows_of(text), frozenset(named))
 
 
-PROBLEM = Problem(V, 2, parse_costs("f=2,i=2,w=2,hidden=2", V), options=ScheduleOptions(pairs=True))
+PROBLEM = Problem(V, 2, parse_costs(ALIKE, V), options=ScheduleOptions(pairs=True))
 GOOD = "(3F1;3I0)OVERLAP_F_B"
 
 
@@ -254,7 +255,7 @@ def test_interleaved_with_pairs_is_megatrons_combined_order() -> None:
 
 def test_dualpipe_v_drawn() -> None:
     """F of a chunk takes 2, B takes 4, and the two of a pair 5 instead of 6."""
-    program = built("dualpipe-v", 2, 4, "f=4,i=4,w=4,hidden=2")
+    program = built("dualpipe-v", 2, 4, "f=4,i=4,w=4,overlap_saving=2")
     assert drawn(simulate(program, program.problem.costs)) == table("""
         0  .  .  1F0 = 2F0 = 1F1 = 2F1 = 1F2+2B0 = = = = 2F2+1B0 = = = = 1F3+2B1 = = = = \
 2F3+1B1 = = = = 2B2 = = = 1B2 = = = . 2I3 = 1I3 = 2W3 = 1W3 =
@@ -369,7 +370,7 @@ def costs_of(text: str) -> Costs:
 
 def test_what_hides_in_a_pair() -> None:
     forward, backward = Action(1, Kind.FORWARD, 3), Action(2, Kind.BACKWARD_INPUT, 1)
-    costs = costs_of("f=2/2/4/4,i=3/3/6/6,w=1,hidden=0/1/2/9")
+    costs = costs_of("f=2/2/4/4,i=3/3/6/6,w=1,overlap_saving=0/1/2/9")
     assert costs.overlap_saving(forward, backward) == 1  # the lesser of the two stages'
     assert costs.of_overlapped(forward, backward) == 2 + 6 - 1
     assert (
@@ -383,7 +384,7 @@ def test_what_hides_in_a_pair() -> None:
 
 
 def test_costs_are_written_and_read(tmp_path: Path) -> None:
-    text = "f=2/2/4/4,i=3/3/6/6,w=1/1/1/1,comm=0,hidden=0/1/2/4"
+    text = "f=2/2/4/4,i=3/3/6/6,w=1/1/1/1,comm=0,overlap_saving=0/1/2/4"
     assert format_costs(costs_of(text)) == text
     save_costs(costs_of(text), tmp_path / "costs.json")
     assert load_costs(tmp_path / "costs.json", V).overlap.savings == costs_of(text).overlap.savings
@@ -393,22 +394,22 @@ def test_costs_are_written_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "says"),
+    ("saving", "says"),
     [
-        ("hidden=1/2", "2 figures for 4 stages"),
-        ("hidden=-1", "a cost is a number from 0"),
+        ("overlap_saving=1/2", "2 figures for 4 stages"),
+        ("overlap_saving=-1", "a cost is a number from 0"),
     ],
 )
-def test_costs_that_are_none(hidden: str, says: str) -> None:
+def test_costs_that_are_none(saving: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        costs_of(f"f=1,i=1,w=1,{hidden}")
+        costs_of(f"f=1,i=1,w=1,{saving}")
 
 
 @pytest.mark.parametrize("value", [{"w": []}, {"i": [[1]]}, {"i": [[1, 1, 1, "x"]] * 4}, "x"])
 def test_tables_that_are_none(value: object, tmp_path: Path) -> None:
-    data = {"version": 1, "f": 1, "i": 1, "w": 1, "hidden": value}
+    data = {"version": 2, "f": 1, "i": 1, "w": 1, "overlap_saving": value}
     (tmp_path / "costs.json").write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="hidden"):
+    with pytest.raises(ValueError, match="overlap_saving"):
         load_costs(tmp_path / "costs.json", V)
 
 

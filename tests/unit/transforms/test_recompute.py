@@ -296,7 +296,7 @@ def test_a_schedule_takes_less_memory_than_its_order_needs(
 def test_with_a_divided_vocabulary() -> None:
     """Its passes come first, and two more microbatches; what is too much is made again."""
     placement = v(4)
-    costs = parse_costs("f=10,i=12,w=8,comm=1,head=6/6/6,embedding=1/1", placement)
+    costs = parse_costs("f=10,i=12,w=8,comm=1,output_layer=6/6/6,embedding=1/1", placement)
     problem = Problem(
         placement,
         12,
@@ -340,7 +340,7 @@ def problem_of_v_or_line(spec: str) -> Problem:
 
 
 _WITH_BYTES = (
-    '{"version": 1, "f": 1, "i": 1, "w": 1, "comm": 0.1, "bytes": {"activation": 20000000, '
+    '{"version": 2, "f": 1, "i": 1, "w": 1, "comm": 0.1, "bytes": {"activation": 20000000, '
     '"weight inputs": 8000000, "logits": 5000000, "message": 2000000}}'
 )
 
