@@ -213,7 +213,7 @@ def _refuse(config: Any, model: Any, ours: PipelineConfig) -> None:
 
 def _refuse_arrangement(config: Any, model: Any, ours: PipelineConfig) -> None:
     """Raise ValueError if the microbatches of ``config`` cannot be ordered or dealt."""
-    from megatron_ext.adapter.batches.refusals import check_arrangement
+    from megatron_ext.adapter.batches.order_refusals import check_arrangement
 
     dataset = config.dataset
     kind = dataset.dataloader_type

@@ -130,7 +130,7 @@ def launch(
 
 
 def _record(recorded: RecordingRequest) -> None:
-    from megatron_ext.adapter.parity.recorder import ParityRecorder
+    from megatron_ext.adapter.parity.result_recorder import ParityRecorder
     from megatron_ext.patches.megatron.training.training import recording
 
     apply(recording.patches(ParityRecorder(recorded.folder, recorded.iterations)))

@@ -300,7 +300,7 @@ FAULTS = (
     ),
     Fault(
         "tokens-of-one-replica",
-        f"{ADAPTER}/post_validation/step.py",
+        f"{ADAPTER}/post_validation/restartable_step.py",
         "    dist.all_reduce(total, group=replicas)\n",
         "",
         ("tests/pipeline/test_post_validation_training.py::test_clips_on_every_third_step",),
@@ -358,7 +358,7 @@ FAULTS = (
     ),
     Fault(
         "random-states-are-not-put-back",
-        f"{ADAPTER}/post_validation/step.py",
+        f"{ADAPTER}/post_validation/restartable_step.py",
         "            _restore(self._random)\n",
         "            pass\n",
         ("tests/pipeline/test_post_validation_training.py::test_clips_on_every_third_step",),
@@ -380,7 +380,7 @@ FAULTS = (
     # ---- Microbatches in another order, stages and ranks that differ
     Fault(
         "ranks-that-swap-programs-at-other-steps",
-        f"{ADAPTER}/step/training.py",
+        f"{ADAPTER}/step/pipeline_training.py",
         "self._programs.check_swap(call.pipeline, call.config, shape, known)",
         "pass",
         (f"{PLACES}::test_a_rank_that_swaps_a_step_late_ends_the_training",),
@@ -429,7 +429,7 @@ FAULTS = (
     ),
     Fault(
         "speeds-applied-twice",
-        "megatron_ext/planner/layouts/figures.py",
+        "megatron_ext/planner/layouts/stage_figures.py",
         "            figures[..., :_SECONDS] *= slowness[:, None]\n",
         "            figures[..., :_SECONDS] *= slowness[:, None] ** 2\n",
         ("tests/unit/plan/test_layouts.py::test_an_order_is_timed_as_it_is_simulated",),

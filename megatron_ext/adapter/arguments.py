@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
-from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
+from megatron_ext.adapter.handled_settings.microbatch_groups import with_megatrons_group
 from megatron_ext.adapter.job import job_costs, of_arguments
 from megatron_ext.adapter.layers import SEGMENT_END, predicts_before_last_stage, segments_of_stages
 from megatron_ext.adapter.layout_arguments import ENDS, PATTERN, VIRTUAL_STAGES
 from megatron_ext.adapter.pairs.overlap_setting import refuse_measuring, requests_pairs
-from megatron_ext.adapter.race.order import check_microbatch_order
+from megatron_ext.adapter.race.eligibility import check_microbatch_order
 from megatron_ext.adapter.slices.lengths import spans_of
 from megatron_ext.adapter.step_sizes import evaluated_microbatches, step_sizes
 from megatron_ext.adapter.transformer_engine.captured import captures

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
+from megatron_ext.adapter.handled_settings.microbatch_groups import with_megatrons_group
 from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_requested_pairs
 from megatron_ext.adapter.refusals import GRAPHS, REFUSALS, RefusalGroup
 from megatron_ext.adapter.transformer_engine.capture_order import capture_order, check_capture

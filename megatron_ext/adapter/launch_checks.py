@@ -17,7 +17,7 @@ from megatron_ext.adapter.arguments import (
     check_race,
     check_trace,
 )
-from megatron_ext.adapter.batches.refusals import check_arrangement
+from megatron_ext.adapter.batches.order_refusals import check_arrangement
 from megatron_ext.adapter.handled_settings.settings import apply_handled_settings
 from megatron_ext.adapter.impossible_sizes import refuse_counts, refuse_sizes
 from megatron_ext.adapter.layers import layers_of_stages

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.compatibility import refuse_order
-from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
+from megatron_ext.adapter.handled_settings.microbatch_groups import with_megatrons_group
 from megatron_ext.adapter.job import Job, basis_of, job_costs, of_arguments, of_built
 from megatron_ext.adapter.model_parts import chunk_size, is_trained
 from megatron_ext.adapter.pairs.overlap_setting import has_pairs
 from megatron_ext.adapter.rank_settings.launch_facts import refuse_other_models
-from megatron_ext.adapter.stock.executor import stock_executor
+from megatron_ext.adapter.stock.stock_settings import stock_executor
 from megatron_ext.adapter.training_globals import ramps_up_to, training_global
 from megatron_ext.compile.build import prove_built
 from megatron_ext.compile.output_layer import better_of, place_output_layer

@@ -13,13 +13,13 @@ import typer
 
 from megatron_ext.commands.options import Bridge, Json, MegatronArgs
 from megatron_ext.commands.output import fail, print_table
-from megatron_ext.commands.progress import showing_progress
+from megatron_ext.commands.progress_line import showing_progress
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
 from megatron_ext.words import bytes_text, counted
 
 if TYPE_CHECKING:
     from megatron_ext.doctor.doctor import Diagnosis, PatchState
-    from megatron_ext.doctor.report import RankPrediction
+    from megatron_ext.doctor.launch_report import RankPrediction
 
 
 def doctor(

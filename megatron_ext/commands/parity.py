@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, print_table
-from megatron_ext.commands.progress import showing_progress
+from megatron_ext.commands.progress_line import showing_progress
 from megatron_ext.launch import RecordingRequest, launch
 from megatron_ext.launch_planner.chosen_plan import choose_plan
 from megatron_ext.parity.run_command import (
@@ -26,9 +26,9 @@ from megatron_ext.parity.run_command import (
     recorded,
 )
 from megatron_ext.parity.runs import check_comparable, run_both
-from megatron_ext.recordings import report
+from megatron_ext.recordings import comparison_text
 from megatron_ext.recordings.compare import ParityVerdict, RunComparison, compare_runs
-from megatron_ext.recordings.recording import read_recording
+from megatron_ext.recordings.run_recording import read_recording
 from megatron_ext.recordings.writing import already_there, lines_file
 from megatron_ext.written_settings import given_in_environment
 
@@ -189,7 +189,7 @@ def _compare(a: Path, b: Path, second: Path | None) -> RunComparison:
 
 def _finish(found: RunComparison, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(report.as_data(found), indent=2))
+        typer.echo(json.dumps(comparison_text.as_data(found), indent=2))
     else:
         _print(found)
     if found.verdict is ParityVerdict.DIFFER:
@@ -197,12 +197,12 @@ def _finish(found: RunComparison, as_json: bool) -> None:
 
 
 def _print(found: RunComparison) -> None:
-    print_table(report.rows(found))
-    if (settings := report.settings(found)) is not None:
+    print_table(comparison_text.rows(found))
+    if (settings := comparison_text.settings(found)) is not None:
         typer.echo(f"\narguments that differ between A and B: {settings}")
     if found.beyond:
         typer.echo()
-        print_table(report.tensor_rows(found))
+        print_table(comparison_text.tensor_rows(found))
     typer.echo()
-    for line in report.verdict_text(found):
+    for line in comparison_text.verdict_text(found):
         typer.echo(line)

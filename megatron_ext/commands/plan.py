@@ -29,7 +29,7 @@ from megatron_ext.commands.options import (
 from megatron_ext.commands.output import fail
 from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import print_refusals, print_tables
-from megatron_ext.commands.progress import showing_progress
+from megatron_ext.commands.progress_line import showing_progress
 from megatron_ext.commands.sizes_text import compared_line, sizes_lines
 from megatron_ext.commands.verdict_text import verdict_lines
 from megatron_ext.config import CostsSource, flag
@@ -59,7 +59,7 @@ from megatron_ext.planner.mixed_gpus import (
     speeds_of_gpus,
 )
 from megatron_ext.planner.planning_time import planning
-from megatron_ext.planner.sizes.plan import SizesPlan
+from megatron_ext.planner.sizes.sizes_plan import SizesPlan
 from megatron_ext.planner.training import TrainedModel, Training
 from megatron_ext.planner.training_job import TrainingJob, training_job_of
 from megatron_ext.schedule.costs_text import parse_costs

@@ -26,7 +26,7 @@ from megatron_ext.commands.options import (
     Speeds,
 )
 from megatron_ext.commands.output import fail, print_table
-from megatron_ext.commands.progress import showing_progress
+from megatron_ext.commands.progress_line import showing_progress
 from megatron_ext.commands.simulation_files import SimulationFiles
 from megatron_ext.compile.auto_spec import auto_searches
 from megatron_ext.compile.build import prove_built
@@ -38,8 +38,8 @@ from megatron_ext.compile.program.unequal import UnequalMicrobatches, profile_of
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec, choose, with_option
 from megatron_ext.compile.report import ScheduleReport, report
-from megatron_ext.planner.auto import AS_1F1B, take
 from megatron_ext.planner.candidate import Variant
+from megatron_ext.planner.shortest_search import AS_1F1B, take
 from megatron_ext.planner.stock import run_by_stock
 from megatron_ext.progress import task
 from megatron_ext.schedule.costs_text import parse_costs

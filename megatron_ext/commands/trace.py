@@ -11,7 +11,7 @@ import typer
 
 from megatron_ext.commands.options import HtmlPage, Json
 from megatron_ext.commands.output import command_line, fail, print_table
-from megatron_ext.commands.progress import showing_progress
+from megatron_ext.commands.progress_line import showing_progress
 from megatron_ext.schedule.rank_speeds import RankSpeeds
 from megatron_ext.viz.page.run import traced
 from megatron_ext.viz.page.write import SECONDS, Page, check_page, write_page

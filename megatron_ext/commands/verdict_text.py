@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_ext.cost_model.gpus import USABLE
 from megatron_ext.planner.job_plan import JobPlan
-from megatron_ext.planner.unequal import UnequalGains
+from megatron_ext.planner.unequal_gains import UnequalGains
 from megatron_ext.planner.verdict import (
     ALIKE,
     WORTH,

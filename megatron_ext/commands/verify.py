@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from megatron_ext.commands.output import fail
-from megatron_ext.commands.progress import showing_progress
+from megatron_ext.commands.progress_line import showing_progress
 from megatron_ext.compile.registry import choose
 from megatron_ext.compile.report import ScheduleReport, report
 from megatron_ext.schedule.costs import uniform

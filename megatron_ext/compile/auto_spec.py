@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.compile.options import parameters_of, parse_options, perhaps
+from megatron_ext.compile.spec_options import parameters_of, parse_options, perhaps
 from megatron_ext.words import counted, shown
 
 AUTO = "auto"

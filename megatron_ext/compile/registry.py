@@ -16,9 +16,9 @@ from typing import Any
 
 from megatron_ext.compile.auto_spec import AUTO, auto_searches
 from megatron_ext.compile.checked_family import CheckedFamily
-from megatron_ext.compile.options import accepted, parameters_of, parse_options, perhaps
 from megatron_ext.compile.others_code import code_of
 from megatron_ext.compile.size import check_table
+from megatron_ext.compile.spec_options import accepted, parameters_of, parse_options, perhaps
 from megatron_ext.compile.two_copies.fold import fold
 from megatron_ext.compile.two_copies.two_copies import from_rows, holds_two_copies
 from megatron_ext.progress import remark

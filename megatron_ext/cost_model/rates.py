@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ext.cost_model.measured.machine_factors import MachineFactors
 from megatron_ext.cost_model.measured.scale import Links, Measured
-from megatron_ext.cost_model.messages.collectives import ring_latency
+from megatron_ext.cost_model.messages.collective_seconds import ring_latency
 from megatron_ext.cost_model.operations.matrix_products import TensorCores
 from megatron_ext.cost_model.operations.operation import Engine, Exchange, Group, Operation
 

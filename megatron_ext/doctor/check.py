@@ -23,16 +23,16 @@ from megatron_ext.cost_model.assumptions import assumptions
 from megatron_ext.cost_model.gpus import GPUS, USABLE, FreeMemory, free_memory
 from megatron_ext.cost_model.measured.file import measured_reserve
 from megatron_ext.cost_model.model_memory import least_lasting
-from megatron_ext.doctor.communicators import check_communicators
+from megatron_ext.doctor.communicator_share import check_communicators
 from megatron_ext.doctor.doctor import diagnose
 from megatron_ext.doctor.environment.dataset_helpers import check_dataset_helpers
 from megatron_ext.doctor.flags import check_words, finding_of
+from megatron_ext.doctor.launch_report import Finding, Prediction, RankPrediction, Report, Severity
 from megatron_ext.doctor.paths import check_checkpoints, check_data, check_tokenizer_files
-from megatron_ext.doctor.report import Finding, Prediction, RankPrediction, Report, Severity
 from megatron_ext.launch import without
 from megatron_ext.launch_command.importing import as_on, quickly, silently
+from megatron_ext.launch_command.launch_words import BridgeRecipe, Launch
 from megatron_ext.launch_command.our_flags import installation, settings_of, with_variables
-from megatron_ext.launch_command.words import BridgeRecipe, Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.race.contestants import Contestants
@@ -540,7 +540,7 @@ def _check_of_recipe(recipe: BridgeRecipe, args: Any, config: PipelineConfig) ->
 
 def _check_watching(report: Report, args: Any, config: PipelineConfig) -> None:
     """Remark on a trace or metrics of Megatron's own step that would record nothing."""
-    from megatron_ext.adapter.stock.order import why_unseen
+    from megatron_ext.adapter.stock.stock_order import why_unseen
 
     if not config.watches_stock:
         return
@@ -554,7 +554,7 @@ def _predict(
 ) -> float | None:
     from megatron_ext.adapter.layers import layers_of_stages
     from megatron_ext.adapter.model_bytes import checkpoint_bytes
-    from megatron_ext.runtime.host.memory import planned_bytes
+    from megatron_ext.runtime.host.host_memory import planned_bytes
 
     args, program, model = made.args, made.program, made.model
     problem = program.problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ext.doctor.report import Finding, Severity
+from megatron_ext.doctor.launch_report import Finding, Severity
 from megatron_ext.launch_command.unknown_words import WordFinding, unknown_words
 
 

@@ -15,7 +15,7 @@ from megatron_ext.adapter.checkpoints.folder import (
     iteration_in,
     loading_flag,
 )
-from megatron_ext.doctor.report import Finding, Severity
+from megatron_ext.doctor.launch_report import Finding, Severity
 from megatron_ext.words import bytes_text
 
 if TYPE_CHECKING:

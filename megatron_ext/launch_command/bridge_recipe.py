@@ -16,7 +16,7 @@ from typing import Any
 from megatron_ext.adapter.layout_arguments import CHUNKS, CHUNKS_IN_CONFIGS, LAYOUT, PATTERN
 from megatron_ext.config import PLAN
 from megatron_ext.launch_command.importing import as_on, quickly, silently
-from megatron_ext.launch_command.words import BridgeRecipe, Launch
+from megatron_ext.launch_command.launch_words import BridgeRecipe, Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.words import meant_by
 from megatron_ext.written_settings import given_in

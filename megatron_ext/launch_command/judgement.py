@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ext.adapter import arguments
-from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
+from megatron_ext.adapter.handled_settings.microbatch_groups import with_megatrons_group
 from megatron_ext.adapter.impossible_sizes import refuse_stock_steps
 from megatron_ext.adapter.launch_checks import Attempt, check_batches, check_schedule, raising
 from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
-from megatron_ext.adapter.stock.executor import stock_executor
+from megatron_ext.adapter.stock.stock_settings import stock_executor
 from megatron_ext.compile.long_step import simulated_in_full
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec

@@ -8,8 +8,8 @@ import shlex
 from dataclasses import replace
 
 from megatron_ext.config import PipelineConfig, variable
+from megatron_ext.launch_command.launch_words import Launch
 from megatron_ext.launch_command.unknown_words import WordFinding
-from megatron_ext.launch_command.words import Launch
 from megatron_ext.written_settings import (
     from_argv,
     from_environment,

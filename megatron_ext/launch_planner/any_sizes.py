@@ -24,8 +24,7 @@ from megatron_ext.planner.fitting import caching_candidates
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated
 from megatron_ext.planner.planning_time import start_planning_time
-from megatron_ext.planner.sizes.job import SizedJob
-from megatron_ext.planner.sizes.plan import SizedAlternative, SizesPlan, is_tie
+from megatron_ext.planner.sizes.described_job import SizedJob
 from megatron_ext.planner.sizes.search import (
     Found,
     SizedStep,
@@ -33,6 +32,7 @@ from megatron_ext.planner.sizes.search import (
     search_sizes,
 )
 from megatron_ext.planner.sizes.sizes import Sizes
+from megatron_ext.planner.sizes.sizes_plan import SizedAlternative, SizesPlan, is_tie
 from megatron_ext.planner.verdict import NOTHING, Alternative, Written
 from megatron_ext.schedule.problem import Offload, Recompute
 from megatron_ext.words import argument_flag

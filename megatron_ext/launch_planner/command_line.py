@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron_ext.config import PipelineConfig, flag, is_on_stock
 from megatron_ext.launch import without
+from megatron_ext.launch_command.launch_words import Launch
 from megatron_ext.launch_command.our_flags import IMPORTS_US
-from megatron_ext.launch_command.words import Launch
 from megatron_ext.planner.verdict import Written
 from megatron_ext.secrets import masked
 from megatron_ext.text_file import LARGEST_SCRIPT

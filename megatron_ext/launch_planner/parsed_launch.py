@@ -24,9 +24,9 @@ from megatron_ext.cost_model.gpus import FreeMemory, Gpu, free_memory, short_nam
 from megatron_ext.cost_model.measured.file import MeasuredFile, load_measured
 from megatron_ext.cost_model.model_memory import least_lasting
 from megatron_ext.launch_command.importing import as_on, quickly, silently
+from megatron_ext.launch_command.launch_words import Launch
 from megatron_ext.launch_command.our_flags import installation, settings_of, with_variables
 from megatron_ext.launch_command.unknown_words import unknown_words
-from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.command_line import text_of_script
 from megatron_ext.launch_planner.vision import take_vision, vision_of_launch
 from megatron_ext.patches.engine import PatchError

@@ -10,7 +10,7 @@ from megatron_ext.adapter.layout_arguments import CHUNKS
 from megatron_ext.bridge import check
 from megatron_ext.config import PREFIX, PipelineConfig
 from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.words import BridgeRecipe
+from megatron_ext.launch_command.launch_words import BridgeRecipe
 from megatron_ext.launch_planner.stage_arguments import stock_schedule
 from megatron_ext.planner.verdict import Written
 from megatron_ext.written_settings import Given, given_in

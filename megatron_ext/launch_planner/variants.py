@@ -10,9 +10,9 @@ from typing import Any
 from megatron_ext.adapter import model_bytes
 from megatron_ext.adapter.arguments import check_settings, problems, settle_vocabulary
 from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
+from megatron_ext.adapter.handled_settings.microbatch_groups import with_megatrons_group
 from megatron_ext.adapter.slices.lengths import lengths_in
-from megatron_ext.adapter.stock.executor import stock_executor
+from megatron_ext.adapter.stock.stock_settings import stock_executor
 from megatron_ext.compile.registry import Maturity, entry_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_command import megatron_arguments

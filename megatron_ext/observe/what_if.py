@@ -21,7 +21,7 @@ from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import FamilyEntry, Maturity, choose, entries
 from megatron_ext.compile.size import seconds_to_build
-from megatron_ext.observe.model_parts import BACKWARD, FORWARD, WEIGHT, ModelParts
+from megatron_ext.observe.fitted_parts import BACKWARD, FORWARD, WEIGHT, ModelParts
 from megatron_ext.progress import task
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts

@@ -20,7 +20,7 @@ from megatron_ext.planner.curves import Curves, curves_of
 from megatron_ext.planner.long_sequences import LongSequences
 from megatron_ext.planner.planning_time import has_ended_early, unfinished_alternatives
 from megatron_ext.planner.spread import GainSpread
-from megatron_ext.planner.unequal import UnequalGains, unequal_gains
+from megatron_ext.planner.unequal_gains import UnequalGains, unequal_gains
 from megatron_ext.planner.verdict import NOTHING, Alternative, Verdict, Written, spread_of
 from megatron_ext.schedule.microbatch_costs import BatchSize, read_loads
 

@@ -8,22 +8,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.recordings.comparable import argument_differences, refusal
-from megatron_ext.recordings.figures import (
-    NORM,
-    ComparedScalar,
-    compared_scalars,
-    floor_of,
-    standstill,
-)
 from megatron_ext.recordings.floor import TensorDifference, compare_tensors, exceeds, usual
 from megatron_ext.recordings.piece import STATES
-from megatron_ext.recordings.recording import (
+from megatron_ext.recordings.run_recording import (
     Copies,
     Iteration,
     RunRecording,
     Tensor,
     digest_of,
     readable_name,
+)
+from megatron_ext.recordings.scalars import (
+    NORM,
+    ComparedScalar,
+    compared_scalars,
+    floor_of,
+    standstill,
 )
 
 NORM_ULPS = 8  # most ulps between norms whose squares were summed in another order

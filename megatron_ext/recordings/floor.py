@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_ext.recordings.recording import RunRecording, Tensor
+from megatron_ext.recordings.run_recording import RunRecording, Tensor
 from megatron_ext.recordings.ulps import Difference, bits_difference
 
 _CHANCE = 2.0  # two pairs of runs of one line differ by no more than this factor

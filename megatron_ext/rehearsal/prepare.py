@@ -175,7 +175,7 @@ def _prepared(
     request: LaunchRequest, names: Sequence[str], folder: Path, parsed: ParsedLaunch
 ) -> Preparation:
     from megatron_ext.adapter.job import of_arguments
-    from megatron_ext.rehearsal.arguments import BALANCED, BIASED, replaced_flags
+    from megatron_ext.rehearsal.rank_command import BALANCED, BIASED, replaced_flags
 
     assert request.launch is not None
     words = request.launch.arguments
@@ -298,7 +298,7 @@ def _of_judgement(
     name: str, judged: Judgement, words: tuple[str, ...], *, is_stock: bool
 ) -> PreparedSchedule:
     from megatron_ext.adapter.job import basis_of, of_arguments
-    from megatron_ext.rehearsal.arguments import refuse_untried
+    from megatron_ext.rehearsal.rank_command import refuse_untried
     from megatron_ext.written_settings import from_argv
 
     args, program = judged.args, judged.program

@@ -31,8 +31,7 @@ from megatron_ext.patches.megatron.core.models.common.language_module import las
 from megatron_ext.patches.megatron.core.pipeline_parallel import p2p_communication
 from megatron_ext.patches.megatron.core.pipeline_parallel.schedules import stock
 from megatron_ext.patches.megatron.training.training import rehearsal
-from megatron_ext.rehearsal.arguments import refuse_untried_settings
-from megatron_ext.rehearsal.peers import rehearsed_peers
+from megatron_ext.rehearsal.rank_command import refuse_untried_settings
 from megatron_ext.rehearsal.record import (
     RankRecord,
     RehearsedPass,
@@ -40,6 +39,7 @@ from megatron_ext.rehearsal.record import (
     load_rank_record,
     save_rank_record,
 )
+from megatron_ext.rehearsal.rehearsed_peers import rehearsed_peers
 from megatron_ext.rehearsal.request import RECORD, RankRequest
 from megatron_ext.rehearsal.values import BACKWARD, FORWARD, Values
 from megatron_ext.runtime.device_progress import DeviceProgress

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.cost_model.gpus import gpu_named, short_name
-from megatron_ext.launch_command.words import Launch
+from megatron_ext.launch_command.launch_words import Launch
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest
 from megatron_ext.planner.mixed_gpus import ASSUMED_GPU
 from megatron_ext.progress import duration, task
-from megatron_ext.rehearsal.arguments import refuse_variables, words_alone
 from megatron_ext.rehearsal.classes import RankClass
 from megatron_ext.rehearsal.compose import compose
 from megatron_ext.rehearsal.gpu_here import GpuHere, gpu_here
@@ -26,8 +25,9 @@ from megatron_ext.rehearsal.prepare import (
     prepare,
 )
 from megatron_ext.rehearsal.processes import RankProcesses, RunsRanks
+from megatron_ext.rehearsal.rank_command import refuse_variables, words_alone
 from megatron_ext.rehearsal.record import RankRecord
-from megatron_ext.rehearsal.report import (
+from megatron_ext.rehearsal.rehearsal_report import (
     RankResult,
     RehearsalReport,
     ScheduleFigures,

@@ -29,7 +29,7 @@ _RANK = "megatron_ext.rehearsal.rank"
 _EVERYTHING = (
     _RANK,
     "megatron_ext.launch_command.megatron_arguments",
-    "megatron_ext.adapter.step.training",
+    "megatron_ext.adapter.step.pipeline_training",
 )
 LOG = "log.txt"  # output of a rank, in its folder
 _DEVICES, _DRIVER = "/dev/nvidia", "libcuda.so.1"

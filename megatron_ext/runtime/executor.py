@@ -12,7 +12,7 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import RunnableStage
 from megatron_ext.runtime.stage_io import Messages, StageIO
 from megatron_ext.runtime.stage_passes import StagePasses
-from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
+from megatron_ext.runtime.vocabulary.vocabulary_passes import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
 from megatron_ext.schedule.kinds import RULES
 

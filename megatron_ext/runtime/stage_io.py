@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_ext.runtime.owner import Handler, Owner
 from megatron_ext.runtime.stage import RunnableStage
-from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
+from megatron_ext.runtime.vocabulary.vocabulary_passes import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import Neighbour, Placement
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_ext.compile.program.graph import channel_of
 from megatron_ext.compile.program.memory import in_microbatches, memory_curve
-from megatron_ext.observe.model_parts import ModelParts
+from megatron_ext.observe.fitted_parts import ModelParts
 from megatron_ext.schedule.action import (
     Action,
     Kind,

@@ -25,8 +25,8 @@ from megatron_ext.runtime.post_validation.actions import Validation
 from megatron_ext.runtime.post_validation.messages import ValidationMessages
 from megatron_ext.runtime.post_validation.partial_state import PartialState
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.runtime.vocabulary.shard import VocabularyShard
+from megatron_ext.runtime.vocabulary.vocabulary_passes import VocabularyPasses
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs, LinkCosts, OverlapCosts

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_ext.cost_model.gpus import GPUS, parse_gpu  # noqa: E402
-from megatron_ext.launch_command.words import read_launch  # noqa: E402
+from megatron_ext.launch_command.launch_words import read_launch  # noqa: E402
 from megatron_ext.launch_planner import any_sizes  # noqa: E402
 from megatron_ext.launch_planner.launch_plan import plan_launch  # noqa: E402
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest  # noqa: E402

@@ -30,7 +30,6 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
 from megatron_ext.rehearsal.classes import RankClass
 from megatron_ext.rehearsal.compose import compose
-from megatron_ext.rehearsal.peers import rehearsed_peers
 from megatron_ext.rehearsal.record import (
     RankRecord,
     RehearsedPass,
@@ -38,6 +37,7 @@ from megatron_ext.rehearsal.record import (
     load_rank_record,
     save_rank_record,
 )
+from megatron_ext.rehearsal.rehearsed_peers import rehearsed_peers
 from megatron_ext.rehearsal.values import Values
 from megatron_ext.runtime.messages.peers import rehearse_with
 from megatron_ext.runtime.recording import clock_of

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megatron_ext.adapter.parity.named_tensors import NamedTensors
-from megatron_ext.adapter.parity.recorder import digests, logged_loss
+from megatron_ext.adapter.parity.result_recorder import digests, logged_loss
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.bridge_recipe import launch_from_recipe

@@ -36,7 +36,7 @@ from megatron_ext.runtime.owner import Owner
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage_io import StageIO
 from megatron_ext.runtime.stage_passes import StagePasses
-from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
+from megatron_ext.runtime.vocabulary.vocabulary_passes import VocabularyPasses
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES

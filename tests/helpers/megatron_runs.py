@@ -37,14 +37,14 @@ from megatron.training.global_vars import get_args
 
 from megatron_ext.adapter.parity.digest import digest, dtype_of
 from megatron_ext.adapter.parity.named_tensors import NamedTensors
-from megatron_ext.adapter.parity.recorder import digests, logged_loss
+from megatron_ext.adapter.parity.result_recorder import digests, logged_loss
 from megatron_ext.compile.registry import entries
 from megatron_ext.config import PipelineConfig
 from megatron_ext.doctor.doctor import diagnose
 from megatron_ext.patches import engine
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.recordings.piece import Piece, Place
-from megatron_ext.recordings.recording import readable_name
+from megatron_ext.recordings.run_recording import readable_name
 from tests.helpers import witnesses
 from tests.helpers.covers.feature import Feature
 from tests.helpers.ranks import (

@@ -14,7 +14,7 @@ from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.recompute import LayerRecompute
 from megatron_ext.planner.layouts.work import Work
-from megatron_ext.planner.sizes.job import SizedJob
+from megatron_ext.planner.sizes.described_job import SizedJob
 from megatron_ext.planner.sizes.search import SizedWorks
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.schedule.costs import Costs

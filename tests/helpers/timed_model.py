@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 from torch import Tensor
 
 from megatron_ext.adapter.model_parts import language_model
-from megatron_ext.adapter.observers import trace
+from megatron_ext.adapter.observers import step_trace
 from megatron_ext.runtime.measure.clocks import Offset
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import HostClock
@@ -194,7 +194,9 @@ def timed_models(times: PartTimes, patch: pytest.MonkeyPatch) -> Callable[..., A
     patch.setattr(Recorder, "record", record_timed)
     patch.setattr(Recorder, "computing", computing_timed)
     patch.setattr(HostClock, "record_event", lambda self: clock.now)
-    patch.setattr(trace, "clock_offsets", lambda group, device: [Offset(0.0, 0.0)] * group.size())
+    patch.setattr(
+        step_trace, "clock_offsets", lambda group, device: [Offset(0.0, 0.0)] * group.size()
+    )
     messages = _StockMessages(clock, times.message)
     for name, posted in (
         ("_p2p_ops", messages.posted_alone),

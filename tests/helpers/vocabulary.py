@@ -23,8 +23,8 @@ from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.owner import Handler
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.runtime.vocabulary.shard import VocabularyShard
+from megatron_ext.runtime.vocabulary.vocabulary_passes import VocabularyPasses
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.problem import VocabularyParallel

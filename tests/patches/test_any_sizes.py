@@ -20,7 +20,7 @@ from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.gpus import parse_gpu
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.judgement import Judgement
-from megatron_ext.launch_command.words import Launch, read_launch
+from megatron_ext.launch_command.launch_words import Launch, read_launch
 from megatron_ext.launch_planner import any_sizes, launch_job
 from megatron_ext.launch_planner.alternatives.written import alternative_of
 from megatron_ext.launch_planner.any_sizes import SizedLaunch, plan_sizes, sized_job_of
@@ -30,10 +30,10 @@ from megatron_ext.planner.candidate import Plan
 from megatron_ext.planner.layouts.layout import evenly
 from megatron_ext.planner.layouts.work import evaluate
 from megatron_ext.planner.sizes import search
-from megatron_ext.planner.sizes.job import SizedJob
-from megatron_ext.planner.sizes.plan import SizesPlan
+from megatron_ext.planner.sizes.described_job import SizedJob
 from megatron_ext.planner.sizes.search import Found, SizedStep, WorksOf
 from megatron_ext.planner.sizes.sizes import Sizes
+from megatron_ext.planner.sizes.sizes_plan import SizesPlan
 from megatron_ext.planner.sizes.space import space
 from megatron_ext.planner.verdict import Alternative, Written
 from megatron_ext.written_settings import from_argv

@@ -19,8 +19,8 @@ from megatron_ext.adapter.document_masks import masks_are_applied
 from megatron_ext.bridge import _Settings
 from megatron_ext.compile.registry import choose
 from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.report import Finding, Severity
-from megatron_ext.launch_command.words import Launch
+from megatron_ext.doctor.launch_report import Finding, Severity
+from megatron_ext.launch_command.launch_words import Launch
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 LOCAL: dict[str, object] = {

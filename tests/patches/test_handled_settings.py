@@ -26,7 +26,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.handled_settings import settings as handled_settings
-from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
+from megatron_ext.adapter.handled_settings.microbatch_groups import with_megatrons_group
 from megatron_ext.adapter.handled_settings.settings import HANDLED_SETTINGS, apply_handled_settings
 from megatron_ext.patches.megatron.core.transformer import module, transformer_config
 from megatron_ext.written_settings import for_megatrons_offload, given_in, words_of

@@ -42,7 +42,7 @@ from megatron_ext.cost_model.operations.operation import Exchange, Group, Passes
 from megatron_ext.cost_model.operations.parts import part_of
 from megatron_ext.doctor.check import check_launch
 from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.words import Launch, read_launch
+from megatron_ext.launch_command.launch_words import Launch, read_launch
 from megatron_ext.launch_planner import launch_job, parsed_launch
 from megatron_ext.launch_planner.alternatives import (
     first_answer,

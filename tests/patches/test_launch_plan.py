@@ -20,11 +20,11 @@ from megatron_ext.compile.registry import Maturity, entries
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.gpus import RESERVED_SHARE, USABLE
 from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.report import Finding, RankPrediction, Severity
+from megatron_ext.doctor.launch_report import Finding, RankPrediction, Severity
 from megatron_ext.installation import install
 from megatron_ext.launch import Chosen, without
 from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.words import Launch
+from megatron_ext.launch_command.launch_words import Launch
 from megatron_ext.launch_planner import launch_choice
 from megatron_ext.launch_planner.launch_choice import choose_for
 from megatron_ext.patches.engine import applied

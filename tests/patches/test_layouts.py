@@ -14,7 +14,7 @@ from megatron_ext.adapter.arguments import check_settings
 from megatron_ext.cost_model.gpus import parse_gpu
 from megatron_ext.launch import without
 from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.words import Launch
+from megatron_ext.launch_command.launch_words import Launch
 from megatron_ext.launch_planner.alternatives.layouts import lay_out, written_of
 from megatron_ext.launch_planner.alternatives.recompute import recompute_of_launch
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.importing import silently
+from megatron_ext.launch_command.launch_words import read_launch
 from megatron_ext.launch_command.log.megatron_log import launch_from, launch_from_log, read_log
 from megatron_ext.launch_command.log.unparse import unparse
-from megatron_ext.launch_command.words import read_launch
 from megatron_ext.launch_planner import launch_job, parsed_launch
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
 from megatron_ext.planner.candidate import VocabMethod

@@ -23,8 +23,8 @@ from megatron_ext.cost_model.gpus import GPUS
 from megatron_ext.doctor import check as launch_check
 from megatron_ext.doctor.check import check_launch
 from megatron_ext.launch_command import megatron_arguments
+from megatron_ext.launch_command.launch_words import Launch, read_launch
 from megatron_ext.launch_command.log.unparse import unparse
-from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.launch_planner import parsed_launch
 from megatron_ext.launch_planner.alternatives import (
     layouts,

@@ -20,15 +20,15 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.cost_model.measured.file import load_measured
-from megatron_ext.launch_command.words import read_launch
+from megatron_ext.launch_command.launch_words import read_launch
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest
 from megatron_ext.rehearsal import rehearse as module
 from megatron_ext.rehearsal.gpu_here import GpuHere
 from megatron_ext.rehearsal.prepare import Preparation, prepare, schedules_of
 from megatron_ext.rehearsal.processes import RunsRanks
 from megatron_ext.rehearsal.record import RankRecord, RehearsedPass, RehearsedStep
+from megatron_ext.rehearsal.rehearsal_report import RehearsalReport
 from megatron_ext.rehearsal.rehearse import RehearsalRequest, rehearse
-from megatron_ext.rehearsal.report import RehearsalReport
 from megatron_ext.rehearsal.request import RankRequest
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.schedule import is_compute

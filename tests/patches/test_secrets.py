@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from megatron_ext.adapter.parity.recorder import plain_arguments
+from megatron_ext.adapter.parity.result_recorder import plain_arguments
 from megatron_ext.cli import app
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.secrets import masked

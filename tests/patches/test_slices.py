@@ -36,10 +36,10 @@ from megatron.core.transformer.moe.moe_logging import (
 from torch import Tensor
 
 from megatron_ext.adapter.compatibility import refuse_order
-from megatron_ext.adapter.slices.attention import attend_with_transformer_engine
 from megatron_ext.adapter.slices.context_parallel import cut_by_slices
 from megatron_ext.adapter.slices.known_models import refuse_unknown
 from megatron_ext.adapter.slices.model_call import cut_to_slice
+from megatron_ext.adapter.slices.slice_attention import attend_with_transformer_engine
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
-from megatron_ext.adapter.post_validation.step import (
+from megatron_ext.adapter.post_validation.restartable_step import (
     _random_states,
     _restore,
 )

@@ -9,15 +9,15 @@ import pytest
 from megatron.core.pipeline_parallel import schedules
 
 import megatron_ext
-from megatron_ext.adapter.observers.trace import _other_order
-from megatron_ext.adapter.stock.order import family_of, why_unseen
-from megatron_ext.adapter.stock.passes import (
+from megatron_ext.adapter.observers.step_trace import _other_order
+from megatron_ext.adapter.stock.stock_order import family_of, why_unseen
+from megatron_ext.adapter.stock.stock_passes import (
     StockPasses,
     watched_backward,
     watched_forward,
     watching,
 )
-from megatron_ext.adapter.stock.step import StockStep
+from megatron_ext.adapter.stock.stock_step import StockStep
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import HostClock
 from megatron_ext.schedule.placement import loop

@@ -35,8 +35,8 @@ from megatron_ext.adapter.tied import tied_weights
 from megatron_ext.compile.registry import choose
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from megatron_ext.race import report, rounds
-from megatron_ext.runtime.host.memory import HostMemory
+from megatron_ext.race import race_texts, rounds
+from megatron_ext.runtime.host.host_memory import HostMemory
 from megatron_ext.runtime.store import leader
 from megatron_ext.viz.trace import NAME, read_trace
 from tests.helpers.callers import (
@@ -316,7 +316,7 @@ def test_a_race_is_the_same_on_all_ranks(
 ) -> None:
     """The second pipeline has steps of another size now and then, or always: it began anew by
     itself, and the first waited at the end of its turn for ranks that would not come."""
-    for module in (rounds, turn, step_race, report):
+    for module in (rounds, turn, step_race, race_texts):
         monkeypatch.setattr(module, "ROUNDS", 1, raising=False)
         monkeypatch.setattr(module, "TIMED", 1, raising=False)
 

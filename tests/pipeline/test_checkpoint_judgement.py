@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.report import Finding, Severity
-from megatron_ext.launch_command.words import read_launch
+from megatron_ext.doctor.launch_report import Finding, Severity
+from megatron_ext.launch_command.launch_words import read_launch
 from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.megatron_runs import EXPERTS, SCRIPT, train_or_fail
 from tests.helpers.trainings import Training

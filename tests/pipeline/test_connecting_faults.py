@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from megatron_ext.adapter.rank_settings.launch_facts import refuse_other_launches
-from megatron_ext.adapter.step import training
+from megatron_ext.adapter.step import pipeline_training
 from megatron_ext.compile.program.communicators import COLLECTIVES
 from megatron_ext.compile.program.graph import Channel, channels
 from megatron_ext.compile.registry import choose
@@ -59,9 +59,9 @@ class WhileConnecting:
         if rank != FAILING:
             return
         if self.where == "before all":
-            training.first_identity = self._fail
+            pipeline_training.first_identity = self._fail
         elif self.where == "before the first":
-            training.connect = self._fail
+            pipeline_training.connect = self._fail
         elif self.where == "in the first":
             Channels._use_once = self._fail  # type: ignore[method-assign]
         elif self.where == "between two":

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from megatron_ext.adapter.arguments import settle_vocabulary
-from megatron_ext.adapter.stock.passes import StockPasses
+from megatron_ext.adapter.stock.stock_passes import StockPasses
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_command import megatron_arguments

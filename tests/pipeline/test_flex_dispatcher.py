@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.adapter.step.training import PipelineTraining
+from megatron_ext.adapter.step.pipeline_training import PipelineTraining
 from megatron_ext.compile.registry import choose
 from megatron_ext.runtime.stage_passes import StagePasses
 from megatron_ext.schedule.action import Action

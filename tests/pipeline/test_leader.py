@@ -21,7 +21,7 @@ from megatron_ext.compile.program.verify import InvalidSchedule
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch import Chosen
 from megatron_ext.launch_planner import chosen_plan, launch_choice
-from megatron_ext.runtime.host.memory import HostMemory
+from megatron_ext.runtime.host.host_memory import HostMemory
 from megatron_ext.runtime.store import leader as waiting
 from megatron_ext.runtime.store.agreement import Fact, agree
 from megatron_ext.runtime.store.leader import run_on_leader

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_ext.adapter.observers.metrics import _Log
 from megatron_ext.adapter.observers.pipelines import Pipelines
+from megatron_ext.adapter.observers.step_metrics import _Log
 from megatron_ext.compile.registry import choose
 from megatron_ext.logger import logger
 from megatron_ext.runtime.measure.exchange import AsyncAllGather

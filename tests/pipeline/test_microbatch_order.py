@@ -32,7 +32,7 @@ import megatron_ext
 from megatron_ext.adapter.batches import arranged_batches, document_lengths
 from megatron_ext.adapter.batches.arranged_batches import ArrangedBatches
 from megatron_ext.adapter.batches.document_lengths import squared_lengths
-from megatron_ext.adapter.batches.refusals import check_arrangement
+from megatron_ext.adapter.batches.order_refusals import check_arrangement
 from megatron_ext.adapter.batches.sample_weights import SampleWeights
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig

@@ -20,7 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import layers, random
 from torch import Tensor
 
-from megatron_ext.runtime.host import memory as host_memory
+from megatron_ext.runtime.host import host_memory as host_memory
 from megatron_ext.runtime.host import offload
 from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.schedule.kinds import Held

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ext.adapter.pairs.planned_stage import PlannedStage
-from megatron_ext.adapter.step.training import PipelineTraining
+from megatron_ext.adapter.step.pipeline_training import PipelineTraining
 from tests.helpers import deep_ep_on_cpu
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covers.marks import covers

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.recordings.recording import read_recording
+from megatron_ext.recordings.run_recording import read_recording
 from tests.helpers.combinations import nightly
 from tests.helpers.megatron_runs import SCRIPT, Run, assert_same, losses, model_flags, train
 from tests.helpers.ranks import lasting_folder

@@ -20,9 +20,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_ext
 from megatron_ext.adapter import programs as programs_module
-from megatron_ext.adapter.observers import profile as profile_observer
+from megatron_ext.adapter.observers import step_profile as profile_observer
 from megatron_ext.adapter.programs import Programs
-from megatron_ext.adapter.step import training
+from megatron_ext.adapter.step import pipeline_training
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.measured.places import (
@@ -78,7 +78,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
             if kind in {event.action.kind for event in steps[0]}
         }
 
-    run_passes = training.run_passes
+    run_passes = pipeline_training.run_passes
 
     def noted(step: Any, *more: Any) -> Any:
         problem = step.program.problem
@@ -93,7 +93,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(profile_observer, "STEPS", STEPS)
     monkeypatch.setattr(profile, "medians", medians)
     monkeypatch.setattr(profile, "seconds_by_place", by_place)
-    monkeypatch.setattr(training, "run_passes", noted)
+    monkeypatch.setattr(pipeline_training, "run_passes", noted)
     return tmp_path
 
 

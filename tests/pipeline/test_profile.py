@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 import megatron_ext
 from megatron_ext.adapter import programs as programs_module
-from megatron_ext.adapter.observers import profile as observer
-from megatron_ext.adapter.observers.profile import costs_path
+from megatron_ext.adapter.observers import step_profile as observer
+from megatron_ext.adapter.observers.step_profile import costs_path
 from megatron_ext.adapter.programs import Programs
 from megatron_ext.cli import app
 from megatron_ext.compile.output_layer import place_output_layer

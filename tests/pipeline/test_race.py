@@ -21,16 +21,16 @@ import torch.distributed as dist
 
 from megatron_ext.adapter.programs import Programs
 from megatron_ext.adapter.race import step_race, turn
-from megatron_ext.adapter.step import training
+from megatron_ext.adapter.step import pipeline_training
 from megatron_ext.adapter.training_globals import current_iteration
 from megatron_ext.compile.program.simulate import step_seconds
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.race import report, rounds
-from megatron_ext.race.record import RaceFigures
-from megatron_ext.runtime.host import memory as host_memory
-from megatron_ext.runtime.host.memory import HostMemory
+from megatron_ext.race import race_texts, rounds
+from megatron_ext.race.race_record import RaceFigures
+from megatron_ext.runtime.host import host_memory as host_memory
+from megatron_ext.runtime.host.host_memory import HostMemory
 from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import (
     Run,
@@ -65,16 +65,16 @@ class EmulatedClock:
 
 @pytest.fixture(autouse=True)
 def short_and_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_passes = training.run_passes
+    run_passes = pipeline_training.run_passes
 
     @functools.wraps(run_passes)
     def emulating(step: Any, *args: Any) -> Any:
         EmulatedClock.now += step_seconds(step.program, step.program.problem.costs)
         return run_passes(step, *args)
 
-    monkeypatch.setattr(training, "run_passes", emulating)
+    monkeypatch.setattr(pipeline_training, "run_passes", emulating)
     monkeypatch.setattr(turn, "clock_of", lambda device: EmulatedClock())
-    for module in (rounds, turn, step_race, report):
+    for module in (rounds, turn, step_race, race_texts):
         monkeypatch.setattr(module, "ROUNDS", ROUNDS, raising=False)
         monkeypatch.setattr(module, "TIMED", TIMED, raising=False)
 
@@ -162,7 +162,7 @@ def test_a_schedule_that_loses_is_dropped(
 ) -> None:
     """One microbatch after the other, and no rank ever beside another. In a race of report alone
     the baseline goes on. Had the baseline no bubble, a gain would be said to be noise."""
-    for module in (rounds, step_race, report):
+    for module in (rounds, step_race, race_texts):
         monkeypatch.setattr(module, "ROUNDS", 3)
     no_bubble = RaceFigures(0.0, 0.0, None, None, 1)
     monkeypatch.setattr(step_race, "_beside_prediction", lambda *_: no_bubble)
@@ -230,7 +230,7 @@ def test_a_rank_that_is_killed_takes_nothing_with_it(
     race: Flags = {"pipeline_race": "zb-2p", "pipeline_costs": COSTS}
     saved_at = step_race.FIRST + ROUND + 1
     folder: Flags = {"save": tmp_path, "save_interval": saved_at}
-    run_passes = training.run_passes
+    run_passes = pipeline_training.run_passes
 
     def run_or_die(step: Any, *args: Any) -> Any:
         if current_iteration() == saved_at + 2 and dist.get_rank() == 1:
@@ -238,7 +238,7 @@ def test_a_rank_that_is_killed_takes_nothing_with_it(
         return run_passes(step, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "run_passes", run_or_die)
+        patch.setattr(pipeline_training, "run_passes", run_or_die)
         first, last = train_or_fail(2, flags(WHOLE, **race, **folder))
     assert last.exit_code == -signal.SIGKILL
     assert first.exit_code == 1 and "pipeline rank 0, in 0" in first.error  # a message

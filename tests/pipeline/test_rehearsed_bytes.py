@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron_ext.adapter import programs
-from megatron_ext.launch_command.words import read_launch
+from megatron_ext.launch_command.launch_words import read_launch
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest
-from megatron_ext.rehearsal.arguments import words_alone
 from megatron_ext.rehearsal.prepare import ESTIMATE, prepare
+from megatron_ext.rehearsal.rank_command import words_alone
 from tests.helpers.combinations import IS_NIGHT, at_night
 from tests.helpers.live_bytes import CountedStep, count_bytes, counted
 from tests.helpers.megatron_runs import SCRIPT, model_flags, train

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from megatron_ext.adapter.observers import trace
+from megatron_ext.adapter.observers import step_trace
 from megatron_ext.cli import app
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.schedule.action import Kind
@@ -47,7 +47,9 @@ def orders(step: TracedStep, which: str) -> list[list[str]]:
 
 def test_a_trace_of_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And to trace a run does not change its numbers. Ranks have an allocator, as GPUs do."""
-    monkeypatch.setattr(trace, "reserved_beyond_allocated", lambda device: 8.0 * dist.get_rank())
+    monkeypatch.setattr(
+        step_trace, "reserved_beyond_allocated", lambda device: 8.0 * dist.get_rank()
+    )
     reference = run(4, pipeline(4))
     runs = run(4, pipeline(4) | traced(tmp_path / "new", "2:4"))
     assert_same(runs, reference)
@@ -197,11 +199,11 @@ def test_a_trace_keeps_no_more_than_what_is_read(
     """Each traced step stayed in memory, 1.29 MB at p = 8, m = 64, and only steps of stock are read
     again. A folder that was gone cost a line for each step."""
     lines: list[str] = []
-    monkeypatch.setattr(trace.logger, "error", lines.append)
+    monkeypatch.setattr(step_trace.logger, "error", lines.append)
     made = program("1f1b", line_problem(2, 2, 10, 12, 8, 1))
     simulated = simulate(made, made.problem.costs)
     step = traced_step(7, simulated, simulated, 0.0)
-    own = trace.StepTrace(tmp_path / "gone", range(1, 1000), of_stock=of_stock)
+    own = step_trace.StepTrace(tmp_path / "gone", range(1, 1000), of_stock=of_stock)
     for iteration in range(1, 101):
         if iteration == 50:
             shutil.rmtree(tmp_path / "gone")

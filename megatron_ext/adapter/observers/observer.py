@@ -11,7 +11,7 @@ from megatron_ext.adapter.splitting import Split
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.observe.model_parts import ModelParts
+from megatron_ext.observe.fitted_parts import ModelParts
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.slices.running_slice import Span

@@ -20,8 +20,8 @@ from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.programs import BatchShape, Programs
+from megatron_ext.adapter.race.eligibility import check_microbatch_order
 from megatron_ext.adapter.race.fingerprint import run_fingerprint
-from megatron_ext.adapter.race.order import check_microbatch_order
 from megatron_ext.adapter.race.turn import Turn
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
@@ -31,9 +31,9 @@ from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
-from megatron_ext.race import report
+from megatron_ext.race import race_texts
 from megatron_ext.race.contestants import RaceThen
-from megatron_ext.race.record import (
+from megatron_ext.race.race_record import (
     NAME,
     THE_RACE,
     RaceFigures,
@@ -43,7 +43,7 @@ from megatron_ext.race.record import (
     save_race_record,
 )
 from megatron_ext.race.rounds import ROUNDS, TIMED, WARM_UP, Race
-from megatron_ext.runtime.host.memory import HostMemory
+from megatron_ext.runtime.host.host_memory import HostMemory
 from megatron_ext.runtime.world import gather_from_all, told_by_rank_0
 from megatron_ext.viz.prediction import Comparison
 
@@ -298,7 +298,7 @@ class StepRace(StepObserver[Step]):
         race.end_turn(max(message.seconds for message in gathered))
         if not race.is_between_rounds:
             return
-        _say(report.standing(race))
+        _say(race_texts.standing(race))
         if race.is_over:
             self._end()
         else:
@@ -314,11 +314,11 @@ class StepRace(StepObserver[Step]):
         self._kept = race.winner if takes_winner else self._contestants.baseline
         figures = self._figures()
         for spec, of_spec in figures.items():
-            _say(report.figures_line(spec, race, of_spec))
-        _say(report.winner_text(race, takes_winner))
-        if doubt := report.doubt_of_winner(race, figures):
+            _say(race_texts.figures_line(spec, race, of_spec))
+        _say(race_texts.winner_text(race, takes_winner))
+        if doubt := race_texts.doubt_of_winner(race, figures):
             log_single_rank(logger, logging.WARNING, doubt)
-        if table := report.table(race, self._contestants, self._facts, figures):
+        if table := race_texts.table(race, self._contestants, self._facts, figures):
             _say(f"race, to show to others:\n{table}")
         self._write(race.winner)
 

@@ -14,7 +14,7 @@ from megatron_ext.compile.program.graph import channels
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
-from megatron_ext.runtime.host.memory import HostMemory
+from megatron_ext.runtime.host.host_memory import HostMemory
 from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels

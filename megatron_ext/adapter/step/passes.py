@@ -21,7 +21,7 @@ from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Owner
 from megatron_ext.runtime.slices.running_slice import running_slice
-from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
+from megatron_ext.runtime.vocabulary.vocabulary_passes import VocabularyPasses
 from megatron_ext.schedule.schedule import followed_by_own_w, recomputed
 
 

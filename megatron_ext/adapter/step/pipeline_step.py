@@ -20,7 +20,7 @@ from megatron_ext.adapter.step.call import (
     refuse_chunks,
     refuse_shapes,
 )
-from megatron_ext.adapter.step.training import PipelineTraining
+from megatron_ext.adapter.step.pipeline_training import PipelineTraining
 from megatron_ext.adapter.training_globals import packs_microbatches
 from megatron_ext.config import PipelineConfig
 

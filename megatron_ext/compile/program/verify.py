@@ -29,7 +29,7 @@ from megatron_ext.compile.program.graph import (
 from megatron_ext.compile.program.memory import Amount, held_during, limited_amount, peaks
 from megatron_ext.compile.program.pairs import what_is_wrong
 from megatron_ext.compile.program.speculation import can_be_undone, first_crossing, settles_at
-from megatron_ext.compile.program.stock import as_stock_runs
+from megatron_ext.compile.program.stock_messages import as_stock_runs
 from megatron_ext.schedule.action import Action, Kind, Slice, whole_of
 from megatron_ext.schedule.action_arrays import IS_COLLECTIVE, IS_RECEIVE, IS_SEND, Flags, Ints
 from megatron_ext.schedule.kinds import (

@@ -11,7 +11,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_ext.doctor.report import Finding, Severity
+from megatron_ext.doctor.launch_report import Finding, Severity
 
 _SUBJECT = "dataset helpers"
 _MODULE = "megatron.core.datasets.helpers_cpp"

@@ -23,7 +23,7 @@ from megatron_ext.config import PREFIX, flag
 from megatron_ext.cost_model.gpus import name_of_gpu
 from megatron_ext.launch_command import bridge_recipe
 from megatron_ext.launch_command.importing import as_on, quickly, silently
-from megatron_ext.launch_command.words import Launch, read_launch
+from megatron_ext.launch_command.launch_words import Launch, read_launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.secrets import masked
 from megatron_ext.words import counted, shown

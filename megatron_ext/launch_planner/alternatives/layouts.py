@@ -20,7 +20,7 @@ from megatron_ext.adapter.layout_arguments import PATTERN
 from megatron_ext.adapter.model_bytes import state_of
 from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
 from megatron_ext.adapter.step_sizes import main_size
-from megatron_ext.adapter.stock.executor import stock_executor
+from megatron_ext.adapter.stock.stock_settings import stock_executor
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import ESTIMATE, CostsSource, PipelineConfig
 from megatron_ext.cost_model.description import describe

@@ -13,7 +13,6 @@ from megatron_ext.compile.auto_spec import SEARCHES
 from megatron_ext.compile.registry import choose, entry_of
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.descent import Start, Timed, descend
-from megatron_ext.planner.layouts.figures import Figure, StageFigures, busy
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.minimax import (
     least_seconds,
@@ -21,6 +20,7 @@ from megatron_ext.planner.layouts.minimax import (
     with_even_ranks,
 )
 from megatron_ext.planner.layouts.recompute import LayerRecompute
+from megatron_ext.planner.layouts.stage_figures import Figure, StageFigures, busy
 from megatron_ext.planner.layouts.work import LONG_STEP, STEADY, Evaluated, Work, evaluate
 from megatron_ext.planner.limits import least_step
 from megatron_ext.progress import Task

@@ -13,10 +13,10 @@ import numpy as np
 from megatron_ext.compile.output_layer import with_input_gradient
 from megatron_ext.compile.pairs import with_pairs
 from megatron_ext.compile.registry import ResolvedSpec, entry_of
-from megatron_ext.planner.layouts.figures import Counts, StageFigures, busy
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.minimax import is_layout, least_seconds, moves
 from megatron_ext.planner.layouts.order import PERIODS_IN_PAIRS, Order
+from megatron_ext.planner.layouts.stage_figures import Counts, StageFigures, busy
 from megatron_ext.planner.limits import limit_left
 from megatron_ext.progress import Task
 from megatron_ext.schedule.action_arrays import Floats

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_ext.planner.layouts.figures import Counts, Figure, StageFigures, busy
 from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.layouts.stage_figures import Counts, Figure, StageFigures, busy
 from megatron_ext.schedule.action_arrays import Floats
 from megatron_ext.schedule.placement import Placement
 

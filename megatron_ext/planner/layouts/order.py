@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from megatron_ext.compile.program.longest_paths import BatchedTimes
 from megatron_ext.compile.program.pass_graph import pass_graph
-from megatron_ext.compile.program.stock import stock_pass_graph
-from megatron_ext.planner.layouts.figures import Counts, Figure, StageFigures
+from megatron_ext.compile.program.stock_messages import stock_pass_graph
 from megatron_ext.planner.layouts.overlap_saving import PairedStages
+from megatron_ext.planner.layouts.stage_figures import Counts, Figure, StageFigures
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.action_arrays import KINDS, ActionArrays, Floats, Ints
 from megatron_ext.schedule.costs import Costs

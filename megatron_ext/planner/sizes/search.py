@@ -21,15 +21,15 @@ from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.candidates import LayoutRule, Permits
 from megatron_ext.planner.layouts.comparison import compare_layouts, permit_all
 from megatron_ext.planner.layouts.descent import Timed
-from megatron_ext.planner.layouts.figures import StageFigures
 from megatron_ext.planner.layouts.layout import Layout, evenly
 from megatron_ext.planner.layouts.minimax import least_slowest_stage, with_even_ranks
 from megatron_ext.planner.layouts.recompute import LayerRecompute
+from megatron_ext.planner.layouts.stage_figures import StageFigures
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.planner.long_sequences import COUNTS
 from megatron_ext.planner.planning_time import answered, until_end, within
-from megatron_ext.planner.sizes.estimated import Estimated, Estimator, amount_of
-from megatron_ext.planner.sizes.job import SizedJob
+from megatron_ext.planner.sizes.described_job import SizedJob
+from megatron_ext.planner.sizes.estimated_order import Estimated, Estimator, amount_of
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
 from megatron_ext.planner.verdict import is_stock

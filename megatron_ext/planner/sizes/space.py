@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import product
 
-from megatron_ext.planner.sizes.job import SizedJob
+from megatron_ext.planner.sizes.described_job import SizedJob
 from megatron_ext.planner.sizes.sizes import Sizes
 
 _MOST_TENSOR = 8  # no public recipe has more, whatever the NVLink domain

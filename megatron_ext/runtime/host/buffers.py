@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_ext.logger import logger
 from megatron_ext.runtime.host.copies import HostCopies, Transfer
-from megatron_ext.runtime.host.memory import available_bytes, short_of_memory
+from megatron_ext.runtime.host.host_memory import available_bytes, short_of_memory
 from megatron_ext.runtime.host.pages import whole_pages
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.words import bytes_text

@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron_ext.compile.program.memory import most_on_host
 from megatron_ext.runtime.host.buffers import HostBuffers, Slot
 from megatron_ext.runtime.host.copies import CopiedBytes, HostCopies, Transfer, copies_on
-from megatron_ext.runtime.host.memory import buffer_sizes
+from megatron_ext.runtime.host.host_memory import buffer_sizes
 from megatron_ext.runtime.owner import Handler, Owner
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind

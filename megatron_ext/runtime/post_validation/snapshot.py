@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.runtime.host.copies import copies_on
-from megatron_ext.runtime.host.memory import available_bytes
+from megatron_ext.runtime.host.host_memory import available_bytes
 from megatron_ext.words import bytes_text
 
 _ALIGNMENT = 512  # bytes, as torch's own allocator aligns tensors

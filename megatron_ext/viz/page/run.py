@@ -18,9 +18,9 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import ScheduleOptions
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Event, Timeline
+from megatron_ext.viz.page.box_waits import Nodes, waits_of_passes, waits_of_program
 from megatron_ext.viz.page.boxes import Box, Track, TrackGroup, critical_path
 from megatron_ext.viz.page.cut import cut_to_microbatches, kept_microbatches, shares
-from megatron_ext.viz.page.waits import Nodes, waits_of_passes, waits_of_program
 from megatron_ext.viz.trace import TracedStep, track_of
 from megatron_ext.words import counted
 

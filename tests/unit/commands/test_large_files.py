@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.recordings.recording import read_recording
+from megatron_ext.recordings.run_recording import read_recording
 from megatron_ext.schedule.microbatch_costs import BatchSize, read_loads
 from tests.helpers.limited import MOST_BYTES, MOST_SECONDS, Ended, run_limited
 from tests.helpers.recordings import Course, write

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from megatron_ext import progress
 from megatron_ext.cli import app
-from megatron_ext.commands import progress as shown
+from megatron_ext.commands import progress_line as shown
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.registry import choose
 from megatron_ext.progress import EVERY, FIRST, Task, reporting, task

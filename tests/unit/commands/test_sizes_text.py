@@ -12,8 +12,8 @@ from megatron_ext.cost_model.model_memory import TrainingState
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.layout import evenly
 from megatron_ext.planner.layouts.work import evaluate
-from megatron_ext.planner.sizes.plan import SizedAlternative, SizesPlan
 from megatron_ext.planner.sizes.sizes import Sizes
+from megatron_ext.planner.sizes.sizes_plan import SizedAlternative, SizesPlan
 from megatron_ext.planner.verdict import NOTHING, Written
 
 MODEL = Model(

@@ -155,17 +155,17 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "torch.cuda.mem_get_info(device)",
         ),
         (
-            "megatron_ext/adapter/post_validation/step.py",
+            "megatron_ext/adapter/post_validation/restartable_step.py",
             "SpeculativeStep.defer_scaling",
             "int(tokens)",
         ),
         (
-            "megatron_ext/adapter/post_validation/step.py",
+            "megatron_ext/adapter/post_validation/restartable_step.py",
             "_scale_gradients",
             "torch.tensor(tokens, dtype=torch.int, device=torch.cuda.current_device())",
         ),
         (
-            "megatron_ext/adapter/observers/trace.py",
+            "megatron_ext/adapter/observers/step_trace.py",
             "StepTrace.end",
             "dist.all_gather_object(gathered, of_rank, group=pipeline)",
         ),
@@ -177,7 +177,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
     },
     "between steps that are recorded for megatron-ext parity": {
         *(
-            ("megatron_ext/adapter/parity/recorder.py", f"ParityRecorder.{function}", call)
+            ("megatron_ext/adapter/parity/result_recorder.py", f"ParityRecorder.{function}", call)
             for function, call in (
                 ("end", "bits_of(tensor).cpu()"),
                 ("end", "bits_of(tensor).cpu().numpy()"),
@@ -186,12 +186,16 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             )
         ),
         (
-            "megatron_ext/adapter/parity/recorder.py",
+            "megatron_ext/adapter/parity/result_recorder.py",
             "digests",
             "torch.stack([values[place] for place in places]).tolist()",
         ),
-        ("megatron_ext/adapter/parity/recorder.py", "logged_loss", "float(value)"),
-        ("megatron_ext/adapter/parity/recorder.py", "logged_loss", "float(value[0] / value[1])"),
+        ("megatron_ext/adapter/parity/result_recorder.py", "logged_loss", "float(value)"),
+        (
+            "megatron_ext/adapter/parity/result_recorder.py",
+            "logged_loss",
+            "float(value[0] / value[1])",
+        ),
     },
     "between steps, where all ranks meet": {
         (
@@ -249,13 +253,13 @@ NO_TENSORS = {
     ("megatron_ext/adapter/checkpoints/loading.py", "_why_not_judged"),
     ("megatron_ext/adapter/checkpoints/model_difference.py", "_is_by_layer"),
     ("megatron_ext/adapter/compatibility.py", "refuse_order"),
-    ("megatron_ext/adapter/parity/recorder.py", "ParityRecorder.begin"),
+    ("megatron_ext/adapter/parity/result_recorder.py", "ParityRecorder.begin"),
     ("megatron_ext/adapter/programs.py", "Programs._compare"),
     ("megatron_ext/runtime/host/copies.py", "pinned"),
     ("megatron_ext/runtime/measure/operation_time.py", "sustained_seconds"),
     ("megatron_ext/runtime/measure/operation_time.py", "_collective_seconds"),
-    ("megatron_ext/runtime/host/memory.py", "_left_in"),
-    ("megatron_ext/runtime/host/memory.py", "available_bytes"),
+    ("megatron_ext/runtime/host/host_memory.py", "_left_in"),
+    ("megatron_ext/runtime/host/host_memory.py", "available_bytes"),
     ("megatron_ext/runtime/post_validation/messages.py", "_state"),
     ("megatron_ext/runtime/rank_identity.py", "_this_process"),
     ("megatron_ext/adapter/layers.py", "layers_of_stages"),
@@ -338,7 +342,7 @@ def test_the_passes_and_messages_wait_for_nothing() -> None:
     files |= {
         "megatron_ext/runtime/messages/batched.py",
         "megatron_ext/runtime/messages/collectives.py",
-        "megatron_ext/runtime/vocabulary/passes.py",
+        "megatron_ext/runtime/vocabulary/vocabulary_passes.py",
     }
     files |= {"megatron_ext/runtime/vocabulary/shard.py"}
     files |= {"megatron_ext/adapter/step/model_stage.py"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.commands import output
-from megatron_ext.launch_command.words import read_launch
+from megatron_ext.launch_command.launch_words import read_launch
 from megatron_ext.launch_planner.command_line import command_with
 from megatron_ext.planner.verdict import Written
 from megatron_ext.secrets import masked, without_secrets

@@ -9,7 +9,7 @@ import pytest
 from megatron_ext.cost_model.execution import Execution, Framework
 from megatron_ext.cost_model.gpus import GPUS
 from megatron_ext.cost_model.messages.blocking import with_blocking_messages
-from megatron_ext.cost_model.messages.collectives import (
+from megatron_ext.cost_model.messages.collective_seconds import (
     BEGIN,
     FAR_STEP,
     NEAR_STEP,

@@ -19,7 +19,7 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.measured.scale import DEPTH
-from megatron_ext.observe.model_parts import ModelParts
+from megatron_ext.observe.fitted_parts import ModelParts
 from megatron_ext.observe.what_if import TracedCosts, WhatIf, weight_shares, what_if
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, PassCosts

@@ -17,9 +17,9 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import step_seconds
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.race import report
+from megatron_ext.race import race_texts
 from megatron_ext.race.contestants import Contestants, RaceThen, contestants
-from megatron_ext.race.record import (
+from megatron_ext.race.race_record import (
     NAME,
     RaceFigures,
     RaceRecord,
@@ -155,7 +155,9 @@ def test_who_cannot_be_built_any_more_does_not_win_by_rounds_of_an_earlier_start
     for _ in range(ROUNDS):
         race.add_round({"a": [1.0, 1.0], "b": [0.5, 0.5], "c": [0.9, 0.9]})
     assert race.is_over and race.winner == "c" and race.ratio("b") is None
-    assert "race is over: c is 1.111 times as fast" in report.winner_text(race, takes_winner=True)
+    assert "race is over: c is 1.111 times as fast" in race_texts.winner_text(
+        race, takes_winner=True
+    )
 
 
 def test_who_is_hardly_slower_stays() -> None:
@@ -171,7 +173,7 @@ def test_a_gain_within_the_spread_is_none() -> None:
     ratio = race.ratio("b")
     assert ratio is not None and ratio.median > 1 > ratio.lower
     assert race.winner == "a"
-    assert "no schedule is faster than a" in report.winner_text(race, takes_winner=True)
+    assert "no schedule is faster than a" in race_texts.winner_text(race, takes_winner=True)
 
 
 def test_quartiles_leave_an_outlier_out() -> None:
@@ -257,15 +259,17 @@ def test_the_row_can_be_pasted() -> None:
     race = Race(two.baseline, two.candidates)
     drive(race, {"1f1b": 1.0, "zb-h1": 0.8})
     figures = {"zb-h1": RaceFigures(0.11, 0.1, 3 * 2.0**30, 2.5 * 2**30, 4)}
-    head, rule, row = report.table(race, two, {"GPU": "8 x H100"}, figures).splitlines()
+    head, rule, row = race_texts.table(race, two, {"GPU": "8 x H100"}, figures).splitlines()
     assert head.count("|") == rule.count("|") == row.count("|")
     assert row == (
         "| 8 x H100 | 1f1b (stock's order) | zb-h1 | 1.250 (1.250 to 1.250) | 11.0% (10.0%) | "
         "3 GiB (2.5 GiB) |"
     )
     assert choose(race.winner).traits.splits_backward
-    assert report.winner_text(race, takes_winner=False).endswith("the training goes on under 1f1b")
-    line = report.figures_line("zb-h1", race, figures["zb-h1"])
+    assert race_texts.winner_text(race, takes_winner=False).endswith(
+        "the training goes on under 1f1b"
+    )
+    line = race_texts.figures_line("zb-h1", race, figures["zb-h1"])
     assert line == (
         "race, zb-h1: iteration 800 ms, bubble 11.0% (predicted 10.0%), peak 3 GiB (predicted "
         "2.5 GiB, 4 microbatches)"
@@ -290,7 +294,7 @@ def test_more_than_the_bubble_can_give_is_said_to_be_noise(
     race = Race("1f1b", ["zb-h1"])
     drive(race, {"1f1b": 1.0, "zb-h1": candidate})
     figures = {name: RaceFigures(measured, predicted, None, None, 4) for name in ("1f1b", "zb-h1")}
-    doubt = report.doubt_of_winner(race, figures)
+    doubt = race_texts.doubt_of_winner(race, figures)
     if says is None:
         assert doubt is None
     else:
@@ -301,11 +305,11 @@ def test_more_than_the_bubble_can_give_is_said_to_be_noise(
 def test_a_race_that_nobody_has_won_is_not_doubted() -> None:
     race = Race("1f1b", ["zb-h1"])
     drive(race, {"1f1b": 1.0, "zb-h1": 2.0})
-    assert report.doubt_of_winner(race, {"1f1b": RaceFigures(0.0, 0.0, None, None, 4)}) is None
+    assert race_texts.doubt_of_winner(race, {"1f1b": RaceFigures(0.0, 0.0, None, None, 4)}) is None
 
 
 def test_a_race_without_a_round_has_no_row() -> None:
-    assert report.table(Race("a", ["b"]), Contestants(("a", "b")), {}, {}) == ""
+    assert race_texts.table(Race("a", ["b"]), Contestants(("a", "b")), {}, {}) == ""
 
 
 CONTESTANTS = Contestants(("a", "b", "c"))

@@ -17,9 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.recordings import report
+from megatron_ext.recordings import comparison_text
 from megatron_ext.recordings.compare import ParityVerdict, compare_runs
-from megatron_ext.recordings.recording import RunRecording, read_recording
+from megatron_ext.recordings.run_recording import RunRecording, read_recording
 from tests.helpers.recordings import Course, write
 
 SEEDS, CHANGES = 6, 60
@@ -160,9 +160,13 @@ def test_a_damaged_recording_is_named_with_its_value(seed: int, tmp_path: Path) 
             found = compare_runs(a, b)
             for shown in (found, compare_runs(b, a, b)):
                 json.dumps(
-                    [report.rows(shown), report.tensor_rows(shown), report.verdict_text(shown)]
+                    [
+                        comparison_text.rows(shown),
+                        comparison_text.tensor_rows(shown),
+                        comparison_text.verdict_text(shown),
+                    ]
                 )
-                json.dumps(report.as_data(shown))
+                json.dumps(comparison_text.as_data(shown))
         except (ValueError, OSError) as error:
             assert str(tmp_path / "B") in str(error) and "\n" not in str(error)
             outcomes["refused"] += 1

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.recordings import report
+from megatron_ext.recordings import comparison_text
 from megatron_ext.recordings.compare import First, ParityVerdict, RunComparison, compare_runs
 from megatron_ext.recordings.piece import Piece
-from megatron_ext.recordings.recording import read_recording
+from megatron_ext.recordings.run_recording import read_recording
 from tests.helpers.recordings import Course, piece, tensor, write
 
 A = Course()
@@ -35,12 +35,12 @@ def nudged(by: float) -> dict[int, dict[Piece, np.ndarray]]:
 def test_the_same(tmp_path: Path) -> None:
     found = compared(tmp_path, A, A, A)
     assert found.verdict is ParityVerdict.SAME and found.first is None and not found.beyond
-    assert report.verdict_text(found) == [
+    assert comparison_text.verdict_text(found) == [
         "the same to the last bit: losses, parameters and optimizer states, and gradient norms",
         "gradients are not compared directly, only their norm and the optimizer's results",
     ]
-    assert [row["B against A"] for row in report.rows(found)] == ["the same"] * 4
-    json.dumps(report.as_data(found))
+    assert [row["B against A"] for row in comparison_text.rows(found)] == ["the same"] * 4
+    json.dumps(comparison_text.as_data(found))
 
 
 def test_a_tensor_that_differs_is_named_with_its_iteration_and_rank(tmp_path: Path) -> None:
@@ -48,21 +48,21 @@ def test_a_tensor_that_differs_is_named_with_its_iteration_and_rank(tmp_path: Pa
     assert found.verdict is ParityVerdict.DIFFER
     assert found.first == First(2, "layers.weight[1]", (1,), 0, 3)
     assert found.beyond == [SECOND]
-    (row,) = report.tensor_rows(found)
+    (row,) = comparison_text.tensor_rows(found)
     assert (row["tensor"], row["ranks of B"], row["elements"], row["ulps"]) == (
         "layers.weight[1]",
         "1",
         "1 of 4",
         "1",
     )
-    assert "iteration 2, layers.weight[1] on rank 1" in report.verdict_text(found)[1]
+    assert "iteration 2, layers.weight[1] on rank 1" in comparison_text.verdict_text(found)[1]
 
 
 def test_other_weights_at_the_start(tmp_path: Path) -> None:
     """A V and stock from one seed."""
     found = compared(tmp_path, A, A.but(changed=nudged(1.0), changed_from=0), A)
     assert found.first == First(0, "layers.weight[1]", (1,), 0, 3)
-    assert any("start from other weights" in line for line in report.verdict_text(found))
+    assert any("start from other weights" in line for line in comparison_text.verdict_text(found))
 
 
 def test_a_loss_that_differs_comes_before_the_tensors_of_its_iteration(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_no_more_than_the_floor_is_no_difference(tmp_path: Path) -> None:
     again, b = (A.but(changed=nudged(by), changed_from=1) for by in (1e-5, -1.5e-5))
     found = compared(tmp_path, A, b, again)
     assert found.verdict is ParityVerdict.WITHIN_THE_FLOOR and found.first is None
-    assert "within the floor" in report.verdict_text(found)[0]
+    assert "within the floor" in comparison_text.verdict_text(found)[0]
 
 
 def test_more_than_the_floor_is_a_difference(tmp_path: Path) -> None:
@@ -97,15 +97,15 @@ def test_nan_is_more_than_any_floor(tmp_path: Path) -> None:
     again, b = (A.but(changed=nudged(by), changed_from=1) for by in (1e-3, math.nan))
     found = compared(tmp_path, A, b, again)
     assert found.beyond == [SECOND]
-    assert "1 nan in one of them" in report.tensor_rows(found)[0]["elements"]
+    assert "1 nan in one of them" in comparison_text.tensor_rows(found)[0]["elements"]
 
 
 def test_a_norm_added_in_another_order_is_said_and_no_difference(tmp_path: Path) -> None:
     one_ulp = float(np.nextafter(np.float32(1.25), np.float32(2)))
     found = compared(tmp_path, A, A.but(norms=(1.5, one_ulp, 1.125)), A)
     assert found.verdict is ParityVerdict.SAME and found.norm_alone
-    assert report.rows(found)[1]["B against A"] == "1 of 3 differ, by up to 1 ulp"
-    assert "another order" in report.verdict_text(found)[1]
+    assert comparison_text.rows(found)[1]["B against A"] == "1 of 3 differ, by up to 1 ulp"
+    assert "another order" in comparison_text.verdict_text(found)[1]
 
 
 def test_a_norm_that_is_not_close_is_a_difference(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_clipping_by_such_a_norm_is_explained(tmp_path: Path) -> None:
     b = a.but(norms=(1.5, one_ulp, 1.125), changed=nudged(1e-6), changed_from=2)
     found = compared(tmp_path, a, b, a)
     assert found.verdict is ParityVerdict.DIFFER and found.clipping == 1.0
-    assert any("--clip-grad 0" in line for line in report.verdict_text(found))
+    assert any("--clip-grad 0" in line for line in comparison_text.verdict_text(found))
 
 
 @pytest.mark.parametrize("clip_grad", [0, 2.0])
@@ -174,7 +174,7 @@ def test_copies_that_are_not_the_same(tmp_path: Path) -> None:
 
     found = compared(tmp_path, with_copy([1, 2]), with_copy([1, 9]))
     assert found.verdict is ParityVerdict.DIFFER and found.copies == [("tied", ())]
-    assert any("copies that differ" in line for line in report.verdict_text(found))
+    assert any("copies that differ" in line for line in comparison_text.verdict_text(found))
 
 
 def test_a_tensor_that_only_one_has(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_another_type(tmp_path: Path) -> None:
     b = A.but(ranks=(A.ranks[0], {piece("layers.weight", half, (1,)): half}))
     found = compared(tmp_path, A, b, A)
     assert found.verdict is ParityVerdict.DIFFER
-    assert report.tensor_rows(found)[0]["elements"] == "float32 and float16"
+    assert comparison_text.tensor_rows(found)[0]["elements"] == "float32 and float16"
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,10 @@ from megatron_ext.planner.layouts.candidates import Candidates
 from megatron_ext.planner.layouts.comparison import LayoutComparison, compare_layouts, permit_all
 from megatron_ext.planner.layouts.descent import Timed, descend
 from megatron_ext.planner.layouts.estimated import estimated_work
-from megatron_ext.planner.layouts.figures import StageFigures, busy
 from megatron_ext.planner.layouts.layout import Layout, evenly
 from megatron_ext.planner.layouts.minimax import least_slowest_stage, with_even_ranks
 from megatron_ext.planner.layouts.order import Order
+from megatron_ext.planner.layouts.stage_figures import StageFigures, busy
 from megatron_ext.planner.layouts.work import Work, evaluate
 from megatron_ext.planner.outside_passes import RankPasses, seconds_outside_passes
 from megatron_ext.planner.planning_time import PlanningEnd, planning, start_planning_time

@@ -21,11 +21,11 @@ from megatron_ext.planner.layouts.layout import evenly
 from megatron_ext.planner.layouts.recompute import NO_RECOMPUTE, LayerRecompute
 from megatron_ext.planner.layouts.work import evaluate
 from megatron_ext.planner.planning_time import planning, start_planning_time
-from megatron_ext.planner.sizes import estimated as estimated_module
+from megatron_ext.planner.sizes import estimated_order as estimated_module
 from megatron_ext.planner.sizes import search
 from megatron_ext.planner.sizes import space as space_module
-from megatron_ext.planner.sizes.estimated import Estimator, least_maximum
-from megatron_ext.planner.sizes.job import SizedJob
+from megatron_ext.planner.sizes.described_job import SizedJob
+from megatron_ext.planner.sizes.estimated_order import Estimator, least_maximum
 from megatron_ext.planner.sizes.search import (
     Found,
     SizedStep,

@@ -15,7 +15,7 @@ from megatron_ext.cost_model.execution import Execution
 from megatron_ext.planner import long_sequences, planner
 from megatron_ext.planner.training import Training
 from megatron_ext.planner.training_job import training_job_of
-from megatron_ext.planner.unequal import DEAL, ORDER, PROGRAM, unequal_gains
+from megatron_ext.planner.unequal_gains import DEAL, ORDER, PROGRAM, unequal_gains
 from megatron_ext.planner.verdict import NOTHING, Written
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.microbatch_costs import BatchSize, MicrobatchLoads, read_loads

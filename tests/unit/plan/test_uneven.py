@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.cost_model.gpus import GPUS, parse_gpus
 from megatron_ext.cost_model.short_form import parse_model
-from megatron_ext.planner.layouts.figures import StageFigures
 from megatron_ext.planner.layouts.given import given_work
 from megatron_ext.planner.layouts.minimax import least_slowest_stage
+from megatron_ext.planner.layouts.stage_figures import StageFigures
 from megatron_ext.planner.mixed_gpus import product_of, speeds_of_gpus
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from megatron_ext.runtime.host import memory as host_memory  # noqa: E402
-from megatron_ext.runtime.host.memory import (  # noqa: E402
+from megatron_ext.runtime.host import host_memory as host_memory  # noqa: E402
+from megatron_ext.runtime.host.host_memory import (  # noqa: E402
     HostMemory,
     ShortOfHostMemory,
     available_bytes,

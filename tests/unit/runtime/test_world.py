@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_ext.runtime.host import memory as host_memory
-from megatron_ext.runtime.host.memory import HostMemory
+from megatron_ext.runtime.host import host_memory as host_memory
+from megatron_ext.runtime.host.host_memory import HostMemory
 from megatron_ext.runtime.world import gather_from_all, is_alone, store_of_all, told_by_rank_0
 from tests.helpers.forked import run_forked
 from tests.helpers.ranks import run_ranks, values

@@ -20,7 +20,7 @@ from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec, choose, on_placement
 from megatron_ext.config import PipelineConfig
-from megatron_ext.planner.auto import take
+from megatron_ext.planner.shortest_search import take
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held

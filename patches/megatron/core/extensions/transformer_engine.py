@@ -5,7 +5,7 @@ With fewer queries than keys its plain causal mask is silently aligned to the to
 
 from __future__ import annotations
 
-from megatron_ext.adapter.slices.attention import attend_with_transformer_engine
+from megatron_ext.adapter.slices.slice_attention import attend_with_transformer_engine
 from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_ext.adapter.step.training import end_trainings
+from megatron_ext.adapter.step.pipeline_training import end_trainings
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.adapter.slices.attention import attend_locally
+from megatron_ext.adapter.slices.slice_attention import attend_locally
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.training import training
 from megatron.training.global_vars import get_args
 
-from megatron_ext.adapter.parity.recorder import ParityRecorder, give_up
+from megatron_ext.adapter.parity.result_recorder import ParityRecorder, give_up
 from megatron_ext.patches.engine import Patch, wrap
 
 _TRAINING = "megatron.training.training"

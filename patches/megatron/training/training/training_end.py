@@ -16,7 +16,7 @@ from megatron.core import pipeline_parallel
 from megatron.training.global_vars import get_args
 
 from megatron_ext.adapter.step.pipeline_step import PipelineStep
-from megatron_ext.adapter.stock.step import StockStep
+from megatron_ext.adapter.stock.stock_step import StockStep
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 

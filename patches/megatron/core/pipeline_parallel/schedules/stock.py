@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.adapter.stock.passes import watched_backward, watched_forward
-from megatron_ext.adapter.stock.step import WatchedStock
+from megatron_ext.adapter.stock.stock_passes import watched_backward, watched_forward
+from megatron_ext.adapter.stock.stock_step import WatchedStock
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 

@@ -16,7 +16,7 @@ from megatron_ext.compile.program.communicators import (
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig, flag
-from megatron_ext.doctor.report import Finding, Severity
+from megatron_ext.doctor.launch_report import Finding, Severity
 from megatron_ext.schedule.problem import P2P
 from megatron_ext.words import bytes_text
 

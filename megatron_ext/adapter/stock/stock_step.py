@@ -17,23 +17,23 @@ from megatron.core.process_groups_config import MultiModuleProcessGroupCollectio
 from megatron.core.utils import get_model_config, log_single_rank
 
 from megatron_ext.adapter.job import basis_of
-from megatron_ext.adapter.observers.metrics import StepMetrics
 from megatron_ext.adapter.observers.observer import (
     ObservedStep,
     StepObserver,
     StocksStep,
     of_all_steps,
 )
-from megatron_ext.adapter.observers.trace import StepTrace
+from megatron_ext.adapter.observers.step_metrics import StepMetrics
+from megatron_ext.adapter.observers.step_trace import StepTrace
 from megatron_ext.adapter.programs import Programs
-from megatron_ext.adapter.stock.order import family_of, why_unseen
-from megatron_ext.adapter.stock.parts import model_parts_of
-from megatron_ext.adapter.stock.passes import StockPasses, watching
+from megatron_ext.adapter.stock.predicted_parts import model_parts_of
+from megatron_ext.adapter.stock.stock_order import family_of, why_unseen
+from megatron_ext.adapter.stock.stock_passes import StockPasses, watching
 from megatron_ext.adapter.training_globals import current_iteration
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
-from megatron_ext.observe.model_parts import ModelParts
+from megatron_ext.observe.fitted_parts import ModelParts
 from megatron_ext.runtime.device_progress import DeviceProgress
 from megatron_ext.runtime.rank_identity import rank_identity
 from megatron_ext.runtime.recorder import Recorder

@@ -12,7 +12,7 @@ from megatron_ext.cost_model.stage_seconds import (
     seconds_of_output_layer,
 )
 from megatron_ext.cost_model.tower_costs import tower_costs
-from megatron_ext.observe.model_parts import ModelParts, PassTriple
+from megatron_ext.observe.fitted_parts import ModelParts, PassTriple
 
 _TOWER = "vision tower"
 

@@ -18,15 +18,18 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
-from megatron_ext.adapter.observers.metrics import StepMetrics
 from megatron_ext.adapter.observers.observer import Step, StepObserver, of_all_steps
-from megatron_ext.adapter.observers.profile import StepProfile, costs_path
 from megatron_ext.adapter.observers.split_report import SplitReport
-from megatron_ext.adapter.observers.trace import StepTrace
+from megatron_ext.adapter.observers.step_metrics import StepMetrics
+from megatron_ext.adapter.observers.step_profile import StepProfile, costs_path
+from megatron_ext.adapter.observers.step_trace import StepTrace
 from megatron_ext.adapter.pairs.callers import refuse_unplanned
 from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
 from megatron_ext.adapter.post_validation.pending import post_validation
-from megatron_ext.adapter.post_validation.step import SpeculativeStep, connect_validation
+from megatron_ext.adapter.post_validation.restartable_step import (
+    SpeculativeStep,
+    connect_validation,
+)
 from megatron_ext.adapter.programs import BatchShape, Programs
 from megatron_ext.adapter.race.step_race import StepRace
 from megatron_ext.adapter.slices.context_parallel import connect_sharing
@@ -53,7 +56,7 @@ from megatron_ext.compile.output_layer import output_layer_waits
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
-from megatron_ext.runtime.host.memory import ShortOfHostMemory
+from megatron_ext.runtime.host.host_memory import ShortOfHostMemory
 from megatron_ext.runtime.interruption import heard_if_it_fails, listen, stop_listening
 from megatron_ext.runtime.messages.connecting import connecting
 from megatron_ext.runtime.messages.transport import closed

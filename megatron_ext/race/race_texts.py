@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from megatron_ext.race.contestants import Contestants
-from megatron_ext.race.record import NAME, RaceFigures
+from megatron_ext.race.race_record import NAME, RaceFigures
 from megatron_ext.race.rounds import ROUNDS, Race
 from megatron_ext.words import bytes_text, counted
 

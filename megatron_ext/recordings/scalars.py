@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.recordings.recording import RunRecording
+from megatron_ext.recordings.run_recording import RunRecording
 from megatron_ext.recordings.ulps import bits_difference
 
 NORM = "gradient norm"

@@ -25,10 +25,10 @@ from megatron_ext.cost_model.execution import Framework
 from megatron_ext.cost_model.model import Stage
 from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, bytes_of_chunk
 from megatron_ext.cost_model.operations.temporaries import temporary_bytes
-from megatron_ext.planner.layouts.figures import Figure, busy, figures_of_stage
 from megatron_ext.planner.layouts.recompute import FULL, LayerRecompute
+from megatron_ext.planner.layouts.stage_figures import Figure, busy, figures_of_stage
 from megatron_ext.planner.outside_passes import RankPasses, seconds_outside_passes
-from megatron_ext.planner.sizes.job import SizedJob
+from megatron_ext.planner.sizes.described_job import SizedJob
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.schedule.action_arrays import Floats
 
