@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.compile.program.simulate import simulate
-from megatron_ext.race.record import RaceRecord, load_race_record, save_race_record
+from megatron_ext.race.race_record import RaceRecord, load_race_record, save_race_record
 from megatron_ext.schedule.costs_text import load_costs, parse_costs, save_costs
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Problem, ScheduleOptions
