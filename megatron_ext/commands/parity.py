@@ -138,7 +138,7 @@ def compare_folders(
     second: Annotated[
         Path | None,
         typer.Option(
-            "--again",  # plain words: the name of the flag
+            "--second",
             metavar="DIR",
             help=(
                 "Folder of a second recording of A. Differences between the two recordings of A "

@@ -65,16 +65,16 @@ IMAGE = 1024
 
 # Sizes by the value of --vision-model-type, from examples/multimodal/config.py of Megatron-LM
 # core_v0.19.0 (InternViT's 25th head is padding).
-_TYPES: dict[str, dict[str, Any]] = {
-    "clip": {"layers": 24, "hidden": 1024, "heads": 16, "ffn": 4096},
-    "siglip": {"layers": 27, "hidden": 1152, "heads": 16, "ffn": 4304},
-    "internvit": {"layers": 45, "hidden": 3200, "heads": 25, "ffn": 12800},
-    "internvit300M": {"layers": 24, "hidden": 1024, "heads": 16, "ffn": 4096},
-    "radio": {"layers": 32, "hidden": 1280, "heads": 16, "ffn": 5120},
-    "radio-g": {"layers": 40, "hidden": 1536, "heads": 24, "ffn": 4096, "gated": True},
-    "cradio-g": {"layers": 40, "hidden": 1536, "heads": 24, "ffn": 6144},
+_TYPES = {
+    "clip": "layers=24,hidden=1024,heads=16,ffn=4096",
+    "siglip": "layers=27,hidden=1152,heads=16,ffn=4304",
+    "internvit": "layers=45,hidden=3200,heads=25,ffn=12800",
+    "internvit300M": "layers=24,hidden=1024,heads=16,ffn=4096",
+    "radio": "layers=32,hidden=1280,heads=16,ffn=5120",
+    "radio-g": "layers=40,hidden=1536,heads=24,ffn=4096,gated=true",
+    "cradio-g": "layers=40,hidden=1536,heads=24,ffn=6144",
 }
-_NEEDED = ("layers", "hidden", "heads", "ffn")
+_NEEDED = ("layers", "hidden", "heads", "ffn")  # plain words: the hidden size, as in --model
 _SIZES = (
     *_NEEDED,
     *("query_groups", "gated", "patch", "out_hidden", "deepstack_mergers", "image", "merged"),
@@ -101,7 +101,7 @@ def parse_tower(text: str) -> dict[str, Any]:
     if "=" in first:
         parts = [first, *parts]
     elif first in _TYPES:
-        sizes = dict(_TYPES[first])
+        parts = [*_TYPES[first].split(","), *parts]
     else:
         raise ValueError(f"--vision {shown(text)} is not known; {_EXAMPLE}")
     for part in parts:
@@ -134,7 +134,7 @@ def tower_of(sizes: Mapping[str, Any], width: int, patches: int) -> Tower:
         )
     return Tower(
         layers=sizes["layers"],
-        hidden_size=sizes["hidden"],
+        hidden_size=sizes["hidden"],  # plain words: the hidden size
         num_attention_heads=sizes["heads"],
         num_query_groups=sizes.get("query_groups") or sizes["heads"],
         ffn_hidden_size=sizes["ffn"],

@@ -312,7 +312,7 @@ def _tower(model: Any) -> dict[str, Any]:
 
     sizes = {
         "layers": of_vision("depth", "num_hidden_layers"),
-        "hidden": of_vision("hidden_size"),
+        "hidden": of_vision("hidden_size"),  # plain words: the hidden size
         "heads": of_vision("num_heads", "num_attention_heads"),
         "ffn": of_vision("intermediate_size"),
     }

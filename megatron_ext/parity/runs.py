@@ -55,7 +55,7 @@ def run_both(
     is_stock: bool,
     tell: TellRun,
 ) -> RecordedRuns:
-    """Record A, A again, and B, from one checkpoint, into the new ``folder``.
+    """Record A, a second run of A, and B, from one checkpoint, into the new ``folder``.
 
     Args:
         from_seed: use no checkpoint; each run starts with the weights that it draws.
@@ -65,8 +65,7 @@ def run_both(
         ValueError: a run failed, the disk is too small, or ``folder`` exists already.
     """
     _make(folder)
-    # plain words: the name of the folder, which users read
-    places = RecordedRuns(folder / "A", folder / "A-again", folder / "B")
+    places = RecordedRuns(folder / "A", folder / "A-second", folder / "B")
     runs = _Runs(folder, tell)
     load = _loading(a, b, from_seed)
     if load is None:
@@ -85,8 +84,7 @@ def run_both(
     many = counted(iterations, "iteration")
     runs.run(f"A, {many}", "A", recorded(a, places.a, iterations, load), is_stock)
     _check_disk(folder, 2 * _size(places.a), "2 more recordings")
-    # plain words: the names of the run and of its folder, which users read
-    runs.run("A again", "A-again", recorded(a, places.second, iterations, load), is_stock)
+    runs.run("second run of A", "A-second", recorded(a, places.second, iterations, load), is_stock)
     runs.run(f"B, {many}", "B", recorded(b, places.b, iterations, load), False)
     return places
 

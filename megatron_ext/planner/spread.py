@@ -87,6 +87,6 @@ class GainSpread:
         """Words on a gain that may be none."""
         assert self.is_within
         return (
-            f"{self.part} may be none: of {counted(self.pairs, 'measured pair')} that differed in "
-            f"{self.kind}, one in ten was predicted {self.share:.1%} off or more"
+            f"{self.part} may be none: of {counted(self.pairs, 'measured comparison')} that "
+            f"differed in {self.kind}, one in ten was predicted {self.share:.1%} off or more"
         )

@@ -112,7 +112,7 @@ def verdict_text(found: RunComparison) -> list[str]:
     if found.floor_figures is None and found.verdict is not ParityVerdict.SAME:
         lines.append(
             "the difference of A from itself is not known: record A once more, and name that "
-            "recording's folder with --again DIR"
+            "recording's folder with --second DIR"
         )
     return lines
 

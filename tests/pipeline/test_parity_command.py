@@ -150,5 +150,5 @@ def test_a_command_as_stock(tmp_path: Path, ranks: int, flags: dict[str, object]
     assert result.returncode == 0, result.stdout + result.stderr
     assert "the same to the last bit" in result.stdout
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == sorted(
-        ["A", "A-again", "B", "checkpoint", "A.log", "A-again.log", "B.log", "checkpoint.log"]
+        ["A", "A-second", "B", "checkpoint", "A.log", "A-second.log", "B.log", "checkpoint.log"]
     )

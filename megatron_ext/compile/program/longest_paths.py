@@ -95,7 +95,7 @@ class BatchedTimes:
     """
 
     def __init__(self, graph: Precedence, lags: Floats | None = None) -> None:
-        assert not graph.stuck, "the order hangs"
+        assert not graph.stuck, "a deadlock"
         before, waits_for = graph.before, np.diff(graph.before.bounds)
         levels, _ = graph.longest_paths([1] * len(before))
         level = np.array(levels, dtype=np.int32)

@@ -65,7 +65,7 @@ def test_a_command_as_stock(machine: Machine, monkeypatch: pytest.MonkeyPatch) -
     save, a, again, b = machine.commands
     assert "--pipeline-schedule" not in save + a + again
     assert b[-6:-4] == ["--pipeline-schedule", "zb-h1"]
-    for words, name in ((a, "A"), (again, "A-again"), (b, "B")):
+    for words, name in ((a, "A"), (again, "A-second"), (b, "B")):
         assert words[words.index("record") + 1] == f"parity/{name}"
         assert words[-4:] == ["--load", "parity/checkpoint", "--ckpt-format", "torch_dist"]
     ours = ["MEGATRON_EXT_MEMORY_LIMIT" in env for env in machine.environments]
@@ -73,7 +73,7 @@ def test_a_command_as_stock(machine: Machine, monkeypatch: pytest.MonkeyPatch) -
     assert [line.split(" ...")[0] for line in result.stderr.splitlines()] == [
         "A writes a checkpoint",
         "A, 4 iterations",
-        "A again",
+        "second run of A",
         "B, 4 iterations",
     ]
     assert "the same to the last bit" in result.stdout
@@ -184,12 +184,13 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
     ],
 )
 def test_a_run_that_fails(machine: Machine, reason: str) -> None:
-    machine.failing = "A-again"
+    machine.failing = "A-second"
     machine.output = f"much before\nlog_errors ... False\n{reason}\n{TORCHRUN}"
     result = parity("--", *OURS)
     assert result.exit_code == 2
-    assert "A again: the run failed with exit status 1; its output is in parity/A-again.log" in (
-        result.stderr
+    assert (
+        "second run of A: the run failed with exit status 1; its output is in parity/A-second.log"
+        in (result.stderr)
     )
     assert f"It says first: {reason.strip()}\n" in result.stderr
     assert len(machine.commands) == 3

@@ -154,7 +154,7 @@ def test_a_gain_within_its_spread_says_so() -> None:
     small, large = 1 - 0.9 * spread.share, 1 - 1.1 * spread.share
     text = spread_line(told(verdict_of(own, [way("zb-h1", small, 50)])))
     assert text.startswith("spread:    the gain may be none")
-    assert f"{spread.share:.1%}" in text and f"{spread.pairs} measured pairs" in text
+    assert f"{spread.share:.1%}" in text and f"{spread.pairs} measured comparisons" in text
     assert "differed in the schedule" in text
     assert spread_line(told(verdict_of(own, [way("zb-h1", large, 50)]))) == ""
     # What a command measured is not estimated.
