@@ -162,26 +162,26 @@ def _environment(is_stock: bool) -> Mapping[str, str]:
 def _failure(what: str, status: int, log: Path) -> str:
     text = f"{what}: the run failed with exit status {status}; its output is in {log}"
     with log.open(errors="replace") as file:
-        lines = (line.rstrip("\n") for line in iter(partial(file.readline, _LONGEST), ""))
+        output = (printed.rstrip("\n") for printed in iter(partial(file.readline, _LONGEST), ""))
         last = deque[str](maxlen=_SHOWN)
-        if reason := _reason(lines, last):
+        if reason := _reason(output, last):
             return f"{text}\nIt says first: {reason}"
     return "\n  ".join([f"{text}, and ends with", *last])
 
 
-def _reason(lines: Iterator[str], last: deque[str]) -> str:
-    """Return the first of ``lines`` with the error that ended a rank, and its continuation; "" if
-    there is none. ``last`` gets the lines before it."""
-    for line in lines:
-        if _REASON.search(line):
-            following = takewhile(_goes_on, islice(lines, _SHOWN - 1))
-            return "\n".join([line, *following]).strip()
-        last.append(line)
+def _reason(output: Iterator[str], last: deque[str]) -> str:
+    """Return the error that ended a rank, with its continuation, from ``output``; "" if there is
+    none. ``last`` gets what was printed before."""
+    for printed in output:
+        if _REASON.search(printed):
+            following = takewhile(_goes_on, islice(output, _SHOWN - 1))
+            return "\n".join([printed, *following]).strip()
+        last.append(printed)
     return ""
 
 
-def _goes_on(line: str) -> bool:
-    return not (_REASON.search(line) or _UNRELATED.match(line))
+def _goes_on(printed: str) -> bool:
+    return not (_REASON.search(printed) or _UNRELATED.match(printed))
 
 
 def _size(folder: Path) -> int:
