@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.runtime.messages.peer_call import PeerFailure
 from megatron_ext.runtime.owner import Handler, Owner, RestartStep
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import RunnableStage
 from megatron_ext.runtime.stage_io import Messages, StageIO
 from megatron_ext.runtime.stage_passes import StagePasses
-from megatron_ext.runtime.vocabulary.vocabulary_passes import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
 from megatron_ext.schedule.kinds import RULES
 
@@ -24,9 +22,9 @@ def execute(
     stages: Mapping[int, RunnableStage],
     transport: Messages,
     recorder: Recorder,
-    vocabulary: VocabularyPasses | None = None,
-    offload: OffloadedStep | None = None,
     others: Sequence[Owner] = (),
+    ends: PipelineEnds | None = None,
+    context: PassContext | None = None,
 ) -> None:
     """Run one step of ``program`` on this rank, without the optimizer's step.
 
@@ -35,9 +33,9 @@ def execute(
         stages: the stages of this rank, by number.
         transport: messages of the step.
         recorder: notified of every pass and wait.
-        vocabulary: passes of the step, if the program has vocabulary parallelism.
-        offload: copies of the step, if activations of the program are offloaded to the host.
-        others: owners of the program's other kinds of action.
+        others: owners of the kinds of action of features that the program has.
+        ends: what the first and the last stage exchange tensors with, in place of data and loss.
+        context: what is done around each pass of a stage.
 
     Raises:
         PeerFailure: another rank has failed.
@@ -46,9 +44,9 @@ def execute(
             ranks fail.
     """
     placement, first_trained_stage = program.schedule.placement, program.problem.first_trained_stage
-    stage_io = StageIO(placement, stages, transport, vocabulary, first_trained_stage)
-    passes = StagePasses(stages, stage_io, recorder, offload)
-    owners = [stage_io, passes, *(owner for owner in (vocabulary, offload) if owner), *others]
+    stage_io = StageIO(placement, stages, transport, ends, first_trained_stage)
+    passes = StagePasses(stages, stage_io, recorder, context)
+    owners = [stage_io, passes, *others]
     _Execution(program, transport.rank, stages, recorder, owners, passes.run_overlapped).run()
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron_ext.runtime.owner import Handler, Owner
 from megatron_ext.runtime.stage import RunnableStage
-from megatron_ext.runtime.vocabulary.vocabulary_passes import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import Neighbour, Placement
 
@@ -27,6 +26,24 @@ class Messages(Protocol):
     def abandon(self) -> None: ...
 
 
+class PipelineEnds:
+    """Tensors that the first and the last stage exchange with what is before and after them. Here
+    there is nothing: the first stage reads its data, and the last one has the loss."""
+
+    def first_input(self, microbatch: int) -> Tensor | None:
+        """Return the input of the first stage, whose gradient is taken; None if it reads data."""
+
+    def take_last_output(self, microbatch: int, y: Tensor) -> bool:
+        """Take the output of the last stage. Return whether it is no longer needed there."""
+        return False
+
+    def last_output_gradient(self, microbatch: int) -> Tensor | None:
+        """Return the gradient of the last stage's output; None if the stage has the loss."""
+
+    def take_first_gradient(self, microbatch: int, dx: Tensor | None) -> None:
+        """Take the gradient of the first stage's input."""
+
+
 class StageIO(Owner):
     """Tensors between the passes of one step; owner of sends, receives and their waits.
 
@@ -40,17 +57,16 @@ class StageIO(Owner):
         placement: Placement,
         stages: Mapping[int, RunnableStage],
         transport: Messages,
-        vocabulary: VocabularyPasses | None,
+        ends: PipelineEnds | None = None,
         first_trained_stage: int = 0,
     ) -> None:
-        """With ``vocabulary`` (vocabulary parallelism) its passes run before the first stage and
-        after the last. ``first_trained_stage`` is the first stage that is not frozen."""
+        """``first_trained_stage`` is the first stage that is not frozen."""
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
         self._placement = placement
         self._stages = stages
         self._transport = transport
-        self._vocabulary = vocabulary
+        self._ends = ends or PipelineEnds()
         self._first_trained_stage = first_trained_stage
 
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -64,13 +80,14 @@ class StageIO(Owner):
         }
 
     def input_of(self, stage: int, microbatch: int) -> Tensor | None:
-        """Return the input of a stage; None on the first stage without vocabulary parallelism,
-        which reads the data. The input requires a gradient if an earlier stage is trained."""
+        """Return the input of a stage; None on a first stage that reads data. The input requires a
+        gradient if an earlier stage is trained."""
         before = self._placement.previous(stage)
         if before is None:
-            if self._vocabulary is None:
+            given = self._ends.first_input(microbatch)
+            if given is None:
                 return None
-            x = self._vocabulary.embeddings(microbatch)
+            x = given
         elif self._placement.is_remote(stage, Neighbour.PREVIOUS):
             x = self._transport.received(Action(stage, Kind.RECV_F, microbatch))
         else:  # from a stage on this rank: the same memory, detached from that stage's graph
@@ -81,18 +98,14 @@ class StageIO(Owner):
     def take_output(self, stage: int, microbatch: int, y: Tensor) -> None:
         if not self._placement.is_last(stage):
             self.outputs[stage, microbatch] = y
-        elif self._vocabulary is not None:
-            self._vocabulary.take_hidden_states(microbatch, y)
+        elif self._ends.take_last_output(microbatch, y):
             self._stages[stage].output_sent(microbatch)
 
     def gradient_of_output(self, stage: int, microbatch: int) -> Tensor | None:
-        """Return the gradient of a stage's output; None on the last stage without vocabulary
-        parallelism, which has the loss."""
+        """Return the gradient of a stage's output; None on a last stage that has the loss."""
         after = self._placement.next(stage)
         if after is None:
-            if self._vocabulary is None:
-                return None
-            return self._vocabulary.hidden_states_gradient(microbatch)
+            return self._ends.last_output_gradient(microbatch)
         if self._placement.is_remote(stage, Neighbour.NEXT):
             return self._transport.received(Action(stage, Kind.RECV_B, microbatch))
         return self.gradients.pop((after, microbatch))
@@ -100,14 +113,13 @@ class StageIO(Owner):
     def take_gradient(self, action: Action, dx: Tensor | None) -> None:
         """Store ``dx``, the gradient of its input that the backward pass ``action`` returned."""
         stage, _, microbatch = action
-        is_first = self._placement.is_first(stage)
-        if (is_first and self._vocabulary is None) or not self._needs_gradient(stage):
+        if not self._needs_gradient(stage):
+            return
+        if self._placement.is_first(stage):
+            self._ends.take_first_gradient(microbatch, dx)
             return
         assert dx is not None, f"{action} gave no gradient of its input"
-        if not is_first:
-            self.gradients[stage, microbatch] = dx
-        elif self._vocabulary is not None:
-            self._vocabulary.take_embedding_gradient(microbatch, dx)
+        self.gradients[stage, microbatch] = dx
 
     def _needs_gradient(self, stage: int) -> bool:
         """Whether a stage before ``stage``, or a vocabulary-parallel embedding, is trained."""

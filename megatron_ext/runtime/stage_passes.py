@@ -7,12 +7,24 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.runtime.owner import Handler, Owner
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Backward, RunnableStage
 from megatron_ext.runtime.stage_io import StageIO
 from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
+
+
+class PassContext:
+    """Actions of a feature around single passes of a step."""
+
+    def around_forward(
+        self, stage: int, microbatch: int, x: Tensor | None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return the context of F of a stage whose input is ``x``."""
+        return contextlib.nullcontext()
+
+    def before_backward(self, action: Action) -> None:
+        """Called before ``action``, an I, B or W, is recorded and runs."""
 
 
 class StagePasses(Owner):
@@ -23,12 +35,12 @@ class StagePasses(Owner):
         stages: Mapping[int, RunnableStage],
         stage_io: StageIO,
         recorder: Recorder,
-        offload: OffloadedStep | None,
+        context: PassContext | None = None,
     ) -> None:
         self._stages = stages
         self._stage_io = stage_io
         self._recorder = recorder
-        self._offload = offload
+        self._context = context or PassContext()
 
     def handlers(self) -> Mapping[Kind, Handler]:
         return {
@@ -46,7 +58,8 @@ class StagePasses(Owner):
     def _forward(self, action: Action) -> None:
         stage, _, microbatch = action
         x = self._stage_io.input_of(stage, microbatch)
-        with self._recorder.computing(action), self._saving(stage, microbatch, x):
+        around = self._context.around_forward(stage, microbatch, x)
+        with self._recorder.computing(action), around:
             y = self._stages[stage].forward(microbatch, x)
         self._stage_io.take_output(stage, microbatch, y)
 
@@ -55,7 +68,8 @@ class StagePasses(Owner):
             self._stages[action.stage].recompute(action.microbatch)
 
     def run_overlapped(self, overlapped: OverlappedPasses) -> None:
-        """Run both passes of ``overlapped`` as one. Activation offload is refused with pairs."""
+        """Run both passes of ``overlapped`` as one, without a context: a feature that has one is
+        refused with overlapped passes."""
         (stage, _, microbatch), backward_action = overlapped
         x = self._stage_io.input_of(stage, microbatch)
         backward = self._begin_backward(backward_action)
@@ -66,7 +80,7 @@ class StagePasses(Owner):
 
     def _backward(self, action: Action) -> None:
         backward = self._begin_backward(action)
-        self._await_reload(action)
+        self._context.before_backward(action)
         with self._recorder.computing(action):
             dx = backward.run()
         self._stage_io.take_gradient(action, dx)
@@ -77,17 +91,6 @@ class StagePasses(Owner):
         return Backward(self._stages[stage], microbatch, dy, kind is Kind.FULL_BACKWARD)
 
     def _backward_weight(self, action: Action) -> None:
-        self._await_reload(action)
+        self._context.before_backward(action)
         with self._recorder.computing(action):
             self._stages[action.stage].backward_weight(action.microbatch)
-
-    def _saving(
-        self, stage: int, microbatch: int, x: Tensor | None
-    ) -> contextlib.AbstractContextManager[None]:
-        if self._offload is None:
-            return contextlib.nullcontext()
-        return self._offload.saving(stage, microbatch, x)
-
-    def _await_reload(self, action: Action) -> None:
-        if self._offload is not None:
-            self._offload.await_reload(action)

@@ -183,12 +183,9 @@ def ours(
         validation = EmulatedValidation(world, emulated.placement, recorder)
 
     def step() -> None:
-        emulated.step(
-            program,
-            resolved.traits.splits_backward,
-            vocabulary=None if shard is None else shard.step(),
-            others=() if validation is None else (validation,),
-        )
+        vocabulary = None if shard is None else shard.step()
+        owners = [owner for owner in (vocabulary, validation) if owner is not None]
+        emulated.step(program, resolved.traits.splits_backward, others=owners, ends=vocabulary)
         if validation is not None:
             validation.optimizer_step()
 

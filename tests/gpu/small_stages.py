@@ -245,7 +245,8 @@ def on_rank(
     for _ in range(2):
         stages = {number: make(number) for number in placement.stages_of[rank]}
         with gauge.open():
-            execute(program, stages, transport_of(), recorder, offload=offload.step(row))
+            offloaded = offload.step(row)
+            execute(program, stages, transport_of(), recorder, [offloaded], context=offloaded)
         peak = gauge.peak()
     left = offload.bytes_left.total()
     return Seen(held, peak, gradients_are_stocks(stages, program, make), left)

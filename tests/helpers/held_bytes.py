@@ -36,7 +36,6 @@ from megatron_ext.runtime.owner import Owner
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage_io import StageIO
 from megatron_ext.runtime.stage_passes import StagePasses
-from megatron_ext.runtime.vocabulary.vocabulary_passes import VocabularyPasses
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
@@ -97,7 +96,7 @@ class _MeasuredExecution:
         self.digest = program.digest
         self.stages = stages
         self.transport = transport
-        self.stage_io = StageIO(program.schedule.placement, stages, transport, None)
+        self.stage_io = StageIO(program.schedule.placement, stages, transport)
         owners: list[Owner] = [self.stage_io, StagePasses(stages, self.stage_io, recorder, offload)]
         if offload is not None:
             owners.append(offload)
@@ -217,12 +216,15 @@ def measure_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         stages: Mapping[int, ModelStage],
         transport: Transport,
         recorder: Recorder,
-        vocabulary: VocabularyPasses | None,
-        offload: OffloadedStep | None,
         others: Sequence[Owner],
+        ends: PipelineEnds | None,
+        context: PassContext | None,
     ) -> None:
-        assert vocabulary is None, "the passes of a divided vocabulary are not counted here"
-        assert not others, "steps that begin again are not counted here"
+        assert ends is None, "the passes of a divided vocabulary are not counted here"
+        offloaded = [owner for owner in others if isinstance(owner, OffloadedStep)]
+        assert [*others] == offloaded, "steps that begin again are not counted here"
+        offload = offloaded[0] if offloaded else None
+        assert context is offload
         measured = _MeasuredExecution(program, stages, transport, recorder, offload).run()
         (folder / str(transport.rank)).write_bytes(pickle.dumps(measured))
 

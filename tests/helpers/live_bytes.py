@@ -107,8 +107,8 @@ def _moving(execution: _Execution) -> Iterator[object]:
     for name in ("_sending", "_receiving", "_in_flight", "_next"):  # of either transport
         yield [*vars(stage_io._transport).get(name, {})]
         yield [*getattr(vars(stage_io._transport).get(name), "values", list)()]
-    if stage_io._vocabulary is not None:
-        yield [*stage_io._vocabulary._exchange._in_flight.values()]
+    if hasattr(stage_io._ends, "_exchange"):  # vocabulary parallelism's
+        yield [*stage_io._ends._exchange._in_flight.values()]
 
 
 def _count_stock(run: Callable[..., Any], folder: Path, *args: Any, **kwargs: Any) -> Any:

@@ -414,8 +414,8 @@ class Pipeline:
                 self.stages,
                 transport,
                 self.recorder,
-                offload=offload,
-                others=() if validation is None else [validation],
+                [offload] if validation is None else [offload, validation],
+                context=offload,
             )
         return transport
 

@@ -273,7 +273,7 @@ class VocabularyPipeline:
         )
         vocabulary.before, vocabulary.after = self.before, self.after
         with torch.set_grad_enabled(not program.problem.forward_only):
-            execute(program, self.stages, transport, self.recorder, vocabulary)
+            execute(program, self.stages, transport, self.recorder, [vocabulary], vocabulary)
         assert transport.is_empty()
         assert len(queue) == 0
         assert all(stage.is_empty() for stage in self.stages.values())

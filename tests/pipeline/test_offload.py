@@ -146,7 +146,7 @@ def test_a_buffer_is_not_overwritten_before_it_has_been_read() -> None:
     leaving.perform(*first, *second)
     assert leaving.offload.buffers.plain == 1
     for microbatch, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        leaving.step.await_reload(Action(0, Kind.FULL_BACKWARD, microbatch))
+        leaving.step.before_backward(Action(0, Kind.FULL_BACKWARD, microbatch))
         y.backward()
         assert torch.equal(x.grad, torch.full((8,), 2 * (microbatch + 1.0)))
 
@@ -169,7 +169,7 @@ class Leaving:
     def forward(
         self, function: Callable[..., Tensor], x: Tensor | None, microbatch: int = 0
     ) -> Tensor:
-        with self.step.saving(0, microbatch, x):
+        with self.step.around_forward(0, microbatch, x):
             return function() if x is None else function(x)
 
     def perform(self, *actions: str) -> None:
@@ -196,7 +196,7 @@ def test_memory_is_given_back_and_comes_back() -> None:
     leaving.perform(*AWAY)
     assert x.untyped_storage().nbytes() == 0
     leaving.perform("0RELOAD_F0")
-    leaving.step.await_reload(parse_action("0B0"))
+    leaving.step.before_backward(parse_action("0B0"))
     y.backward()
     leaving.step.finish()
     assert torch.equal(x.grad, 2 * torch.arange(8.0))
@@ -207,7 +207,7 @@ def test_storages_are_known_no_longer_than_needed() -> None:
     leaving = Leaving(*BACK)
     y = leaving.forward(lambda x: x.exp().square().sum(), torch.arange(8.0).requires_grad_())
     leaving.perform(*BACK)
-    leaving.step.await_reload(parse_action("0B0"))
+    leaving.step.before_backward(parse_action("0B0"))
     known = [o for o in gc.get_objects() if type(o) in (offload._Storages, offload._Away)]
     assert not any(getattr(o, "_noted", True) for o in known)
     y.backward()
@@ -220,7 +220,7 @@ def test_a_tensor_saved_often_and_in_parts_travels_once() -> None:
     leaving.perform(*AWAY)
     assert leaving.bytes_left == 32
     leaving.perform("0RELOAD_F0")
-    leaving.step.await_reload(parse_action("0B0"))
+    leaving.step.before_backward(parse_action("0B0"))
     y.backward()
     ones = torch.zeros(8)
     ones[3:5] = 1
@@ -288,7 +288,7 @@ def test_what_nobody_needs_any_more_does_not_leave() -> None:
     leaving.perform(*AWAY)
     assert leaving.bytes_left == 64  # x, and what is squared
     leaving.perform("0RELOAD_F0")
-    leaving.step.await_reload(parse_action("0B0"))
+    leaving.step.before_backward(parse_action("0B0"))
     y.backward()
     assert torch.equal(x.grad, 2 * 22**2 * torch.arange(8.0))
 
@@ -305,7 +305,7 @@ def test_memory_that_a_copy_writes_to_is_kept_until_the_copy_has_ended() -> None
     leaving.perform("0RELOAD_F0")
     gc.collect()
     assert not storage.expired()
-    leaving.step.await_reload(parse_action("0B0"))
+    leaving.step.before_backward(parse_action("0B0"))
     assert storage.expired()
 
 
@@ -346,7 +346,7 @@ def test_the_allocator_is_told_of_streams_that_read(monkeypatch: pytest.MonkeyPa
     told.clear()
     leaving.perform("0RELOAD_F0")
     assert sorted(told) == [(32, "side"), (64, "side")]
-    leaving.step.await_reload(parse_action("0B0"))
+    leaving.step.before_backward(parse_action("0B0"))
     y.backward()
 
 
@@ -356,7 +356,7 @@ def test_small_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.arange(8.0).requires_grad_()
     y = leaving.forward(square, x)
     leaving.perform(*BACK)
-    leaving.step.await_reload(parse_action("0B0"))
+    leaving.step.before_backward(parse_action("0B0"))
     y.backward()
     assert leaving.bytes_left == leaving.offload.buffers.plain == 0
 
@@ -371,7 +371,7 @@ def test_what_waits_for_w_leaves() -> None:
     assert x.untyped_storage().nbytes() == 0
     assert leaving.bytes_left == 2 * 3 * WIDTH * 4  # x and dy
     leaving.perform("0RELOAD_I0")
-    leaving.step.await_reload(parse_action("0W0"))
+    leaving.step.before_backward(parse_action("0W0"))
     del x
     stage.backward_weight(0)
     reference = LinearStage(0, 1)
@@ -417,11 +417,11 @@ class Steps:
         self.copies.is_in_step = True
         for microbatch, (row, size) in enumerate(zip(rows, numbers, strict=True)):
             x = torch.arange(float(size)).requires_grad_()
-            with step.saving(0, microbatch, x):
+            with step.around_forward(0, microbatch, x):
                 y = square(x)
             for action in row:
                 perform(step, parse_action(action))
-            step.await_reload(Action(0, Kind.FULL_BACKWARD, microbatch))
+            step.before_backward(Action(0, Kind.FULL_BACKWARD, microbatch))
             y.backward()
             assert torch.equal(x.grad, 2 * torch.arange(float(size)))
         step.finish()

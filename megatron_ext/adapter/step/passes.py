@@ -50,7 +50,8 @@ def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -
         await_tables(call.models)
     slices = running_slice.step(step.spans, call.groups.cp)
     with no_grad_sync(call), splitting(step.split), slices:
-        execute(program, stages, transport, step.recorder, vocabulary, offload, others)
+        owners = [*(owner for owner in (vocabulary, offload) if owner is not None), *others]
+        execute(program, stages, transport, step.recorder, owners, vocabulary, offload)
     return list(stages.values())
 
 

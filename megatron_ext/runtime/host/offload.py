@@ -22,6 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import override
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from megatron_ext.runtime.host.buffers import HostBuffers, Slot
 from megatron_ext.runtime.host.copies import CopiedBytes, HostCopies, Transfer, copies_on
 from megatron_ext.runtime.host.host_memory import buffer_sizes
 from megatron_ext.runtime.owner import Handler, Owner
+from megatron_ext.runtime.stage_passes import PassContext
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
@@ -102,7 +104,7 @@ class _Coming:
     transfer: Transfer
 
 
-class OffloadedStep(Owner):
+class OffloadedStep(Owner, PassContext):
     """Offload copies of one step."""
 
     def __init__(self, offload: ActivationOffload, row: tuple[Action, ...]) -> None:
@@ -112,10 +114,10 @@ class OffloadedStep(Owner):
         self._away: dict[_Key, _Away] = {}
         self._coming: dict[_Key, _Coming] = {}
 
+    @override
     @contextlib.contextmanager
-    def saving(self, stage: int, microbatch: int, x: Tensor | None) -> Iterator[None]:
-        """Around F: collect the tensors that it saves, if they will be offloaded. ``x`` is the
-        stage's input."""
+    def around_forward(self, stage: int, microbatch: int, x: Tensor | None) -> Iterator[None]:
+        """Collect the tensors that F saves, if they will be offloaded."""
         if (stage, microbatch) not in self._leaves:
             yield
             return
@@ -147,8 +149,9 @@ class OffloadedStep(Owner):
             Kind.RELOAD_I: self._copy_back,
         }
 
-    def await_reload(self, action: Action) -> None:
-        """Before the pass ``action``: wait until the memory that it uses has been copied back."""
+    @override
+    def before_backward(self, action: Action) -> None:
+        """Wait until the memory that ``action`` uses has been copied back."""
         for held in RULES[action.kind].releases:
             coming = self._coming.pop((action.stage, action.microbatch, held), None)
             if coming is not None:

@@ -7,7 +7,7 @@ gradient; the last stage returns hidden states and gets their gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, override
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from megatron_ext.runtime.messages.collectives import Collectives, StepCollectiv
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Handler, Owner
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.stage_io import PipelineEnds
 from megatron_ext.runtime.vocabulary.shard import (
     Logits,
     VocabularyShard,
@@ -56,7 +57,7 @@ class VocabularyEnds(Protocol):
         """
 
 
-class VocabularyPasses(Owner):
+class VocabularyPasses(Owner, PipelineEnds):
     """Vocabulary passes of one step on this rank, with the tensors needed between them.
 
     The first and the last stage exchange tensors with it, as other stages do with messages.
@@ -131,24 +132,26 @@ class VocabularyPasses(Owner):
 
     # --- interface to the stages' passes
 
-    def embeddings(self, microbatch: int) -> Tensor:
-        """Return the first stage's input, [b, s, h], or a tensor-parallel rank's part of the
-        sum."""
+    @override
+    def first_input(self, microbatch: int) -> Tensor:
+        """Return the sum of embeddings, [b, s, h], or a tensor-parallel rank's part of it."""
         return self._result(Kind.REDUCE_E, microbatch)
 
-    def take_hidden_states(self, microbatch: int, hidden_states: Tensor) -> None:
-        """Store the last stage's output."""
-        self._hidden_states[microbatch] = hidden_states.detach()
+    @override
+    def take_last_output(self, microbatch: int, y: Tensor) -> bool:
+        self._hidden_states[microbatch] = y.detach()
+        return True
 
-    def hidden_states_gradient(self, microbatch: int) -> Tensor:
-        """Return the gradient of the last stage's output."""
+    @override
+    def last_output_gradient(self, microbatch: int) -> Tensor:
         gradient = self._result(Kind.REDUCE_SI, microbatch)
         by_loss = self._scales.pop(microbatch)
         return scaled(self._shard, gradient, by_loss, self._boundary.dtype)
 
-    def take_embedding_gradient(self, microbatch: int, gradient: Tensor) -> None:
-        """Store the gradient of the first stage's input."""
-        self._embedding_gradients[microbatch] = gradient
+    @override
+    def take_first_gradient(self, microbatch: int, dx: Tensor | None) -> None:
+        assert dx is not None, "the first stage gave no gradient of the embeddings"
+        self._embedding_gradients[microbatch] = dx
 
     def finish(self) -> None:
         self._exchange.finish()
