@@ -18,7 +18,7 @@ from megatron_ext.adapter.race.eligibility import check_microbatch_order
 from megatron_ext.adapter.slices.lengths import spans_of
 from megatron_ext.adapter.step_sizes import evaluated_microbatches, step_sizes
 from megatron_ext.adapter.transformer_engine.captured import captures
-from megatron_ext.adapter.vocabulary_rows import check_divisible
+from megatron_ext.adapter.vocabulary.vocabulary_rows import check_divisible
 from megatron_ext.compile.output_layer import place_output_layer
 from megatron_ext.compile.overlap import check_overlaps
 from megatron_ext.compile.program.memory import check_one_microbatch

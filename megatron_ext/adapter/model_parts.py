@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.adapter.vocabulary_rows import embedding_part
+from megatron_ext.adapter.vocabulary.vocabulary_rows import embedding_part
 
 # Attributes of DDP and mixed precision, and of Megatron's and Megatron-Bridge's multimodal models.
 _WITHIN = ("module", "language_model", "thinker")

@@ -128,6 +128,12 @@ class Programs:
         self.bases: dict[BatchShape, Basis | None] = {}
         self.described: dict[BatchShape, Callable[[], Job]] = {}
 
+    def shape(self, config: Any, micro_batch: int, sequence: int) -> BatchShape:
+        """Return the shape by which programs of such a step are distinguished: each shape has
+        costs of its own if they are measured."""
+        measures = self._config.costs.profile is not None
+        return (micro_batch, sequence) if measures and not config.variable_seq_lengths else None
+
     def agree_on_costs(
         self,
         pipeline: dist.ProcessGroup,

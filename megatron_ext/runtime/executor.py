@@ -9,8 +9,8 @@ from megatron_ext.runtime.messages.peer_call import PeerFailure
 from megatron_ext.runtime.owner import Handler, Owner, RestartStep
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import RunnableStage
-from megatron_ext.runtime.stage_io import Messages, StageIO
-from megatron_ext.runtime.stage_passes import StagePasses
+from megatron_ext.runtime.stage_io import Messages, PipelineEnds, StageIO
+from megatron_ext.runtime.stage_passes import PassContext, StagePasses
 from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
 from megatron_ext.schedule.kinds import RULES
 

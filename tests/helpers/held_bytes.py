@@ -34,8 +34,8 @@ from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.runtime.messages.transport import Transport
 from megatron_ext.runtime.owner import Owner
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.stage_io import StageIO
-from megatron_ext.runtime.stage_passes import StagePasses
+from megatron_ext.runtime.stage_io import PipelineEnds, StageIO
+from megatron_ext.runtime.stage_passes import PassContext, StagePasses
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES

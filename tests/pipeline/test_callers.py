@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_ext
 from megatron_ext.adapter.race import step_race, turn
+from megatron_ext.adapter.race.hooks import RaceHooks
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.tied import tied_weights
 from megatron_ext.compile.registry import choose
@@ -328,7 +329,8 @@ def test_a_race_is_the_same_on_all_ranks(
                 if rank in SECOND:
                     size = sizes.get(number, size)
                 step(own_groups=False, microbatches=size)
-                race = schedules.get_forward_backward_func()._training._race
+                hooks = schedules.get_forward_backward_func()._training._hooks
+                race = hooks[RaceHooks]._race
                 standing = race._race and (race._race.current, race._race.rounds)
                 seen.append((race._kept, standing))
         return seen

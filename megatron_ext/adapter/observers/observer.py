@@ -10,12 +10,11 @@ from megatron_ext.adapter.programs import BatchShape
 from megatron_ext.adapter.splitting import Split
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
+from megatron_ext.adapter.step.step_hooks import StepHooks
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.observe.fitted_parts import ModelParts
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.slices.running_slice import Span
-from megatron_ext.runtime.vocabulary.shard import VocabularyShard
 
 
 @dataclass(frozen=True)
@@ -53,18 +52,16 @@ class Step(ObservedStep):
         connections: to the other ranks.
         shape: shape of its microbatches.
         boundary: the tensor that passes between stages, with its shape.
-        shard: shard of the vocabulary, with vocabulary parallelism.
         split: the weight gradients that wait for W passes.
-        spans: slices of a sequence; empty if microbatches are whole.
+        hooks: of the features that have a part in the step.
     """
 
     call: Call
     connections: Connections
     shape: BatchShape
     boundary: Boundary
-    shard: VocabularyShard | None
     split: Split
-    spans: tuple[Span, ...]
+    hooks: tuple[StepHooks, ...]
 
 
 class StepObserver[Seen: ObservedStep]:

@@ -16,12 +16,11 @@ from megatron.core.process_groups_config import (
 )
 
 from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.pairs.overlap_setting import refuse_measuring
 from megatron_ext.adapter.step.model_stage import StepCall
-from megatron_ext.config import PipelineConfig
+from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.problem import P2P, VocabularyParallel
+from megatron_ext.schedule.problem import P2P
 from megatron_ext.words import counted
 
 
@@ -35,6 +34,7 @@ class Call(StepCall):
         iterators: data iterators, one per chunk.
         pipeline: the pipeline's group.
         groups: Megatron's collection of all other groups.
+        has_own_communicator: whether the caller gave a p2p_communicator.
     """
 
     config: Any
@@ -45,6 +45,7 @@ class Call(StepCall):
     decoder_seq_length: int | None
     pipeline: dist.ProcessGroup
     groups: Any
+    has_own_communicator: bool = False
 
     @property
     def varies_by(self) -> str | None:
@@ -85,24 +86,16 @@ def refuse_call(
     ours: PipelineConfig,
     config: Any,
     adjust_tensor_shapes_fn: Any,
-    collect_non_loss_data: bool,
     p2p_communicator: P2PCommunicator | None,
     pg_collection: Any,
 ) -> None:
     """Raise ValueError for the first argument or setting that does not go with ``ours``."""
-    vocabulary = ours.vocab_parallel
     for resolved in ours.resolved_specs:
         refuse(config, resolved, ours.options)
-    refuse_measuring(config, ours)
     if adjust_tensor_shapes_fn is not None:
         raise ValueError(
             f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule {ours.schedule}: the "
             "schedule sends one tensor between stages; drop --pipeline-schedule"
-        )
-    if vocabulary is not VocabularyParallel.NONE and collect_non_loss_data:
-        raise ValueError(
-            f"collect_non_loss_data does not go with --pipeline-vocab-parallel {vocabulary}: no "
-            "rank has whole logits; drop --pipeline-vocab-parallel"
         )
     if isinstance(pg_collection, MultiModuleProcessGroupCollection):
         raise ValueError(
@@ -111,11 +104,6 @@ def refuse_call(
         )
     if (p2p_communicator is None) != (pg_collection is None):
         raise ValueError("Provide both p2p_communicator and pg_collection, or neither")
-    if ours.post_validation and p2p_communicator is not None:
-        raise ValueError(
-            "--pipeline-post-validation is for Megatron's own training loop, and this caller has a "
-            "p2p_communicator of its own; drop the flag"
-        )
 
 
 def refuse_chunks(ours: PipelineConfig, call: Call) -> None:
@@ -152,16 +140,15 @@ def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
             f"--pipeline-p2p batched does not go with {call.varies_by}: a batch of messages needs "
             f"their shapes, and these arrive in messages themselves; drop --pipeline-p2p"
         )
-    for flag, is_on in (
-        ("vocab-parallel", ours.vocab_parallel is not VocabularyParallel.NONE),
-        ("post-validation", ours.post_validation),
-        ("slices", ours.slices > 1),
-    ):
-        if is_on:
-            raise ValueError(
-                f"--pipeline-{flag} does not go with {call.varies_by}: its messages need one "
-                "shape; give all microbatches the same sequence length"
-            )
+
+
+def refuse_varying_shapes(call: Call, option: str) -> None:
+    """Raise ValueError if shapes vary, which the option of a feature does not go with."""
+    if call.varies_by is not None:
+        raise ValueError(
+            f"{flag(option)} does not go with {call.varies_by}: its messages need one shape; give "
+            "all microbatches the same sequence length"
+        )
 
 
 def _limit_needs_unknown_bytes(ours: PipelineConfig, call: Call) -> bool:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.gpu_notice import say_unverified
 from megatron_ext.compile.program.graph import channels
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
-from megatron_ext.logger import logger
 from megatron_ext.runtime.host.host_memory import HostMemory
-from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
-from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.nccl import ctas_for
 from megatron_ext.runtime.messages.peers import peers
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage_io import Messages
-from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
+from megatron_ext.schedule.problem import P2P
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,27 +28,17 @@ class Connections:
 
     Attributes:
         p2p: connection for messages between stages.
-        collectives: collectives of vocabulary parallelism.
-        offload: copies of activations to the host.
-        host_memory: account of the host memory that offload takes.
         recorder: notified of every pass and wait.
+        device: of this rank.
+        ctas: thread blocks (CTAs) that a communicator may use; None: NCCL decides.
+        host_memory: account of the host memory that activations take.
     """
 
     p2p: Channels | PipelineGroup
-    collectives: Collectives | None
-    offload: ActivationOffload | None
     recorder: Recorder
+    device: torch.device
+    ctas: int | None
     host_memory: HostMemory = field(default_factory=HostMemory)
-
-    def expect(self, program: Program) -> None:
-        """Prepare for steps of ``program``. Collective over the world for the first one that
-        trains."""
-        if self.offload is not None and not program.problem.forward_only:
-            row = program.schedule.rows[self.offload.rank]
-            host_memory = self.host_memory.check(row, program.problem.costs)
-            self.offload.expect(row, program.problem.costs)
-            if host_memory:
-                log_single_rank(logger, logging.INFO, host_memory)
 
     def transport(self, program: Program, boundary: Boundary) -> Messages:
         """Return the messages of one step. If shapes vary, collective over the pipeline the first
@@ -80,9 +65,4 @@ def connect(
         p2p = peers().pipeline_group(pipeline, device, recorder)
     else:
         p2p = peers().channels(pipeline, channels(program.schedule), device, ctas, recorder)
-    collectives = offload = None
-    if config.vocab_parallel is not VocabularyParallel.NONE:
-        collectives = peers().collectives(pipeline, device, ctas, recorder)
-    if config.activation_offload is not Offload.NONE:
-        offload = ActivationOffload(pipeline.rank(), device)
-    return Connections(p2p, collectives, offload, recorder)
+    return Connections(p2p, recorder, device, ctas)

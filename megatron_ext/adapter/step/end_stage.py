@@ -48,9 +48,10 @@ class StandIn:
 class EndStage(ModelStage):
     """First or last stage without embedding, output layer and loss."""
 
-    def __init__(self, *args: Any, is_last: bool) -> None:
-        super().__init__(*args, has_loss=False)
-        self.is_last = is_last
+    def __init__(self, *args: Any, has_loss: bool, **more: Any) -> None:
+        """Passes of the vocabulary compute the loss of the stage that has it."""
+        super().__init__(*args, has_loss=False, **more)
+        self.is_last = has_loss
         self._begun: dict[int, ModelCall] = {}  # before F
         self._awaiting_loss: dict[int, ModelCall] = {}  # after the last stage's F
         keeps_precision = any(isinstance(module, Float16Module) for module in self._model.modules())

@@ -57,7 +57,6 @@ class PipelineStep:
             self._config,
             config,
             adjust_tensor_shapes_fn,
-            collect_non_loss_data,
             p2p_communicator,
             pg_collection,
         )
@@ -80,6 +79,7 @@ class PipelineStep:
             decoder_seq_length=decoder_seq_length,
             pipeline=pipeline,
             groups=groups,
+            has_own_communicator=p2p_communicator is not None,
         )
         refuse_chunks(self._config, call)
         refuse_shapes(self._config, call)

@@ -34,14 +34,14 @@ class SlicedStage(ModelStage):
         *args: Any,
         spans: Sequence[Span],
         hooked: Collection[Tensor],
-        is_last: bool,
+        has_loss: bool,
         **more: Any,
     ) -> None:
         """``spans`` are the slices of a whole sequence, ``hooked`` the parameters of this rank with
         hooks of the caller's."""
         super().__init__(*args, has_loss=False, **more)
         self._spans = spans
-        self._is_last = is_last
+        self._is_last = has_loss
         self._noted: dict[int, RepeatableCall] = {}  # by microbatch, while its first slice runs
         self._calls: dict[int, ModelCall] = {}  # by microbatch, until its last slice has run
         self._outputs: dict[int, list[Tensor]] = {}  # of the last stage, by microbatch

@@ -19,7 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.vocabulary_rows import (
+from megatron_ext.adapter.vocabulary.vocabulary_rows import (
     EmbeddingPart,
     OutputPart,
     check_divisible,

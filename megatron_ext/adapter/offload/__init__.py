@@ -1,0 +1,1 @@
+"""Activation offload in Megatron's terms."""

@@ -1,0 +1,64 @@
+"""Hooks of activation offload: copies of activations to the host, and back before they are
+used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, override
+
+from megatron.core.utils import log_single_rank
+
+from megatron_ext.adapter.step.call import Call
+from megatron_ext.adapter.step.connections import Connections
+from megatron_ext.adapter.step.model_stage import ModelStage
+from megatron_ext.adapter.step.step_hooks import StepHooks
+from megatron_ext.adapter.step.training_hooks import TrainingHooks
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.config import PipelineConfig
+from megatron_ext.logger import logger
+from megatron_ext.runtime.host.offload import ActivationOffload, OffloadedStep
+from megatron_ext.runtime.messages.transport import Boundary
+from megatron_ext.runtime.owner import Owner
+from megatron_ext.schedule.problem import Offload
+
+
+class OffloadHooks(TrainingHooks):
+    """Host buffers of a training, and the account of host memory that they take."""
+
+    _offload: ActivationOffload
+
+    @override
+    @classmethod
+    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
+        return ours.activation_offload is not Offload.NONE
+
+    @override
+    def connect(self, call: Call, program: Program, connections: Connections) -> None:
+        self._offload = ActivationOffload(call.pipeline.rank(), connections.device)
+
+    @override
+    def expect(self, program: Program, connections: Connections) -> None:
+        """Collective over the world for the first program that trains."""
+        if program.problem.forward_only:
+            return
+        row, costs = program.schedule.rows[self._offload.rank], program.problem.costs
+        host_memory = connections.host_memory.check(row, costs)
+        self._offload.expect(row, costs)
+        if host_memory:
+            log_single_rank(logger, logging.INFO, host_memory)
+
+    @override
+    def begin(self, call: Call, program: Program, connections: Connections) -> StepHooks | None:
+        if call.forward_only:
+            return None
+        return _StepOffload(self._offload.step(program.schedule.rows[self._offload.rank]))
+
+
+class _StepOffload(StepHooks):
+    def __init__(self, offloaded: OffloadedStep) -> None:
+        self.context = self._offloaded = offloaded
+
+    @override
+    def owners(self, stages: Mapping[int, ModelStage], boundary: Boundary) -> Sequence[Owner]:
+        return [self._offloaded]

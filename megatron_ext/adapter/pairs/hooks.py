@@ -1,0 +1,44 @@
+"""Hooks of overlapped forward and backward passes (--overlap-moe-expert-parallel-comm)."""
+
+from __future__ import annotations
+
+from typing import Any, override
+
+from megatron_ext.adapter.pairs.callers import refuse_unplanned, takes_plans
+from megatron_ext.adapter.pairs.overlap_setting import refuse_measuring, requests_pairs
+from megatron_ext.adapter.pairs.planned_stage import PlannedStage
+from megatron_ext.adapter.step.call import Call
+from megatron_ext.adapter.step.connections import Connections
+from megatron_ext.adapter.step.step_hooks import StageClass, StepHooks
+from megatron_ext.adapter.step.training_hooks import TrainingHooks
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.config import PipelineConfig
+
+
+class OverlapHooks(TrainingHooks):
+    """Stages of plans, so that two passes can overlap."""
+
+    @override
+    @classmethod
+    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
+        return requests_pairs(config)
+
+    @override
+    def check_call(self, call: Call) -> None:
+        refuse_measuring(call.config, self._config)
+
+    @override
+    def check_new_program(self, call: Call) -> None:
+        if not call.forward_only:
+            refuse_unplanned(call)
+
+    @override
+    def begin(self, call: Call, program: Program, connections: Connections) -> StepHooks | None:
+        overlaps = program.problem.options.pairs and not call.forward_only
+        return _PlannedStep() if overlaps and takes_plans(call.forward_step_func) else None
+
+
+class _PlannedStep(StepHooks):
+    @override
+    def stage_class(self, number: int) -> StageClass:
+        return PlannedStage

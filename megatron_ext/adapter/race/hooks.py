@@ -1,0 +1,51 @@
+"""Hooks of a race of schedules."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, override
+
+from megatron_ext.adapter.observers.observer import Step, StepObserver
+from megatron_ext.adapter.programs import BatchShape, Programs
+from megatron_ext.adapter.race.step_race import StepRace
+from megatron_ext.adapter.step.call import Call
+from megatron_ext.adapter.step.connections import Connections
+from megatron_ext.adapter.step.training_hooks import TrainingHooks
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.config import PipelineConfig
+from megatron_ext.runtime.interruption import heard_if_it_fails
+
+
+class RaceHooks(TrainingHooks):
+    """Schedule of each step while several race."""
+
+    def __init__(self, config: PipelineConfig, programs: Programs) -> None:
+        super().__init__(config, programs)
+        self._race = StepRace(config, programs)
+
+    @override
+    @classmethod
+    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
+        return ours.race is not None
+
+    @override
+    def observers(self) -> Sequence[StepObserver[Step]]:
+        return [self._race]
+
+    @override
+    def choose_schedule(
+        self,
+        call: Call,
+        shape: BatchShape,
+        make: Callable[[], Program],
+        connections: Connections | None,
+    ) -> None:
+        with contextlib.ExitStack() as stack:
+            if connections is not None:
+                stack.enter_context(heard_if_it_fails(connections.recorder, "the race"))
+            self._race.choose(call, shape, make, connections)
+
+    @override
+    def interrupt(self) -> None:
+        self._race.interrupt()

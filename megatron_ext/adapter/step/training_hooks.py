@@ -1,0 +1,92 @@
+"""Hooks by which a feature takes part in a training, as `step_hooks` are those of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_ext.adapter.observers.observer import Step, StepObserver
+from megatron_ext.adapter.programs import BatchShape, Programs
+from megatron_ext.adapter.step.call import Call
+from megatron_ext.adapter.step.connections import Connections
+from megatron_ext.adapter.step.step_hooks import StepHooks
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.config import PipelineConfig
+
+
+class TrainingHooks:
+    """Part of one feature in one training, made at the first step that has the feature.
+
+    Attributes:
+        trains_first_stage: whether the first stage has backward passes although its chunk may have
+            no trained parameter.
+        needs_callers_hooks: whether steps have to know the hooks that the caller has put on
+            parameters, also where no backward pass is split.
+    """
+
+    trains_first_stage = False
+    needs_callers_hooks = False
+
+    def __init__(self, config: PipelineConfig, programs: Programs) -> None:
+        self._config = config
+        self._programs = programs
+
+    @classmethod
+    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
+        """Return whether a training of ``ours`` has the feature, given Megatron's config of its
+        model."""
+        raise NotImplementedError
+
+    def observers(self) -> Sequence[StepObserver[Step]]:
+        """Return observers of training steps."""
+        return ()
+
+    def check_call(self, call: Call) -> None:
+        """Refuse a call of Megatron's that does not go with the feature."""
+
+    def check_models(self, call: Call) -> None:
+        """Refuse models of ``call``, which come for the first time. Collective over the
+        pipeline."""
+
+    def check_new_program(self, call: Call) -> None:
+        """Refuse a ``call`` before a program is made for it."""
+
+    def before_evaluation(self) -> None:
+        """Called before an evaluation begins."""
+
+    def choose_schedule(
+        self,
+        call: Call,
+        shape: BatchShape,
+        make: Callable[[], Program],
+        connections: Connections | None,
+    ) -> None:
+        """Select the schedule of the training step that begins now, whose costs are known.
+
+        ``make`` builds its program, which ``connections`` then prepares for; None before the first
+        step. Collective over the world at steps that all ranks know.
+        """
+
+    def connect(self, call: Call, program: Program, connections: Connections) -> None:
+        """Make connections of the feature, before the first step. Collective over the pipeline."""
+
+    def expect(self, program: Program, connections: Connections) -> None:
+        """Prepare for steps of ``program``.
+
+        Raises:
+            ShortOfHostMemory: this rank cannot run it.
+        """
+
+    def log_lines(self, call: Call) -> Sequence[str]:
+        """Return lines to log when a new program is trained."""
+        return ()
+
+    def begin(self, call: Call, program: Program, connections: Connections) -> StepHooks | None:
+        """Return the hooks of a step that begins now; None if the feature has no part in it."""
+        return None
+
+    def interrupt(self) -> None:
+        """Note that other work takes place between two steps and belongs to neither."""
+
+    def end(self) -> None:
+        """Release everything: the process groups of the training are gone."""

@@ -1,0 +1,1 @@
+"""Vocabulary parallelism in Megatron's terms: its rows of a rank, and its hooks."""

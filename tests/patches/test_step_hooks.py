@@ -1,0 +1,69 @@
+"""Hooks of features: one feature gives a part of a step, and each answers whether it is on."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ext.adapter.features import FEATURES
+from megatron_ext.adapter.step.step_hooks import StepHooks, one_of
+from megatron_ext.adapter.step.training_hooks import TrainingHooks
+from megatron_ext.config import PipelineConfig
+from megatron_ext.runtime.stage_passes import PassContext
+
+
+class _First(StepHooks):
+    context = PassContext()
+
+
+class _Second(StepHooks):
+    context = PassContext()
+
+
+def test_two_features_that_give_the_same_part_are_named() -> None:
+    given = _First(), StepHooks()
+    assert one_of(given, lambda feature: feature.context) is _First.context
+    assert one_of([StepHooks()], lambda feature: feature.context) is None
+    with pytest.raises(AssertionError, match="_First and _Second give the same part"):
+        one_of([_First(), _Second()], lambda feature: feature.context)
+
+
+# What turns each feature on, and nothing else that has hooks.
+SETTINGS: dict[str, dict[str, str | bool]] = {
+    "PostValidationHooks": {"post_validation": True},
+    "SlicesHooks": {"slices": "2"},
+    "OverlapHooks": {},
+    "VocabularyHooks": {"vocab_parallel": "1"},
+    "OffloadHooks": {"activation_offload": "half"},
+    "LayerGraphsHooks": {},
+    "SplitReportHooks": {"report_split": True},
+    "MetricsHooks": {"metrics": True},
+    "TraceHooks": {"trace": "trace"},
+    "ProfileHooks": {"costs": "profile"},
+    "RaceHooks": {"race": "zb-h1"},
+}
+MEGATRONS: dict[str, dict[str, object]] = {
+    "OverlapHooks": {"overlap_moe_expert_parallel_comm": True},
+    "LayerGraphsHooks": {"cuda_graph_impl": "transformer_engine"},
+}
+
+
+def test_every_feature_is_looked_at() -> None:
+    assert [*SETTINGS] == [feature.__name__ for feature in FEATURES]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_turns_on_its_feature_alone(name: str) -> None:
+    ours = PipelineConfig.parse(schedule="1f1b", **SETTINGS[name])
+    config = SimpleNamespace(**MEGATRONS.get(name, {}))
+    assert [each.__name__ for each in FEATURES if each.is_on(ours, config)] == [name]
+
+
+def test_no_feature_is_on_by_itself() -> None:
+    ours = PipelineConfig(schedule="1f1b")
+    assert not [each for each in FEATURES if each.is_on(ours, SimpleNamespace())]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_hooks_override_what_the_base_declares(feature: type[TrainingHooks]) -> None:
+    own = {name for name in vars(feature) if not name.startswith("_")}
+    assert own <= {*vars(TrainingHooks)}

@@ -1,0 +1,80 @@
+"""Features take part in a training by hooks, and its core files name none of them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+STEP = ROOT / "megatron_ext/adapter/step"
+AT_MOST = 27  # modules of ours that pipeline_training.py imports; it may only fall
+
+# Folders and files of features, by the module's name.
+OF_FEATURES = (
+    *("adapter.slices", "adapter.pairs", "adapter.post_validation", "adapter.race"),
+    *("adapter.transformer_engine", "adapter.vocabulary"),
+    *("adapter.offload", "adapter.step.end_stage", "adapter.step.sliced_stage"),
+    *("runtime.slices", "runtime.vocabulary", "runtime.post_validation", "runtime.host.offload"),
+    *(
+        "adapter.observers.step_metrics",
+        "adapter.observers.step_profile",
+        "adapter.observers.step_trace",
+    ),
+    *("adapter.observers.split_report", "adapter.observers.hooks"),
+)
+CORE = (
+    *(
+        "adapter/step/pipeline_training.py",
+        "adapter/step/passes.py",
+        "adapter/step/pipeline_step.py",
+    ),
+    *("adapter/step/call.py", "adapter/step/connections.py", "adapter/step/step_hooks.py"),
+    *("adapter/step/training_hooks.py", "adapter/observers/observer.py", "runtime/executor.py"),
+    *("runtime/stage_io.py", "runtime/stage_passes.py"),
+)
+
+
+def imported(text: str) -> set[str]:
+    """Return the modules of ours that a module with this ``text`` imports, also in functions."""
+    return {
+        node.module.removeprefix("megatron_ext.")
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom)
+        and node.module is not None
+        and node.module.startswith("megatron_ext.")
+    }
+
+
+def of_features(text: str) -> set[str]:
+    return {
+        name
+        for name in imported(text)
+        if any(name == feature or name.startswith(f"{feature}.") for feature in OF_FEATURES)
+    }
+
+
+@pytest.mark.parametrize("path", CORE)
+def test_core_files_import_no_feature(path: str) -> None:
+    assert not of_features((ROOT / "megatron_ext" / path).read_text())
+
+
+def test_a_feature_that_is_imported_is_found() -> None:
+    inside = "def f():\n    from megatron_ext.adapter.race.hooks import RaceHooks\n"
+    assert of_features(inside) == {"adapter.race.hooks"}
+
+
+def test_only_the_training_imports_the_list_of_features() -> None:
+    package = ROOT / "megatron_ext"
+    importers = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if "adapter.features" in imported(path.read_text())
+    }
+    assert importers == {"adapter/step/pipeline_training.py"}
+
+
+def test_the_training_imports_no_more_modules_than_it_did() -> None:
+    assert len(imported((STEP / "pipeline_training.py").read_text())) == AT_MOST
+    for name in OF_FEATURES:  # none has moved away from this test
+        place = ROOT / "megatron_ext" / name.replace(".", "/")
+        assert place.is_dir() or place.with_suffix(".py").is_file(), name
