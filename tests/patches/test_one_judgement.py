@@ -33,8 +33,8 @@ from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunc
 from megatron_ext.planner import planner
 from megatron_ext.planner.candidate import Plan
 from megatron_ext.schedule.costs_text import save_costs
-from tests.helpers.combinations import IS_NIGHT, at_night, nightly
-from tests.helpers.few_families import only_families, specs_with_few_chunks
+from tests.helpers.combinations import IS_NIGHT, at_night
+from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.short_search import shorten_search
 
@@ -144,7 +144,7 @@ BY_DAY: list[tuple[int, Flags]] = [
 
 # Further ones, at night: each setting of ours that has a value, those of Megatron's that change
 # microbatches, layout, precision or memory, and sizes of public recipes.
-_RECIPES: list[tuple[int, Flags]] = [
+RECIPES: list[tuple[int, Flags]] = [
     (64, _like(32, 4096, 32, 8192, 128256, tp=4, pp=4, ffn=14336, groups=8, batch=128)),
     (64, _like(80, 8192, 64, 8192, 128256, tp=8, pp=4, ffn=28672, groups=8, batch=128)),
     (128, _like(126, 16384, 128, 4096, 128256, tp=8, pp=16, ffn=53248, groups=8, batch=64)),
@@ -167,7 +167,7 @@ _RECIPES: list[tuple[int, Flags]] = [
     (64, _like(60, 7168, 56, 4096, 64000, tp=4, pp=4, ffn=20480, groups=8, batch=64)),
 ]
 _AT_NIGHT: list[tuple[int, Flags]] = [
-    *_RECIPES,
+    *RECIPES,
     *((4, _ours(name)) for name in ("zb-1p", "zb-2p", "gpipe", "v-half", "dualpipe-v", "1f1b-v")),
     *((4, _ours(name)) for name in ("interleaved", "interleaved-zb:vpp=4", "hanayo", "gis")),
     *((4, _ours(name)) for name in ("zb-auto", "v-auto", "loop-auto:vpp=2", "v-min", "2bp")),
@@ -428,35 +428,16 @@ def test_plan_keeps_what_it_wrote(
     and promised what was taken already. Searches are bounded by their effort, not by the clock."""
     shorten_search(monkeypatch)
     only_families(monkeypatch, "1f1b", "interleaved", "zb-h1", "zb-v", "interleaved-zb")
-    _check_that_plan_keeps_what_it_writes(launch_of(ranks, flags))
+    check_that_plan_keeps_what_it_writes(launch_of(ranks, flags))
 
 
-@nightly("plans of five families by day")
-@pytest.mark.parametrize(("ranks", "flags"), _RECIPES, ids=str)
-def test_plan_keeps_what_it_wrote_of_recipes(
-    ranks: int, flags: Flags, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As above for all families, but loops that search with more than three chunks, in steps of 16
-    microbatches or 2 for each pipeline rank: all in a quarter of an hour."""
-    shorten_search(monkeypatch)
-    only_families(monkeypatch, *specs_with_few_chunks())
-    pipeline = flags["pipeline_model_parallel_size"]
-    replicas = ranks // pipeline // flags["tensor_model_parallel_size"]
-    batch = min(flags["global_batch_size"], max(16, 2 * pipeline) * replicas)
-    changed: Flags = {"global_batch_size": batch}
-    if flags["num_layers"] % pipeline:  # as Llama 3's 126, with the embedding and the loss 128
-        changed |= dict.fromkeys(_COUNTED, True)
-    _check_that_plan_keeps_what_it_writes(launch_of(ranks, flags | changed))
-
-
-_COUNTED = tuple(f"account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
 _KEEPS = re.compile(
     r"verdict: +keep it: nothing that fits "
     r"(takes less time|saves 2% of a step \(the shortest, .+, [01]\.\d%\))"
 )
 
 
-def _check_that_plan_keeps_what_it_writes(launch: Launch) -> None:
+def check_that_plan_keeps_what_it_writes(launch: Launch) -> None:
     """The second plan says the seconds and bytes of the first verdict, and keeps it; what saves up
     to 2 % is named with the reason why it is not taken."""
     first = plan_launch(LaunchRequest(launch, gpu=parse_gpu(GPU)))
