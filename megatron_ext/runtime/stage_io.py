@@ -122,7 +122,7 @@ class StageIO(Owner):
         self.gradients[stage, microbatch] = dx
 
     def _needs_gradient(self, stage: int) -> bool:
-        """Whether a stage before ``stage``, or a vocabulary-parallel embedding, is trained."""
+        """Whether a stage before ``stage``, or an embedding before the first stage, is trained."""
         return self._first_trained_stage == 0 or stage > self._first_trained_stage
 
     def forget(self) -> None:

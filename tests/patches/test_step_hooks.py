@@ -1,10 +1,12 @@
 """Hooks of features: one feature gives a part of a step, and each answers whether it is on."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_ext.adapter.features import FEATURES
+from megatron_ext.adapter.step.pipeline_training import PipelineTraining
 from megatron_ext.adapter.step.step_hooks import StepHooks, one_of
 from megatron_ext.adapter.step.training_hooks import TrainingHooks
 from megatron_ext.config import PipelineConfig
@@ -67,3 +69,15 @@ def test_no_feature_is_on_by_itself() -> None:
 def test_hooks_override_what_the_base_declares(feature: type[TrainingHooks]) -> None:
     own = {name for name in vars(feature) if not name.startswith("_")}
     assert own <= {*vars(TrainingHooks)}
+
+
+def test_a_training_that_has_ended_holds_nothing_of_its_features() -> None:
+    """Buffers on the host and collectives lived on in their hooks, until another training began."""
+    training = PipelineTraining(PipelineConfig(schedule="1f1b"))
+    hooks = TrainingHooks(PipelineConfig(schedule="1f1b"), training._programs)
+    training._hooks[TrainingHooks] = hooks
+    alive = weakref.ref(hooks)
+    del hooks
+    training.end()
+    assert training.is_over
+    assert alive() is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, override
 
-from megatron_ext.adapter.observers.observer import Step, StepObserver
+from megatron_ext.adapter.observers.observer import ObservedStep, Step, StepObserver
 from megatron_ext.adapter.observers.split_report import SplitReport
 from megatron_ext.adapter.observers.step_metrics import StepMetrics
 from megatron_ext.adapter.observers.step_profile import StepProfile, costs_path
@@ -41,6 +41,11 @@ class MetricsHooks(TrainingHooks):
     def observers(self) -> Sequence[StepObserver[Step]]:
         return [StepMetrics(overlap=self._config.post_validation)]
 
+    @override
+    @classmethod
+    def stock_observers(cls, ours: PipelineConfig) -> Sequence[StepObserver[ObservedStep]]:
+        return [StepMetrics(overlap=False)] if ours.metrics else []
+
 
 class TraceHooks(TrainingHooks):
     """Trace of some iterations."""
@@ -55,6 +60,13 @@ class TraceHooks(TrainingHooks):
         config = self._config
         assert config.trace is not None
         return [StepTrace(config.trace, config.trace_iters, overlap=config.post_validation)]
+
+    @override
+    @classmethod
+    def stock_observers(cls, ours: PipelineConfig) -> Sequence[StepObserver[ObservedStep]]:
+        if ours.trace is None:
+            return []
+        return [StepTrace(ours.trace, ours.trace_iters, of_stock=True)]
 
 
 class ProfileHooks(TrainingHooks):

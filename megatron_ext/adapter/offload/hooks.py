@@ -17,9 +17,10 @@ from megatron_ext.adapter.step.training_hooks import TrainingHooks
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
-from megatron_ext.runtime.host.offload import ActivationOffload, OffloadedStep
+from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Owner
+from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.problem import Offload
 
 
@@ -52,13 +53,15 @@ class OffloadHooks(TrainingHooks):
     def begin(self, call: Call, program: Program, connections: Connections) -> StepHooks | None:
         if call.forward_only:
             return None
-        return _StepOffload(self._offload.step(program.schedule.rows[self._offload.rank]))
+        return _StepOffload(self._offload, program.schedule.rows[self._offload.rank])
 
 
 class _StepOffload(StepHooks):
-    def __init__(self, offloaded: OffloadedStep) -> None:
-        self.context = self._offloaded = offloaded
+    def __init__(self, offload: ActivationOffload, row: tuple[Action, ...]) -> None:
+        self._offload = offload
+        self._row = row
 
     @override
     def owners(self, stages: Mapping[int, ModelStage], boundary: Boundary) -> Sequence[Owner]:
-        return [self._offloaded]
+        offloaded = self.context = self._offload.step(self._row)
+        return [offloaded]

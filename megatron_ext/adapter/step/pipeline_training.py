@@ -75,7 +75,8 @@ class PipelineTraining:
         if recorder is not None:
             stop_listening(recorder)
             Watchdog.forget(recorder)
-        for feature in self._hooks.values():
+        hooks, self._hooks = self._hooks, {}
+        for feature in hooks.values():
             feature.end()
 
     def finish(self, iteration: int) -> None:
@@ -90,18 +91,18 @@ class PipelineTraining:
 
     def run(self, call: Call) -> list[Any]:
         """Run one step, with the result of Megatron's schedule functions."""
-        recorder = self._recorder or self._begin(call.pipeline)
-        try:
-            return self._run(call, recorder)
-        finally:
-            recorder.leave()
-
-    def _run(self, call: Call, recorder: Recorder) -> list[Any]:
-        if recorder.has_failed and self._connections is None:
-            raise closed(recorder.rank)
         hooks = self._hooks_for(call)
         for feature in hooks:
             feature.check_call(call)
+        recorder = self._recorder or self._begin(call.pipeline)
+        try:
+            return self._run(call, recorder, hooks)
+        finally:
+            recorder.leave()
+
+    def _run(self, call: Call, recorder: Recorder, hooks: Sequence[TrainingHooks]) -> list[Any]:
+        if recorder.has_failed and self._connections is None:
+            raise closed(recorder.rank)
         if call.forward_only:
             for feature in hooks:
                 feature.before_evaluation()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_ext.adapter.observers.observer import Step, StepObserver
+from megatron_ext.adapter.observers.observer import ObservedStep, Step, StepObserver
 from megatron_ext.adapter.programs import BatchShape, Programs
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
@@ -39,6 +39,11 @@ class TrainingHooks:
 
     def observers(self) -> Sequence[StepObserver[Step]]:
         """Return observers of training steps."""
+        return ()
+
+    @classmethod
+    def stock_observers(cls, ours: PipelineConfig) -> Sequence[StepObserver[ObservedStep]]:
+        """Return observers of training steps that Megatron's own functions run under ``ours``."""
         return ()
 
     def check_call(self, call: Call) -> None:

@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 from megatron.core.utils import get_model_config, log_single_rank
 
+from megatron_ext.adapter.features import FEATURES
 from megatron_ext.adapter.job import basis_of
 from megatron_ext.adapter.observers.observer import (
     ObservedStep,
@@ -23,8 +24,6 @@ from megatron_ext.adapter.observers.observer import (
     StocksStep,
     of_all_steps,
 )
-from megatron_ext.adapter.observers.step_metrics import StepMetrics
-from megatron_ext.adapter.observers.step_trace import StepTrace
 from megatron_ext.adapter.programs import Programs
 from megatron_ext.adapter.stock.predicted_parts import model_parts_of
 from megatron_ext.adapter.stock.stock_order import family_of, why_unseen
@@ -79,7 +78,9 @@ class StockTraining:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        self._observers = _observers(config)
+        self._observers: list[StepObserver[ObservedStep]] = [*of_all_steps]
+        for feature in FEATURES:
+            self._observers += feature.stock_observers(config)
         self._programs: dict[str, Programs] = {}  # by the spec with Megatron's order
         self._parts_by_spec: dict[str, ModelParts | None] = {}
         self._parts: ModelParts | None = None  # of the stages of the step that runs
@@ -171,12 +172,3 @@ class StockTraining:
         if why not in self._said:
             log_single_rank(logger, logging.WARNING, f"nothing of Megatron's step is seen: {why}")
         self._said.add(why)
-
-
-def _observers(config: PipelineConfig) -> list[StepObserver[ObservedStep]]:
-    observers: list[StepObserver[ObservedStep]] = [*of_all_steps]
-    if config.metrics:
-        observers.append(StepMetrics(overlap=False))
-    if config.trace is not None:
-        observers.append(StepTrace(config.trace, config.trace_iters, of_stock=True))
-    return observers

@@ -69,7 +69,8 @@ class _VocabularyStep(StepHooks):
 
     @override
     def split(self, split: Split) -> Split:
-        return replace(split, separate_weights=frozenset([self._shard.output]))
+        output = frozenset([self._shard.output])
+        return replace(split, at_once=frozenset(), separate_weights=output)
 
     @override
     def stage_class(self, number: int) -> StageClass | None:
