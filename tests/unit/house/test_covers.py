@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from scripts.evaluation.recipes import settings as of_recipes
 from scripts.evaluation.recipes.public_form import read_recipes
 from scripts.evaluation.recipes.recipe import RECIPES, Recipe, read_models, resolve
 from tests.helpers import witnesses
@@ -18,7 +19,13 @@ from tests.helpers.covers.collecting import marks_of
 from tests.helpers.covers.feature import Feature
 from tests.helpers.covers.markers import Shown, collect, read_mark
 from tests.helpers.covers.tested import Evidence, features_of, kind_of
-from tests.helpers.covers.vocabulary import GRADES, KINDS, features, may_wait_for_a_gpu
+from tests.helpers.covers.vocabulary import (
+    GRADES,
+    KINDS,
+    OTHER_NAMES,
+    features,
+    may_wait_for_a_gpu,
+)
 from tests.helpers.documents import check_written, table
 
 LINE = ("line",)
@@ -26,6 +33,11 @@ LINE = ("line",)
 
 def read(grade: Any = "A", kinds: Any = LINE, /, needs_gpu: bool = False, **settings: Any) -> Any:
     return read_mark("a test", (grade, kinds), settings, needs_gpu=needs_gpu)
+
+
+def test_names_that_mean_the_same_are_those_of_recipes() -> None:
+    """Marks of tests import nothing of scripts, so that the names stand in both."""
+    assert of_recipes.OTHER_NAMES == OTHER_NAMES
 
 
 def test_all_marks_are_understood(request: pytest.FixtureRequest) -> None:
