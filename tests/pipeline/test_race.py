@@ -128,7 +128,7 @@ def said(capfd: pytest.CaptureFixture[str]) -> str:
             ),
             ("interleaved-zb", 2, None, "interleaved-zb", {}),
             ("gis", 4, None, "gis", {"tensor_model_parallel_size": 2}),
-            ("zb-2p", 2, "1f1b", "nobody", {"pipeline_vocab_parallel": "2"}),
+            ("zb-2p", 2, "1f1b", "no schedule", {"pipeline_vocab_parallel": "2"}),
             ("zb-h1", 2, None, "zb-h1", {"pipeline_activation_offload": "half"}),
         ),
     ],
