@@ -133,12 +133,12 @@ class PipelineTraining:
 
     def _hooks_for(self, call: Call) -> list[TrainingHooks]:
         """Return the hooks of the features that ``call`` has."""
-        classes = [of for of in FEATURES if of.is_on(self._config, call.config)]
-        for of in classes:
-            if of not in self._hooks:
-                self._hooks[of] = of(self._config, self._programs)
-                self._observers += self._hooks[of].observers()
-        return [self._hooks[of] for of in classes]
+        features = [kind for kind in FEATURES if kind.is_on(self._config, call.config)]
+        for feature in features:
+            if feature not in self._hooks:
+                self._hooks[feature] = feature(self._config, self._programs)
+                self._observers += self._hooks[feature].observers()
+        return [self._hooks[feature] for feature in features]
 
     def _train(self, step: Step) -> list[Any]:
         call = step.call

@@ -320,7 +320,7 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_bad_costs_files(data: Any, message: str, tmp_path: Path) -> None:
-    """What is wrong in a file must not be read as nothing: messages that cost 0, bytes not held."""
+    """A wrong value in a file must not be read as none: as messages that cost 0, or no bytes."""
     path = written_costs(tmp_path, data)
     with pytest.raises(ValueError) as refusal:
         load_costs(path, LINE)
