@@ -5,54 +5,39 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from typing import override
 
-from megatron_ext.compile.pairs import built_with_pairs, check_pairs, with_pairs
+from megatron_ext.compile.build_hooks import Construction
+from megatron_ext.compile.features import build_hooks_of
 from megatron_ext.compile.program.communication import communicate
-from megatron_ext.compile.program.memory import bytes_for, in_bytes, peaks, without_reserved
+from megatron_ext.compile.program.memory import bytes_for, in_bytes, peaks
 from megatron_ext.compile.program.message_order import order_messages
-from megatron_ext.compile.program.simulate import step_seconds
-from megatron_ext.compile.program.verify import (
-    OverLimit,
-    Program,
-    check_compute,
-    prove,
-    within_limit,
-)
+from megatron_ext.compile.program.verify import Program, check_compute, prove, within_limit
 from megatron_ext.compile.program.waits import await_sends
 from megatron_ext.compile.registry import ResolvedSpec, entries
 from megatron_ext.compile.size import check_size, problem_size
-from megatron_ext.compile.transforms.offload import offload
 from megatron_ext.compile.transforms.omitted_backward import (
     drop_frozen_prefix,
     keep_forward,
     without_backward,
 )
-from megatron_ext.compile.transforms.post_validation import validate_afterwards
-from megatron_ext.compile.transforms.recompute import recompute
-from megatron_ext.compile.transforms.vocabulary import INTERVALS, divide_vocabulary
-from megatron_ext.compile.transforms.vocabulary_costs import share_vocabulary
 from megatron_ext.garbage import uncollected
 from megatron_ext.progress import task
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.problem import Offload, Problem, Recompute, VocabularyParallel
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, Transform
 
 _TRIES = 4  # times that the memory of messages is subtracted from that of passes
-_STEP = 0.05  # least share of the passes' memory that is subtracted at a time
-_NOT_MUCH_LESS = 0.8  # times what a schedule needs: lower end of the search for a sufficient limit
-_LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # factors of the memory limit for families, see _looser_limits
 
 
 def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
     """Return the proved program of ``resolved`` for ``problem``.
 
-    The costs of the program's own problem may differ: with vocabulary parallelism they have a
-    partitioned vocabulary, and if the first stages have nothing to train, no backward passes of
-    these.
+    The costs of the program's own problem may differ: features change them, and if the first stages
+    have nothing to train, these have no backward passes.
 
     Raises:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
@@ -60,15 +45,19 @@ def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
     """
     check_size(problem)
     _check_slices(resolved, problem)
-    check_pairs(resolved, problem)
-    problem = _with_own_costs(problem)
-    with task(f"building {resolved.spec} for {problem_size(problem)}"), uncollected():
-        if _adds_recompute(resolved, problem) and not problem.forward_only:
-            return _shortest_with_recompute(resolved, problem)
-        with caching_proofs():
-            if problem.options.activation_offload is not Offload.NONE and not problem.forward_only:
-                return _first_with_offload(resolved, problem)
-            return _proof(*_made(resolved, problem))
+    features = build_hooks_of(problem)
+    for feature in features:
+        feature.check(resolved, problem)
+    construction = _Construction(resolved, _with_own_costs(problem), _PROOFS.get() is not None)
+    with (
+        task(f"building {resolved.spec} for {problem_size(problem)}"),
+        uncollected(),
+        caching_proofs(),
+    ):
+        for feature in features:
+            if (program := feature.program(construction)) is not None:
+                return program
+        return _proof(*construction.within_limit())
 
 
 def prove_built(schedule: Schedule, problem: Problem) -> Program:
@@ -84,41 +73,102 @@ def prove_built(schedule: Schedule, problem: Problem) -> Program:
         return prove(schedule, problem)
 
 
-def _made(resolved: ResolvedSpec, problem: Problem) -> tuple[Schedule, Problem, Schedule | None]:
-    """Return the family's passes within the memory limit, the problem, and the same passes
-    transformed, if they are."""
-    limit = _limit_of_passes(resolved, problem)
-    passes, schedule = _compute(resolved, problem, limit), None
-    if limit is not None and limit.bytes is not None:
-        passes, schedule = _with_memory_for_messages(resolved, problem, limit.bytes, passes)
-    return passes, problem, schedule
+def complete(schedule: Schedule, problem: Problem) -> Program:
+    """Return the proved program of ``schedule``, which has compute actions only, for ``problem``.
 
-
-def _first_with_offload(resolved: ResolvedSpec, problem: Problem) -> Program:
-    """Return the program of the first passes that fit into the memory limit with copies to the
-    host. The family makes its passes within looser limits than the problem's, the loosest first,
-    and at last those that fit without copies.
+    Its costs are changed as by `build_program`.
 
     Raises:
-        OverLimit: none of them fits.
-        ValueError: the family has none.
+        InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
     """
-    without = problem.with_options(activation_offload=Offload.NONE)
-    limits = _looser_limits(problem)
-    makers: list[Callable[[], Schedule]] = [partial(_compute, resolved, problem, x) for x in limits]
-    if problem.memory_limit is not None:
-        makers.append(lambda: _made(resolved, without)[0])
-    tried: set[Schedule] = set()
-    refusals: list[ValueError] = []
-    for make in makers:
-        try:
-            passes = make()
-            if passes not in tried:
-                tried.add(passes)
-                return _proof(passes, problem)
-        except ValueError as error:
-            refusals.append(error)
-    raise refusals[0]
+    problem = _with_own_costs(problem)
+    for feature in build_hooks_of(problem):
+        schedule = feature.completed(schedule, problem)
+    _check_passes(schedule, problem)
+    return _proof(schedule, problem)
+
+
+@dataclass(frozen=True)
+class _Construction(Construction):
+    @override
+    def passes(self, limit: MemoryLimit | None) -> Schedule:
+        alone, features = self.problem, build_hooks_of(self.problem)
+        for feature in features:
+            alone = feature.for_family(self.resolved, alone)
+        alone = replace(alone, memory_limit=limit, first_trained_stage=0)
+        made = (feature.made(self.resolved, alone) for feature in features)
+        schedule = next((passes for passes in made if passes is not None), None)
+        if schedule is None:
+            schedule = self.resolved.build(alone)
+        _check_passes(schedule, self.problem)
+        return schedule
+
+    @override
+    def passes_with_messages(self) -> Schedule:
+        return self.within_limit()[0]
+
+    @override
+    def transformed(self, passes: Schedule, limit: MemoryLimit | None) -> Schedule:
+        return _transformed(passes, replace(self.problem, memory_limit=limit))
+
+    @override
+    def proved(self, passes: Schedule) -> Program:
+        return _proof(passes, self.problem)
+
+    @override
+    def of(self, resolved: ResolvedSpec, problem: Problem) -> Construction:
+        return replace(self, resolved=resolved, problem=problem)
+
+    def within_limit(self) -> tuple[Schedule, Problem, Schedule | None]:
+        """Return the family's passes within the memory limit, the problem, and the same passes
+        transformed, if they are."""
+        limit = self._limit_of_passes()
+        passes, schedule = self.passes(limit), None
+        if limit is not None and limit.bytes is not None:
+            passes, schedule = self._with_memory_for_messages(limit.bytes, passes)
+        return passes, self.problem, schedule
+
+    def _limit_of_passes(self) -> MemoryLimit | None:
+        """Return the memory limit of the family's passes: the problem's, less the additional memory
+        of features. None in an evaluation, which holds nothing for a backward pass."""
+        limit = self.problem.memory_limit
+        if limit is None or self.problem.forward_only:
+            return None
+        for feature in build_hooks_of(self.problem):
+            limit = feature.limit_of_passes(limit, self.problem)
+        return limit
+
+    def _with_memory_for_messages(
+        self, allowed: int, passes: Schedule
+    ) -> tuple[Schedule, Schedule]:
+        """Return passes that leave enough memory for their messages, and the same passes
+        transformed. If messages bring ``passes`` over the memory limit, the family makes others
+        that hold less by the excess.
+
+        If there are no such passes, ``passes`` are returned, so that `prove` says how much they
+        need.
+
+        Args:
+            allowed: bytes that passes may hold.
+        """
+        problem, limit = self.problem, self.problem.memory_limit
+        assert limit is not None and limit.bytes is not None
+        bytes_for(limit, problem.costs)
+        known = _cached(passes, problem)
+        first = passes, _transformed(passes, problem) if known is None else known.schedule
+        smaller, schedule = first
+        for _ in range(_TRIES):
+            over = max(peaks(schedule, in_bytes(problem.costs))) - limit.bytes
+            if over <= 0:
+                return smaller, schedule
+            allowed -= math.ceil(over)
+            try:
+                made = self.passes(MemoryLimit(bytes=allowed))
+            except ValueError:
+                break
+            if made != smaller:  # not all families can do with less
+                smaller, schedule = made, _transformed(made, problem)
+        return first
 
 
 _PROOFS: ContextVar[deque[tuple[Schedule, Program]] | None] = ContextVar("kept", default=None)
@@ -171,8 +221,7 @@ def _cached(passes: Schedule, problem: Problem) -> Program | None:
 
 def _limit_inserts(problem: Problem) -> bool:
     """Return whether the inserted actions depend on the memory limit."""
-    options = problem.options
-    return options.activation_offload is not Offload.NONE or options.recompute != Recompute()
+    return any(feature.inserts_by_limit for feature in build_hooks_of(problem))
 
 
 def _check_slices(resolved: ResolvedSpec, problem: Problem) -> None:
@@ -184,231 +233,38 @@ def _check_slices(resolved: ResolvedSpec, problem: Problem) -> None:
         )
 
 
-def _shortest_with_recompute(resolved: ResolvedSpec, problem: Problem) -> Program:
-    """Return the shortest program that fits into the memory limit with recompute. The family makes
-    its passes within looser limits than the problem's, and recompute reduces their memory.
-
-    Raises:
-        OverLimit: none of them fits. It names a sufficient limit.
-    """
-    if resolved.traits.searches and problem.slices.count > 1:
-        resolved = resolved.without_search  # not a search for each limit
-    programs, refusals = _with_recompute(resolved, problem)
-    if programs:
-        return min(programs, key=lambda program: step_seconds(program, problem.costs))
-    # A family may refuse a limit that recompute would meet, as it does not know of recompute.
-    over = [error for error in refusals if isinstance(error, OverLimit)]
-    if problem.memory_limit is None or not over:
-        raise refusals[-1]
-    if _PROOFS.get() is not None:
-        raise over[0]  # many schedules are compared: the least limit is not shown
-    least = _least_that_is_enough(resolved.without_search, problem, problem.memory_limit, over)
-    raise over[0].naming(least, problem.memory_limit)
-
-
-def _with_recompute(
-    resolved: ResolvedSpec, problem: Problem
-) -> tuple[list[Program], list[ValueError]]:
-    """Build the family's passes within each looser limit, and return the programs and the refusals.
-    The first of these is for the passes without a limit, if they can be made."""
-    tried: set[Schedule] = set()
-    programs: list[Program] = []
-    refusals: list[ValueError] = []
-    for limit in _looser_limits(problem):
-        try:
-            passes = _compute(resolved, problem, limit)
-            if passes not in tried:
-                tried.add(passes)
-                programs.append(_proved_in_bytes(passes, problem))
-        except ValueError as error:
-            refusals.append(error)
-    return programs, refusals
-
-
-def _least_that_is_enough(
-    resolved: ResolvedSpec, problem: Problem, limit: MemoryLimit, over: Sequence[OverLimit]
-) -> float:
-    """Return the least sufficient memory limit that a few tries find. ``limit`` is not sufficient.
-
-    The need of the passes that are made without a limit is sufficient, as these are tried within
-    each limit. Less may suffice: within another limit the family makes another order, and other
-    passes are recomputed.
-    """
-    enough = over[0].least
-    too_little = max(limit.amount, _NOT_MUCH_LESS * min(error.least for error in over))
-    next_try = min(error.least for error in over)
-    for _ in range(_TRIES):
-        if not too_little < next_try < enough:
-            next_try = (too_little + enough) / 2
-        candidate = limit.of(math.ceil(next_try) if limit.bytes is not None else next_try)
-        programs, _ = _with_recompute(resolved, replace(problem, memory_limit=candidate))
-        if programs:
-            enough = candidate.amount
-        else:
-            too_little = candidate.amount
-    return enough
-
-
-def _looser_limits(problem: Problem) -> list[MemoryLimit | None]:
-    """Return the memory limits to give the family before copies or recompute, the loosest first."""
-    limit = problem.memory_limit
-    if limit is None:
-        return [None]
-    return [None, *map(limit.scaled, _LOOSER)]
-
-
-def _proved_in_bytes(passes: Schedule, problem: Problem) -> Program:
-    """Return the program of ``passes``. If messages bring it over a limit in bytes, recompute gets
-    a limit that is smaller by the excess.
-
-    Raises:
-        InvalidSchedule: as `prove`.
-    """
-    limit = problem.memory_limit
-    schedule = _transformed(passes, problem)
-    if limit is None or limit.bytes is None:
-        return prove(schedule, problem)
-    bytes_for(limit, problem.costs)
-    allowed = limit.bytes
-    for _ in range(2 * _TRIES):
-        over = max(peaks(schedule, in_bytes(problem.costs))) - limit.bytes
-        if over <= 0:
-            break
-        allowed -= math.ceil(max(over, _STEP * allowed))  # recompute frees large pieces
-        if allowed <= 0:
-            break
-        within = replace(problem, memory_limit=MemoryLimit(bytes=allowed))
-        schedule = _transformed(passes, within)
-    return prove(schedule, problem)
-
-
-def complete(schedule: Schedule, problem: Problem) -> Program:
-    """Return the proved program of ``schedule``, which has compute actions only, for ``problem``.
-
-    Its costs are changed as by `build_program`.
-
-    Raises:
-        InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
-    """
-    problem = _with_own_costs(problem)
-    schedule = with_pairs(schedule, problem)
-    _check_passes(schedule, problem)
-    return _proof(schedule, problem)
-
-
 def _with_own_costs(problem: Problem) -> Problem:
-    """Return ``problem`` with its costs adapted to frozen stages and vocabulary parallelism."""
-    costs = problem.costs
+    """Return ``problem`` with its costs adapted to frozen stages and to features."""
     if problem.first_trained_stage:
-        costs = without_backward(costs, problem.first_trained_stage)
-    if problem.options.vocab_parallel is not VocabularyParallel.NONE:
-        costs = share_vocabulary(costs, problem.placement, problem.options.vocab_parallel)
-    return replace(problem, costs=costs)
+        costs = without_backward(problem.costs, problem.first_trained_stage)
+        problem = replace(problem, costs=costs)
+    for feature in build_hooks_of(problem):
+        problem = feature.with_own_costs(problem)
+    return problem
 
 
 def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has compute actions only, with all inserted actions."""
-    transforms: list[Transform] = [communicate, order_messages, await_sends]
-    if problem.options.vocab_parallel is not VocabularyParallel.NONE:
-        transforms.insert(0, divide_vocabulary)
+    features = build_hooks_of(problem)
+    transforms: list[Transform] = []
+    for feature in features:
+        transforms += feature.before_messages(problem)
     if problem.forward_only:
-        transforms.insert(transforms.index(communicate), keep_forward)
-    elif problem.options.recompute != Recompute():
-        transforms.insert(transforms.index(communicate), recompute)
-    if not problem.forward_only:
-        transforms += _for_training(problem)
+        transforms.append(keep_forward)
+    transforms += [communicate, order_messages, await_sends]
+    if problem.first_trained_stage and not problem.forward_only:
+        transforms.append(drop_frozen_prefix)
+    for feature in features if not problem.forward_only else ():
+        transforms += feature.after_messages(problem)
     for transform in transforms:
         schedule = transform(schedule, problem)
     return schedule
 
 
-def _for_training(problem: Problem) -> list[Transform]:
-    transforms: list[Transform] = [drop_frozen_prefix] if problem.first_trained_stage else []
-    if problem.options.activation_offload is not Offload.NONE:
-        transforms.append(offload)
-    elif problem.options.steps_overlap:
-        transforms.append(validate_afterwards)
-    return transforms
-
-
-def _places_recompute(resolved: ResolvedSpec, problem: Problem) -> bool:
-    """Return whether the family itself chooses the activations to recompute."""
-    is_uncut = problem.slices.count == 1  # a search of slices recomputes none
-    return resolved.traits.fits_recompute and problem.options.recompute.fit and is_uncut
-
-
-def _adds_recompute(resolved: ResolvedSpec, problem: Problem) -> bool:
-    """Return whether recompute is added to the family's passes afterwards."""
-    is_requested = problem.options.recompute != Recompute()
-    return is_requested and not _places_recompute(resolved, problem)
-
-
-def _limit_of_passes(resolved: ResolvedSpec, problem: Problem) -> MemoryLimit | None:
-    """Return the memory limit of the family's passes: the problem's, less the additional memory of
-    vocabulary parallelism. None with recompute, whose savings are not known yet, and in an
-    evaluation, which holds nothing for a backward pass."""
-    if problem.forward_only or _adds_recompute(resolved, problem):
-        return None
-    limit = problem.memory_limit
-    if limit is not None and problem.options.vocab_parallel is not VocabularyParallel.NONE:
-        limit = without_reserved(limit, INTERVALS[problem.options.vocab_parallel], problem)
-    return limit
-
-
-def _with_memory_for_messages(
-    resolved: ResolvedSpec, problem: Problem, allowed: int, passes: Schedule
-) -> tuple[Schedule, Schedule]:
-    """Return passes that leave enough memory for their messages, and the same passes transformed.
-    If messages bring ``passes`` over the memory limit, the family makes others that hold less by
-    the excess.
-
-    If there are no such passes, ``passes`` are returned, so that `prove` says how much they need.
-
-    Args:
-        allowed: bytes that passes may hold.
-    """
-    limit = problem.memory_limit
-    assert limit is not None and limit.bytes is not None
-    bytes_for(limit, problem.costs)
-    known = _cached(passes, problem)
-    first = passes, _transformed(passes, problem) if known is None else known.schedule
-    smaller, schedule = first
-    for _ in range(_TRIES):
-        over = max(peaks(schedule, in_bytes(problem.costs))) - limit.bytes
-        if over <= 0:
-            return smaller, schedule
-        allowed -= math.ceil(over)
-        try:
-            made = _compute(resolved, problem, MemoryLimit(bytes=allowed))
-        except ValueError:
-            break
-        if made != smaller:  # not all families can do with less
-            smaller, schedule = made, _transformed(made, problem)
-    return first
-
-
-def _compute(resolved: ResolvedSpec, problem: Problem, limit: MemoryLimit | None) -> Schedule:
-    """Return the compute actions that the family makes within ``limit``."""
-    alone = replace(_for_family(problem), memory_limit=limit)
-    if _places_recompute(resolved, problem):
-        alone = alone.with_options(recompute=problem.options.recompute)
-    schedule = built_with_pairs(resolved, alone, alone.with_options(pairs=problem.options.pairs))
-    _check_passes(schedule, problem)
-    return schedule
-
-
 def _check_passes(schedule: Schedule, problem: Problem) -> None:
-    alone = replace(_for_family(problem), forward_only=False)
-    check_compute(schedule, alone.with_options(pairs=problem.options.pairs))
-
-
-def _for_family(problem: Problem) -> Problem:
-    """Return ``problem`` as a family sees it: without the options that transforms add, and with the
-    stages that they remove."""
-    alone = problem.with_options(
-        vocab_parallel=VocabularyParallel.NONE,
-        activation_offload=Offload.NONE,
-        recompute=Recompute(),
-        pairs=False,
-    )
-    return replace(alone, first_trained_stage=0)
+    """Refuse passes that a family must not make of ``problem``, with the stages that transforms
+    remove."""
+    alone = problem
+    for feature in build_hooks_of(problem):
+        alone = feature.without(alone)
+    check_compute(schedule, replace(alone, first_trained_stage=0, forward_only=False))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import override
 
+from megatron_ext.compile.build_hooks import BuildHooks
 from megatron_ext.compile.program.memory import in_microbatches, limited_amount, peaks
 from megatron_ext.compile.program.simulate import simulate_unproved
 from megatron_ext.compile.registry import ResolvedSpec, entries, on_placement
@@ -14,15 +16,30 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
 
-def check_pairs(resolved: ResolvedSpec, problem: Problem) -> None:
-    """Raise ValueError if pairs are requested of a schedule that can have none."""
-    if problem.options.pairs and problem.placement.chunks < 2:
-        others = [name for name, entry in entries().items() if entry.traits.keeps_pairs]
-        raise ValueError(
-            f"schedule {resolved.spec} has one stage on each rank, and pairs of a forward and a "
-            "backward pass need several (Megatron too requires virtual stages): choose one of "
-            f"{', '.join(others)}, or no pairs"
-        )
+class OverlapBuild(BuildHooks):
+    """Pairs of a forward and a backward pass that run as one."""
+
+    @override
+    def is_on(self, problem: Problem) -> bool:
+        return True  # a schedule that has pairs loses them if none are requested
+
+    @override
+    def check(self, resolved: ResolvedSpec, problem: Problem) -> None:
+        if problem.options.pairs and problem.placement.chunks < 2:
+            others = [name for name, entry in entries().items() if entry.traits.keeps_pairs]
+            raise ValueError(
+                f"schedule {resolved.spec} has one stage on each rank, and pairs of a forward and "
+                f"a backward pass need several (Megatron too requires virtual stages): choose one "
+                f"of {', '.join(others)}, or no pairs"
+            )
+
+    @override
+    def made(self, resolved: ResolvedSpec, problem: Problem) -> Schedule | None:
+        return _made_with_pairs(resolved, problem.with_options(pairs=False), problem)
+
+    @override
+    def completed(self, passes: Schedule, problem: Problem) -> Schedule:
+        return with_pairs(passes, problem)
 
 
 def with_pairs(schedule: Schedule, problem: Problem) -> Schedule:
@@ -32,7 +49,7 @@ def with_pairs(schedule: Schedule, problem: Problem) -> Schedule:
     return overlap_passes(schedule, problem)
 
 
-def built_with_pairs(resolved: ResolvedSpec, alone: Problem, problem: Problem) -> Schedule:
+def _made_with_pairs(resolved: ResolvedSpec, alone: Problem, problem: Problem) -> Schedule:
     """Return the passes of ``resolved`` for ``problem``, which its family sees as ``alone``.
 
     A search does not know of pairs. With pairs the result is therefore the fastest of its schedule

@@ -1,5 +1,6 @@
 """Features take part in a training by hooks, and its core files name none of them."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,11 @@ CORE = (
     *("adapter/step/call.py", "adapter/step/connections.py", "adapter/step/step_hooks.py"),
     *("adapter/step/training_hooks.py", "adapter/observers/observer.py", "runtime/executor.py"),
     *("runtime/stage_io.py", "runtime/stage_passes.py", "adapter/stock/stock_step.py"),
+)
+# Options of a schedule, and the words for what they do.
+OF_OPTIONS = (
+    *("vocab", "offload", "recompute", "overlap", "pairs", "post_validation", "profile"),
+    *("host", "batched"),
 )
 
 
@@ -68,6 +74,27 @@ def test_only_trainings_import_the_list_of_features() -> None:
         if any(within(name, "adapter.features") for name in imported(path.read_text()))
     }
     assert importers == {"adapter/step/pipeline_training.py", "adapter/stock/stock_step.py"}
+
+
+def test_the_construction_of_programs_names_no_feature() -> None:
+    """It reads whether microbatches are cut and which stages are trained, of which every family has
+    to know; what else the problem asks for is done by the hooks of `compile.features`."""
+    tree = ast.parse((ROOT / "megatron_ext/compile/build.py").read_text())
+    assert not named_features(tree)
+
+
+def test_a_feature_that_is_named_in_a_construction_is_found() -> None:
+    assert named_features(ast.parse("if problem.options.activation_offload: pass")) == {
+        "activation_offload"
+    }
+    assert named_features(ast.parse("schedule = divide_vocabulary(schedule)"))
+    assert not named_features(ast.parse("problem.slices.count, problem.first_trained_stage"))
+
+
+def named_features(tree: ast.AST) -> set[str]:
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return {name for name in names if any(word in name.lower() for word in OF_OPTIONS)}
 
 
 def test_the_training_imports_no_more_modules_than_it_did() -> None:

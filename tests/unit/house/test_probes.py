@@ -48,10 +48,10 @@ def with_costs_of_dummies(costs):
     ),
     (
         "compile/build.py",
-        "    return replace(problem, costs=costs)\n\n\ndef _transformed",
+        "    return problem\n\n\ndef _transformed",
         "    from megatron_ext.compile.transforms.dummy import with_costs_of_dummies\n"
-        "    if problem.options.recompute != Recompute():\n"
-        "        costs = with_costs_of_dummies(costs)\n",
+        "    if problem.options.requests('recompute'):\n"
+        "        problem = replace(problem, costs=with_costs_of_dummies(problem.costs))\n",
     ),
     (
         "runtime/dummy.py",
@@ -75,7 +75,7 @@ class Dummies(Owner):
         "compile/build.py",
         "    for transform in transforms:\n        schedule = transform(",
         "    from megatron_ext.compile.transforms.dummy import with_dummies\n"
-        "    if problem.options.recompute != Recompute():\n"
+        "    if problem.options.requests('recompute'):\n"
         "        transforms.insert(transforms.index(communicate), with_dummies)\n",
     ),
 )
@@ -161,10 +161,21 @@ _FLAG: tuple[Edit, ...] = (
         '    Conflict(("late_weights", "recompute"), "this is a dummy"),\n',
     ),
     (
-        "compile/transforms/late_weights.py",
+        "compile/late_weights.py",
         "",
         """from dataclasses import replace
+from megatron_ext.compile.build_hooks import BuildHooks
 from megatron_ext.schedule.action import Kind
+
+class LateWeightsBuild(BuildHooks):
+    def is_on(self, problem):
+        return problem.options.late_weights
+
+    def without(self, problem):
+        return problem.with_options(late_weights=False)
+
+    def before_messages(self, problem):
+        return () if problem.forward_only else (late_weights,)
 
 def late_weights(schedule, problem):
     rows = (sorted(row, key=lambda a: a.kind is Kind.BACKWARD_WEIGHT) for row in schedule.rows)
@@ -172,13 +183,11 @@ def late_weights(schedule, problem):
 """,
     ),
     (
-        "compile/build.py",
-        "    if not problem.forward_only:\n        transforms += ",
-        "    from megatron_ext.compile.transforms.late_weights import late_weights\n"
-        "    if problem.options.late_weights and not problem.forward_only:\n"
-        "        transforms.insert(transforms.index(communicate), late_weights)\n",
+        "compile/features.py",
+        "from megatron_ext.compile.pairs import",
+        "from megatron_ext.compile.late_weights import LateWeightsBuild\n",
     ),
-    ("compile/build.py", "        pairs=False,\n", "        late_weights=False,\n"),
+    ("compile/features.py", "    OverlapBuild(),\n", "    LateWeightsBuild(),\n"),
     ("compile/report.py", "    makespan: float\n", "    late_weights: bool\n"),
     (
         "compile/report.py",

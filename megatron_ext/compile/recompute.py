@@ -1,0 +1,151 @@
+"""Programs that recompute activations: the family's passes, made within several limits.
+
+A family does not know that activations will be recomputed, and would refuse a limit that
+recomputation meets. It therefore makes its passes within looser limits than the problem's, and the
+shortest program that fits is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import override
+
+from megatron_ext.compile.build_hooks import BuildHooks, Construction
+from megatron_ext.compile.program.memory import bytes_for, in_bytes, peaks
+from megatron_ext.compile.program.simulate import step_seconds
+from megatron_ext.compile.program.verify import OverLimit, Program, prove
+from megatron_ext.compile.registry import ResolvedSpec
+from megatron_ext.compile.transforms.recompute import recompute
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.problem import Problem, Recompute
+from megatron_ext.schedule.schedule import Schedule, Transform
+
+_TRIES = 4  # times that a limit is tried between one that is enough and one that is not
+_STEP = 0.05  # least share of the passes' memory that is subtracted at a time
+_NOT_MUCH_LESS = 0.8  # times what a schedule needs: lower end of the search for a sufficient limit
+
+
+class RecomputeBuild(BuildHooks):
+    """Recomputation of activations, chosen by the transform or by the family itself."""
+
+    inserts_by_limit = True
+
+    @override
+    def is_on(self, problem: Problem) -> bool:
+        return problem.options.recompute != Recompute()
+
+    @override
+    def without(self, problem: Problem) -> Problem:
+        return problem.with_options(recompute=Recompute())
+
+    @override
+    def for_family(self, resolved: ResolvedSpec, problem: Problem) -> Problem:
+        return problem if _is_placed_by(resolved, problem) else self.without(problem)
+
+    @override
+    def before_messages(self, problem: Problem) -> Sequence[Transform]:
+        return () if problem.forward_only else (recompute,)
+
+    @override
+    def program(self, construction: Construction) -> Program | None:
+        resolved, problem = construction.resolved, construction.problem
+        if problem.forward_only or _is_placed_by(resolved, problem):
+            return None
+        return _shortest(construction)
+
+
+def _is_placed_by(resolved: ResolvedSpec, problem: Problem) -> bool:
+    """Return whether the family itself chooses the activations to recompute."""
+    is_uncut = problem.slices.count == 1  # a search of slices recomputes none
+    return resolved.traits.fits_recompute and problem.options.recompute.fit and is_uncut
+
+
+def _shortest(construction: Construction) -> Program:
+    """Return the shortest program that fits into the memory limit with recompute.
+
+    Raises:
+        OverLimit: none of them fits. It names a sufficient limit.
+    """
+    resolved, problem = construction.resolved, construction.problem
+    if resolved.traits.searches and problem.slices.count > 1:
+        resolved = resolved.without_search  # not a search for each limit
+    programs, refusals = _programs(construction.of(resolved, problem))
+    if programs:
+        return min(programs, key=lambda program: step_seconds(program, problem.costs))
+    # A family may refuse a limit that recompute would meet, as it does not know of recompute.
+    over = [error for error in refusals if isinstance(error, OverLimit)]
+    if problem.memory_limit is None or not over:
+        raise refusals[-1]
+    if construction.is_one_of_many:
+        raise over[0]
+    without_search = construction.of(resolved.without_search, problem)
+    least = _least_that_is_enough(without_search, problem.memory_limit, over)
+    raise over[0].naming(least, problem.memory_limit)
+
+
+def _programs(construction: Construction) -> tuple[list[Program], list[ValueError]]:
+    """Build the family's passes within each looser limit, and return the programs and the refusals.
+    The first of these is for the passes without a limit, if they can be made."""
+    tried: set[Schedule] = set()
+    programs: list[Program] = []
+    refusals: list[ValueError] = []
+    for limit in construction.looser_limits:
+        try:
+            passes = construction.passes(limit)
+            if passes not in tried:
+                tried.add(passes)
+                programs.append(_proved_in_bytes(passes, construction))
+        except ValueError as error:
+            refusals.append(error)
+    return programs, refusals
+
+
+def _least_that_is_enough(
+    construction: Construction, limit: MemoryLimit, over: Sequence[OverLimit]
+) -> float:
+    """Return the least sufficient memory limit that a few tries find. ``limit`` is not sufficient.
+
+    The need of the passes that are made without a limit is sufficient, as these are tried within
+    each limit. Less may suffice: within another limit the family makes another order, and other
+    passes are recomputed.
+    """
+    enough = over[0].least
+    too_little = max(limit.amount, _NOT_MUCH_LESS * min(error.least for error in over))
+    next_try = min(error.least for error in over)
+    for _ in range(_TRIES):
+        if not too_little < next_try < enough:
+            next_try = (too_little + enough) / 2
+        candidate = limit.of(math.ceil(next_try) if limit.bytes is not None else next_try)
+        within = replace(construction.problem, memory_limit=candidate)
+        programs, _ = _programs(construction.of(construction.resolved, within))
+        if programs:
+            enough = candidate.amount
+        else:
+            too_little = candidate.amount
+    return enough
+
+
+def _proved_in_bytes(passes: Schedule, construction: Construction) -> Program:
+    """Return the program of ``passes``. If messages bring it over a limit in bytes, recompute gets
+    a limit that is smaller by the excess.
+
+    Raises:
+        InvalidSchedule: as `prove`.
+    """
+    problem, limit = construction.problem, construction.problem.memory_limit
+    schedule = construction.transformed(passes, limit)
+    if limit is None or limit.bytes is None:
+        return prove(schedule, problem)
+    bytes_for(limit, problem.costs)
+    allowed = limit.bytes
+    for _ in range(2 * _TRIES):
+        over = max(peaks(schedule, in_bytes(problem.costs))) - limit.bytes
+        if over <= 0:
+            break
+        allowed -= math.ceil(max(over, _STEP * allowed))  # recompute frees large pieces
+        if allowed <= 0:
+            break
+        schedule = construction.transformed(passes, MemoryLimit(bytes=allowed))
+    return prove(schedule, problem)
