@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -580,11 +580,10 @@ class PipelineConfig:
         microbatches: int,
         costs: Costs,
         forward_only: bool = False,
-        *,
-        pairs: bool = False,
+        requested: Mapping[str, Any] | None = None,
     ) -> Problem:
-        """Return the problem that a program of ``microbatches`` has to solve. ``pairs``: Megatron's
-        settings request overlapped passes.
+        """Return the problem that a program of ``microbatches`` has to solve. ``requested`` are
+        options that Megatron's settings request.
 
         Raises:
             ValueError: the memory limit cannot be parsed, or as `Problem`.
@@ -592,7 +591,7 @@ class PipelineConfig:
         limit = None
         if self.memory_limit is not None:
             limit = parse_limit(self.memory_limit, placement.ranks, microbatches)
-        options = replace(self.options, pairs=pairs)
+        options = replace(self.options, **(requested or {}))
         return Problem(placement, microbatches, costs, limit, forward_only, options)
 
 

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
+from megatron_ext.adapter.features import features_of, requested_options
 from megatron_ext.adapter.handled_settings.microbatch_groups import with_megatrons_group
 from megatron_ext.adapter.job import job_costs, of_arguments
 from megatron_ext.adapter.layers import SEGMENT_END, predicts_before_last_stage, segments_of_stages
 from megatron_ext.adapter.layout_arguments import ENDS, PATTERN, VIRTUAL_STAGES
-from megatron_ext.adapter.pairs.overlap_setting import refuse_measuring, requests_pairs
-from megatron_ext.adapter.race.eligibility import check_microbatch_order
-from megatron_ext.adapter.slices.lengths import spans_of
 from megatron_ext.adapter.step_sizes import evaluated_microbatches, step_sizes
-from megatron_ext.adapter.transformer_engine.captured import captures
-from megatron_ext.adapter.vocabulary.vocabulary_rows import check_divisible
 from megatron_ext.compile.output_layer import place_output_layer
 from megatron_ext.compile.overlap import check_overlaps
 from megatron_ext.compile.program.memory import check_one_microbatch
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec
-from megatron_ext.config import COSTS_FILE, PROFILE, TRACED_OF_RUN, PipelineConfig, flag
-from megatron_ext.logger import logger, telling_of_long_work
-from megatron_ext.runtime.measure import profile
+from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.logger import telling_of_long_work
+from megatron_ext.race.eligibility import check_microbatch_order
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.stock_executor import StockExecutor
 from megatron_ext.words import argument_flag, counted
 
@@ -93,9 +88,8 @@ def check_parsed_arguments(args: Any, config: PipelineConfig, prove: Prove) -> l
     made = programs(args, config, prove)
     for program in made:
         refuse_order(args, program.schedule)
-        spans_of(program, args, args.seq_length)
-        if config.post_validation:
-            check_overlaps(program)
+        for feature in features_of(config, args):
+            feature.check_program(args, program)
     _check_evaluation(args, config)
     return made
 
@@ -195,12 +189,28 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
     for contender in config.resolved_specs:
         refuse(args, contender, config.options)
     _refuse_multi_token_prediction(args, config)
-    check_trace(args, config)
-    _check_profile(args, config)
-    refuse_measuring(args, config)
-    if captures(args):
-        _check_one_order(config)
+    check_features(args, config)
     _refuse_checkpoints_of_one_placement(args, resolved.place(ranks))
+
+
+def check_features(args: Any, config: PipelineConfig) -> None:
+    """Refuse settings that conflict with a feature, as far as no program is needed to tell.
+
+    Raises:
+        ValueError: a setting conflicts with a feature.
+    """
+    for feature in features_of(config, args):
+        feature.check_arguments(args, config)
+
+
+def complete_arguments(args: Any, config: PipelineConfig) -> None:
+    """Set what the features of ``config`` need in validated ``args``.
+
+    Raises:
+        ValueError: ``args`` do not go with a feature.
+    """
+    for feature in features_of(config, args):
+        feature.complete_arguments(args, config)
 
 
 def programs(
@@ -247,9 +257,11 @@ def problems(
     placement = config.resolved_spec.place(args.pipeline_model_parallel_size)
     job, speeds = of_arguments(args, placement), config.rank_speeds
     costs = job_costs(config.costs, job, config.slices, speeds=speeds)
-    pairs = requests_pairs(args)
+    requested = requested_options(config, args)
     return [
-        replace(config.problem(placement, size.microbatches, costs, pairs=pairs), stock=stock)
+        replace(
+            config.problem(placement, size.microbatches, costs, requested=requested), stock=stock
+        )
         for size in step_sizes(args)
     ]
 
@@ -271,109 +283,6 @@ def _refuse_multi_token_prediction(args: Any, config: PipelineConfig) -> None:
         )
 
 
-def check_trace(args: Any, config: PipelineConfig) -> None:
-    """Refuse a trace of iterations that will not run, or in a folder that cannot be created.
-
-    Raises:
-        ValueError: the iterations or the folder are impossible.
-    """
-    if config.trace is None:
-        return
-    traced, last = config.trace_iters, args.train_iters
-    if traced is None and last is not None and last < TRACED_OF_RUN[-1]:
-        raise ValueError(
-            f"--pipeline-trace {config.trace} traces iterations {TRACED_OF_RUN[0]} to "
-            f"{TRACED_OF_RUN[-1]} of a run, and the last iteration is {last} (--train-iters): name "
-            "earlier iterations with --pipeline-trace-iters A:B, or train longer"
-        )
-    if traced is not None and last is not None and traced[-1] > last:
-        raise ValueError(
-            f"--pipeline-trace-iters {traced.start}:{traced.stop} includes iteration {traced[-1]}, "
-            f"and the last iteration is {last} (--train-iters): trace earlier iterations, or train "
-            "longer"
-        )
-    try:
-        config.trace.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--pipeline-trace {config.trace}: the folder cannot be made: {error}"
-        ) from None
-
-
-def _check_one_order(config: PipelineConfig) -> None:
-    """Refuse schedules that may change, since CUDA graphs are captured once, in the first steps'
-    order."""
-    graphs = "--cuda-graph-impl transformer_engine"
-    if config.race is not None:
-        raise ValueError(
-            f"{flag('race')} does not go with {graphs}: graphs are captured in the order of one "
-            f"schedule; race without graphs, then train with graphs under the winner"
-        )
-    if config.costs.profile is not None:
-        raise ValueError(
-            f"{flag('costs')} {config.costs} does not go with {graphs}: measured costs may change "
-            f"the order of passes after it was captured; write 'estimate', or a costs file"
-        )
-
-
-def _check_profile(args: Any, config: PipelineConfig) -> None:
-    path = config.costs.profile
-    if path is None:
-        return
-    if args.train_iters is not None and args.train_iters < profile.STEPS:
-        raise ValueError(
-            f"--pipeline-costs {config.costs} measures the first {profile.STEPS} training "
-            f"iterations, and --train-iters is {args.train_iters}: train longer, or give a costs "
-            f"file or 'estimate'"
-        )
-    if config.costs.text == PROFILE:  # goes into a folder that is checked, or made, anyway
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--pipeline-costs {config.costs}: the file's folder cannot be made: {error}"
-        ) from None
-    if path.is_dir():
-        raise ValueError(
-            f"--pipeline-costs {config.costs}: {path} is a folder: name a file in it, as "
-            f"profile:{path / COSTS_FILE}"
-        )
-
-
-def pad_vocabulary(args: Any) -> None:
-    """Set the padding so that the vocabulary is a multiple of 2 x pipeline x tensor parallel ranks
-    (Yeung et al. 2024).
-
-    Raises:
-        ValueError: the vocabulary cannot be sharded.
-    """
-    ranks = args.pipeline_model_parallel_size
-    tensor_parallel = args.tensor_model_parallel_size
-    shards = ranks * tensor_parallel
-    given = args.padded_vocab_size
-    if given is not None:  # by the user, or by a checkpoint whose arguments are used
-        check_divisible(given, shards)
-        return
-    if args.vocab_size is not None and args.vocab_size < shards:
-        raise ValueError(
-            f"--vocab-size {args.vocab_size} cannot be split over {shards} ranks (pipeline x "
-            f"tensor parallel): drop --pipeline-vocab-parallel"
-        )
-    before = args.make_vocab_size_divisible_by
-    args.make_vocab_size_divisible_by = math.lcm(before, 2 * ranks)
-    sizes = [before * tensor_parallel, args.make_vocab_size_divisible_by * tensor_parallel]
-    words = "a multiple of "
-    if args.vocab_size is not None:
-        sizes = [math.ceil(args.vocab_size / size) * size for size in sizes]
-        words = ""
-    if sizes[0] != sizes[1] and args.rank == 0:
-        logger.info(
-            f"the vocabulary is padded to {words}{sizes[1]}, not {sizes[0]}, so that it divides "
-            f"over {ranks} pipeline x {tensor_parallel} tensor parallel ranks"
-        )
-
-
 def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None = None) -> None:
     """Set the padded vocabulary of validated ``args`` to that of a run whose tokenizer has so many
     ``tokens``. If that is None, ``--vocab-size`` counts; without one it stays unknown.
@@ -381,8 +290,7 @@ def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None = No
     Raises:
         ValueError: it cannot be split over the ranks as ``config`` requires.
     """
-    if config.vocab_parallel is not VocabularyParallel.NONE:
-        pad_vocabulary(args)
+    complete_arguments(args, config)
     tokens = args.vocab_size if tokens is None else tokens
     if args.padded_vocab_size is None and tokens is not None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size

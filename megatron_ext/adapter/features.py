@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_ext.adapter.observers.hooks import (
     MetricsHooks,
     ProfileHooks,
@@ -16,6 +18,7 @@ from megatron_ext.adapter.slices.hooks import SlicesHooks
 from megatron_ext.adapter.step.training_hooks import TrainingHooks
 from megatron_ext.adapter.transformer_engine.graph_hooks import LayerGraphsHooks
 from megatron_ext.adapter.vocabulary.hooks import VocabularyHooks
+from megatron_ext.config import PipelineConfig
 
 FEATURES: tuple[type[TrainingHooks], ...] = (
     PostValidationHooks,
@@ -30,3 +33,20 @@ FEATURES: tuple[type[TrainingHooks], ...] = (
     ProfileHooks,
     RaceHooks,
 )
+
+
+def features_of(ours: PipelineConfig, settings: Any) -> list[type[TrainingHooks]]:
+    """Return the features of a training of ``ours``. ``settings`` are Megatron's arguments or its
+    config of a model."""
+    return [feature for feature in FEATURES if feature.is_on(ours, settings)]
+
+
+def requested_options(
+    ours: PipelineConfig, settings: Any, microbatches: int | None = None
+) -> dict[str, Any]:
+    """Return the options of a schedule that ``settings``, Megatron's arguments or a config, request
+    for a step of so many ``microbatches``; if that is None, for all steps of a launch."""
+    requested: dict[str, Any] = {}
+    for feature in features_of(ours, settings):
+        requested |= feature.requested_options(settings, microbatches)
+    return requested

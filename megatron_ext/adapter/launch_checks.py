@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from megatron_ext.adapter.arguments import (
     Prove,
     add_virtual_stages,
+    check_features,
     check_parsed_arguments,
     check_race,
-    check_trace,
 )
 from megatron_ext.adapter.batches.order_refusals import check_arrangement
 from megatron_ext.adapter.handled_settings.settings import apply_handled_settings
@@ -125,7 +125,7 @@ def check_schedule(
     those of a race's other contenders; none under Megatron's own schedule. Return None if
     ``attempt`` has noted why there are none."""
     if config.schedule is None:
-        attempt("trace", lambda: check_trace(args, config))
+        attempt("trace", lambda: check_features(args, config))
         return [], {}
     programs = attempt("schedule", lambda: check_parsed_arguments(args, config, prove))
     if programs is None:

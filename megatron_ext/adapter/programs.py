@@ -30,7 +30,6 @@ from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.handled_settings.microbatch_groups import with_megatrons_group
 from megatron_ext.adapter.job import Job, basis_of, job_costs, of_arguments, of_built
 from megatron_ext.adapter.model_parts import chunk_size, is_trained
-from megatron_ext.adapter.pairs.overlap_setting import has_pairs
 from megatron_ext.adapter.rank_settings.launch_facts import refuse_other_models
 from megatron_ext.adapter.stock.stock_settings import stock_executor
 from megatron_ext.adapter.training_globals import ramps_up_to, training_global
@@ -58,6 +57,7 @@ from megatron_ext.words import counted
 KEPT = 64  # programs
 
 BatchShape = tuple[int, int] | None  # micro batch, sequence; None if microbatches vary
+RequestedOptions = Callable[[Any, int], Mapping[str, Any]]
 _Key = tuple[str, BatchShape, int, bool, int, bool]
 
 
@@ -108,9 +108,21 @@ class Programs:
         described: makes the job of each shape that this rank has seen.
     """
 
-    def __init__(self, config: PipelineConfig, *, is_stock: bool = False) -> None:
-        """Build no program yet. ``is_stock``: Megatron's own pipeline functions run them."""
+    def __init__(
+        self,
+        config: PipelineConfig,
+        requested_options: RequestedOptions = lambda settings, microbatches: {},
+        *,
+        is_stock: bool = False,
+    ) -> None:
+        """Build no program yet.
+
+        Args:
+            requested_options: returns the options that a config of Megatron's requests of a step.
+            is_stock: Megatron's own pipeline functions run the programs.
+        """
         self._config = config
+        self._requested_options = requested_options
         self._is_stock = is_stock
         self.resolved_spec = config.resolved_spec
         self._programs: dict[_Key, Program] = {}  # latest last
@@ -323,7 +335,7 @@ class Programs:
                 microbatches,
                 self.costs[shape],
                 forward_only,
-                pairs=has_pairs(config, microbatches),
+                self._requested_options(config, microbatches),
             ),
             first_trained_stage=first_trained_stage,
             stock=stock_executor(config) if self._is_stock else None,
@@ -454,7 +466,9 @@ class Programs:
             comparison.check(spec, dict(digests))
             return
         where = "/".join(map(str, [comparison.key, shape, *request]))
-        if self._config.race is not None:  # a rank with another schedule must not go unnoticed
+        if (
+            len(self._config.resolved_specs) > 1
+        ):  # a rank with another schedule must not go unnoticed
             where += f"/{spec}"
         key = f"megatron_ext/programs/{self._run}/{self._times_set[shape]}/{where}"
         here = dist.get_rank()

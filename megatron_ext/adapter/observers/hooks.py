@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, override
 
+from megatron_ext.adapter.observers.file_checks import check_profile, check_trace
 from megatron_ext.adapter.observers.observer import ObservedStep, Step, StepObserver
 from megatron_ext.adapter.observers.split_report import SplitReport
 from megatron_ext.adapter.observers.step_metrics import StepMetrics
@@ -56,6 +57,11 @@ class TraceHooks(TrainingHooks):
         return ours.trace is not None
 
     @override
+    @classmethod
+    def check_arguments(cls, args: Any, ours: PipelineConfig) -> None:
+        check_trace(args, ours)
+
+    @override
     def observers(self) -> Sequence[StepObserver[Step]]:
         config = self._config
         assert config.trace is not None
@@ -76,6 +82,11 @@ class ProfileHooks(TrainingHooks):
     @classmethod
     def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
         return ours.costs.profile is not None
+
+    @override
+    @classmethod
+    def check_arguments(cls, args: Any, ours: PipelineConfig) -> None:
+        check_profile(args, ours)
 
     @override
     def observers(self) -> Sequence[StepObserver[Step]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, override
 
 from megatron_ext.adapter.pairs.callers import refuse_unplanned, takes_plans
@@ -22,6 +23,18 @@ class OverlapHooks(TrainingHooks):
     @classmethod
     def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
         return requests_pairs(config)
+
+    @override
+    @classmethod
+    def check_arguments(cls, args: Any, ours: PipelineConfig) -> None:
+        refuse_measuring(args, ours)
+
+    @override
+    @classmethod
+    def requested_options(cls, settings: Any, microbatches: int | None) -> Mapping[str, Any]:
+        # Passes of one microbatch depend on each other, and a caller with varying batches may have
+        # such a step.
+        return {"pairs": True} if microbatches != 1 else {}
 
     @override
     def check_call(self, call: Call) -> None:

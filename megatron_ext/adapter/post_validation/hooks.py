@@ -18,6 +18,7 @@ from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.step_hooks import StepHooks
 from megatron_ext.adapter.step.training_hooks import TrainingHooks
 from megatron_ext.adapter.training_globals import current_iteration
+from megatron_ext.compile.overlap import check_overlaps
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.messages.transport import Boundary
@@ -31,6 +32,11 @@ class PostValidationHooks(TrainingHooks):
     @classmethod
     def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
         return ours.post_validation
+
+    @override
+    @classmethod
+    def check_program(cls, args: Any, program: Program) -> None:
+        check_overlaps(program)
 
     @override
     def check_call(self, call: Call) -> None:

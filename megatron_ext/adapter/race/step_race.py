@@ -20,7 +20,6 @@ from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.programs import BatchShape, Programs
-from megatron_ext.adapter.race.eligibility import check_microbatch_order
 from megatron_ext.adapter.race.fingerprint import run_fingerprint
 from megatron_ext.adapter.race.turn import Turn
 from megatron_ext.adapter.step.call import Call
@@ -33,6 +32,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.race import race_texts
 from megatron_ext.race.contestants import RaceThen
+from megatron_ext.race.eligibility import check_microbatch_order
 from megatron_ext.race.race_record import (
     NAME,
     THE_RACE,

@@ -35,6 +35,11 @@ class SlicesHooks(TrainingHooks):
         return ours.slices > 1
 
     @override
+    @classmethod
+    def check_program(cls, args: Any, program: Program) -> None:
+        spans_of(program, args, args.seq_length)
+
+    @override
     def check_call(self, call: Call) -> None:
         refuse_varying_shapes(call, "slices")
 

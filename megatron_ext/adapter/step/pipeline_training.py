@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
-from megatron_ext.adapter.features import FEATURES
+from megatron_ext.adapter.features import features_of, requested_options
 from megatron_ext.adapter.observers.observer import Step, StepObserver, of_all_steps
 from megatron_ext.adapter.programs import BatchShape, Programs
 from megatron_ext.adapter.splitting import Split, head_weights
@@ -51,7 +51,7 @@ class PipelineTraining:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        self._programs = Programs(config)
+        self._programs = Programs(config, partial(requested_options, config))
         self._hooks: dict[type[TrainingHooks], TrainingHooks] = {}  # of features that were on
         self._observers: list[StepObserver[Step]] = [*of_all_steps]
         self._recorder: Recorder | None = None  # from the first step on
@@ -133,7 +133,7 @@ class PipelineTraining:
 
     def _hooks_for(self, call: Call) -> list[TrainingHooks]:
         """Return the hooks of the features that ``call`` has."""
-        features = [kind for kind in FEATURES if kind.is_on(self._config, call.config)]
+        features = features_of(self._config, call.config)
         for feature in features:
             if feature not in self._hooks:
                 self._hooks[feature] = feature(self._config, self._programs)

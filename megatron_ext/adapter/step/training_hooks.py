@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_ext.adapter.observers.observer import ObservedStep, Step, StepObserver
@@ -36,6 +36,29 @@ class TrainingHooks:
         """Return whether a training of ``ours`` has the feature, given Megatron's config of its
         model."""
         raise NotImplementedError
+
+    @classmethod
+    def complete_arguments(cls, args: Any, ours: PipelineConfig) -> None:
+        """Set what the feature needs in Megatron's validated ``args``.
+
+        Raises:
+            ValueError: they do not go with the feature.
+        """
+
+    @classmethod
+    def check_arguments(cls, args: Any, ours: PipelineConfig) -> None:
+        """Refuse Megatron's validated ``args`` that do not go with the feature, as far as no
+        program is needed to tell."""
+
+    @classmethod
+    def check_program(cls, args: Any, program: Program) -> None:
+        """Refuse a ``program`` of a training with Megatron's ``args``."""
+
+    @classmethod
+    def requested_options(cls, settings: Any, microbatches: int | None) -> Mapping[str, Any]:
+        """Return options of a schedule that ``settings``, Megatron's arguments or a config, request
+        for a step of so many ``microbatches``; if that is None, for all steps of a launch."""
+        return {}
 
     def observers(self) -> Sequence[StepObserver[Step]]:
         """Return observers of training steps."""

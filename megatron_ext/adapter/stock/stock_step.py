@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 from megatron.core.utils import get_model_config, log_single_rank
 
-from megatron_ext.adapter.features import FEATURES
+from megatron_ext.adapter.features import FEATURES, requested_options
 from megatron_ext.adapter.job import basis_of
 from megatron_ext.adapter.observers.observer import (
     ObservedStep,
@@ -156,7 +157,9 @@ class StockTraining:
         spec = family_of(function, config, pipeline.size(), len(models))
         if spec not in self._programs:
             config_of_order = replace(self._config, schedule=spec)
-            self._programs[spec] = Programs(config_of_order, is_stock=True)
+            self._programs[spec] = Programs(
+                config_of_order, partial(requested_options, config_of_order), is_stock=True
+            )
         programs = self._programs[spec]
         sequence, micro_batch = arguments["seq_length"], arguments["micro_batch_size"]
         step = arguments["num_microbatches"], False

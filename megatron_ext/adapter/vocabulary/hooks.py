@@ -14,6 +14,7 @@ from megatron_ext.adapter.step.end_stage import EndStage, ends_of
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.step_hooks import StageClass, StepHooks
 from megatron_ext.adapter.step.training_hooks import TrainingHooks
+from megatron_ext.adapter.vocabulary.padding import pad_vocabulary
 from megatron_ext.adapter.vocabulary.vocabulary_rows import await_tables, shard_of
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
@@ -35,6 +36,11 @@ class VocabularyHooks(TrainingHooks):
     @classmethod
     def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
         return ours.vocab_parallel is not VocabularyParallel.NONE
+
+    @override
+    @classmethod
+    def complete_arguments(cls, args: Any, ours: PipelineConfig) -> None:
+        pad_vocabulary(args)
 
     @override
     def check_call(self, call: Call) -> None:

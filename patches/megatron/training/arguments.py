@@ -12,7 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from megatron_ext.adapter.arguments import pad_vocabulary, prove_without_search, settle_vocabulary
+from megatron_ext.adapter.arguments import (
+    complete_arguments,
+    prove_without_search,
+    settle_vocabulary,
+)
 from megatron_ext.adapter.batches.sample_weights import weights_in
 from megatron_ext.adapter.launch_checks import check_batches, check_schedule, validated
 from megatron_ext.adapter.post_validation.commit_points import why_no_steps_overlap
@@ -20,7 +24,6 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
 from megatron_ext.logger import logger
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.words import meant_by
 from megatron_ext.written_settings import add_flags
 
@@ -36,8 +39,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     def validate(original: Callable[..., Any], args: Any, defaults: dict[str, Any]) -> Any:
         try:
             args = validated(args, config, lambda args: original(args, defaults), tells=True)
-            if config.vocab_parallel is not VocabularyParallel.NONE:
-                pad_vocabulary(args)
+            complete_arguments(args, config)
             # Megatron pads the vocabulary itself, when it has built the tokenizer.
             padded = copy.copy(args)
             check_batches(padded, config, lambda: settle_vocabulary(padded, config))

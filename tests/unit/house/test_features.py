@@ -33,6 +33,7 @@ CORE = (
     *("adapter/step/call.py", "adapter/step/connections.py", "adapter/step/step_hooks.py"),
     *("adapter/step/training_hooks.py", "adapter/observers/observer.py", "runtime/executor.py"),
     *("runtime/stage_io.py", "runtime/stage_passes.py", "adapter/stock/stock_step.py"),
+    *("adapter/arguments.py", "adapter/programs.py"),
 )
 # Options of a schedule, and the words for what they do.
 OF_OPTIONS = (
@@ -73,7 +74,11 @@ def test_only_trainings_import_the_list_of_features() -> None:
         for path in package.rglob("*.py")
         if any(within(name, "adapter.features") for name in imported(path.read_text()))
     }
-    assert importers == {"adapter/step/pipeline_training.py", "adapter/stock/stock_step.py"}
+    assert importers == {
+        "adapter/arguments.py",
+        "adapter/step/pipeline_training.py",
+        "adapter/stock/stock_step.py",
+    }
 
 
 def test_the_construction_of_programs_names_no_feature() -> None:
