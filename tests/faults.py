@@ -33,6 +33,7 @@ MEGATRON = "patches/megatron"
 
 ORDER = "tests/pipeline/test_microbatch_order.py"
 PLACES = "tests/pipeline/test_places.py"
+PACKS = "tests/patches/test_slices_of_packs.py"
 PREDICTION = "tests/pipeline/test_multi_token_prediction.py::test_it_is_stock_to_the_last_bit"
 
 
@@ -376,6 +377,42 @@ FAULTS = (
         "self._optimizer.step(keep=not messages.is_last)",
         "self._optimizer.step(keep=messages.is_last)",
         ("tests/patches/test_post_validation.py",),
+    ),
+    # ---- Slices of packs
+    Fault(
+        "documents-attend-from-the-first-token",
+        f"{ADAPTER}/slices/packs.py",
+        "    begin = pack.borders[first]\n",
+        "    begin = 0\n",
+        (f"{PACKS}::test_each_token_attends_to_its_document_up_to_itself",),
+    ),
+    Fault(
+        "positions-that-go-on-in-the-next-document",
+        f"{ADAPTER}/slices/packs.py",
+        "    return (tokens - borders[document]).long()",
+        "    return (tokens - span.begin).long()",
+        (f"{PACKS}::test_losses_and_gradients_are_those_of_whole_packs",),
+    ),
+    Fault(
+        "predictions-of-the-next-document",
+        f"{ADAPTER}/slices/further_predictions.py",
+        '"labels", "loss_mask", "input_ids", "packed_seq_params"',
+        '"labels", "loss_mask", "input_ids"',
+        (f"{PACKS}::test_losses_and_gradients_are_those_of_whole_packs",),
+    ),
+    Fault(
+        "tokens-of-the-next-document",
+        f"{ADAPTER}/slices/further_predictions.py",
+        'kwargs |= whole_call.arguments("packed_seq_params")',
+        "kwargs |= {}",
+        (f"{PACKS}::test_losses_and_gradients_are_those_of_whole_packs",),
+    ),
+    Fault(
+        "gradients-of-another-document",
+        f"{RUNTIME}/slices/running_slice.py",
+        "before[begin : span.local.end] += gradient",
+        "before[: len(gradient)] += gradient",
+        (f"{PACKS}::test_losses_and_gradients_are_those_of_whole_packs",),
     ),
     # ---- Microbatches in another order, stages and ranks that differ
     Fault(

@@ -369,6 +369,11 @@ def _shares_sequences(settings: Any) -> bool:
     return ranks > 1
 
 
+def _packs_sequences(settings: Any) -> bool:
+    flags = ("sft", "dataloader_inter_document_masking")
+    return any(getattr(settings, name, False) for name in flags)
+
+
 def _balances_otherwise(balancing: Any) -> bool:
     kinds = balancing if isinstance(balancing, list) else [balancing]
     return not {"aux_loss", "seq_aux_loss", "none"}.issuperset(kinds)
@@ -397,9 +402,19 @@ SLICES_REFUSALS = (
         f"--context-parallel-size 1, or {_WITHOUT_SLICES}",
         matters=_shares_sequences,
     ),
-    *(
-        RefusedSetting(name, bool, f"packed sequences end anywhere: {_WITHOUT_SLICES}")
-        for name in ("sft", "dataloader_inter_document_masking")
+    RefusedSetting(
+        "context_parallel_size",
+        lambda value: value > 1,
+        "Transformer Engine divides attention of packed sequences over ranks in its own way: write "
+        f"--context-parallel-size 1, or {_WITHOUT_SLICES}",
+        matters=_packs_sequences,
+    ),
+    RefusedSetting(
+        "micro_batch_size",
+        lambda value: (value or 1) > 1,
+        f"several packed sequences make one longer row: write --micro-batch-size 1, or "
+        f"{_WITHOUT_SLICES}",
+        matters=_packs_sequences,
     ),
     RefusedSetting(
         "variable_seq_lengths",

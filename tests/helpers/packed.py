@@ -1,26 +1,31 @@
 """Packed sequences on the CPU.
 
 Attention over several sequences in a row is Transformer Engine's, on GPUs. Here Megatron's own goes
-over one after the other. `--sft` reads conversations with a package and a tokenizer that are not
-here: some of made-up tokens stand in.
+over one after the other; slices need one with fewer queries than keys. `--sft` reads conversations
+with a package and a tokenizer that are not here: some of made-up tokens stand in.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 from unittest import mock
 
 import torch
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+from megatron.core.models import backends
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.training.datasets import sft_dataset
 from torch import Tensor
+
+from megatron_ext.adapter.slices import known_models
+from megatron_ext.adapter.slices.slice_attention import attend_with_transformer_engine
+from tests.helpers.latent_attention import Attention
 
 TOKENS = range(1, 60)  # of conversations; 0 is padding
 Message = dict[str, str]
@@ -30,8 +35,25 @@ Message = dict[str, str]
 def packed_on_the_cpu() -> Iterator[None]:
     """Megatron trains on packed sequences here, and so do ranks that are forked within."""
     attention = by_sequence(DotProductAttention.forward)
+    with mock.patch.object(DotProductAttention, "forward", attention), _made_up_conversations():
+        yield
+
+
+@contextlib.contextmanager
+def sliced_packs_on_the_cpu() -> Iterator[None]:
+    """As `packed_on_the_cpu`, with attention that slices reach as they do Transformer Engine's."""
+    known = [PackedAttention.forward]
     with (
-        mock.patch.object(DotProductAttention, "forward", attention),
+        mock.patch.object(backends, "DotProductAttention", PackedAttention),
+        mock.patch.object(known_models, "_known_attention", lambda: known),
+        _made_up_conversations(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _made_up_conversations() -> Iterator[None]:
+    with (
         mock.patch.object(sft_dataset, "SFTLowLevelDataset", Conversations),
         mock.patch.object(MegatronTokenizerText, "tokenize_conversation", tokenize_conversation),
         mock.patch.object(MockGPTLowLevelDataset, "max_sequence_length", 8),  # some in a sample
@@ -39,7 +61,7 @@ def packed_on_the_cpu() -> Iterator[None]:
         yield
 
 
-def packed_params(lengths: list[int], padding: list[int] | None = None) -> PackedSeqParams:
+def packed_params(lengths: Sequence[int], padding: Sequence[int] | None = None) -> PackedSeqParams:
     """Of sequences of these lengths, in tokens, and of as much ``padding`` behind each."""
     ends = _ends(lengths)
     padded = None if padding is None else _ends([*map(sum, zip(lengths, padding, strict=True))])
@@ -47,7 +69,7 @@ def packed_params(lengths: list[int], padding: list[int] | None = None) -> Packe
     return PackedSeqParams("thd", ends, ends, padded, padded, longest, longest)
 
 
-def _ends(lengths: list[int]) -> Tensor:
+def _ends(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
@@ -80,6 +102,76 @@ def by_sequence(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return torch.cat(parts)
 
     return forward
+
+
+class PackedAttention(Attention):
+    """Core attention that takes what Transformer Engine's takes, and goes over documents."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        return attend_with_transformer_engine(
+            by_document,
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            attn_mask_type,
+            attention_bias,
+            packed_seq_params,
+        )
+
+
+def by_document(
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    attn_mask_type: Any,
+    attention_bias: None,
+    packed_seq_params: PackedSeqParams,
+) -> Tensor:
+    """Attention of [t, heads, channels] as Transformer Engine's: the mask of each document is
+    aligned to the top left, if it is not said to be aligned to the bottom right. What it gives for
+    padding is 0."""
+    packed = packed_seq_params
+    assert packed.qkv_format == "thd"
+    ends = (packed.cu_seqlens_q, packed.cu_seqlens_q_padded, packed.max_seqlen_q)
+    queries = _documents(query, *ends)
+    groups = query.size(1) // key.size(1)
+    ends = (packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded, packed.max_seqlen_kv)
+    keys, values = (_documents(t.repeat_interleave(groups, 1), *ends) for t in (key, value))
+    parts = []
+    for (q, padding), (k, _), (v, _) in zip(queries, keys, values, strict=True):
+        offset = len(k) - len(q) if attn_mask_type.name.endswith("bottom_right") else 0
+        visible = torch.ones(len(q), len(k)).tril(offset)
+        if (window := layer.scale_mask_softmax.window_size) is not None:
+            visible = visible.triu(offset - window[0])
+        scores = torch.einsum("qhc,khc->hqk", q, k) * layer.softmax_scale
+        weights = scores.masked_fill(visible == 0, -torch.inf).softmax(-1)
+        parts += [torch.einsum("hqk,khc->qhc", weights, v), v.new_zeros(padding, *v.shape[1:])]
+    return torch.cat(parts).flatten(1)
+
+
+def _documents(
+    tensor: Tensor, ends: Tensor, padded: Tensor | None, longest: int
+) -> list[tuple[Tensor, int]]:
+    """Each document in ``tensor``, and how many tokens of padding are behind it."""
+    padded = ends if padded is None else padded
+    assert ends.dtype == padded.dtype == torch.int32 and len(ends) == len(padded)
+    assert int(padded[-1]) == len(tensor) and int(ends.diff().max()) <= longest
+    lengths, spaces = ends.diff().tolist(), padded.diff().tolist()
+    parts = tensor.split(spaces)
+    return [(p[:n], space - n) for p, n, space in zip(parts, lengths, spaces, strict=True)]
 
 
 class Conversations:

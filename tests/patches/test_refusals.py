@@ -70,6 +70,7 @@ BESIDE: tuple[dict[str, object], ...] = (
     {"hidden_dropout": 0.1},
     {"num_experts": 8},
     {"context_parallel_size": 2},
+    {"sft": True},
     {"fp8": "hybrid"},
     {"transformer_impl": "local"},
 )

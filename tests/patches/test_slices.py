@@ -513,7 +513,7 @@ def test_what_is_held_does_not_depend_on_the_number_of_slices() -> None:
 
 
 def as_transformer_engine(
-    layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, kind: AttnMaskType
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, kind: AttnMaskType, *none: Any
 ) -> Tensor:
     """How its kernels align causal masks where there are fewer queries than keys."""
     scores = torch.einsum("qbhc,kbhc->bhqk", query, key)
@@ -572,19 +572,17 @@ def test_transformer_engines_ring_is_off_where_slices_gather_keys() -> None:
 
 def test_attention_that_is_not_causal_is_refused() -> None:
     (span, *_) = spans(EVEN)
+    run: Callable[..., Tensor] = attend_with_transformer_engine
     with (
         running_slice.running(0, 0, span),
         pytest.raises(ValueError, match="needs causal attention, and this layer's mask is padding"),
     ):
-        attend_with_transformer_engine(
-            as_transformer_engine, None, *torch.ones(3, 4, 1, 1, 1), None, AttnMaskType.padding
-        )
+        run(as_transformer_engine, None, *torch.ones(3, 4, 1, 1, 1), None, AttnMaskType.padding)
 
 
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"packed_seq_params": object()}, "packed sequences"),
         ({"decoder_input": torch.ones(1)}, "decoder_input: untried"),
         ({"output_processor": print}, "output_processor: untried"),
         ({"labels": torch.ones(2, 8)}, "sequences of 16 tokens, and .* with labels of 8"),

@@ -20,6 +20,12 @@ from megatron_ext.runtime.slices.running_slice import running_slice
 
 _FLAG = "--pipeline-slices"
 
+PACKED = (
+    f"{_FLAG} with context parallelism does not go with packed sequences, whose attention "
+    f"Transformer Engine divides over ranks in its own way: write --context-parallel-size 1, or "
+    f"drop {_FLAG}"
+)
+
 # Entries of a batch without an element per token.
 _ABOUT_PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _OF_ALL = (*_ABOUT_PACKED, "local_cp_size", "hybrid_cp_group")
@@ -50,9 +56,7 @@ def cut_by_slices(
     if running_slice.span is None or spans[0].ranks == 1:
         return original(batch, *args, **kwargs)
     if any(batch.get(name) is not None for name in _ABOUT_PACKED):
-        raise ValueError(
-            f"{_FLAG} does not go with packed sequences, whose parts end anywhere: drop the flag"
-        )
+        raise ValueError(PACKED)
     _cuts().append(None)
     for name, tensor in batch.items():
         if tensor is None or name in _OF_ALL:

@@ -1,8 +1,8 @@
 """Multi-token prediction of a slice, which looks at tokens of later slices.
 
-The tensors that it shifts (tokens, positions, labels, masks) are therefore whole, and so are the
-losses, which are 0 for tokens of other slices. Embeddings and predictions are computed for the
-slice alone.
+The tensors that it shifts (tokens, positions, labels, masks) are therefore whole, the borders of a
+pack's documents too, and so are the losses, which are 0 for tokens of other slices. Embeddings and
+predictions are computed for the slice alone.
 """
 
 from __future__ import annotations
@@ -26,6 +26,14 @@ def predict(original: Callable[..., Any], block: Any, *, embedding: Any, **kwarg
     return original(block, embedding=embedding, **kwargs)
 
 
+def embed(original: Callable[..., Any], layer: Any, **kwargs: Any) -> Any:
+    """MultiTokenPredictionLayer's _get_embeddings, which shifts tokens within each document of a
+    pack."""
+    if running_slice.span is not None:
+        kwargs |= whole_call.arguments("packed_seq_params")
+    return original(layer, **kwargs)
+
+
 def make_losses(
     original: Callable[..., Tensor],
     *,
@@ -35,7 +43,7 @@ def make_losses(
     """Replacement of process_mtp_loss for the running slice, if there is one."""
     compute = compute_language_model_loss
     if (span := running_slice.span) is not None:
-        kwargs |= whole_call.arguments("labels", "loss_mask", "input_ids")
+        kwargs |= whole_call.arguments("labels", "loss_mask", "input_ids", "packed_seq_params")
         compute = partial(_compare, compute, span)
     return original(compute_language_model_loss=compute, **kwargs)
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ext.adapter.slices.context_parallel import refuse_other_cuts
+from megatron_ext.adapter.slices.context_parallel import PACKED, refuse_other_cuts
+from megatron_ext.adapter.slices.packs import as_one_document
 from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 _FLAG = "--pipeline-slices"
@@ -69,14 +70,14 @@ def cut_to_slice(given: dict[str, Any], span: Span) -> dict[str, Any]:
     Raises:
         ValueError: as `call_with_slice`.
     """
-    if given.get("packed_seq_params") is not None:
-        raise ValueError(
-            f"{_FLAG} does not go with packed sequences, whose parts end anywhere: drop the flag"
-        )
     for name in _UNTRIED:
         if given.get(name) is not None:
             raise ValueError(f"{_FLAG} does not go with {name}: untried; drop the flag")
     parts: dict[str, Any] = {}
+    if (packed := given.get("packed_seq_params")) is not None:
+        if span.ranks > 1:
+            raise ValueError(PACKED)
+        parts["packed_seq_params"] = as_one_document(packed, span)
     for name in _OF_TOKENS:
         if (tensor := given.get(name)) is not None:
             _check_length(name, tensor.shape[-1], span.length // span.ranks)

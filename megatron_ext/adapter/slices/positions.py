@@ -1,11 +1,14 @@
-"""Rotary positions of a slice, which begin at the slice's start."""
+"""Rotary positions of a slice, which begin at the slice's start, or in each document of a pack."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.runtime.slices.running_slice import running_slice
+from torch import Tensor
+
+from megatron_ext.adapter.slices.packs import longest_document, places_in_documents
+from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 
 def begin_at_slice(
@@ -20,8 +23,19 @@ def begin_at_slice(
     there is one. The call is marked as packed for context-parallel ranks: they would take a part
     from the front and one from the back otherwise."""
     span = running_slice.span
+    if span is not None and kwargs.get("packed_seq"):
+        length = max(length, longest_document())
+        return _in_documents(original(embedding, length, offset, *args, **kwargs), span)
     if span is not None:
         offset += span.local.begin
         if span.ranks > 1:
             length, kwargs["packed_seq"] = length // span.ranks, True
     return original(embedding, length, offset, *args, **kwargs)
+
+
+def _in_documents(made: Any, span: Span) -> Any:
+    """Return the rows of ``made``, a tensor or a tuple with some, by the place of the slice's
+    tokens in their documents."""
+    if isinstance(made, tuple):
+        return tuple(_in_documents(part, span) for part in made)
+    return made[places_in_documents(span)] if isinstance(made, Tensor) else made

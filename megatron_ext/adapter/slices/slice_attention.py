@@ -1,21 +1,32 @@
 """Attention of a slice's queries to the keys and values of all tokens up to the slice's end.
 
 A causal mask must then be aligned to the bottom right: the last query sees all keys. Alignment to
-the top left would be silently wrong.
+the top left would be silently wrong. In packs each document has such a mask of its own, which only
+Transformer Engine's attention knows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from megatron_ext.adapter.slices.packs import attended_part
 from megatron_ext.runtime.slices.running_slice import running_slice
+
+
+class _MaskOfPacks(enum.Enum):
+    """Masks of Transformer Engine for packed queries and keys that Megatron's AttnMaskType lacks;
+    Megatron passes the name on."""
+
+    padding_causal_bottom_right = enum.auto()
 
 
 def attend_locally(
@@ -54,19 +65,37 @@ def attend_with_transformer_engine(
     value: Tensor,
     attention_mask: Tensor | None,
     attn_mask_type: AttnMaskType,
-    *args: Any,
+    attention_bias: Tensor | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """TEDotProductAttention's forward for the running slice, if there is one."""
     span = running_slice.span
-    if span is None:
-        return original(layer, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
-    _refuse_other_masks(attn_mask_type)
-    key, value = running_slice.attended(layer, (key, value))
-    if span.local.begin > 0:
-        attn_mask_type = AttnMaskType.causal_bottom_right
-    with _without_context_parallelism(layer) if span.ranks > 1 else contextlib.nullcontext():
-        return original(layer, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
+    begin = 0
+    kind: enum.Enum = attn_mask_type
+    if span is not None:
+        _refuse_other_masks(attn_mask_type)
+        bottom_right: enum.Enum = AttnMaskType.causal_bottom_right
+        if packed_seq_params is not None:
+            part = attended_part(span)
+            begin, packed_seq_params = part.begin, part.params
+            bottom_right = _MaskOfPacks.padding_causal_bottom_right
+        key, value = running_slice.attended(layer, (key, value), begin)
+        if span.local.begin > begin:
+            kind = bottom_right
+    shared = span is not None and span.ranks > 1
+    with _without_context_parallelism(layer) if shared else contextlib.nullcontext():
+        return original(
+            layer,
+            query,
+            key,
+            value,
+            attention_mask,
+            kind,
+            attention_bias,
+            packed_seq_params,
+            **kwargs,
+        )
 
 
 @lru_cache(maxsize=64)

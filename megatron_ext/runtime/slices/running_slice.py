@@ -1,9 +1,10 @@
 """Slice of a sequence that the current pass runs, and the keys and values it attends to.
 
-A slice attends to itself and to all slices before it. Concatenating their keys and values for each
+A slice attends to itself and to slices before it. Concatenating their keys and values for each
 slice would make autograd save (k + 1) / 2 times as much for k slices. So each attention layer has
 one buffer for a microbatch's whole sequence: a slice writes its own part, and attends to, and
-saves, a view of the buffer up to its end. The memory does not depend on k.
+saves, a view of the buffer up to its end: from the first token on, or from the begin of a document.
+The memory does not depend on k.
 
 In the backward pass the slices run in descending order. Each gives gradients of its own keys and
 values and of all earlier ones; the latter are summed in one buffer until their own slices run.
@@ -93,19 +94,20 @@ class RunningSlice:
             self.span = None
             self._uses = {}  # its keys are layers, which would outlive their model
 
-    def attended(self, layer: Hashable, tensors: _Tensors) -> _Tensors:
-        """Return what the running slice attends to in ``layer``: ``tensors`` of all slices up to
-        it.
+    def attended(self, layer: Hashable, tensors: _Tensors, begin: int = 0) -> _Tensors:
+        """Return what the running slice attends to in ``layer``: ``tensors`` of all tokens from
+        ``begin`` up to the slice's end.
 
         Args:
             tensors: the slice's own keys and values, tokens first. All slices have the same sizes
                 in the other dimensions. With context parallelism each rank passes its own part, and
                 gets everything before that part's end.
+            begin: the first token that a token of the slice attends to.
         """
         span = self.span
         assert span is not None, "no slice runs"
         buffers = self.kept_of_use(layer, _Buffers)
-        return _Attended.apply(buffers, span, self._ranks, *tensors)
+        return _Attended.apply(buffers, span, begin, self._ranks, *tensors)
 
     def kept[Kept](self, key: Hashable, make: Callable[[], Kept]) -> Kept:
         """Return the value stored for ``key`` in the running slice's microbatch.
@@ -172,9 +174,12 @@ class _Buffers:
         self._full: _Tensors = ()
         self._gradients: _Tensors | None = None
 
-    def write(self, span: Span, tensors: _Tensors, ranks: dist.ProcessGroup | None) -> _Tensors:
-        """Write the slice's part, and return the views up to its end. They are made from ``data``,
-        so that autograd does not take later writes beyond the slice for changes of saved tensors.
+    def write(
+        self, span: Span, begin: int, tensors: _Tensors, ranks: dist.ProcessGroup | None
+    ) -> _Tensors:
+        """Write the slice's part, and return the views from ``begin`` up to its end. They are made
+        from ``data``, so that autograd does not take later writes beyond the slice for changes of
+        saved tensors.
         """
         if not self._full:
             self._full = tuple(t.new_empty((span.length, *t.shape[1:])) for t in tensors)
@@ -184,19 +189,21 @@ class _Buffers:
                 part[:] = local
             else:
                 dist.all_gather_into_tensor(part, local.contiguous(), group=ranks)
-        return tuple(full.data[: span.local.end] for full in self._full)
+        return tuple(full.data[begin : span.local.end] for full in self._full)
 
-    def own_gradients(self, span: Span, gradients: _Tensors) -> _Tensors:
-        """Return the complete gradients of the slice's part; ``gradients`` are of everything up to
-        this rank's end."""
+    def own_gradients(self, span: Span, begin: int, gradients: _Tensors) -> _Tensors:
+        """Return the complete gradients of the slice's part; ``gradients`` are of everything from
+        ``begin`` up to this rank's end."""
         summed = self._gradients
         if summed is None:  # the last slice
-            gradients = tuple(_with_rows(gradient, span.end) for gradient in gradients)
-            local = tuple(gradient[span.begin :] for gradient in gradients)
-            self._gradients = tuple(gradient[: span.begin].clone() for gradient in gradients)
+            if missing := span.end - span.local.end:
+                gradients = tuple(_with_rows(gradient, after=missing) for gradient in gradients)
+            first = span.begin - begin  # of the slice's rows
+            local = tuple(gradient[first:] for gradient in gradients)
+            self._gradients = tuple(_with_rows(g[:first], before=begin) for g in gradients)
         else:
             for before, gradient in zip(summed, gradients, strict=True):
-                before[: span.local.end] += gradient
+                before[begin : span.local.end] += gradient
             local = tuple(before[span.begin : span.end] for before in summed)
         if span.begin == 0:
             self._full, self._gradients = (), None
@@ -211,24 +218,25 @@ class _Attended(torch.autograd.Function):
         ctx: Any,
         buffers: _Buffers,
         span: Span,
+        begin: int,
         ranks: dist.ProcessGroup | None,
         *tensors: Tensor,
     ) -> _Tensors:
-        ctx.buffers, ctx.span, ctx.ranks = buffers, span, ranks
-        return buffers.write(span, tensors, ranks)
+        ctx.buffers, ctx.span, ctx.begin, ctx.ranks = buffers, span, begin, ranks
+        return buffers.write(span, begin, tensors, ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        local = ctx.buffers.own_gradients(ctx.span, gradients)
+        local = ctx.buffers.own_gradients(ctx.span, ctx.begin, gradients)
         if ctx.span.ranks > 1:
             local = tuple(_scattered(full, ctx.span.ranks, ctx.ranks) for full in local)
-        return (None, None, None, *local)
+        return (None, None, None, None, *local)
 
 
-def _with_rows(gradient: Tensor, rows: int) -> Tensor:
-    """Return ``gradient`` padded with zero rows: nothing on this rank attends to those tokens."""
-    missing = rows - len(gradient)
-    return pad(gradient, (0, 0) * (gradient.dim() - 1) + (0, missing)) if missing else gradient
+def _with_rows(gradient: Tensor, before: int = 0, after: int = 0) -> Tensor:
+    """Return a copy of ``gradient`` with zero rows around it, for tokens that nothing on this rank
+    attends to."""
+    return pad(gradient, (0, 0) * (gradient.dim() - 1) + (before, after))
 
 
 def _scattered(full: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:

@@ -81,6 +81,10 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "small_ends(np.array(agreed)).tolist()",
         ),
     },
+    "within the first forward pass of a microbatch, which ends: where its documents begin": {
+        ("megatron_ext/adapter/slices/packs.py", "read_pack", "params.cu_seqlens_q.tolist()"),
+        ("megatron_ext/adapter/slices/packs.py", "read_pack", "padded.tolist()"),
+    },
     "before the first pass of a step, where a caller orders its microbatches": {
         (
             "megatron_ext/adapter/batches/ordered_calls.py",

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from megatron.core.transformer import multi_token_prediction
 
-from megatron_ext.adapter.slices.further_predictions import count_right, make_losses, predict
+from megatron_ext.adapter.slices.further_predictions import (
+    count_right,
+    embed,
+    make_losses,
+    predict,
+)
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
@@ -24,6 +29,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         counts = (wrap(f"{_MODULE}:{_COUNT}", count_right, reason=_REASON),)
     return (
         wrap(f"{_MODULE}:MultiTokenPredictionBlock.forward", predict, reason=_REASON),
+        wrap(f"{_MODULE}:MultiTokenPredictionLayer._get_embeddings", embed, reason=_REASON),
         wrap(f"{_MODULE}:process_mtp_loss", make_losses, reason=_REASON),
         *counts,
     )
