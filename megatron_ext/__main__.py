@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron_ext.launch import is_launch, launch
+from megatron_ext.errors import exit_for
+from megatron_ext.launch import is_launch, launch, refuse_flags_before_script
 from megatron_ext.launch_planner.chosen_plan import choose_plan
 
 
@@ -13,6 +14,10 @@ def main(argv: Sequence[str]) -> None:
     if is_launch(argv):
         launch(argv, choose_plan)
     else:
+        try:
+            refuse_flags_before_script(argv)
+        except ValueError as error:
+            exit_for(error)
         from megatron_ext.cli import app
 
         app(list(argv), prog_name="megatron-ext")

@@ -6,6 +6,7 @@ first import.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import re
@@ -26,9 +27,11 @@ from megatron_ext.patches.engine import PatchError, apply
 from megatron_ext.written_settings import (
     MEGATRONS_OFFLOAD,
     Given,
+    flag_taken,
     for_megatrons_offload,
     given_in,
     given_in_environment,
+    our_flags,
     words_of,
 )
 
@@ -38,6 +41,20 @@ CPU_PLATFORM = "megatron_ext.patches.cpu"
 def is_launch(argv: Sequence[str]) -> bool:
     """Whether ``argv`` starts with a script (``x.py``) or ``-m module``."""
     return bool(argv) and (argv[0] == "-m" or argv[0].endswith(".py"))
+
+
+def refuse_flags_before_script(argv: Sequence[str]) -> None:
+    """Raise ValueError if ``argv``, the words behind ``-m megatron_ext``, have flags before the
+    script: behind a script all flags are the script's, and before it there are none."""
+    scripts = (i for i, word in enumerate(argv) if word == "-m" or word.endswith(".py"))
+    index = next(scripts, 0)
+    if index and argv[0].startswith("-"):
+        flags, script = shlex.join(argv[:index]), shlex.join(argv[index : index + 1])
+        script += f" {argv[index + 1]}" if script == "-m" and argv[index + 1 :] else ""
+        raise ValueError(
+            f"{argv[0]} stands before the script, where no flags are read: write it behind the "
+            f"script, -m megatron_ext {script} {flags} ..."
+        )
 
 
 @dataclass(frozen=True)
@@ -118,6 +135,10 @@ def launch(
             _have_parsed(words, dropped)
     except (ValueError, PatchError) as error:
         exit_for(error)
+    _run(script, as_module=as_module)
+
+
+def _run(script: str, *, as_module: bool) -> None:
     try:
         if as_module:
             sys.path[0] = os.getcwd()
@@ -127,6 +148,11 @@ def launch(
             runpy.run_path(script, run_name="__main__")
     except InvalidSchedule as error:  # that a search has found, in the first step
         exit_for(error)
+    except argparse.ArgumentError as error:  # the script adds its flags after ours
+        name = next((flag for flag in our_flags() if str(error).endswith(f": {flag}")), None)
+        if name is None:
+            raise
+        exit_for(ValueError(flag_taken(name)))
 
 
 def _record(recorded: RecordingRequest) -> None:

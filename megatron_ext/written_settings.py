@@ -24,9 +24,22 @@ from megatron_ext.words import meant_by
 MEGATRONS_OFFLOAD = "--fine-grained-activation-offloading"
 
 
+_GROUP = "megatron_ext"
+
+
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Declare our flags, in their own group, on ``parser``."""
-    group = parser.add_argument_group("megatron_ext", "pipeline schedules of megatron_ext")
+    """Declare our flags, in their own group, on ``parser``, unless it has them.
+
+    Raises:
+        ValueError: the parser has a flag of the same name that is not ours.
+    """
+    if any(group.title == _GROUP for group in parser._action_groups):
+        return parser
+    known = parser._option_string_actions
+    taken = next((name for name in our_flags() if name in known), None)
+    if taken is not None:
+        raise ValueError(flag_taken(taken))
+    group = parser.add_argument_group(_GROUP, "pipeline schedules of megatron_ext")
     for setting in fields(PipelineConfig):
         takes: dict[str, Any] = {"action": "store_true"}
         if setting.default is not False:
@@ -35,6 +48,19 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         named = {"dest": PREFIX + setting.name, "help": setting.metadata["help"]}
         group.add_argument(flag(setting.name), **named, **takes)
     return parser
+
+
+def our_flags() -> list[str]:
+    """Return the flags that `add_flags` adds."""
+    return [flag(setting.name) for setting in fields(PipelineConfig)]
+
+
+def flag_taken(name: str) -> str:
+    """Return why our flag ``name`` cannot be added to a script's parser that has one like it."""
+    return (
+        f"{name}: the script's parser has a flag of that name, and megatron_ext adds one: rename "
+        f"the script's"
+    )
 
 
 Given = Mapping[str, str | bool]  # settings as a user has written them

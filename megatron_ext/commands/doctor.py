@@ -28,9 +28,8 @@ def doctor(
     world_size: Annotated[
         int | None,
         typer.Option(
-            help="Number of ranks. Default: the number in torchrun's flags, or the ranks of one "
-            "copy of the "
-            "model."
+            help="Number of ranks. Default: the number in the launcher's flags, or the ranks of "
+            "one copy of the model."
         ),
     ] = None,
     gpu_memory: Annotated[

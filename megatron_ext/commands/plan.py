@@ -201,8 +201,8 @@ def plan(
     world_size: Annotated[
         int | None,
         typer.Option(
-            help="Number of ranks. Default: the number in torchrun's flags, or the ranks of one "
-            "copy of the model."
+            help="Number of ranks. Default: the number in the launcher's flags, or the ranks of "
+            "one copy of the model."
         ),
     ] = None,
 ) -> None:

@@ -53,8 +53,8 @@ def rehearse(
         int | None,
         typer.Option(
             min=1,
-            help="Number of ranks. Default: the number in torchrun's flags, or the ranks of one "
-            "copy of the model.",
+            help="Number of ranks. Default: the number in the launcher's flags, or the ranks of "
+            "one copy of the model.",
         ),
     ] = None,
     as_json: Json = False,

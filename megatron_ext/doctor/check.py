@@ -32,7 +32,13 @@ from megatron_ext.doctor.paths import check_checkpoints, check_data, check_token
 from megatron_ext.launch import without
 from megatron_ext.launch_command.importing import as_on, quickly, silently
 from megatron_ext.launch_command.launch_words import BridgeRecipe, Launch
-from megatron_ext.launch_command.our_flags import installation, settings_of, with_variables
+from megatron_ext.launch_command.other_programs import why_not_megatrons
+from megatron_ext.launch_command.our_flags import (
+    installation,
+    settings_of,
+    with_variables,
+    without_flags_of_script,
+)
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.race.contestants import Contestants
@@ -58,8 +64,8 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
     """Check everything about ``launch`` that can be known here.
 
     Args:
-        world_size: number of ranks. None takes torchrun's number, or the smallest possible one, and
-            reports which.
+        world_size: number of ranks. None takes the launcher's number, or the smallest possible one,
+            and reports which.
         gpu_memory: memory of a GPU, as 80GiB. None leaves the prediction of memory unjudged.
 
     Raises:
@@ -79,6 +85,11 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
     environment = {"HF_HUB_OFFLINE": "1"} | dict(launch.environment)
     with silently(), as_on(None if launch.log else folder.absolute(), environment):
         script = _check_script(report, launch)
+        if (why := why_not_megatrons(launch, script)) is not None:
+            report.unchecked = why
+            return report
+        launch, words = without_flags_of_script(launch, script)
+        report.findings += [finding_of(word, "flags") for word in words]
         with_flags = report.attempt("flags", lambda: with_variables(launch, script))
         if with_flags is not None:
             launch = with_flags[0]
@@ -357,7 +368,7 @@ def _check_world_size(
         Severity.REMARK,
         "world size",
         f"{counted(assumed, 'rank')} assumed: one copy of the model",
-        "write --world-size N before the --, or give the command with its torchrun",
+        "write --world-size N before the --, or give the command with its launcher",
     )
     return assumed
 

@@ -1,7 +1,7 @@
 """Launch commands as users write them, split into the launcher, the script and its arguments.
 
-Nothing is expanded and nothing is run. Words before the launcher are ignored except assignments,
-which count as they do for the ranks.
+Nothing is expanded and nothing is run. Of the words before the launcher, assignments count as they
+do for the ranks, and the words of programs that are known (`launchers`); others are ignored.
 """
 
 from __future__ import annotations
@@ -15,6 +15,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ext.errors import without_torch
+from megatron_ext.launch import refuse_flags_before_script
+from megatron_ext.launch_command.launchers import (
+    MODULE,
+    OF_MODULES,
+    Started,
+    read_launchers,
+    script_behind,
+)
 from megatron_ext.secrets import masked
 
 _TORCHRUN = ("torchrun", "ft_launcher")
@@ -83,43 +91,48 @@ class Launch:
 
 def read_launch(words: Sequence[str]) -> Launch:
     """Return ``words`` as a launch command: SCRIPT.py ARGS or -m MODULE ARGS, alone or behind
-    python, torchrun, python -m torch.distributed.run or ft_launcher. Assignments, srun, a
-    container's command or ``bash -c`` may precede these.
+    python, torchrun, python -m torch.distributed.run, ft_launcher, accelerate or deepspeed.
+    Assignments, srun, mpirun, a container's command or ``bash -c`` may precede these.
 
     ``-m megatron_ext`` may stand before the script.
 
     Raises:
-        ValueError: the words are none of these, or torchrun refuses its own flags.
+        ValueError: the words are none of these, torchrun refuses its own flags, or flags stand
+            before the script.
     """
-    return replace(_read_launch(words), words=tuple(words))
+    return replace(_read_launch(words, Started()), words=tuple(words))
 
 
-def _read_launch(words: Sequence[str]) -> Launch:
+def _read_launch(words: Sequence[str], started: Started) -> Launch:
+    """``started``: what the programs before ``words`` start."""
     match words:
         case [first, *rest] if _ASSIGNMENT.fullmatch(first):
             name, _, value = first.partition("=")
-            launch = read_launch(rest)
+            launch = _read_launch(rest, started)
             return replace(launch, environment={name: value, **launch.environment})
         case [first, *rest] if Path(first).name in _TORCHRUN:
-            return _read_torchrun(rest)
+            return _read_torchrun(rest, started)
         case [first, *rest] if _PYTHON.fullmatch(Path(first).name):
-            return _read_python(rest)
-        case ["-m", module, *rest]:
-            return _read_module(module, rest)
+            return _read_python(rest, started)
+        case [option, module, *rest] if option in MODULE:
+            return _read_module(module, rest, started)
         case [script, *rest] if script.endswith(".py"):
-            return Launch(script, False, tuple(rest))
-    return _read_behind(words)
+            return Launch(script, False, tuple(rest), world_size=started.processes)
+    return _read_behind(words, started)
 
 
-def _read_behind(words: Sequence[str]) -> Launch:
-    """Return the launch command behind the words of another program, such as srun's, up to the
+def _read_behind(words: Sequence[str], started: Started) -> Launch:
+    """Return the launch command behind the words of other programs, such as srun's, up to the
     launcher."""
-    for index, word in enumerate(words[1:], 1):
-        if words[index - 1] in ("-c", "-lc") and " " in word:
-            launch = read_launch(shlex.split(word))
-            return replace(launch, ignored=(*words[:index], *launch.ignored))
-        if Path(word).name in _TORCHRUN or _PYTHON.fullmatch(Path(word).name):
+    for index, word in enumerate(words):
+        if index and words[index - 1] in ("-c", "-lc") and " " in word:
+            is_shell = Path(words[index - 2]).name in _SHELLS
+            return _read_inside(words[: index - 1 - is_shell], shlex.split(word), started)
+        if index and (Path(word).name in _TORCHRUN or _PYTHON.fullmatch(Path(word).name)):
             break
+        if (behind := script_behind(words[index:])) is not None:
+            launch = _read_inside(words[: index + behind], words[index + behind :], started)
+            return replace(launch, installs=bool(launch.installs))
     else:
         scripts = (i for i, word in enumerate(words) if word.endswith(".py"))
         index = next(scripts, 0)
@@ -138,7 +151,18 @@ def _read_behind(words: Sequence[str]) -> Launch:
         )
     while index > 1 and _ASSIGNMENT.fullmatch(words[index - 1]):
         index -= 1
-    return replace(read_launch(words[index:]), ignored=tuple(words[:index]))
+    return _read_inside(words[:index], words[index:], started)
+
+
+def _read_inside(programs: Sequence[str], words: Sequence[str], started: Started) -> Launch:
+    """Return the launch command ``words``, which the ``programs`` run."""
+    started = read_launchers(programs, started)
+    launch = _read_launch(words, started)
+    return replace(
+        launch,
+        environment={**started.environment, **launch.environment},
+        ignored=(*started.ignored, *launch.ignored),
+    )
 
 
 def _shell_script(words: Sequence[str]) -> str | None:
@@ -149,26 +173,29 @@ def _shell_script(words: Sequence[str]) -> str | None:
     return next(iter(run[:1] or named), None)
 
 
-def _read_python(words: Sequence[str]) -> Launch:
+def _read_python(words: Sequence[str], started: Started) -> Launch:
     """Read Python's own options, then a script or module."""
     match words:
         case [option, _, *rest] if option in _TAKE_A_VALUE:
-            return _read_python(rest)
+            return _read_python(rest, started)
         case [option, *rest] if option.startswith("-") and option != "-m":
-            return _read_python(rest)
-    launch = read_launch(words)
+            return _read_python(rest, started)
+    launch = _read_launch(words, started)
     return replace(launch, installs=bool(launch.installs))
 
 
-def _read_module(module: str, rest: Sequence[str]) -> Launch:
+def _read_module(module: str, rest: Sequence[str], started: Started) -> Launch:
     if module == "megatron_ext":
-        return replace(read_launch(rest), installs=True)
+        refuse_flags_before_script(rest)
+        return replace(_read_launch(rest, started), installs=True)
     if module in _TORCHRUN_MODULES:
-        return _read_torchrun(rest)
-    return Launch(module, True, tuple(rest))
+        return _read_torchrun(rest, started)
+    if module in OF_MODULES:
+        return _read_launch([*OF_MODULES[module], *rest], started)
+    return Launch(module, True, tuple(rest), world_size=started.processes)
 
 
-def _read_torchrun(words: Sequence[str]) -> Launch:
+def _read_torchrun(words: Sequence[str], started: Started) -> Launch:
     try:
         from torch.distributed.run import get_args_parser, parse_min_max_nnodes
     except (ImportError, OSError) as error:  # OSError: its libraries are not found
@@ -183,10 +210,12 @@ def _read_torchrun(words: Sequence[str]) -> Launch:
         parser.add_argument(flag)
     parsed = parser.parse_args(words)
     rest = [parsed.training_script, *parsed.training_script_args]
-    launch = read_launch(["-m", *rest] if parsed.module else rest)
+    launch = _read_launch(["-m", *rest] if parsed.module else rest, Started())
     launch = replace(launch, installs=bool(launch.installs), max_restarts=parsed.max_restarts)
     try:
         _, nodes = parse_min_max_nnodes(parsed.nnodes)
-        return replace(launch, world_size=nodes * int(parsed.nproc_per_node))
-    except ValueError:  # gpu, auto: as many as that node has; or a variable of the shell's
-        return launch
+    except ValueError:  # a variable of the shell's: one torchrun runs on each node
+        nodes = started.processes or started.nodes
+    # gpu, auto: as many as that node has; or a variable of the shell's
+    is_known = nodes is not None and parsed.nproc_per_node.isdecimal()
+    return replace(launch, world_size=nodes * int(parsed.nproc_per_node) if is_known else None)

@@ -227,8 +227,7 @@ def _parsed(argv: Sequence[str]) -> tuple[Any, list[str], argparse.ArgumentParse
             raise ValueError(message)
 
         parser.error = refuse  # type: ignore[assignment, method-assign]
-        if "--pipeline-schedule" not in parser._option_string_actions:  # as under `install`
-            add_flags(parser)
+        add_flags(parser)
         for action in parser._actions:
             if getattr(action.type, "__name__", "") in _LISTS:
                 action.type = bounded(action.type)  # type: ignore[arg-type]

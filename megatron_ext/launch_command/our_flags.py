@@ -8,19 +8,39 @@ import shlex
 from dataclasses import replace
 
 from megatron_ext.config import PipelineConfig, variable
+from megatron_ext.launch import without
 from megatron_ext.launch_command.launch_words import Launch
 from megatron_ext.launch_command.unknown_words import WordFinding
 from megatron_ext.written_settings import (
+    flag_taken,
     from_argv,
     from_environment,
     given_in,
     given_in_environment,
+    our_flags,
     settings_given,
     words_of,
 )
 
 IMPORTS_US = re.compile(r"^\s*(?:import|from)\s+megatron_ext\b", re.MULTILINE)
+_ADDS = re.compile(r"""add_argument\(\s*["'](--pipeline-[\w-]+)["']""")
 _AUTO = "megatron_ext.auto"
+
+
+def flags_of_script(script: str | None) -> list[str]:
+    """Return the flags named as ours that the text of a ``script`` adds to its parser itself."""
+    return [name for name in _ADDS.findall(script or "") if name in our_flags()]
+
+
+def without_flags_of_script(launch: Launch, script: str | None) -> tuple[Launch, list[WordFinding]]:
+    """Return ``launch`` without flags that are named as ours and that its ``script`` adds to its
+    parser itself, and what is said of them: under megatron_ext the two are in conflict."""
+    adds = flags_of_script(script)
+    imports_us = script is not None and IMPORTS_US.search(script)
+    if adds and (launch.installs or imports_us):
+        return launch, [WordFinding("wrong", flag_taken(adds[0]))]
+    findings = [WordFinding("right", f"{name} is the script's own") for name in adds]
+    return replace(launch, arguments=tuple(without(launch.arguments, adds))), findings
 
 
 def installation(launch: Launch, script: str | None) -> WordFinding | None:

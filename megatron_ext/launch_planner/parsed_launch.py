@@ -25,7 +25,13 @@ from megatron_ext.cost_model.measured.file import MeasuredFile, load_measured
 from megatron_ext.cost_model.model_memory import least_lasting
 from megatron_ext.launch_command.importing import as_on, quickly, silently
 from megatron_ext.launch_command.launch_words import Launch
-from megatron_ext.launch_command.our_flags import installation, settings_of, with_variables
+from megatron_ext.launch_command.other_programs import why_not_megatrons
+from megatron_ext.launch_command.our_flags import (
+    flags_of_script,
+    installation,
+    settings_of,
+    with_variables,
+)
 from megatron_ext.launch_command.unknown_words import unknown_words
 from megatron_ext.launch_planner.command_line import text_of_script
 from megatron_ext.launch_planner.vision import take_vision, vision_of_launch
@@ -34,7 +40,7 @@ from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.mixed_gpus import ASSUMED_GPU, product_of, speeds_of_gpus
 from megatron_ext.schedule.rank_speeds import RankSpeeds
 from megatron_ext.words import counted
-from megatron_ext.written_settings import from_argv, given_in, says
+from megatron_ext.written_settings import flag_taken, from_argv, given_in, says
 
 if TYPE_CHECKING:
     from megatron_ext.launch_command.megatron_arguments import ParsedArguments, RatesOf
@@ -133,6 +139,7 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
         if launch is not None:
             is_data = launch.log is not None or launch.recipe is not None
             script = None if is_data else text_of_script(launch)
+            _refuse_other_programs(launch, script)
             remarks = (*launch.remarks, *_on_our_flags(launch, script))
             request = replace(request, launch=replace(launch, remarks=remarks))
         values = dict(request.values)
@@ -154,6 +161,15 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
         rates = _rates(request)
         with megatron_arguments.on_gpus(parsed.args, rates):
             return work(_read(request, parsed.args, of_tower, megatron_arguments))
+
+
+def _refuse_other_programs(launch: Launch, script: str | None) -> None:
+    """Raise ValueError if ``launch`` is no command of Megatron's, or its ``script`` has a flag that
+    is named as one of ours, which the written command would add."""
+    if (why := why_not_megatrons(launch, script)) is not None:
+        raise ValueError(f"this command cannot be planned: {why}")
+    for name in flags_of_script(script):
+        raise ValueError(flag_taken(name))
 
 
 def _on_our_flags(launch: Launch, script: str | None) -> Iterator[str]:

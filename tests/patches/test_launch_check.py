@@ -387,6 +387,95 @@ def test_our_flags_need_us_in_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     assert any("the environment names megatron_ext.auto" in r for r in told(report, Severity.RIGHT))
 
 
+SIZES = {"num_layers": None, "hidden_size": None, "num_attention_heads": None}
+
+
+@pytest.mark.parametrize(
+    ("command", "script", "text"),
+    [
+        (
+            "ray job submit -- python3 -m verl.trainer.main_ppo data.train_batch_size=256 "
+            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+            None,
+            "verl, whose settings are not Megatron's arguments; for a schedule of ours export "
+            "VERL_USE_EXTERNAL_MODULES=megatron_ext.auto and MEGATRON_EXT_SCHEDULE=zb-v",
+        ),
+        (
+            "python train_rl.py a.b=1 +c.d=2",
+            "from verl.trainer import main_ppo",
+            "VERL_USE_EXTERNAL_MODULES=megatron_ext.auto",
+        ),
+        (
+            "torchrun --nproc-per-node 8 run_recipe.py --recipe llama3_8b train.train_iters=5",
+            None,
+            "Megatron-Bridge, whose settings are not Megatron's arguments; plan and doctor take "
+            "the function that makes its config in place of the command: --bridge MODULE:FUNCTION",
+        ),
+        (
+            "torchrun --nproc-per-node 8 mine.py --steps 3",
+            "from megatron.bridge.training.pretrain import pretrain",
+            "--bridge MODULE:FUNCTION",
+        ),
+        (
+            "ray job submit -- python3 train.py --actor-num-nodes 1 --rollout-batch-size 32 "
+            "--num-layers 36 --hidden-size 2560",
+            None,
+            "slime, whose settings are not Megatron's arguments",
+        ),
+        (
+            "uv run run_grpo.py --config a.yaml policy.megatron_cfg.enabled=true",
+            "from nemo_rl.algorithms.grpo import grpo_train",
+            "a command of NeMo-RL",
+        ),
+        (
+            "torchrun --nproc-per-node 8 mine.py --config a.yaml",
+            "import torch",
+            "mine.py is not known to train by Megatron's arguments, and the command has none",
+        ),
+    ],
+)
+def test_a_command_that_is_not_megatrons(
+    command: str, script: str | None, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's parser was given verl's settings: "Megatron asserts: assert args.micro_batch_size
+    is not None", "correct it", exit 1."""
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)
+    if script is not None:
+        Path(read_launch(words).script).write_text(script)
+    report = check_launch(read_launch(words), None, None)
+    assert text in report.unchecked
+    assert not any(f.subject in ("arguments", "flags", "datasets") for f in report.findings)
+    result = CliRunner().invoke(app, ["doctor", "--", *words])
+    assert result.exit_code == 2 and "the check stopped: " in result.output
+    planned = CliRunner().invoke(app, ["plan", "--", *words])
+    assert planned.exit_code == 2 and text in planned.stderr
+
+
+def test_megatrons_own_command_without_sizes_is_checked() -> None:
+    report = from_command(f"torchrun --nproc-per-node 4 {SCRIPT}", **SIZES)
+    assert not report.unchecked and not report.is_right
+
+
+def test_a_schedule_flag_of_the_scripts_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script's flag was taken for ours; under megatron_ext the launch ended in argparse's
+    traceback."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("parser.add_argument('--pipeline-schedule', type=str)")
+    report = from_command("torchrun --nproc-per-node 4 mine.py")
+    assert report.is_right, told(report, Severity.WRONG)
+    assert report.prediction is not None and report.prediction.schedule == "1f1b"
+    assert any("--pipeline-schedule is the script's own" in r for r in told(report, Severity.RIGHT))
+    (wrong,) = told(from_command("torchrun -m megatron_ext mine.py"), Severity.WRONG)[:1]
+    conflict = "--pipeline-schedule: the script's parser has a flag of that name, and megatron_ext"
+    assert conflict in wrong
+    words = ["torchrun", "--nproc-per-node", "4", "mine.py", *model_flags(**FLAGS)]
+    planned = CliRunner().invoke(app, ["plan", "--", *words])
+    assert planned.exit_code == 2 and conflict in planned.stderr
+
+
 def test_variables_count_where_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,13 +508,12 @@ def test_variables_count_where_they_are_read(
 
 
 def test_what_is_left_out_of_a_command_is_said() -> None:
-    launcher = (
-        "srun -N 2 env CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 -m megatron_ext"
-    )
+    variable = "CUDA_DEVICE_MAX_CONNECTIONS=1"
+    launcher = f"srun -w node1 env {variable} torchrun --nproc-per-node 8 -m megatron_ext"
     flags: dict[str, Any] = {"tensor_model_parallel_size": 2, "num_attention_heads": 4}
     report = from_command(f"{launcher} {SCRIPT} --log-interval '$EVERY'", **flags)
     remarks = told(report, Severity.REMARK)
-    assert any("ignored, and not looked at: srun -N 2 env;" in text for text in remarks)
+    assert any("ignored, and not looked at: srun -w node1;" in text for text in remarks)
     assert any("nothing is expanded: '$EVERY' is taken as it stands" in text for text in remarks)
     assert not any("CUDA_DEVICE_MAX_CONNECTIONS" in text for text in remarks)
     assert any(

@@ -57,7 +57,7 @@ from megatron_ext.launch_command.launch_words import Launch, read_launch
                 1,
                 installs=False,
                 environment={"B": "2", "A": "x=1"},
-                ignored=("srun", "-N", "2", "--container-image=a.sqsh", "-m", "block", "env"),
+                ignored=("srun", "--container-image=a.sqsh", "-m", "block"),
             ),
         ),
         (
@@ -69,15 +69,92 @@ from megatron_ext.launch_command.launch_words import Launch, read_launch
                 2,
                 installs=False,
                 environment={"A": "1"},
-                ignored=("srun", "-n", "4", "bash", "-c", "cd", "/there", "&&"),
+                ignored=("cd", "/there", "&&"),
             ),
         ),
-        ("srun -n 4 ./x.py --a", Launch("./x.py", False, ("--a",), ignored=("srun", "-n", "4"))),
+        ("srun -n 4 ./x.py --a", Launch("./x.py", False, ("--a",), 4)),
     ],
 )
 def test_where_a_launch_command_begins(command: str, launch: Launch) -> None:
     words = shlex.split(command)
     assert read_launch(words) == replace(launch, words=tuple(words))
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ("srun -N 2 --ntasks-per-node 8 python x.py", 16),
+        ("srun --nodes=2 --ntasks=16 python -m megatron_ext x.py", 16),
+        ("srun -N2 -n16 --gpus-per-task=1 ./x.py", 16),
+        ("srun -n 16 --ntasks-per-node=8 bash -c 'cd a && python x.py'", 16),
+        ("srun -n '$N' python x.py", None),
+        ("srun -N 2 python x.py", None),  # sbatch's own lines may say more
+        ("srun -N 2-4 --ntasks-per-node 8 python x.py", None),
+        ("salloc -N 2 --ntasks-per-node 8 srun python x.py", 16),
+        ("srun -n 16 apptainer exec --nv image.sif python x.py", 16),
+        ("srun -N 2 --ntasks-per-node 1 torchrun --nnodes 2 --nproc-per-node 8 x.py", 16),
+        ("srun -N 2 torchrun --nnodes '$SLURM_NNODES' --nproc-per-node 8 x.py", 16),
+        ("srun -n 2 torchrun --nnodes '$N' --nproc-per-node gpu x.py", None),
+        ("srun -n 4 torchrun --nproc-per-node 2 x.py", 2),
+        ("mpirun -np 512 --npernode 8 python x.py", 512),
+        ("mpiexec.hydra -n 16 -ppn 8 python x.py", 16),
+        ("mpirun --bind-to none -n 16 -x A python -m mine", 16),
+        ("mpirun --npernode 8 python x.py", None),  # on as many nodes as there are
+        ("accelerate launch --num_processes 16 --num_machines 2 x.py --a", 16),
+        ("accelerate launch --config_file a.yaml x.py", None),
+        ("accelerate launch --num-processes=16 -m megatron_ext x.py", 16),
+        ("python -m accelerate.commands.launch --num_processes 16 -m mine", 16),
+        ("deepspeed --num_nodes 2 --num_gpus 8 x.py", 16),
+        ("deepspeed --num_gpus=8 --module mine", 8),
+        ("deepspeed --hostfile hosts --num_gpus 8 x.py", None),
+        ("deepspeed x.py", None),
+    ],
+)
+def test_ranks_that_a_launcher_starts(command: str, ranks: int | None) -> None:
+    """Srun's number of tasks was ignored, and one copy of the model assumed; mpirun, accelerate and
+    deepspeed were not known."""
+    launch = read_launch(shlex.split(command))
+    assert launch.world_size == ranks
+    assert launch.script in ("x.py", "./x.py", "mine")
+    assert launch.is_module == (launch.script == "mine")
+    assert launch.installs is (None if "./x.py" in command else "megatron_ext" in command)
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "ignored"),
+    [
+        ("mpirun -np 2 -x A=1 -x HOME -x B=x=1 python x.py", {"A": "1", "B": "x=1"}, ""),
+        ("mpiexec -genv A 1 -env B=2 -n 2 python x.py", {"A": "1", "B": "2"}, ""),
+        ("srun --export=ALL,A=1,B=2,3 -n 2 python x.py", {"A": "1", "B": "2,3"}, ""),
+        ("docker run --rm -e A=1 --env=B=2 im python x.py", {"A": "1", "B": "2"}, "--rm im"),
+        ("apptainer exec --nv --env A=1,B=2 im python x.py", {"A": "1", "B": "2"}, "--nv im"),
+        ("mpirun -np 2 -x A=1 --bind-to none env A=3 python x.py", {"A": "3"}, "--bind-to none"),
+        ("A=3 mpirun -np 2 -x A=1 python x.py", {"A": "1"}, ""),
+    ],
+)
+def test_variables_that_a_launcher_sets(
+    command: str, environment: dict[str, str], ignored: str
+) -> None:
+    """mpirun's -x CUDA_DEVICE_MAX_CONNECTIONS=1 was ignored, and doctor said that the variable is
+    not set."""
+    launch = read_launch(shlex.split(command))
+    assert launch.environment == environment
+    programs = {"mpirun", "docker", "run", "apptainer", "exec"}
+    assert " ".join(word for word in launch.ignored if word not in programs) == ignored
+    assert bool(launch.ignored) == bool(ignored)
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun --nproc-per-node 2"])
+def test_a_flag_before_the_script(launcher: str) -> None:
+    """The flag was ignored, and the rest of the command judged as Megatron's own pipeline; a launch
+    said that there is no such option."""
+    words = shlex.split(f"{launcher} -m megatron_ext --pipeline-schedule zb-h1 x.py --a 1")
+    with pytest.raises(ValueError) as error:
+        read_launch(words)
+    assert str(error.value) == (
+        "--pipeline-schedule stands before the script, where no flags are read: write it behind "
+        "the script, -m megatron_ext x.py --pipeline-schedule zb-h1 ..."
+    )
 
 
 @pytest.mark.parametrize(

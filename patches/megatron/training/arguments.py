@@ -34,7 +34,10 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     def add_our_flags(
         original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
     ) -> argparse.ArgumentParser:
-        return _suggesting(add_flags(_printable(original(parser))))
+        try:
+            return _suggesting(add_flags(_printable(original(parser))))
+        except ValueError as error:
+            exit_for(error)
 
     def validate(original: Callable[..., Any], args: Any, defaults: dict[str, Any]) -> Any:
         try:

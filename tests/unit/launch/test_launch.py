@@ -277,6 +277,8 @@ def test_a_mistake_in_a_variable_ends_the_launch(
         (("x.py", "--pipeline-schedule", "gpipe:a=1"), "gpipe has no option 'a'; it has none"),
         (("x.py", "--pipeline-costs", "f=1"), "without --pipeline-schedule"),
         (("x.py", "--pipeline-schedule", "none.csv"), "none.csv cannot be read"),
+        (("--pipeline-schedule", "zb-h1", "x.py"), "--pipeline-schedule stands before the script"),
+        (("--bf16", "-m", "x"), "write it behind the script, -m megatron_ext -m x --bf16 ..."),
         (("x.py", "--pipeline-trace", "t", "--pipeline-p2p", "batched"), "without --pipeline-sche"),
     ],
 )
@@ -316,6 +318,43 @@ def test_a_search_that_finds_nothing_ends_the_training_in_one_line(
     with pytest.raises(SystemExit, match="2"):
         main([str(script)])
     assert capsys.readouterr().err == "megatron_ext: error: too low\n"
+
+
+OF_SCRIPT = 'add_argument("--pipeline-schedule", default="a")'
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        f"{{add}}; parser.{OF_SCRIPT}",
+        f"{{add}}; parser.add_argument_group('mine').{OF_SCRIPT}",
+    ],
+)
+def test_a_flag_of_the_scripts_own(
+    lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script whose parser has a flag that is named as ours ended in argparse's traceback."""
+    add = "parser = add_flags(argparse.ArgumentParser())"
+    imports = "import argparse\nfrom megatron_ext.written_settings import add_flags\n"
+    (script := tmp_path / "x.py").write_text(imports + lines.format(add=add))
+    monkeypatch.setattr(megatron_ext.launch, "_has_gpu", lambda: True)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        main([str(script)])
+    assert capsys.readouterr().err == (
+        "megatron_ext: error: --pipeline-schedule: the script's parser has a flag of that name, "
+        "and megatron_ext adds one: rename the script's\n"
+    )
+
+
+def test_a_parser_with_a_flag_that_is_named_as_ours() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pipeline-schedule")
+    with pytest.raises(ValueError, match="--pipeline-schedule: the script's parser has a flag"):
+        add_flags(parser)
+    assert add_flags(add_flags(argparse.ArgumentParser())), "ours are added once"
 
 
 def test_a_mistake_ends_the_process_with_status_2(tmp_path: Path) -> None:
