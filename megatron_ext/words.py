@@ -9,6 +9,7 @@ from difflib import SequenceMatcher
 BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 _ALIKE = 0.75  # from 0, nothing in common, to 1
+_NEGATIONS = {"no", "not", "non", "disable", "without"}
 
 
 def counted(number: float, thing: str) -> str:
@@ -47,15 +48,46 @@ def bytes_text(amount: float) -> str:
 
 
 def meant_by(name: str, known: Iterable[str]) -> list[str]:
-    """Return the names of ``known`` that ``name`` resembles most: none, one, or equals.
+    """Return the names of ``known`` that ``name`` resembles most: none, one, or equals. A name that
+    means the opposite is none of them.
 
     Capitals, dashes and underscores do not count: ``ZB_V`` and ``zbv`` are ``zb-v``.
     """
     likeness = {
-        other: SequenceMatcher(None, _plain(name), _plain(other)).ratio() for other in known
+        other: _likeness(_plain(name), _plain(other))
+        for other in known
+        if not is_opposite(name, other)
     }
     most = max(likeness.values(), default=0.0)
     return [other for other, alike in likeness.items() if alike == most >= _ALIKE]
+
+
+def is_opposite(name: str, other: str) -> bool:
+    """Return whether one of two names denies the other: ``--no-overlap`` and ``--overlap``,
+    ``untie-embeddings`` and ``tie-embeddings``."""
+    words, others = _words(name), _words(other)
+    if len(words & _NEGATIONS) % 2 != len(others & _NEGATIONS) % 2:
+        return True
+    return any(f"un{word}" in others for word in words) or any(
+        f"un{word}" in words for word in others
+    )
+
+
+def has_similar_words(name: str, other: str) -> bool:
+    """Return whether each word of ``name`` resembles one of ``other``, so that it is more than
+    letters that they share: ``--use-mpi`` is not ``--use-mup``."""
+    others = _words(other)
+    return all(
+        any(_likeness(word, similar) >= _ALIKE for similar in others) for word in _words(name)
+    )
+
+
+def _likeness(name: str, other: str) -> float:
+    return SequenceMatcher(None, name, other).ratio()
+
+
+def _words(name: str) -> set[str]:
+    return set(name.lower().replace("_", "-").split("-")) - {""}
 
 
 def _plain(name: str) -> str:

@@ -256,8 +256,15 @@ def _print(made: JobPlan, show_all: bool) -> None:
         typer.echo(text)
     if show_all:
         print_tables(made)
-    elif made.verdict.taken is None:
+    elif made.verdict.taken is None and not _has_one_rank(made):
         print_refusals(made.plan)
+
+
+def _has_one_rank(made: JobPlan) -> bool:
+    """Whether all schedules are refused for the one reason that a remark says."""
+    from megatron_ext.launch_planner.parsed_launch import ONE_RANK
+
+    return ONE_RANK in made.remarks
 
 
 def _echo(made: JobPlan | SizesPlan) -> None:

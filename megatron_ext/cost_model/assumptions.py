@@ -25,7 +25,7 @@ class _Assumption:
 _ASSUMPTIONS = (
     _Assumption(
         "spec",
-        lambda value: value[0] != "local",
+        lambda value: value[0] != "local" and not _is_megatrons(value[0]),
         "layers of your own count as Megatron's of these dimensions",
     ),
     _Assumption(
@@ -59,6 +59,11 @@ _ASSUMPTIONS = (
     ),
     _Assumption("sft", bool, "samples count as one sequence each, not as packed ones"),
 )
+
+
+def _is_megatrons(module: str) -> bool:
+    """Whether the layers of ``module`` are Megatron's own, which are known."""
+    return module.split(".")[:3] == ["megatron", "core", "models"]
 
 
 def assumptions(settings: Any) -> str | None:

@@ -29,6 +29,7 @@ from megatron_ext.doctor.environment.dataset_helpers import check_dataset_helper
 from megatron_ext.doctor.flags import check_words, finding_of
 from megatron_ext.doctor.launch_report import Finding, Prediction, RankPrediction, Report, Severity
 from megatron_ext.doctor.paths import check_checkpoints, check_data, check_tokenizer_files
+from megatron_ext.doctor.scale_limits import scale_limits
 from megatron_ext.launch import without
 from megatron_ext.launch_command.importing import as_on, quickly, silently
 from megatron_ext.launch_command.launch_words import BridgeRecipe, Launch
@@ -39,6 +40,7 @@ from megatron_ext.launch_command.our_flags import (
     with_variables,
     without_flags_of_script,
 )
+from megatron_ext.launch_command.script_texts import read_script_texts
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.race.contestants import Contestants
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from megatron_ext.adapter.checkpoints.loading import LoadJudgement
     from megatron_ext.launch_command.judgement import Judgement
 
+_LOW_PRECISION = "docs/compatibility.md#low-precision compares schedules and recipes"
 _LARGE_BUBBLE = 0.1  # of a step
 _LARGE_TRACE = 2**28  # bytes; a browser takes long to show more
 
@@ -274,7 +277,8 @@ def _parsed(report: Report, launch: Launch, script: str | None, megatron_argumen
     )
     if parsed is None:
         return None
-    report.findings += check_words(launch.arguments, parsed.unknown, parsed.flags, script)
+    texts = read_script_texts(launch, script) if parsed.unknown else None
+    report.findings += check_words(launch.arguments, parsed.unknown, parsed.flags, texts)
     return parsed.args
 
 
@@ -309,6 +313,8 @@ def _check_arguments(
         needed = _check_training(report, made, parsed, config, gpu_bytes, megatron_arguments)
         if config.schedule is not None:
             _say_what_is_untried(report, args)
+            for text in scale_limits(args, made.program):
+                report.add(Severity.REMARK, "low precision", text, _LOW_PRECISION)
         if config.post_validation:
             _say_whether_steps_overlap(report, args)
         if getattr(args, "rampup_batch_size", None):

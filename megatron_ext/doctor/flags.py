@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_ext.doctor.launch_report import Finding, Severity
+from megatron_ext.launch_command.script_texts import ScriptTexts
 from megatron_ext.launch_command.unknown_words import WordFinding, unknown_words
 
 
@@ -13,10 +14,10 @@ def finding_of(word: WordFinding, subject: str) -> Finding:
 
 
 def check_words(
-    argv: Sequence[str], unknown: Sequence[str], flags: Sequence[str], script: str | None
+    argv: Sequence[str], unknown: Sequence[str], flags: Sequence[str], texts: ScriptTexts | None
 ) -> list[Finding]:
     """Return a finding for each of the ``unknown`` words of ``argv``, as `unknown_words` has it."""
-    findings = [finding_of(word, "flags") for word in unknown_words(argv, unknown, flags, script)]
+    findings = [finding_of(word, "flags") for word in unknown_words(argv, unknown, flags, texts)]
     if not any(finding.verdict is Severity.WRONG for finding in findings):
         text = "all others are Megatron's or ours" if findings else "all are Megatron's or ours"
         findings.append(Finding(Severity.RIGHT, "flags", text))

@@ -32,6 +32,7 @@ from megatron_ext.launch_command.our_flags import (
     settings_of,
     with_variables,
 )
+from megatron_ext.launch_command.script_texts import read_script_texts
 from megatron_ext.launch_command.unknown_words import unknown_words
 from megatron_ext.launch_planner.command_line import text_of_script
 from megatron_ext.launch_planner.vision import take_vision, vision_of_launch
@@ -46,6 +47,10 @@ if TYPE_CHECKING:
     from megatron_ext.launch_command.megatron_arguments import ParsedArguments, RatesOf
     from megatron_ext.launch_planner.variants import LaunchVariants
 
+ONE_RANK = (
+    "there is one pipeline rank, so no schedule can be chosen: --any-sizes compares other sizes, "
+    "or write --pipeline-model-parallel-size 2 or more"
+)
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
 
 
@@ -188,7 +193,8 @@ def _on_our_flags(launch: Launch, script: str | None) -> Iterator[str]:
 
 def _refuse_words(launch: Launch, parsed: ParsedArguments, script: str | None) -> None:
     """Raise ValueError for a word that is surely a mistake: what it was to change is not timed."""
-    words = unknown_words(launch.arguments, parsed.unknown, parsed.flags, script)
+    texts = read_script_texts(launch, script) if parsed.unknown else None
+    words = unknown_words(launch.arguments, parsed.unknown, parsed.flags, texts)
     for word in words:
         if word.verdict == "wrong":
             raise ValueError(f"{word.text}; {word.fix}" if word.fix else word.text)
@@ -365,7 +371,10 @@ def _measured_layers(config: PipelineConfig, request: LaunchRequest) -> Measured
 
 
 def _on_costs(args: Any, config: PipelineConfig, measured: MeasuredFile | None) -> Iterator[str]:
-    """Say which parts of times and memory are not known, and which were measured."""
+    """Say which parts of times and memory are not known, and which were measured; and if there is
+    no pipeline whose schedule would have any."""
+    if args.pipeline_model_parallel_size == 1:
+        yield ONE_RANK
     tower = describe(args).tower
     if tower is not None:
         tokens = f"{tower.patches:,} vision tokens a sample in {counted(tower.images, 'image')}"

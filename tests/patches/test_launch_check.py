@@ -26,6 +26,7 @@ from megatron_ext.doctor.environment import dataset_helpers
 from megatron_ext.doctor.launch_report import Report, Severity
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.launch_words import Launch, read_launch
+from megatron_ext.launch_command.unknown_words import RENAMED
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.placement import Placement, line, v
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -347,9 +348,99 @@ def test_flags_that_may_be_the_scripts_own(tmp_path: Path) -> None:
     report = check_launch(Launch(str(script), False, words), None, None)
     assert report.is_right, told(report, Severity.WRONG)
     assert any("--my-rate is the script's own" in text for text in told(report, Severity.RIGHT))
-    assert any("--elsewhere is neither" in text for text in told(report, Severity.REMARK))
+    assert any("has no flag --elsewhere;" in text for text in told(report, Severity.REMARK))
     missing = check_launch(Launch("no.py", False, words), None, None)
     assert any(text.startswith("script: ") for text in told(missing, Severity.WRONG))
+
+
+def test_flags_of_modules_that_the_script_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--num-layer, of a module next to the script, ended with "did you mean --num-layers?". A module
+    on another machine may have it too."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "examples" / "images"
+    (folder / "more").mkdir(parents=True)
+    script = folder / "train.py"
+    script.write_text("import torch\nfrom own_args import add\nfrom more import flags\n")
+    (folder / "own_args.py").write_text("parser.add_argument('--num-layer', type=int)")
+    (folder / "more" / "flags.py").write_text("from . import deeper")
+    (folder / "more" / "deeper.py").write_text('parser.add_argument("--train-iterss")')
+    words = (*model_flags(**FLAGS), "--num-layer", "3", "--train-iterss", "4", "--use-mpi")
+    report = check_launch(Launch(str(script), False, words), None, None)
+    assert report.is_right, told(report, Severity.WRONG)
+    right = told(report, Severity.RIGHT)
+    assert "flags: --num-layer, --train-iterss are the script's own; " in right
+    (remark,) = (text for text in told(report, Severity.REMARK) if text.startswith("flags: "))
+    assert remark.endswith(
+        "has no flag --use-mpi; drop it, unless the script adds it: Megatron would refuse it"
+    )
+    script.write_text("from elsewhere.arguments import add\n")
+    report = check_launch(Launch(str(script), False, words), None, None)
+    assert report.is_right, told(report, Severity.WRONG)
+    assert any(
+        "has no flag --num-layer, --train-iterss, --use-mpi; did you mean --num-layers by" in text
+        for text in told(report, Severity.REMARK)
+    )
+    script.write_text("try:\n    import elsewhere\nexcept ImportError:\n    pass\n")
+    report = check_launch(Launch(str(script), False, words), None, None)
+    assert len(told(report, Severity.WRONG)) == 2, told(report, Severity.WRONG)
+
+
+def test_flags_of_older_scripts() -> None:
+    """The opposite of --no-query-key-layer-scaling was suggested, --use-mup for --use-mpi, and an
+    old name was "the script's own, perhaps"."""
+    words = ("--use-mpi", "--no-query-key-layer-scaling", "--tensor-parallel-size", "2")
+    report = checked(*words, "--moe-num-experts", "8", "--no-overlap-grad-reduce")
+    (wrong,) = told(report, Severity.WRONG)
+    assert re.fullmatch(
+        r"flags: Megatron [\d.]+ has no flag --moe-num-experts; write --num-experts", wrong
+    )
+    (remark,) = (text for text in told(report, Severity.REMARK) if text.startswith("flags: "))
+    assert "has no flag --use-mpi, --no-query-key-layer-scaling, --tensor-parallel-size, --no-" in (
+        remark
+    )
+    suggestion = "did you mean --tensor-model-parallel-size by --tensor-parallel-size?; drop them"
+    assert remark.count("did you mean") == 1 and suggestion in remark
+
+
+def test_todays_names_of_old_flags() -> None:
+    """Each old name is none of Megatron's flags, and each name of today is one."""
+    flags = set(megatron_arguments.parse_arguments(()).flags)
+    for old, today in RENAMED.items():
+        assert old not in flags and today.split()[0] in flags, old
+
+
+FP8 = {"fp8_format": "hybrid", "fp8_recipe": "delayed", "transformer_impl": None}
+HISTORY = {**FP8, "fp8_amax_compute_algo": "max", "fp8_amax_history_len": 4}
+RECOMPUTED = {**HISTORY, "recompute_granularity": "selective"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (HISTORY, "counts the passes of all stages of a rank"),
+        ({**HISTORY, "pipeline_schedule": "zb-h1"}, None),
+        ({**HISTORY, "pipeline_schedule": "interleaved-zb"}, None),
+        ({**RECOMPUTED, "pipeline_schedule": "zb-h1"}, None),
+        ({**RECOMPUTED, "pipeline_schedule": "zb-2p"}, "a recomputed pass counts in the history"),
+        ({**HISTORY, "pipeline_schedule": "zb-2p"}, None),
+        (FP8, None),
+        ({**FP8, "eval_iters": 1}, "an evaluation leaves amaxes"),
+        ({**FP8, "eval_iters": 1, "pipeline_schedule": "zb-h1"}, None),
+        ({**HISTORY, "fp8_recipe": "tensorwise"}, None),
+        ({**HISTORY, "pipeline_schedule": None}, None),
+        ({}, None),
+    ],
+)
+def test_schedules_with_other_scales(overrides: dict[str, Any], text: str | None) -> None:
+    """docs/compatibility.md said it of FP8, and doctor of no command that has it."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
+    report = checked(max_position_embeddings=32, **(sizes | overrides))
+    assert report.is_right, told(report, Severity.WRONG)
+    found = [t for t in told(report, Severity.REMARK) if t.startswith("low precision: ")]
+    assert len(found) == (text is not None), found
+    assert text is None or text in found[0]
 
 
 def from_command(beginning: str, **overrides: object) -> Report:

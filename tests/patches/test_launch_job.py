@@ -254,6 +254,26 @@ def test_what_is_assumed_is_said() -> None:
     plan = made(None, spec=("mine", "layers"))
     assert any("an H100's" in remark for remark in plan.remarks)
     assert any("--spec mine layers: layers of your own" in remark for remark in plan.remarks)
+    megatrons = ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec")
+    assert not any("--spec" in remark for remark in made(None, spec=megatrons).remarks)
+
+
+def test_one_pipeline_rank_is_one_line() -> None:
+    """Each of thirty schedules was refused in a line of its own."""
+    flags = FLAGS | {
+        "pipeline_model_parallel_size": 1,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "pipeline_schedule": None,
+        "hidden_size": 16384,
+        "num_attention_heads": 128,
+        "num_layers": 80,
+    }
+    words = ["--gpu", "h100", "--world-size", "1", "--", str(SCRIPT), *model_flags(**flags)]
+    result = command(*words)
+    assert result.exit_code == 2 and "no schedule fits" in result.output
+    assert "needs a pipeline" not in result.output
+    assert result.output.count("there is one pipeline rank, so no schedule can be chosen") == 1
+    assert len(result.output.splitlines()) <= 8, result.output
 
 
 def measured_file(folder: Path, **overrides: object) -> Path:
