@@ -356,8 +356,8 @@ def test_flags_that_may_be_the_scripts_own(tmp_path: Path) -> None:
 def test_flags_of_modules_that_the_script_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """--num-layer, of a module next to the script, ended with "did you mean --num-layers?". A module
-    on another machine may have it too."""
+    """--num-layer, of a module next to the script, ended with "did you mean --num-layers?". One on
+    another machine may have it too."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "examples" / "images"
     (folder / "more").mkdir(parents=True)
