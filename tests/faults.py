@@ -418,7 +418,7 @@ FAULTS = (
     Fault(
         "ranks-that-swap-programs-at-other-steps",
         f"{ADAPTER}/step/pipeline_training.py",
-        "self._programs.check_swap(call.pipeline, call.config, shape, known)",
+        "self._programs.check_swap(call.pipeline, key, known)",
         "pass",
         (f"{PLACES}::test_a_rank_that_swaps_a_step_late_ends_the_training",),
     ),

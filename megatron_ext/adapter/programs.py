@@ -58,7 +58,27 @@ KEPT = 64  # programs
 
 BatchShape = tuple[int, int] | None  # micro batch, sequence; None if microbatches vary
 RequestedOptions = Callable[[Any, int], Mapping[str, Any]]
-_Key = tuple[str, BatchShape, int, bool, int, bool]
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """A step, as far as its program depends on it; costs and memory limit are the job's.
+
+    Attributes:
+        schedule: that is followed in it.
+        shape: of its microbatches.
+        microbatches: their number.
+        forward_only: whether it is an evaluation.
+        first_trained_stage: the first stage with backward passes.
+        varies: whether sequences have different lengths.
+    """
+
+    schedule: str
+    shape: BatchShape
+    microbatches: int
+    forward_only: bool
+    first_trained_stage: int
+    varies: bool
 
 
 @dataclass(frozen=True)
@@ -125,8 +145,8 @@ class Programs:
         self._requested_options = requested_options
         self._is_stock = is_stock
         self.resolved_spec = config.resolved_spec
-        self._programs: dict[_Key, Program] = {}  # latest last
-        self._for_places: dict[_Key, Program] = {}  # which take the place of those
+        self._programs: dict[StepKey, Program] = {}  # latest last
+        self._for_places: dict[StepKey, Program] = {}  # which take the place of those
         self._first_trained_stage: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
         self._searched_for: int | None = None  # microbatches; None before the first training step
         self._found: dict[tuple[str, str], Schedule] = {}  # by `_but_for_length`
@@ -152,6 +172,7 @@ class Programs:
         config: Any,
         models: list[torch.nn.Module],
         shape: BatchShape,
+        *,
         sequence: int,
         micro_batch: int,
         microbatches: int,
@@ -233,7 +254,7 @@ class Programs:
         self.costs[shape] = costs
         self._times_set[shape] += 1
         for programs in (self._programs, self._for_places):
-            for key in [key for key in programs if key[1] == shape]:
+            for key in [key for key in programs if key.shape == shape]:
                 del programs[key]
 
     def first_trained_stage(
@@ -270,40 +291,34 @@ class Programs:
                 )
         return first
 
-    def known(
+    def key(
         self,
         config: Any,
         shape: BatchShape,
         microbatches: int,
-        forward_only: bool,
+        *,
+        forward_only: bool = False,
         first_trained_stage: int = 0,
-    ) -> Program | None:
-        """Return the program of such a step if it has been built."""
-        key = self._key(config, shape, microbatches, forward_only, first_trained_stage)
+    ) -> StepKey:
+        """Return the key of such a step under the schedule that is followed now. ``config`` is
+        Megatron's."""
+        return StepKey(
+            self.resolved_spec.spec,
+            shape,
+            microbatches,
+            forward_only,
+            first_trained_stage,
+            config.variable_seq_lengths,
+        )
+
+    def known(self, key: StepKey) -> Program | None:
+        """Return the program of the step ``key`` if it has been built."""
         if key in self._for_places:
             return self._for_places[key]
         program = self._programs.pop(key, None)
         if program is not None:
             self._programs[key] = program
         return program
-
-    def _key(
-        self,
-        config: Any,
-        shape: BatchShape,
-        microbatches: int,
-        forward_only: bool,
-        first_trained_stage: int,
-    ) -> _Key:
-        varies = config.variable_seq_lengths
-        return (
-            self.resolved_spec.spec,
-            shape,
-            microbatches,
-            forward_only,
-            first_trained_stage,
-            varies,
-        )
 
     def are_measured(self, shape: BatchShape) -> bool:
         """Whether the costs of ``shape`` are measured."""
@@ -313,16 +328,14 @@ class Programs:
         self,
         pipeline: dist.ProcessGroup,
         config: Any,
-        shape: BatchShape,
-        microbatches: int,
-        forward_only: bool,
-        first_trained_stage: int = 0,
+        key: StepKey,
         before: Program | None = None,
     ) -> Program:
-        """Build the program of such a step. The first call is collective over the world.
+        """Build the program of the step ``key``, of the schedule that is followed now. The first
+        call is collective over the world.
 
-        Stages before ``first_trained_stage`` have forward passes only. ``before`` is a program with
-        other costs, whose order is retained if it is better.
+        ``config`` is Megatron's. ``before`` is a program with other costs, whose order is retained
+        if it is better.
 
         Raises:
             InvalidSchedule: no program fits the memory limit.
@@ -332,24 +345,23 @@ class Programs:
         problem = replace(
             self._config.problem(
                 placement,
-                microbatches,
-                self.costs[shape],
-                forward_only,
-                self._requested_options(config, microbatches),
+                key.microbatches,
+                self.costs[key.shape],
+                key.forward_only,
+                self._requested_options(config, key.microbatches),
             ),
-            first_trained_stage=first_trained_stage,
+            first_trained_stage=key.first_trained_stage,
             stock=stock_executor(config) if self._is_stock else None,
         )
         with telling_of_long_work(dist.get_rank()):
             resolved = self.resolved_spec
             if before is None:
-                resolved = self._spec_for(microbatches, forward_only)
+                resolved = self._spec_for(key)
             resolved = with_megatrons_group(resolved, config)
             program = self._placed(resolved, problem)
             if before is not None:
                 program = better_of(program, before, resolved, problem)
         refuse_order(config, program.schedule)
-        key = self._key(config, shape, microbatches, forward_only, first_trained_stage)
         self._compare(program.digest, key, pipeline)
         self._programs[key] = program
         if len(self._programs) > KEPT:
@@ -362,11 +374,12 @@ class Programs:
             for key in [key for key, known in programs.items() if known is program]:
                 del programs[key]
 
-    def _spec_for(self, microbatches: int, forward_only: bool) -> ResolvedSpec:
-        """Return the schedule for this number of microbatches. It is a substitute without a search
-        if the search was for another number, or in an evaluation, which gains nothing by a search.
-        """
-        if forward_only:
+    def _spec_for(self, key: StepKey) -> ResolvedSpec:
+        """Return the schedule for the step ``key``. It is a substitute without a search if the
+        search was for another number of microbatches, or in an evaluation, which gains nothing by a
+        search."""
+        microbatches = key.microbatches
+        if key.forward_only:
             return self.resolved_spec.without_search
         if microbatches == self._searched_for or ramps_up_to(microbatches):
             return self.resolved_spec
@@ -422,28 +435,24 @@ class Programs:
         self._found |= result.passes
         return found_here[0] if found_here else prove_built(result.schedule, result.problem)
 
-    def check_swap(
-        self, pipeline: dist.ProcessGroup, config: Any, shape: BatchShape, program: Program
-    ) -> None:
-        """Compare ``program``, which a training step of ``shape`` is about to run, with those of
-        the other ranks, in the first such step after programs were swapped.
+    def check_swap(self, pipeline: dist.ProcessGroup, key: StepKey, program: Program) -> None:
+        """Compare ``program``, which the training step ``key`` is about to run, with those of the
+        other ranks, in the first such step after programs were swapped.
 
         A rank that swaps later would run other orders than its neighbours, and could wait forever.
 
         Raises:
             RuntimeError: another rank runs a different program.
         """
-        if shape not in self._swapped:
+        if key.shape not in self._swapped:
             return
-        self._swapped.discard(shape)
-        problem = program.problem
-        key = self._key(config, shape, problem.microbatches, False, problem.first_trained_stage)
+        self._swapped.discard(key.shape)
         self._compare(program.digest, key, pipeline, _WHEN_RUN)
 
     def _compare(
         self,
         digest: str,
-        step: _Key,
+        key: StepKey,
         pipeline: dist.ProcessGroup,
         comparison: _Comparison = _WHEN_BUILT,
     ) -> None:
@@ -454,27 +463,27 @@ class Programs:
         another that will not come. Without a store the ranks of a pipeline compare theirs.
         """
         store = store_of_all()
-        spec, shape, *request, _ = step
         if not self._has_compared:
             self._has_compared = True
-            of_all = enumerate(gather_from_all((shape, digest)))
-            comparison.check(spec, {rank: d for rank, (of, d) in of_all if of == shape})
+            of_all = enumerate(gather_from_all((key.shape, digest)))
+            comparison.check(key.schedule, {rank: d for rank, (of, d) in of_all if of == key.shape})
             return
         if store is None:
             ranks = dist.get_process_group_ranks(pipeline)
             digests = zip(ranks, gather(pipeline, digest), strict=True)
-            comparison.check(spec, dict(digests))
+            comparison.check(key.schedule, dict(digests))
             return
-        where = "/".join(map(str, [comparison.key, shape, *request]))
+        step = key.shape, key.microbatches, key.forward_only, key.first_trained_stage
+        where = "/".join(map(str, [comparison.key, *step]))
         if (
             len(self._config.resolved_specs) > 1
         ):  # a rank with another schedule must not go unnoticed
-            where += f"/{spec}"
-        key = f"megatron_ext/programs/{self._run}/{self._times_set[shape]}/{where}"
+            where += f"/{key.schedule}"
+        name = f"megatron_ext/programs/{self._run}/{self._times_set[key.shape]}/{where}"
         here = dist.get_rank()
         with losing_the_store(f"global rank {here} was to compare its program"):
-            rank, first = store.compare_set(key, "", f"{here} {digest}").decode().split()
-        comparison.check(spec, {int(rank): first, here: digest})
+            rank, first = store.compare_set(name, "", f"{here} {digest}").decode().split()
+        comparison.check(key.schedule, {int(rank): first, here: digest})
 
     def rebuild(
         self,
@@ -492,9 +501,17 @@ class Programs:
         self._set_costs(shape, costs)
         self._measured.add(shape)
         self._swapped.add(shape)
-        microbatches = before.problem.microbatches
-        first_trained_stage = before.problem.first_trained_stage
-        return self.make(pipeline, config, shape, microbatches, False, first_trained_stage, before)
+        return self.make(pipeline, config, self._key_of(before, config, shape), before)
+
+    def _key_of(self, program: Program, config: Any, shape: BatchShape) -> StepKey:
+        """Return the key of the training steps of ``program``."""
+        problem = program.problem
+        return self.key(
+            config,
+            shape,
+            problem.microbatches,
+            first_trained_stage=problem.first_trained_stage,
+        )
 
     def make_for_places(
         self,
@@ -543,7 +560,7 @@ class Programs:
             return judged
         program = made_here[0] if made_here else prove_built(schedule, problem)
         refuse_order(config, program.schedule)
-        key = self._key(config, shape, problem.microbatches, False, problem.first_trained_stage)
+        key = self._key_of(program, config, shape)
         self._times_set[shape] += 1  # the digest of this one is compared by itself
         self._compare(program.digest, key, pipeline)
         self._for_places[key] = program

@@ -25,7 +25,7 @@ from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 import megatron_ext
 from megatron_ext.adapter.step.call import Call
-from megatron_ext.adapter.step.token_shifts import connect_token_shifts
+from megatron_ext.adapter.step.connections import connect_token_shifts
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.host import offload

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_ext.adapter.programs import Programs
+from megatron_ext.adapter.programs import Programs, StepKey
 from megatron_ext.compile.program.verify import InvalidSchedule
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch import Chosen
@@ -197,7 +197,7 @@ def comparing_programs(store: Any) -> None:
     programs = Programs(PipelineConfig(schedule="zb-h1"))
     programs._has_compared = True  # with all ranks
     pipeline: Any = None
-    programs._compare("0123", ("zb-h1", (1, 8), 4, False, 0, False), pipeline)
+    programs._compare("0123", StepKey("zb-h1", (1, 8), 4, False, 0, False), pipeline)
 
 
 @pytest.mark.parametrize(

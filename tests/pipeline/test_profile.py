@@ -21,7 +21,7 @@ import megatron_ext
 from megatron_ext.adapter import programs as programs_module
 from megatron_ext.adapter.observers import step_profile as observer
 from megatron_ext.adapter.observers.step_profile import costs_path
-from megatron_ext.adapter.programs import Programs
+from megatron_ext.adapter.programs import Programs, StepKey
 from megatron_ext.cli import app
 from megatron_ext.compile.output_layer import place_output_layer
 from megatron_ext.compile.program.graph import channels
@@ -381,10 +381,18 @@ def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
         monkeypatch.setattr(programs_module, "chunk_size", str)
         lengths = (16,) if rank else (8, 16)
         for length in lengths:
-            asked = (1, length), length, 1, 4, False
-            programs.agree_on_costs(groups[rank], None, models, *asked)
+            programs.agree_on_costs(
+                groups[rank],
+                None,
+                models,
+                (1, length),
+                sequence=length,
+                micro_batch=1,
+                microbatches=4,
+                forward_only=False,
+            )
             if length == lengths[0]:
-                key = "1f1b", (1, length), 4, False, 0, False
+                key = StepKey("1f1b", (1, length), 4, False, 0, False)
                 programs._compare(f"program for {length}", key, groups[rank])
                 dist.barrier()
         return programs.costs, programs.bases

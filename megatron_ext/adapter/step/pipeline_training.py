@@ -23,11 +23,10 @@ from megatron_ext.adapter.programs import BatchShape, Programs
 from megatron_ext.adapter.splitting import Split, head_weights
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.callers_hooks import CallersHooks, callers_hooks, tell_of_hooks
-from megatron_ext.adapter.step.connections import Connections, connect
+from megatron_ext.adapter.step.connections import Connections, connect, connect_token_shifts
 from megatron_ext.adapter.step.gradients import finalize_gradients, token_count
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.passes import run_passes
-from megatron_ext.adapter.step.token_shifts import connect_token_shifts
 from megatron_ext.adapter.step.training_hooks import TrainingHooks
 from megatron_ext.adapter.tied import refuse_different_copies
 from megatron_ext.adapter.training_globals import current_iteration, restarts_in_process
@@ -113,10 +112,10 @@ class PipelineTraining:
             call.config,
             call.models,
             shape,
-            call.seq_length,
-            call.micro_batch_size,
-            call.num_microbatches,
-            call.forward_only,
+            sequence=call.seq_length,
+            micro_batch=call.micro_batch_size,
+            microbatches=call.num_microbatches,
+            forward_only=call.forward_only,
         )
         make = partial(self._program, call, shape, hooks)
         for feature in hooks if not call.forward_only else ():
@@ -195,23 +194,29 @@ class PipelineTraining:
         if not (call.forward_only or any(feature.trains_first_stage for feature in hooks)):
             first_trained_stage = self._programs.first_trained_stage(call.pipeline, call.models)
         self._check_models(call, hooks)
-        request = call.config, shape, call.num_microbatches, call.forward_only, first_trained_stage
-        known = self._programs.known(*request)
+        key = self._programs.key(
+            call.config,
+            shape,
+            call.num_microbatches,
+            forward_only=call.forward_only,
+            first_trained_stage=first_trained_stage,
+        )
+        known = self._programs.known(key)
         if known is not None:
             if self._connections is not None and not call.forward_only:
                 with self._heard_if_it_fails("the swap of a program", RuntimeError):
-                    self._programs.check_swap(call.pipeline, call.config, shape, known)
+                    self._programs.check_swap(call.pipeline, key, known)
             return known
         for feature in hooks:
             feature.check_new_program(call)
         if self._connections is None:
-            program = self._programs.make(call.pipeline, *request)
+            program = self._programs.make(call.pipeline, call.config, key)
             assert self._recorder is not None
             with heard_if_it_fails(self._recorder, "the connecting of the ranks"):
                 self._connections = self._connect(call, program, self._recorder, hooks)
         else:  # ranks may differ, and not all of them may notice
             with self._heard_if_it_fails("the making of a program", RuntimeError):
-                program = self._programs.make(call.pipeline, *request)
+                program = self._programs.make(call.pipeline, call.config, key)
         if not call.forward_only:
             log_single_rank(logger, logging.INFO, summarize(program))
             costs = format_costs(program.problem.costs)

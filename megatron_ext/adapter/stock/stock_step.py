@@ -161,15 +161,23 @@ class StockTraining:
                 config_of_order, partial(requested_options, config_of_order), is_stock=True
             )
         programs = self._programs[spec]
-        sequence, micro_batch = arguments["seq_length"], arguments["micro_batch_size"]
-        step = arguments["num_microbatches"], False
-        programs.agree_on_costs(pipeline, config, models, None, sequence, micro_batch, *step)
+        microbatches = arguments["num_microbatches"]
+        programs.agree_on_costs(
+            pipeline,
+            config,
+            models,
+            None,
+            sequence=arguments["seq_length"],
+            micro_batch=arguments["micro_batch_size"],
+            microbatches=microbatches,
+            forward_only=False,
+        )
         if spec not in self._parts_by_spec:
             basis = basis_of(programs.described[None]())
             self._parts_by_spec[spec] = None if basis is None else model_parts_of(basis)
         self._parts = self._parts_by_spec[spec]
-        known = programs.known(config, None, *step)
-        return known or programs.make(pipeline, config, None, *step)
+        key = programs.key(config, None, microbatches)
+        return programs.known(key) or programs.make(pipeline, config, key)
 
     def _say(self, why: str) -> None:
         if why not in self._said:
