@@ -83,7 +83,7 @@ def test_only_trainings_import_the_list_of_features() -> None:
 
 def test_the_construction_of_programs_names_no_feature() -> None:
     """It reads whether microbatches are cut and which stages are trained, of which every family has
-    to know; what else the problem asks for is done by the hooks of `compile.features`."""
+    to know; whatever else the problem requires is done by the hooks of `compile.features`."""
     tree = ast.parse((ROOT / "megatron_ext/compile/build.py").read_text())
     assert not named_features(tree)
 
