@@ -23,6 +23,7 @@ from megatron_ext.launch_command.launchers import (
     read_launchers,
     script_behind,
 )
+from megatron_ext.launch_command.log.log_figures import LogFigures
 from megatron_ext.secrets import masked
 
 _TORCHRUN = ("torchrun", "ft_launcher")
@@ -70,6 +71,7 @@ class Launch:
             assumption then.
         remarks: what was read from that log, and which of it is assumed.
         gpu: name of the GPU, if the log names it.
+        figures: what the training of that log has measured; None without a log.
         words: the whole command; () if it was read from a log or a recipe.
         recipe: the recipe in place of a script; None without one.
     """
@@ -85,6 +87,7 @@ class Launch:
     log: Path | None = None
     remarks: tuple[str, ...] = ()
     gpu: str | None = None
+    figures: LogFigures | None = None
     words: tuple[str, ...] = ()
     recipe: BridgeRecipe | None = None
 

@@ -5,8 +5,11 @@ Megatron is imported only inside, as it would be on a machine of the launch.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from megatron_ext.launch_command.launch_words import Launch
+from megatron_ext.launch_planner.log_comparison import comparison_with_log
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.fitting import caching_candidates
 from megatron_ext.planner.job_plan import JobPlan, plan_job
@@ -28,7 +31,19 @@ def plan_launch(
     def planned(parsed: ParsedLaunch) -> JobPlan:
         from megatron_ext.launch_planner.launch_job import launch_job_of
 
-        return plan_job(launch_job_of(request, parsed), with_curves=with_curves, lengths=lengths)
+        job = launch_job_of(request, parsed)
+        made = plan_job(job, with_curves=with_curves, lengths=lengths)
+        return _with_figures_of_log(made, request.launch)
 
     with caching_candidates():
         return with_launch(request, planned)
+
+
+def _with_figures_of_log(made: JobPlan, launch: Launch | None) -> JobPlan:
+    """Return the plan with a remark that compares the estimate of the unchanged command with the
+    figures of the log that it was read from."""
+    estimate = made.verdict.baseline
+    if launch is None or launch.figures is None or launch.world_size is None or estimate is None:
+        return made
+    text = comparison_with_log(launch.figures, estimate, launch.world_size)
+    return made if text is None else replace(made, remarks=(text, *made.remarks))

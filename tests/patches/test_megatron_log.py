@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from megatron_ext.cli import app
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.importing import silently
 from megatron_ext.launch_command.launch_words import read_launch
+from megatron_ext.launch_command.log.log_figures import AllocatedBytes, LogFigures
 from megatron_ext.launch_command.log.megatron_log import launch_from, launch_from_log, read_log
-from megatron_ext.launch_command.log.unparse import unparse
+from megatron_ext.launch_command.log.unparse import unparse, unparsed_flags
 from megatron_ext.launch_planner import launch_job, parsed_launch
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
 from megatron_ext.planner.candidate import VocabMethod
@@ -341,6 +343,76 @@ def test_the_vocabulary_is_that_of_the_tokenizers_line(tmp_path: Path) -> None:
     assert words[-2:] == ("--padded-vocab-size", "50304")
     words = launch_from_log(log_of(f"{block(padded_vocab_size=64)}{told}\n", tmp_path)).arguments
     assert words[-2:] == ("--padded-vocab-size", "64")
+
+
+def test_a_name_that_is_a_flag_today_is_taken(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Older versions print norm_epsilon, which was ignored: the written command trained another
+    model. Today it is the flag --norm-epsilon of layernorm_epsilon."""
+    names = {"hidden_size": "64", "norm_epsilon": "1e-06", "no_such_name": "3"}
+    words = unparsed_flags(names)
+    assert words[words.index("--norm-epsilon") + 1] == "1e-06"
+    default = unparsed_flags(names | {"norm_epsilon": "1e-05"})
+    assert "--norm-epsilon" not in default, "a default is not written"
+    both = unparsed_flags(names | {"layernorm_epsilon": "1e-07"})
+    assert both[both.index("--norm-epsilon") + 1] == "1e-07" and "1e-06" not in both
+    text = printed(model_flags(global_batch_size=16), 8, capsys)
+    old = re.sub(r"  layernorm_epsilon (\.+) 1e-05", r"  norm_epsilon .....\1 1e-06", text)
+    assert old != text
+    launch = launch_from_log(log_of(old, tmp_path))
+    assert launch.arguments[launch.arguments.index("--norm-epsilon") + 1] == "1e-06"
+    assert len(launch.remarks) == 1, launch.remarks
+
+
+ITERATION = (
+    "[2026-01-01 10:00:00] iteration {:8d}/     100 | consumed samples: 64 | elapsed time per "
+    "iteration ({}): {} | learning rate: 1.0E-04 | global batch size: 64 |\n"
+)
+MEMORY = (
+    "[Rank {}] (after 2 iterations) memory (MB) | allocated: {} | max allocated: {} | reserved: "
+    "4000.0 | max reserved: 4000.0\n"
+)
+
+
+def test_figures_of_a_log() -> None:
+    lines = [
+        *block().splitlines(keepends=True),
+        ITERATION.format(1, "ms", 90000.0),
+        *(ITERATION.format(i, "ms", ms) for i, ms in ((2, 2000.0), (3, 2100.0), (4, 9000.0))),
+        "[default7]:" + MEMORY.format(7, 100.5, 300),
+        MEMORY.format(0, 200, 250.25),
+        MEMORY.format(0, 300, "1.2.3"),
+    ]
+    figures = read_log(lines).figures
+    assert figures.seconds == 2.1, "the median without the first one"
+    assert figures.ranks[7] == AllocatedBytes(100.5 * 2**20, 300 * 2**20)
+    assert figures.ranks[0] == AllocatedBytes(300 * 2**20, 0)
+    assert read_log([*lines[:4], ITERATION.format(1, "s", 3.5)]).figures.seconds == 3.5
+    assert read_log(block().splitlines()).figures == LogFigures()
+
+
+def test_a_plan_compares_its_estimate_with_the_log(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log said 423 s a step and 58.9 GiB, the plan 165 s, and nothing of the log's."""
+    only_families(monkeypatch, "1f1b")
+    monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE]))
+    monkeypatch.setattr(launch_job, "_layouts", lambda read: None)
+    text = printed(model_flags(**LARGE), 8, capsys)
+    text = re.sub(r"  eval_interval .*\n", "", text)  # a log that was shortened
+    measured = ITERATION.format(2, "ms", 4230.0) + MEMORY.format(4, 600, 700)
+    path = log_of(text + measured, tmp_path)
+    result = CliRunner().invoke(app, ["plan", "--gpu", "mi300x", "--megatron-args", str(path)])
+    assert result.exit_code == 0, result.output
+    (line,) = (row for row in result.stdout.splitlines() if row.startswith("measured in the log:"))
+    assert re.fullmatch(
+        r"measured in the log: 4.23 s a step \([\d.]+ s estimated\); rank 4 held 0.586 GiB "
+        r"\([\d.]+ GiB estimated\) after a step and 0.684 GiB \([\d.]+ GiB estimated\) at the most",
+        line,
+    ), line
+    json_form = ["plan", "--json", "--gpu", "mi300x", "--megatron-args", str(path)]
+    assert line in json.loads(CliRunner().invoke(app, json_form).stdout)["remarks"]
 
 
 def test_arguments_that_flags_do_not_give_are_told(

@@ -11,6 +11,7 @@ A launcher may have put the rank or the time before each line.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from megatron_ext.cost_model.gpus import name_of_gpu
 from megatron_ext.launch_command import bridge_recipe
 from megatron_ext.launch_command.importing import as_on, quickly, silently
 from megatron_ext.launch_command.launch_words import Launch, read_launch
+from megatron_ext.launch_command.log.log_figures import MARKS, FiguresReader, LogFigures
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.secrets import masked
 from megatron_ext.words import counted, shown
@@ -48,6 +50,9 @@ _OF_NODE = re.compile(r"\bnproc[-_]per[-_]node\s*[:= ]\s*(\d+)\b")
 _GPU = re.compile(r"(?:NVIDIA|AMD Instinct) (\w+(?:[ -]\w+)?)")
 _VOCABULARY = re.compile(r"padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
 _TOLD = (b"nproc", b"NVIDIA", b"AMD Instinct", b"padded vocab", b"------", b" ..")
+_MEASURED_IN = 16  # parts of a log in which figures are looked for
+_EVALUATION = "eval_interval"  # a training without it is refused
+_USUAL_INTERVAL = "1000"  # Megatron's default before 0.19
 _CALLED_DIFFERENT = 3  # names that a remark lists
 
 
@@ -61,6 +66,7 @@ class Log:
         of_node: ranks of a node; None if the log does not tell.
         gpu: name of the GPU's data sheet; None if the log does not tell, or names several.
         vocabulary: tokens, padded; None if the log does not tell.
+        figures: what the training has measured.
     """
 
     arguments: Mapping[str, str]
@@ -68,6 +74,7 @@ class Log:
     of_node: int | None = None
     gpu: str | None = None
     vocabulary: int | None = None
+    figures: LogFigures = field(default_factory=LogFigures)
 
 
 @dataclass
@@ -117,6 +124,7 @@ def read_log(lines: Iterable[str]) -> Log:
     of_node: int | None = None
     vocabulary: int | None = None
     gpus: set[str] = set()
+    figures = FiguresReader()
     for line in lines:
         text = _COLOUR.sub("", line.rstrip("\r\n"))
         found = _RANK.search(text, 0, _BEFORE)
@@ -133,16 +141,21 @@ def read_log(lines: Iterable[str]) -> Log:
             if vocabulary is None and (found := _VOCABULARY.search(text)):
                 vocabulary = _number(found[1])
             gpus.update(filter(None, map(name_of_gpu, _GPU.findall(text))))
+            figures.take(text)
     arguments = _complete_block(blocks)
     gpu = gpus.pop() if len(gpus) == 1 else None
-    return Log(arguments, tuple(sorted(blocks.different - {"rank"})), of_node, gpu, vocabulary)
+    different = tuple(sorted(blocks.different - {"rank"}))
+    return Log(arguments, different, of_node, gpu, vocabulary, figures.figures())
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
     """Yield the lines of the parts of ``file`` that may tell something: most of a log does not."""
-    while part := file.read(_LONGEST):
+    for number in itertools.count():
+        if not (part := file.read(_LONGEST)):
+            return
         part += file.readline(_LONGEST)
-        if any(word in part for word in _TOLD):
+        looked_for = (*_TOLD, *MARKS) if number < _MEASURED_IN else _TOLD
+        if any(word in part for word in looked_for):
             text = part.decode(errors="replace")
             yield from text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
 
@@ -234,7 +247,7 @@ def launch_from_log(path: Path, settings: Given | None = None) -> Launch:
     except ValueError as error:
         raise ValueError(f"{OPTION} {path}: {error}") from None
     given = {f"{PREFIX}{name}": str(value) for name, value in settings.items()}
-    printed = {**log.arguments, **given}
+    printed = {_EVALUATION: _USUAL_INTERVAL, **log.arguments, **given}
     for name in ("schedule", "race"):
         if PREFIX + name not in given:
             _refuse_program(path, name, printed.get(PREFIX + name, ""))
@@ -282,6 +295,7 @@ def launch_from_log(path: Path, settings: Given | None = None) -> Launch:
         log=path,
         remarks=tuple(remarks),
         gpu=log.gpu,
+        figures=log.figures,
     )
 
 

@@ -19,7 +19,7 @@ from megatron_ext.adapter.layout_arguments import CHUNKS, CHUNKS_IN_CONFIGS
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PREFIX
 from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.words import shown
+from megatron_ext.words import argument_flag, shown
 from megatron_ext.written_settings import from_argv
 
 # Validation gives the first of each of these the value of the second, and refuses some of them if
@@ -79,12 +79,29 @@ def unparse(printed: Mapping[str, str]) -> Unparsed:
         validated = vars(_validated(args, words, int(printed["world_size"])))
     except ValueError:  # the caller validates the flags again, and reports it
         return Unparsed(words)
+    renamed = _renamed(megatron_arguments.parser(), printed)
+    names = {name: renamed.get(name, name) for name in printed}
     differences = tuple(
-        f"{name} is {shown(text)} in the log and {shown(validated[name])} by its flags here"
+        f"{name} is {shown(text)} in the log and {shown(validated[names[name]])} by its flags here"
         for name, text in printed.items()
-        if name in validated and str(validated[name]) != text and name not in _NOT_COMPARED
+        if names[name] in validated
+        and str(validated[names[name]]) != text
+        and name not in _NOT_COMPARED
     )
-    return Unparsed(words, tuple(name for name in printed if name not in validated), differences)
+    unknown = tuple(name for name in printed if names[name] not in validated)
+    return Unparsed(words, unknown, differences)
+
+
+def _renamed(parser: argparse.ArgumentParser, printed: Mapping[str, str]) -> dict[str, str]:
+    """Return today's names of arguments that another version of Megatron has ``printed`` under the
+    name of their flag, which is still there: ``norm_epsilon`` of ``--norm-epsilon``."""
+    names = {action.dest for action in parser._actions}
+    flags = {word: action.dest for action in parser._actions for word in action.option_strings}
+    return {
+        name: today
+        for name in printed.keys() - names
+        if (today := flags.get(argument_flag(name))) is not None and today not in printed
+    }
 
 
 def unparsed_flags(printed: Mapping[str, str]) -> tuple[str, ...]:
@@ -97,7 +114,10 @@ def unparsed_flags(printed: Mapping[str, str]) -> tuple[str, ...]:
     given = {name: text for name, text in printed.items() if not _is_derived(name, printed)}
     if printed.get("use_layer_wise_distributed_optimizer") == str(True):
         given["use_distributed_optimizer"] = str(True)  # for which validation has put it
-    return tuple(word for name in given for word in _words(parser, name, given[name]))
+    renamed = _renamed(parser, printed)
+    return tuple(
+        word for name in given for word in _words(parser, renamed.get(name, name), given[name])
+    )
 
 
 def _validated(args: Any, words: tuple[str, ...], world_size: int) -> Any:
