@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -212,6 +213,7 @@ def free_memory(
 
 
 _MOST_RANKS = 100_000
+_SIZE = re.compile(r"(\d+)gb?")  # in names of drivers: 40GB, 144G
 
 _EXAMPLE = (
     f"write one of {', '.join(GPUS)}, or what yours reaches: operations=400e12,bytes=40e9,"
@@ -238,9 +240,12 @@ def gpu_named(name: str) -> Gpu | None:
 
 def name_of_gpu(name: str) -> str | None:
     """Return the key of `GPUS` for the GPU that its driver calls ``name``; None if it is none of
-    them."""
+    them. A GPU that is sold with less or more memory has keys with it, such as ``a100-40``."""
     words = name.lower().replace("-", " ").split()
-    return next((word for word in words if word in GPUS), None)
+    known = next((word for word in words if word in GPUS), None)
+    sizes = (found[1] for word in words if (found := _SIZE.fullmatch(word)))
+    with_size = (key for size in sizes if (key := f"{known}-{size}") in GPUS)
+    return next(with_size, known)
 
 
 def short_name(gpu: Gpu | None) -> str | None:

@@ -172,6 +172,13 @@ def test_gpus_are_those_that_the_log_names() -> None:
     assert (log.of_node, log.gpu) == (4, "h200")
     log = read_log(f"NVIDIA H100 80GB HBM3\nNVIDIA A100-SXM4-80GB\n{block()}".splitlines())
     assert (log.of_node, log.gpu) == (None, None)
+    for driver, name in (
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA GH200 144G HBM3e", "gh200-144"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA L40S", "l40s"),
+    ):
+        assert read_log(f"{driver}\n{block()}".splitlines()).gpu == name
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ _ARGUMENT = re.compile(r"  ([A-Za-z_]\w*) (\.*) (.*)")
 # What srun -l, torchrun and torch's loggers put before a line of a rank.
 _RANK = re.compile(r"^\s*(\d+): |\[(?:rank|default)?(\d+)\]:")
 _OF_NODE = re.compile(r"\bnproc[-_]per[-_]node\s*[:= ]\s*(\d+)\b")
-_GPU = re.compile(r"(?:NVIDIA|AMD Instinct) (\w+(?:[ -]\w+)?)")
+_GPU = re.compile(r"(?:NVIDIA|AMD Instinct) (\w+(?:[ -]\w+){0,2})")
 _VOCABULARY = re.compile(r"padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
 _TOLD = (b"nproc", b"NVIDIA", b"AMD Instinct", b"padded vocab", b"------", b" ..")
 _MEASURED_IN = 16  # parts of a log in which figures are looked for

@@ -621,7 +621,15 @@ def test_a_gpu_by_its_drivers_name() -> None:
     assert gpu_named("NVIDIA H100 80GB HBM3") is GPUS["h100"]
     assert gpu_named("AMD Instinct MI300X") is GPUS["mi300x"]
     assert gpu_named("NVIDIA A100-SXM4-80GB") is GPUS["a100"]
+    assert gpu_named("NVIDIA A100-SXM4-40GB") is GPUS["a100-40"], "it was one of 80 GB"
+    assert gpu_named("NVIDIA A100-PCIE-40GB") is GPUS["a100-40"]
+    assert gpu_named("NVIDIA GH200 480GB") is GPUS["gh200"], "that is the Grace's memory"
+    assert gpu_named("NVIDIA GH200 144G HBM3e") is GPUS["gh200-144"]
+    for name in ("h800", "h20", "a800", "l40s"):
+        assert gpu_named(f"NVIDIA {name.upper()}") is GPUS[name]
+    assert gpu_named("NVIDIA A800-SXM4-80GB") is GPUS["a800"]
     assert gpu_named("NVIDIA GeForce RTX 4090") is None
+    assert GPUS["a100-40"].memory == 39 * 2**30
     assert assumed_rates(Precision.FP4) == GPUS["b200"].rates(Precision.FP4)
 
 
