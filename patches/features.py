@@ -194,6 +194,7 @@ FEATURES = (
             "megatron.core.models.common.embeddings.rotary_pos_embedding",
             "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
             "megatron.core.transformer.dot_product_attention",
+            "megatron.core.transformer.experimental_attention_variant.dsa",
             "megatron.core.extensions.transformer_engine",
             "megatron.core.utils.batches_by_slices",
             "megatron.core.transformer.moe.router",

@@ -34,6 +34,9 @@ MEGATRON = "patches/megatron"
 ORDER = "tests/pipeline/test_microbatch_order.py"
 PLACES = "tests/pipeline/test_places.py"
 PACKS = "tests/patches/test_slices_of_packs.py"
+SPARSE = (
+    "tests/pipeline/test_slices.py::test_sparse_attention_chooses_among_the_keys_of_earlier_slices"
+)
 PREDICTION = "tests/pipeline/test_multi_token_prediction.py::test_it_is_stock_to_the_last_bit"
 
 
@@ -413,6 +416,21 @@ FAULTS = (
         "before[begin : span.local.end] += gradient",
         "before[: len(gradient)] += gradient",
         (f"{PACKS}::test_losses_and_gradients_are_those_of_whole_packs",),
+    ),
+    # ---- Slices of sparse attention
+    Fault(
+        "queries-of-a-slice-as-the-first",
+        f"{ADAPTER}/slices/sparse_attention.py",
+        "torch.arange(span.begin, span.end, device=device)",
+        "torch.arange(span.end - span.begin, device=device)",
+        (SPARSE,),
+    ),
+    Fault(
+        "an-indexers-loss-for-each-slice",
+        f"{ADAPTER}/slices/sparse_attention.py",
+        "coefficient * (span.end - span.begin) / span.length",
+        "coefficient",
+        (SPARSE,),
     ),
     # ---- Microbatches in another order, stages and ranks that differ
     Fault(

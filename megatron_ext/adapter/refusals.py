@@ -369,6 +369,14 @@ def _shares_sequences(settings: Any) -> bool:
     return ranks > 1
 
 
+def _is_sparse(settings: Any) -> bool:
+    return getattr(settings, "experimental_attention_variant", None) == "dsa"
+
+
+def _is_several(value: Any) -> bool:
+    return (value or 1) > 1
+
+
 def _packs_sequences(settings: Any) -> bool:
     flags = ("sft", "dataloader_inter_document_masking")
     return any(getattr(settings, name, False) for name in flags)
@@ -404,14 +412,14 @@ SLICES_REFUSALS = (
     ),
     RefusedSetting(
         "context_parallel_size",
-        lambda value: value > 1,
+        _is_several,
         "Transformer Engine divides attention of packed sequences over ranks in its own way: write "
         f"--context-parallel-size 1, or {_WITHOUT_SLICES}",
         matters=_packs_sequences,
     ),
     RefusedSetting(
         "micro_batch_size",
-        lambda value: (value or 1) > 1,
+        _is_several,
         f"several packed sequences make one longer row: write --micro-batch-size 1, or "
         f"{_WITHOUT_SLICES}",
         matters=_packs_sequences,
@@ -433,7 +441,34 @@ SLICES_REFUSALS = (
             ("hybrid_layer_pattern", "a hybrid model"),
             ("hybrid_override_pattern", "a hybrid model"),
             ("is_hybrid_model", "a hybrid model"),
-            ("experimental_attention_variant", "experimental attention"),
+        )
+    ),
+    RefusedSetting(
+        "experimental_attention_variant",
+        lambda value: bool(value) and value != "dsa",
+        f"it carries a state over slices: {_WITHOUT_SLICES}",
+    ),
+    *(
+        RefusedSetting(
+            name,
+            unsupported,
+            f"with dsa it is untried: {remedy}, or {_WITHOUT_SLICES}",
+            matters=_is_sparse,
+        )
+        for name, unsupported, remedy in (
+            ("sft", bool, "drop --sft"),
+            (
+                "dataloader_inter_document_masking",
+                bool,
+                "drop --dataloader-inter-document-masking",
+            ),
+            ("context_parallel_size", _is_several, "write --context-parallel-size 1"),
+            ("dsa_indexer_topk_freq", _is_several, "write --dsa-indexer-topk-freq 1"),
+            (
+                "dsa_kernel_backend",
+                lambda value: value not in (None, "none"),
+                "write --dsa-kernel-backend none",
+            ),
         )
     ),
     *(

@@ -17,7 +17,9 @@ Chunks = list[torch.nn.Module]
 Gradients = dict[str, torch.Tensor]
 
 
-def small_config(layers: int, ranks: int, **settings: Any) -> TransformerConfig:
+def small_config(
+    layers: int, ranks: int, kind: type[TransformerConfig] = TransformerConfig, **settings: Any
+) -> TransformerConfig:
     """Of a model with local layers and without dropout, on a pipeline of so many ranks."""
     common: dict[str, Any] = {
         "num_layers": layers,
@@ -31,7 +33,7 @@ def small_config(layers: int, ranks: int, **settings: Any) -> TransformerConfig:
         "masked_softmax_fusion": False,
         "transformer_impl": "local",
     }
-    return TransformerConfig(**common | settings)
+    return kind(**common | settings)
 
 
 def draw_by_name(parameters: Iterator[tuple[str, torch.nn.Parameter]]) -> None:

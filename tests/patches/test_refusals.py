@@ -71,6 +71,7 @@ BESIDE: tuple[dict[str, object], ...] = (
     {"num_experts": 8},
     {"context_parallel_size": 2},
     {"sft": True},
+    {"experimental_attention_variant": "dsa"},
     {"fp8": "hybrid"},
     {"transformer_impl": "local"},
 )

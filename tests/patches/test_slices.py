@@ -28,6 +28,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexerLossLoggingHelper,
+)
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_logging import (
     destroy_moe_metrics_tracker,
@@ -51,6 +54,7 @@ from megatron_ext.patches.megatron.core.models.common.embeddings import (
 )
 from megatron_ext.patches.megatron.core.models.gpt.gpt_model import slices as gpt_model_slices
 from megatron_ext.patches.megatron.core.transformer import dot_product_attention
+from megatron_ext.patches.megatron.core.transformer.experimental_attention_variant import dsa
 from megatron_ext.patches.megatron.core.transformer.moe import router
 from megatron_ext.patches.megatron.core.transformer.multi_token_prediction import (
     slices as multi_token_slices,
@@ -66,6 +70,7 @@ from tests.helpers.accepting import accepts
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.latent_attention import Attention
 from tests.helpers.ranks import run_ranks, values
+from tests.helpers.sparse_attention import SPARSE, sparse_layers
 
 SEQUENCE, BATCH, VOCABULARY = 16, 2, 32
 EVEN, UNEVEN = (4, 4, 4, 4), (7, 5, 3, 1)
@@ -105,6 +110,19 @@ ROUTED = {
     "moe_token_dispatcher_type": "alltoall",
     "add_bias_linear": False,
 }
+SPARSELY = {
+    f"sparse attention, {name}": Case(
+        SPARSE | LATENT | {"rope_type": "rope"} | settings, config=MLATransformerConfig
+    )
+    for name, settings in {
+        "yarn": {"rope_type": "yarn"},
+        "loss of the chosen": {"dsa_indexer_use_sparse_loss": True},
+        "loss per token": {"calculate_per_token_loss": True},
+        "no loss": {"dsa_indexer_loss_coeff": 0.0},
+        "full recompute": FULL,
+        "selective recompute": {"recompute_granularity": "selective"},
+    }.items()
+}
 CASES = {
     "learned positions": Case(positions="learned_absolute"),
     "learned positions, given mask": Case(positions="learned_absolute", has_mask=True),
@@ -130,6 +148,8 @@ CASES = {
         {"mtp_num_layers": 2, "calculate_per_token_loss": True}, positions="learned_absolute"
     ),
     "full recompute": Case(FULL),
+    "sparse attention": Case(SPARSE | LATENT | {"rope_type": "rope"}, config=MLATransformerConfig),
+    **dict(at_night(*SPARSELY.items())),
     "experts, full recompute": Case(
         FULL
         | ROUTED
@@ -168,8 +188,12 @@ def build(case: Case) -> GPTModel:
     }
     latent = case.config is MLATransformerConfig
     config = case.config(**settings | case.settings)
-    layer = get_gpt_layer_local_spec(
-        num_experts=case.settings.get("num_moe_experts"), multi_latent_attention=latent
+    layer: Any = (
+        sparse_layers(config)
+        if config.experimental_attention_variant
+        else get_gpt_layer_local_spec(
+            num_experts=case.settings.get("num_moe_experts"), multi_latent_attention=latent
+        )
     )
     prediction = get_gpt_mtp_block_spec(config, layer, False) if config.mtp_num_layers else None
     return GPTModel(
@@ -209,6 +233,7 @@ def patched() -> Iterator[None]:
         rotary_pos_embedding,
         yarn_rotary_pos_embedding,
         dot_product_attention,
+        dsa,
         batches_by_slices,
     )
     with apply([patch for module in modules for patch in module.patches(PipelineConfig())]):
@@ -278,9 +303,17 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def logged() -> dict[str, float]:
-    """What routers have logged of their losses."""
+    """Return the sums of what routers and indexers have logged of their losses."""
     metrics = get_moe_metrics_tracker().metrics
-    return {name: float(entry.values.sum()) for name, entry in metrics.items()}
+    made = {name: float(entry.values.sum()) for name, entry in metrics.items()}
+    if (of_indexers := DSAIndexerLossLoggingHelper.tracker.get("values")) is not None:
+        made["indexers"] = float(of_indexers.sum())
+    return made
+
+
+def forget_logged() -> None:
+    destroy_moe_metrics_tracker()
+    DSAIndexerLossLoggingHelper.tracker.clear()
 
 
 def compare(case: Case, lengths: Sequence[int]) -> None:
@@ -288,19 +321,22 @@ def compare(case: Case, lengths: Sequence[int]) -> None:
     model = build(case)
     batches = [batch(case, seed) for seed in (2, 3)]
     dy = torch.rand(BATCH, SEQUENCE)
-    destroy_moe_metrics_tracker()
+    forget_logged()
     expected_losses = run_whole(model, batches, dy)
     expected = {name: p.grad for name, p in model.named_parameters()}
     expected_log = logged()
     model.zero_grad()
-    destroy_moe_metrics_tracker()
+    forget_logged()
     with patched():
         losses = run_slices(model, batches, dy, lengths)
     assert logged() == pytest.approx(expected_log, rel=1e-5)
     for got, wanted in zip(losses, expected_losses, strict=True):
         assert relative(got, wanted) < 1e-6
     for name, parameter in model.named_parameters():
-        assert relative(parameter.grad, expected[name]) < 2e-6, name
+        if expected[name] is None:  # of an indexer without a loss
+            assert parameter.grad is None, name
+        else:
+            assert relative(parameter.grad, expected[name]) < 2e-6, name
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import MLATransformerConfig
 
 import megatron_ext
 from megatron_ext.patches import cpu
@@ -51,6 +52,8 @@ from tests.helpers.megatron_runs import (
     train,
 )
 from tests.helpers.ranks import run_ranks, values
+from tests.helpers.sparse_attention import SPARSE, sparse_layers
+from tests.patches.test_slices import LATENT
 from tests.pipeline.test_recipe_settings import MLA
 
 Flags = dict[str, object]
@@ -93,6 +96,34 @@ def build() -> Chunks:
     return [model]
 
 
+def build_sparse() -> Chunks:
+    """A stage whose attention goes to tokens that an indexer chooses."""
+    config = small_config(
+        2,
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        MLATransformerConfig,
+        hidden_size=32,
+        num_attention_heads=4,
+        apply_rope_fusion=False,
+        rope_type="rope",
+        **SPARSE,
+        **LATENT,
+    )
+    model = GPTModel(
+        config,
+        sparse_layers(config),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        **first_and_last(0),
+    )
+    draw_by_name(named_parameters(model))
+    for parameter in model.parameters():  # small ones leave the indexer's loss to rounding
+        parameter.data *= 5
+    return [model]
+
+
 def data() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     shape = BATCH, SEQUENCE
@@ -123,7 +154,9 @@ def forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Ten
     return losses, partial(loss_function, batch["loss_mask"])
 
 
-def step(context_parallel: int = 1, **ours: Any) -> tuple[list[Any], Gradients]:
+def step(
+    context_parallel: int = 1, build: Callable[[], Chunks] = build, **ours: Any
+) -> tuple[list[Any], Gradients]:
     """One step of all ranks: stock's, or with settings of ours."""
     with megatron_ext.install(**ours) if ours else contextlib.nullcontext():
         return whole_step(
@@ -155,6 +188,15 @@ def steps_of_rank(rank: int) -> None:
         sliced = step(schedule="1f1b", slices="4")
         assert_close_step(sliced, (stock_losses, stock))
         assert_same_step(step(schedule="zb-h1", slices="4"), sliced)
+
+
+def steps_of_sparse_attention(rank: int) -> None:
+    with apply(cpu.patches()):
+        stock = step(build=build_sparse)
+        sliced = step(build=build_sparse, schedule="1f1b", slices="4", slice_lengths=UNEVEN)
+        assert_close_step(sliced, stock)
+        split = step(build=build_sparse, schedule="zb-h1", slices="4", slice_lengths=UNEVEN)
+        assert_same_step(split, sliced)
 
 
 def one_step(rank: int) -> tuple[list[Any], Gradients]:
@@ -198,6 +240,11 @@ def test_a_longer_pipeline_makes_no_difference() -> None:
 def test_gradients_are_those_of_whole_sequences() -> None:
     """Of stock's own step; and those of two schedules with slices are the same."""
     values(run_ranks(2, steps_of_rank))
+
+
+def test_sparse_attention_chooses_among_the_keys_of_earlier_slices() -> None:
+    """It was refused. The indexer's keys are carried as those of attention are."""
+    values(run_ranks(2, steps_of_sparse_attention))
 
 
 # --- a launch command

@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
+from megatron_ext.adapter.slices.sparse_attention import knows_places
 from megatron_ext.adapter.transformer_engine.installed import can_split
 
 _DROP = "drop --pipeline-slices"
@@ -48,6 +49,10 @@ def _known_attention() -> list[Callable[..., Any]]:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         known.append(TEDotProductAttention.forward)
+    if knows_places():
+        from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+
+        known.append(DSAttention.forward)
     return known
 
 

@@ -1,0 +1,36 @@
+"""Sparse attention (DSA) of a slice's queries to keys of all tokens up to its end.
+
+Not patched: the choice among these keys, the attention to the chosen ones, and the indexer's loss,
+which go by the rows and the mask that they are given; shared choices of layers, which are refused
+with recompute.
+"""
+
+from __future__ import annotations
+
+from megatron_ext.adapter.slices.sparse_attention import (
+    attend_sparsely,
+    index,
+    knows_places,
+    mask_by_places,
+)
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+_FOLDER = "megatron.core.transformer.experimental_attention_variant"
+_REASON = "a slice attends to those before it"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """Return the patches that let a slice choose among the keys of earlier slices, if Megatron can
+    be told where its queries are."""
+    if not knows_places():
+        return ()
+    return (
+        wrap(f"{_FOLDER}.dsa:DSAttention.forward", attend_sparsely, reason=_REASON),
+        wrap(f"{_FOLDER}.dsa:DSAIndexer.forward_before_topk", index, reason=_REASON),
+        wrap(
+            f"{_FOLDER}.dsa_masking:build_dsattention_forward_mask",
+            mask_by_places,
+            reason="queries of a slice are not those of the first keys",
+        ),
+    )

@@ -1,0 +1,55 @@
+"""Sparse attention (DSA) on the CPU, whose layers are Transformer Engine's elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+# Settings of a small model's attention. The indexer's rotation is a kernel that no CPU runs. Small
+# weights would leave its loss to rounding, and with few heads a ReLU makes many scores 0, of which
+# torch.topk takes any.
+SPARSE = {
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "qk_layernorm": True,
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 2,
+    "dsa_indexer_head_dim": 8,
+    "dsa_indexer_topk": 3,
+    "dsa_indexer_loss_coeff": 0.1,
+    "dsa_indexer_rotate_activation": False,
+    "dsa_indexer_scoring_relu": False,
+    "init_method_std": 0.3,
+}
+
+
+class Duplicated(ColumnParallelLinear):
+    """A layer that each tensor-parallel rank has whole, on one such rank."""
+
+    def __init__(self, *args: Any, parallel_mode: str, **more: Any) -> None:
+        assert parallel_mode == "duplicated"
+        super().__init__(*args, gather_output=False, **more)
+
+
+class Backend(LocalSpecProvider):
+    """Megatron's local layers, with the one that they lack."""
+
+    def linear(self) -> type[Duplicated]:
+        return Duplicated
+
+
+def sparse_layers(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Return the layers of a stage."""
+    with mock.patch.object(specs, "_get_backend_spec_provider", lambda config: Backend()):
+        block = specs.get_transformer_block_with_experimental_attention_variant_spec(
+            config, vp_stage
+        )
+    for layer in block.layer_specs:
+        parts = layer.submodules.self_attention.submodules
+        parts.linear_q_down_proj = parts.linear_kv_down_proj = ColumnParallelLinear
+    return block
