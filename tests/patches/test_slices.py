@@ -110,18 +110,19 @@ ROUTED = {
     "moe_token_dispatcher_type": "alltoall",
     "add_bias_linear": False,
 }
+SETTINGS_OF_SPARSE: dict[str, dict[str, Any]] = {
+    "yarn": {"rope_type": "yarn"},
+    "loss of the chosen": {"dsa_indexer_use_sparse_loss": True},
+    "loss per token": {"calculate_per_token_loss": True},
+    "no loss": {"dsa_indexer_loss_coeff": 0.0},
+    "full recompute": FULL,
+    "selective recompute": {"recompute_granularity": "selective"},
+}
 SPARSELY = {
     f"sparse attention, {name}": Case(
         SPARSE | LATENT | {"rope_type": "rope"} | settings, config=MLATransformerConfig
     )
-    for name, settings in {
-        "yarn": {"rope_type": "yarn"},
-        "loss of the chosen": {"dsa_indexer_use_sparse_loss": True},
-        "loss per token": {"calculate_per_token_loss": True},
-        "no loss": {"dsa_indexer_loss_coeff": 0.0},
-        "full recompute": FULL,
-        "selective recompute": {"recompute_granularity": "selective"},
-    }.items()
+    for name, settings in SETTINGS_OF_SPARSE.items()
 }
 CASES = {
     "learned positions": Case(positions="learned_absolute"),
