@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +38,11 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _SHELLS = ("bash", "sh", "zsh", "source")
 _SHELL_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 _TAKE_A_VALUE = ("-W", "-X")  # of Python's own options
+_ECHO = (
+    "give plan or doctor the log of an earlier start, as --megatron-args LOG, in place of the "
+    "command; or write echo before the launcher (torchrun, python) in {}, run it, and paste what "
+    "it prints"
+)
 # Flags that ft_launcher adds to torchrun's; each takes a value.
 _OF_FT_LAUNCHER = re.compile(r"--(ft|fault[-_]tol|term|workers[-_]stop|restart)[-_].*")
 
@@ -103,7 +109,13 @@ def read_launch(words: Sequence[str]) -> Launch:
         ValueError: the words are none of these, torchrun refuses its own flags, or flags stand
             before the script.
     """
-    return replace(_read_launch(words, Started()), words=tuple(words))
+    launch = replace(_read_launch(words, Started()), words=tuple(words))
+    for word in (launch.script, *launch.arguments[:1]):
+        if word.startswith("$"):
+            raise ValueError(
+                f"{word} stands for words that only the shell knows: {_ECHO.format('its script')}"
+            )
+    return launch
 
 
 def _read_launch(words: Sequence[str], started: Started) -> Launch:
@@ -143,10 +155,8 @@ def _read_behind(words: Sequence[str], started: Started) -> Launch:
         script = _shell_script(words)
         if script is not None:
             raise ValueError(
-                f"{masked(words[:3])!r} runs a shell script, which is not run here: give plan "
-                f"or doctor the log of an earlier start, as --megatron-args LOG, in place of the "
-                f"command; or write echo before the launcher (torchrun, python) in {script}, run "
-                f"it, and paste what it prints"
+                f"{masked(words[:3])!r} runs a shell script, which is not run here: "
+                f"{_ECHO.format(script)}"
             )
         raise ValueError(
             f"{masked(words[:3])!r} begins no launch command: give it from SCRIPT.py, -m MODULE, "
@@ -211,6 +221,9 @@ def _read_torchrun(words: Sequence[str], started: Started) -> Launch:
     parser.error = refuse  # type: ignore[method-assign]
     for flag in {word.split("=")[0] for word in words if _OF_FT_LAUNCHER.fullmatch(word)}:
         parser.add_argument(flag)
+    for action in parser._actions:
+        if action.type is int:
+            action.type = partial(_number, default=action.default)
     parsed = parser.parse_args(words)
     rest = [parsed.training_script, *parsed.training_script_args]
     launch = _read_launch(["-m", *rest] if parsed.module else rest, Started())
@@ -222,3 +235,8 @@ def _read_torchrun(words: Sequence[str], started: Started) -> Launch:
     # gpu, auto: as many as that node has; or a variable of the shell's
     is_known = nodes is not None and parsed.nproc_per_node.isdecimal()
     return replace(launch, world_size=nodes * int(parsed.nproc_per_node) if is_known else None)
+
+
+def _number(text: str, default: int | None) -> int | None:
+    """Return the number that ``text`` tells, or ``default`` if only the shell knows it."""
+    return default if "$" in text else int(text)

@@ -96,6 +96,7 @@ def test_where_a_launch_command_begins(command: str, launch: Launch) -> None:
         ("srun -N 2 torchrun --nnodes '$SLURM_NNODES' --nproc-per-node 8 x.py", 16),
         ("srun -n 2 torchrun --nnodes '$N' --nproc-per-node gpu x.py", None),
         ("srun -n 4 torchrun --nproc-per-node 2 x.py", 2),
+        ("torchrun --nnodes 2 --nproc-per-node 8 --node_rank='$R' --master_port '$P' x.py", 16),
         ("mpirun -np 512 --npernode 8 python x.py", 512),
         ("mpiexec.hydra -n 16 -ppn 8 python x.py", 16),
         ("mpirun --bind-to none -n 16 -x A python -m mine", 16),
@@ -168,6 +169,20 @@ def test_a_flag_before_the_script(launcher: str) -> None:
 )
 def test_what_is_no_launch_command(command: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
+        read_launch(command.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "torchrun $DISTRIBUTED_ARGS pretrain_gpt.py $GPT_ARGS",
+        "torchrun --nproc-per-node 8 x.py ${MODEL_ARGS[@]} --bf16",
+        "python -m megatron_ext x.py $ARGS",
+    ],
+)
+def test_words_that_only_the_shell_knows(command: str) -> None:
+    """A variable was taken for the script, and Megatron missed the sizes that are in it."""
+    with pytest.raises(ValueError, match=r"^\$.* stands for words that only the shell knows: give"):
         read_launch(command.split())
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-MARKS = (b"elapsed time per iteration", b"max allocated")  # of lines that have figures
+FIGURE_LINES = (b"elapsed time per iteration", b"max allocated")  # of lines that have figures
 _MOST = 10_000  # iterations that are read
 _ITERATION = re.compile(
     r"\biteration +(\d+)/ *\d+ \|.*?elapsed time per iteration \((ms|s)\): ([\d.]{1,20})"
@@ -30,7 +30,7 @@ class AllocatedBytes:
 
 @dataclass(frozen=True)
 class LogFigures:
-    """What a training has measured.
+    """Seconds and bytes that a training has measured.
 
     Attributes:
         seconds: of an iteration: the median, without the first one that was printed.

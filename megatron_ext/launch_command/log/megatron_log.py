@@ -25,7 +25,7 @@ from megatron_ext.cost_model.gpus import name_of_gpu
 from megatron_ext.launch_command import bridge_recipe
 from megatron_ext.launch_command.importing import as_on, quickly, silently
 from megatron_ext.launch_command.launch_words import Launch, read_launch
-from megatron_ext.launch_command.log.log_figures import MARKS, FiguresReader, LogFigures
+from megatron_ext.launch_command.log.log_figures import FIGURE_LINES, FiguresReader, LogFigures
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.secrets import masked
 from megatron_ext.words import counted, shown
@@ -154,7 +154,7 @@ def _lines(file: BinaryIO) -> Iterator[str]:
         if not (part := file.read(_LONGEST)):
             return
         part += file.readline(_LONGEST)
-        looked_for = (*_TOLD, *MARKS) if number < _MEASURED_IN else _TOLD
+        looked_for = (*_TOLD, *FIGURE_LINES) if number < _MEASURED_IN else _TOLD
         if any(word in part for word in looked_for):
             text = part.decode(errors="replace")
             yield from text.replace("\r\n", "\n").replace("\r", "\n").split("\n")

@@ -1,0 +1,144 @@
+"""Launch commands of public scripts get the right answers of `doctor` and `plan`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.doctor.check import check_launch
+from megatron_ext.doctor.launch_report import Severity
+from megatron_ext.launch_command.launch_words import read_launch
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
+from tests.helpers.megatron_runs import SCRIPT
+
+_FILE = Path(__file__).with_name("public_commands.txt")
+# Every command names files that are not here: these are right to be missed.
+_FILES = {"datasets", "tokenizer", "checkpoints", "script"}
+
+
+def commands() -> dict[str, str]:
+    """Return the commands of the file by their titles."""
+    return dict(re.findall(r"^\[(.+)\]\n(.+)$", _FILE.read_text(), re.MULTILINE))
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The right answers on a command.
+
+    Attributes:
+        ranks: None if the command does not say.
+        wrong: what doctor calls wrong, apart from files that are not here.
+        remark: of flags; None: there is none.
+        unchecked: why it is not checked; "": it is.
+        plan: the facts of its plan, or how plan refuses it.
+    """
+
+    ranks: int | None
+    plan: str
+    wrong: tuple[str, ...] = ()
+    remark: str | None = None
+    unchecked: str = ""
+
+
+NO_SIZES = "is not known to train by Megatron's arguments, and the command has none of the model's"
+ANSWERS = {
+    "mpirun, a DeepSpeed fork's flags, two stages": Answers(
+        8,
+        "--checkpoint-activations is no longer valid, use --recompute-activations",
+        ("--checkpoint-activations is no longer valid, use --recompute-activations",),
+        "has no flag --data-impl, --use-mpi",
+    ),
+    "mpirun, a fork's tokenizer": Answers(
+        64,
+        "argument --tokenizer-type: invalid choice: 'Llama3Tokenizer'",
+        ("argument --tokenizer-type: invalid choice: 'Llama3Tokenizer'",),
+    ),
+    "torchrun, a layout, a tokenizer of a hub, experts": Answers(
+        1024,
+        "Transformer Engine cross entropy loss fusion is disabled due to stability issues",
+        ("Transformer Engine cross entropy loss fusion is disabled due to stability issues",),
+    ),
+    "srun without sizes, old names of flags": Answers(
+        None,
+        "has no flag --activations-checkpoint-method; write --recompute-method",
+        ("has no flag --activations-checkpoint-method", "has no flag --moe-num-experts"),
+        "has no flag --data-impl, --moe-top-k",
+    ),
+    "torchrun, a fork's own flags and tokenizer": Answers(
+        64,
+        "argument --tokenizer-type: invalid choice: 'PretrainedFromHF'",
+        ("argument --tokenizer-type: invalid choice: 'PretrainedFromHF'",),
+    ),
+    "torch.distributed.run, a layout, attention of a newer Megatron": Answers(
+        32,
+        "argument --experimental-attention-variant: invalid choice: 'dsv4_hybrid'",
+        ("argument --experimental-attention-variant: invalid choice: 'dsv4_hybrid'",),
+    ),
+    "torchrun on one node, mock data": Answers(
+        8, "8 layers on 8 ranks (TP 2 x PP 2 x DP 2), 1 microbatch of 1 x 1024 tokens"
+    ),
+    "srun starts torchrun, variables for its sizes": Answers(
+        8, "8 layers on 8 ranks (TP 2 x PP 2 x DP 2), 16 microbatches of 4 x 512 tokens"
+    ),
+    "srun starts torchrun, another trainer": Answers(
+        8, f"cannot be planned: ./train.py {NO_SIZES}", unchecked=f"./train.py {NO_SIZES}"
+    ),
+    "deepspeed, an old fork's flags": Answers(
+        16,
+        "--model-parallel-size is no longer valid, use --tensor-model-parallel-size instead",
+        ("--model-parallel-size is no longer valid, use --tensor-model-parallel-size instead",),
+        "has no flag --num-stages, --force-pp, --resume-dataloader, --train-data, --lazy-loader",
+    ),
+    "accelerate, another trainer": Answers(
+        16, f"cannot be planned: trl.py {NO_SIZES}", unchecked=f"trl.py {NO_SIZES}"
+    ),
+    "torchrun, a fork's fused kernels": Answers(
+        8,
+        "32 layers on 8 ranks (TP 2 x PP 4), 16 microbatches of 1 x 4096 tokens",
+        remark="has no flag --use-fused-rmsnorm, --use-fused-swiglu, --use-fused-rotary-pos-emb",
+    ),
+}
+
+
+def test_each_command_has_its_answers() -> None:
+    assert commands().keys() == ANSWERS.keys() and len(ANSWERS) == 12
+
+
+@pytest.mark.parametrize("title", ANSWERS)
+def test_the_answers_of_doctor_and_plan(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(SCRIPT.parent)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    answers = ANSWERS[title]
+    launch = read_launch(shlex.split(commands()[title]))
+    assert launch.world_size == answers.ranks
+    report = check_launch(launch, None, None)
+    wrong = [
+        finding.text
+        for finding in report.findings
+        if finding.verdict is Severity.WRONG and finding.subject not in _FILES
+    ]
+    assert len(wrong) == len(answers.wrong), wrong
+    assert all(right in text for right, text in zip(answers.wrong, wrong, strict=True)), wrong
+    remarks = [
+        finding.text
+        for finding in report.findings
+        if finding.verdict is Severity.REMARK and finding.subject == "flags"
+    ]
+    assert len(remarks) == (answers.remark is not None), remarks
+    assert answers.remark is None or answers.remark in remarks[0]
+    assert answers.unchecked in report.unchecked
+    assert bool(answers.unchecked) == bool(report.unchecked)
+    assert answers.plan in planned(shlex.split(commands()[title]))
+
+
+def planned(words: list[str]) -> str:
+    """Return the facts of a plan of the command ``words``, or why there is none."""
+    try:
+        return with_launch(LaunchRequest(read_launch(words)), lambda parsed: parsed.facts)
+    except ValueError as error:
+        return str(error)
