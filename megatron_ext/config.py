@@ -83,6 +83,11 @@ class CostsSource:
         """Costs file with which the run begins; None if there is none."""
         return None if self.is_estimate or "=" in self.text else Path(self.text)
 
+    @property
+    def in_seconds(self) -> bool:
+        """Whether times are seconds, and not in a unit of the user's own."""
+        return self.is_estimate or self.file is not None
+
 
 SliceLengths = Lengths | tuple[int, ...]
 

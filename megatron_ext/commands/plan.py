@@ -32,7 +32,7 @@ from megatron_ext.commands.plan_tables import print_refusals, print_tables
 from megatron_ext.commands.progress_line import showing_progress
 from megatron_ext.commands.sizes_text import compared_line, sizes_lines
 from megatron_ext.commands.verdict_text import verdict_lines
-from megatron_ext.config import CostsSource, flag
+from megatron_ext.config import ESTIMATE, CostsSource, flag
 from megatron_ext.cost_model.execution import Precision
 from megatron_ext.cost_model.gpus import (
     USABLE,
@@ -338,8 +338,16 @@ class _Traced:
 def _traced_in(trace: Path) -> _Traced:
     """Return the reserved bytes and speeds of ``trace``. Raises ValueError if it has none."""
     steps = read_trace(trace)
-    traced = _Traced(reserved_in(steps), speeds_in(steps))
-    if traced == _Traced():
+    speeds, of_medians = speeds_in(steps)
+    traced = _Traced(reserved_in(steps), speeds)
+    if of_medians != speeds:
+        typer.echo(
+            f"--trace {trace}: its {counted(len(steps), 'step')} differ by more than ranks do, so "
+            f"the plan does not take {of_medians} as the speeds of the ranks; if a longer trace "
+            f"shows the same, add --rank-speeds {of_medians}",
+            err=True,
+        )
+    elif traced == _Traced():
         raise ValueError(
             f"--trace {trace} has nothing that a plan uses: no rank is slow, and only a trace of "
             f"GPUs has the memory that their allocators reserved"
@@ -499,6 +507,7 @@ def _of_sizes(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan:
         options=settings.options,
         layers=sizes.layers,
         speeds=product_of([of_ranks, settings.traced.speeds], ranks),
+        in_seconds=CostsSource(costs or (UNIT if sizes.model is None else ESTIMATE)).in_seconds,
     )
     if sizes.model is not None:
         return partial(plan_job, _of_model(training, sizes.model, sizes, settings))
@@ -506,8 +515,7 @@ def _of_sizes(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan:
     tower = {"--vision": settings.vision, "--vision-tokens": settings.vision_tokens}
     _refuse(tower, f"{_NO_MODEL}, or write the tower into --costs as tower=F/I/W")
     training = replace(training, costs=training.costs or partial(parse_costs, UNIT))
-    in_seconds = CostsSource(costs or UNIT).file is not None
-    return partial(plan_job, replace(training_job_of(training), in_seconds=in_seconds))
+    return partial(plan_job, training_job_of(training))
 
 
 def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings) -> TrainingJob:
@@ -554,8 +562,7 @@ def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings)
     trained = TrainedModel(model, execution, state, rates)
     assumed = (ASSUMED_GPU,) if not gpus and training.costs is None else ()
     training = replace(training, trained=trained)
-    in_seconds = settings.costs is None or CostsSource(settings.costs).file is not None
-    return replace(training_job_of(training, free, assumed), in_seconds=in_seconds)
+    return training_job_of(training, free, assumed)
 
 
 def _machine(

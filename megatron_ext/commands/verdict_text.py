@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Iterator
 
 from megatron_ext.cost_model.gpus import USABLE
+from megatron_ext.planner.candidate import ALIKE
 from megatron_ext.planner.job_plan import JobPlan
 from megatron_ext.planner.unequal_gains import UnequalGains
 from megatron_ext.planner.verdict import (
-    ALIKE,
     WORTH,
     Alternative,
     Verdict,
@@ -32,6 +32,8 @@ def verdict_lines(made: JobPlan) -> Iterator[str]:
         yield f"verdict:   keep it: {_no_gain(found)}{_not_compared(made)}"
     else:
         yield from _change(made, taken)
+    if made.assumed:
+        yield f"assumed:   {made.assumed}"
     for microbatches, seconds in taken.other_steps.items():
         yield f"other:     {_other_step(made, microbatches, seconds)}"
     unequal = made.unequal
@@ -143,7 +145,11 @@ def _gain(made: JobPlan, taken: Alternative) -> str:
     if stock is None or stock is taken:
         return text
     of_stock = found.saving_of(stock)
-    return f"{text}: {of_stock:.1%} by Megatron's own flags, {gain - of_stock:.1%} by ours"
+    text += f": {of_stock:.1%} by Megatron's own flags ({made.of_stock}), "
+    if taken.seconds > (1 - WORTH) * stock.seconds:  # so it is taken for its memory
+        less = _amount(stock, stock.holds - taken.holds)
+        return f"{text}and ours take {less} less in the same time"
+    return f"{text}{gain - of_stock:.1%} by ours"
 
 
 def _step(made: JobPlan, one: Alternative) -> str:
@@ -152,6 +158,12 @@ def _step(made: JobPlan, one: Alternative) -> str:
 
 def _unit(made: JobPlan) -> str:
     return "s" if made.in_seconds else "cost units"
+
+
+def _amount(one: Alternative, held: float) -> str:
+    """Return ``held``, in the unit of the memory of ``one``, as text."""
+    is_known = one.candidate.fullest is not None
+    return bytes_text(held) if is_known else counted(round(held, 2), "microbatch")
 
 
 def _memory(one: Alternative) -> str:
@@ -167,11 +179,15 @@ def _memory_of_rank(made: JobPlan, taken: Alternative) -> str:
     text = f"{bytes_text(fullest)} on the fullest rank"
     if baseline is not None and baseline.candidate.fullest is not None:
         text += f" (now {bytes_text(baseline.candidate.fullest)})"
-    if made.free is None:
+    if made.free is None or taken.candidate.memory is None:
         return text
+    rank = max(taken.candidate.memory, key=lambda rank: rank.total)
+    reserved = made.free.reserved_for(rank.total, rank.model.lasting)
+    takes, gpu = rank.total + reserved, made.free.usable / USABLE
     return (
-        f"{text}, which may take {bytes_text(made.free.allocated)}; its allocator reserves "
-        f"{bytes_text(made.free.reserved)} more: together {USABLE:.0%} of the GPU's memory"
+        f"{text}; with {bytes_text(reserved)} that its allocator reserves it takes "
+        f"{takes / gpu:.0%} of the GPU, and {bytes_text(max(made.free.usable - takes, 0.0))} are "
+        f"left"
     )
 
 
@@ -183,12 +199,14 @@ def _other_step(made: JobPlan, microbatches: int, seconds: float) -> str:
 
 
 def _tie(made: JobPlan, taken: Alternative) -> str:
-    others = dict.fromkeys(one.name for one in made.verdict.tie)
-    names = [name for name in others if name != taken.name] or [
-        "the same with other layers on its stages"
-    ]
+    least: dict[str, Alternative] = {}
+    for one in sorted(made.verdict.tie, key=lambda one: one.holds):
+        least.setdefault(one.name, one)
+    names = [
+        f"{name} ({_amount(one, one.holds)})" for name, one in least.items() if name != taken.name
+    ] or ["the same with other layers on its stages"]
     more = f" and {counted(len(names) - _SHOWN, 'other')}" if len(names) > _SHOWN else ""
     return (
         f"{', '.join(names[:_SHOWN])}{more}, within {ALIKE:.0%}; of these the verdict takes "
-        f"the least memory"
+        f"the least memory, {_amount(taken, taken.holds)}"
     )

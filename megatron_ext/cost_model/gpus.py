@@ -194,6 +194,16 @@ class FreeMemory:
     reserved: float
     is_modelled: bool
 
+    @property
+    def usable(self) -> float:
+        """Bytes that a rank may take with all that its allocator reserves."""
+        return self.allocated + self.reserved
+
+    def reserved_for(self, allocated: float, lasting: float) -> float:
+        """Return the bytes that an allocator reserves beyond ``allocated`` bytes, of which
+        ``lasting`` are allocated once."""
+        return RESERVED_SHARE * max(allocated - lasting, 0.0) if self.is_modelled else self.reserved
+
 
 def free_memory(
     memory: float, reserved: float | None = None, *, lasting: float = 0.0

@@ -17,9 +17,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.adapter.layout_arguments import PATTERN, PLACING
 from megatron_ext.cost_model.assumptions import unchecked_parts
 from megatron_ext.launch_planner.command_line import command_with
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
+from megatron_ext.launch_planner.parsed_launch import (
+    ASSUMED_TOKENS,
+    LaunchRequest,
+    ParsedLaunch,
+    with_launch,
+)
 from megatron_ext.planner.candidate import Plan, VocabMethod
-from megatron_ext.planner.confirmation import confirmed_verdict
+from megatron_ext.planner.confirmation import confirmed_verdict, without_idle_limit
 from megatron_ext.planner.fitting import caching_candidates
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated
@@ -88,6 +93,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
         """Return ``one`` with the figures of the launch that is changed to it."""
         if one.write() == NOTHING:  # as it stands, judged already
             return one
+        one = without_idle_limit(one)
         made = judged_alternative(judgement_of(request, parsed, one.write()), one.write)
         return replace(one, candidate=made.candidate, seconds=made.seconds)
 
@@ -125,7 +131,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
         checked,
         compared=found.compared,
         excess=excess,
-        remarks=(*parsed.remarks, *_on_refused(found)),
+        remarks=(*parsed.remarks, *_on_vocabulary(parsed), *_on_refused(found)),
     )
     if checked is not None and not made.keeps:
         made = replace(
@@ -144,6 +150,14 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
             *_on_connections(parsed, made.best.sizes),
         ),
     )
+
+
+def _on_vocabulary(parsed: ParsedLaunch) -> Iterator[str]:
+    if parsed.assumes_tokens:
+        yield (
+            f"assumed: a vocabulary of {ASSUMED_TOKENS:,} tokens, since its tokenizer is not here: "
+            f"add --padded-vocab-size N"
+        )
 
 
 def _check(request: LaunchRequest, parsed: ParsedLaunch) -> None:

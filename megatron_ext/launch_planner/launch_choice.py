@@ -29,7 +29,7 @@ from megatron_ext.launch_planner.alternatives.first_answer import is_long
 from megatron_ext.launch_planner.alternatives.written import alternative_of
 from megatron_ext.launch_planner.stage_arguments import chunks_of, names_stages, stock_schedule
 from megatron_ext.launch_planner.variants import LaunchVariants
-from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
+from megatron_ext.planner.candidate import ALIKE, Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.confirmation import with_whole_step
 from megatron_ext.planner.figures import recompute_phrase
 from megatron_ext.planner.fitting import caching_candidates, consider
@@ -37,7 +37,6 @@ from megatron_ext.planner.job_plan import JobPlan, PlannedJob, plan_job
 from megatron_ext.planner.planner import SpecWithMethod, make_plan, without_figures
 from megatron_ext.planner.shortest_search import AS_1F1B, nothing_left, schedules_not_compared
 from megatron_ext.planner.verdict import (
-    ALIKE,
     WORTH,
     Alternative,
     Written,

@@ -22,8 +22,12 @@ from megatron_ext.launch_planner.alternatives.changed import Changed
 from megatron_ext.launch_planner.alternatives.first_answer import first_answer, is_long, whole_plan
 from megatron_ext.launch_planner.alternatives.layouts import lay_out, own_layout, written_of
 from megatron_ext.launch_planner.alternatives.less_memory import what_would_fit
-from megatron_ext.launch_planner.alternatives.long_sequences import long_sequences_of_launch
+from megatron_ext.launch_planner.alternatives.long_sequences import (
+    long_sequences_of_launch,
+    written_with_slices,
+)
 from megatron_ext.launch_planner.alternatives.pairs import other_pairs
+from megatron_ext.launch_planner.alternatives.vocabularies import on_assumed_vocabulary
 from megatron_ext.launch_planner.alternatives.without_full_recompute import (
     without_full_recompute,
 )
@@ -36,6 +40,7 @@ from megatron_ext.launch_planner.command_line import arguments_with, command_wit
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch
 from megatron_ext.launch_planner.recipe_changes import RecipeChanges
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
+from megatron_ext.planner.confirmation import without_idle_limit
 from megatron_ext.planner.job_plan import Others, PlannedJob
 from megatron_ext.planner.layouts.comparison import LayoutComparison
 from megatron_ext.planner.layouts.layout import Layout
@@ -49,7 +54,7 @@ from megatron_ext.planner.planning_time import (
     until_end,
     within,
 )
-from megatron_ext.planner.verdict import NOTHING, WORTH, Alternative, Written
+from megatron_ext.planner.verdict import NOTHING, WORTH, Alternative, Verdict, Written
 from megatron_ext.schedule.microbatch_costs import BatchSize
 from megatron_ext.words import bytes_text
 from megatron_ext.written_settings import from_argv
@@ -72,7 +77,7 @@ def launch_job_of(request: LaunchRequest, parsed: ParsedLaunch) -> LaunchJob:
         text=f"{parsed.facts}, under {parsed.variants.launch_schedule}",
         free=parsed.free,
         is_estimate=parsed.measured is None and parsed.variants.config.costs.is_estimate,
-        in_seconds="=" not in parsed.variants.config.costs.text,
+        in_seconds=parsed.variants.config.costs.in_seconds,
         batch=_batch(parsed),
         remarks=parsed.remarks,
     )
@@ -127,14 +132,15 @@ class LaunchJob(PlannedJob):
             for candidate in changed.candidates
         ]
         made += [] if layouts is None else self._laid_out(layouts)
-        if slices is not None and slices.best is not None:
-            written = slices.written
-            made.append(self._alternative(slices.best, lambda: written))
+        for one in () if slices is None else slices.tied:
+            made.append(self._alternative(one, partial(written_with_slices, self.parsed, one)))
         return Others(tuple(made), slices, tuple(_on_not_permitted(layouts)))
 
     def judged(self, one: Alternative) -> Alternative:
         if one.write() == NOTHING:  # as it stands, judged already
             return one
+        if self.parsed.variants.config.memory_limit is None:
+            one = without_idle_limit(one)
         made = judgement_of(self.request, self.parsed, one.write())
         return replace(judged_alternative(made, one.write), layout=one.layout)
 
@@ -156,6 +162,16 @@ class LaunchJob(PlannedJob):
     def command(self, written: Written) -> str:
         launch = self.request.launch
         return "" if launch is None else command_with(launch, written)
+
+    def on_assumed(self, found: Verdict) -> str:
+        if not self.parsed.assumes_tokens:
+            return ""
+        return on_assumed_vocabulary(self.parsed, found, self._judged_with)
+
+    def _judged_with(self, parsed: ParsedLaunch, one: Alternative) -> Alternative:
+        """Return ``one`` with its figures if the launch is ``parsed``."""
+        made = judgement_of(self.request, parsed, one.write())
+        return judged_alternative(made, one.write)
 
     def remarks_on(self, taken: Candidate, written: Written) -> tuple[str, ...]:
         on_pairs = (_ON_PAIRS,) if FLAG in written.added else ()

@@ -51,6 +51,9 @@ ONE_RANK = (
     "there is one pipeline rank, so no schedule can be chosen: --any-sizes compares other sizes, "
     "or write --pipeline-model-parallel-size 2 or more"
 )
+# Tokens of a vocabulary that is not known, about as many as tokenizers of 2024 and later have, and
+# the least and the most that are usual.
+ASSUMED_TOKENS, USUAL_TOKENS = 128_000, (32_000, 256_000)
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
 
 
@@ -98,6 +101,8 @@ class ParsedLaunch:
         measured: costs per layer type, by which it is estimated; None: they are not measured.
         costs: words for the file of these, if the command does not name it.
         untold: settings that no words of the command tell: of a vision tower, and of a recipe.
+        assumes_tokens: whether the number of tokens in the vocabulary is `ASSUMED_TOKENS`, since
+            the tokenizer is not here.
     """
 
     variants: LaunchVariants
@@ -107,6 +112,7 @@ class ParsedLaunch:
     measured: MeasuredFile | None = None
     costs: tuple[str, ...] = ()
     untold: Mapping[str, Any] = field(default_factory=dict)
+    assumes_tokens: bool = False
 
     @property
     def allowed_bytes(self) -> float | None:
@@ -250,10 +256,9 @@ def _read(
     ranks = ranks or megatron_arguments.least_world_size(args)
     is_data = request.launch is None or request.launch.log is not None  # which runs no code
     tokens = megatron_arguments.count_tokens(args, may_run_code=not is_data) or args.vocab_size
-    methods = _METHODS
-    if tokens is None and args.padded_vocab_size is None:
-        remarks.append("the vocabulary is not known: add --padded-vocab-size N, it counts")
-        methods = frozenset([VocabMethod.NAIVE])
+    is_assumed = tokens is None and args.padded_vocab_size is None
+    if is_assumed:
+        tokens = ASSUMED_TOKENS
     if config.schedule == PLAN:  # for settings of the plan that Megatron's own schedule shares
         config = replace(config, schedule=None)
     launch_schedule = config.schedule or stock_schedule(args)
@@ -263,7 +268,7 @@ def _read(
         args,
         config,
         ranks,
-        methods,
+        _METHODS,
         tokens,
         launch_schedule,
         frozenset(Maturity),
@@ -293,6 +298,7 @@ def _read(
         measured,
         costs,
         untold,
+        is_assumed,
     )
 
 

@@ -77,7 +77,13 @@ class LaunchVariants:
         if problem.costs.held_bytes is not None:
             model = model_bytes.model_bytes_of_ranks(args, problem.placement, method.vocabulary)
         resolved = with_megatrons_group(config.resolved_spec, args)
-        return Variant(resolved, problem, model, self._may_recompute(args, config))
+        return Variant(
+            resolved,
+            problem,
+            model,
+            self._may_recompute(args, config),
+            in_seconds=config.costs.in_seconds,
+        )
 
     def checked(self) -> Any:
         """Return the validated arguments of the unchanged launch, whatever its schedule.

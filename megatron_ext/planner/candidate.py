@@ -22,6 +22,8 @@ from megatron_ext.schedule.problem import (
 )
 from megatron_ext.schedule.slices import Slices
 
+ALIKE = 0.01  # of a step, or of a rank's bytes: two estimates that differ by less are a tie
+
 
 class VocabMethod(enum.StrEnum):
     """Treatment of embedding and output layer."""
@@ -50,6 +52,7 @@ class Variant:
         model: bytes of parameters, gradients and optimizer states on each rank; None: not known.
         may_recompute: whether activations may be recomputed to fit into a limit.
         layers: of the model; None: not known.
+        in_seconds: whether times are seconds, and not in a unit of the costs' own.
     """
 
     resolved: ResolvedSpec
@@ -57,6 +60,7 @@ class Variant:
     model: Sequence[ModelBytes] | None = None
     may_recompute: bool = False
     layers: int | None = None
+    in_seconds: bool = True
 
     @property
     def build(self) -> Callable[[ResolvedSpec, Problem], Program]:
@@ -183,6 +187,12 @@ class Plan:
         return next(iter(self.recommendable), None)
 
     @property
+    def tied(self) -> tuple[Candidate, ...]:
+        """The `recommendable` candidates whose step is as long as that of `best`, the one that is
+        recommended of these first."""
+        return tied(self.recommendable)
+
+    @property
     def best_of_each(self) -> tuple[Candidate, ...]:
         """Each schedule with its best treatment of the vocabulary, shortest step first."""
         best: dict[str, Candidate] = {}
@@ -217,6 +227,32 @@ def pareto_front(
         if not front or memory(candidate) < memory(front[-1]):
             front.append(candidate)
     return tuple(front)
+
+
+def tied_for_best[T](
+    options: Iterable[T], seconds: Callable[[T], float], holds: Callable[[T], float]
+) -> tuple[T, ...]:
+    """Return the best of ``options``, and behind it those that it ties with, shortest first.
+
+    Steps within `ALIKE` of the shortest are a tie. The best of a tie is the shortest step of those
+    within `ALIKE` of the least memory.
+
+    Args:
+        seconds: of a step.
+        holds: memory of the fullest rank.
+    """
+    ordered = sorted(options, key=seconds)
+    alike = [one for one in ordered if seconds(one) <= (1 + ALIKE) * seconds(ordered[0])]
+    if not alike:
+        return ()
+    least = min(map(holds, alike))
+    best = next(one for one in alike if holds(one) <= (1 + ALIKE) * least)
+    return best, *(one for one in alike if one is not best)
+
+
+def tied(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Return those of ``candidates`` that tie for the shortest step, the recommended one first."""
+    return tied_for_best(candidates, lambda one: one.step, lambda one: one.holds)
 
 
 def by_time(candidate: Candidate) -> tuple[float, float]:

@@ -15,11 +15,13 @@ from megatron_ext.compile.program.repeating_part import SAME
 from megatron_ext.planner.candidate import Candidate, Plan, by_time
 from megatron_ext.planner.fitting import built_in_full, check_bytes
 from megatron_ext.planner.planning_time import WHOLE_STEPS, until_end
-from megatron_ext.planner.verdict import Alternative, Verdict, eligible, verdict_of
+from megatron_ext.planner.verdict import Alternative, Verdict, Written, eligible, verdict_of
 from megatron_ext.progress import remark
+from megatron_ext.schedule.problem import Offload
 
 # Share of the shortest step. An alternative that takes up to so much more may prove to be shorter.
 CLOSE = 0.02
+_LIMIT = "--pipeline-memory-limit"
 
 
 def confirmed_verdict(
@@ -148,6 +150,34 @@ def with_whole_step(estimated: Alternative, free: float | None = None) -> Altern
         raise ValueError(f"its whole step cannot be built: {error}") from error
     seconds = estimated.seconds + built.step - before.step
     return replace(estimated, candidate=built, seconds=seconds)
+
+
+def without_idle_limit(one: Alternative) -> Alternative:
+    """Return ``one`` without the memory limit that it writes, if its schedule is the same without
+    one. The limit has to be the plan's, and not the user's."""
+    made, written = one.candidate, one.write()
+    if made.limit is None or _LIMIT not in written.added:
+        return one
+    options = made.variant.problem.options
+    if options.recompute.fit or options.activation_offload is Offload.FIT:  # fit into the limit
+        return one
+    # Without a limit, searches stay within 1F1B's memory.
+    if made.variant.resolved.traits.searches and made.report.peak > made.report.pp:
+        return one
+    problem = replace(made.variant.problem, memory_limit=None)
+    unlimited = replace(made, limit=None, variant=replace(made.variant, problem=problem))
+    try:
+        if unlimited.program().schedule != made.program().schedule:
+            return one
+    except ValueError:  # it cannot be built without one
+        return one
+    without = _without_limit(written)
+    return replace(one, candidate=unlimited, write=lambda: without)
+
+
+def _without_limit(written: Written) -> Written:
+    at = written.added.index(_LIMIT)
+    return replace(written, added=(*written.added[:at], *written.added[at + 2 :]))
 
 
 def _tell_difference(estimated: Alternative, true: Alternative) -> None:

@@ -11,6 +11,7 @@ from megatron_ext.compile.registry import Maturity
 from megatron_ext.planner.candidate import Candidate, Plan, RankMemory, VocabMethod
 from megatron_ext.schedule.problem import Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Lengths
+from megatron_ext.words import bytes_text, counted
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,20 @@ def slower_by(candidate: Candidate, best: Candidate) -> float:
     """Return the time of ``candidate`` beyond that of ``best``, as a share of the latter; negative
     if ``candidate`` is faster."""
     return candidate.step / best.step - 1
+
+
+def step_phrase(candidate: Candidate) -> str:
+    """Return the time and the memory of ``candidate``: 2.1 s a step, 40.3 GiB."""
+    unit = "s" if candidate.variant.in_seconds else "cost units"
+    return f"{candidate.step:.4g} {unit} a step, {memory_phrase(candidate)}"
+
+
+def memory_phrase(candidate: Candidate) -> str:
+    """Return the memory of the fullest rank of ``candidate``, in microbatches if its bytes are not
+    known."""
+    if candidate.fullest is None:
+        return counted(candidate.report.peak, "microbatch")
+    return bytes_text(candidate.fullest)
 
 
 def recompute_phrase(candidate: Candidate) -> str:

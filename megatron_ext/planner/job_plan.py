@@ -122,6 +122,11 @@ class PlannedJob(ABC):
         """Return the whole launch command with what is ``written``; "" without a command."""
         return ""
 
+    def on_assumed(self, found: Verdict) -> str:
+        """Return what was assumed of the job that the verdict ``found`` depends on; "" if nothing
+        was."""
+        return ""
+
     def remarks_on(self, taken: Candidate, written: Written) -> tuple[str, ...]:
         """Return sentences on the job with what is ``written``."""
         return ()
@@ -151,6 +156,7 @@ class JobPlan:
         nothing_fits: error message if nothing fits.
         is_short: whether not all alternatives were compared, since the time of the plan was over.
         unfinished: kinds of alternatives that were not compared to their end because of that.
+        assumed: what was assumed of the job that the verdict depends on; "" if nothing was.
     """
 
     plan: Plan
@@ -173,6 +179,7 @@ class JobPlan:
     nothing_fits: str = field(default="", repr=False)
     is_short: bool = False
     unfinished: tuple[str, ...] = ()
+    assumed: str = ""
 
     @property
     def spread(self) -> GainSpread | None:
@@ -234,5 +241,6 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
         unequal=unequal,
         is_short=has_ended_early(),
         unfinished=unfinished_alternatives(),
+        assumed=job.on_assumed(found),
         curves=curves_of(plan, job.variant, job.allowed_bytes) if with_curves else None,
     )

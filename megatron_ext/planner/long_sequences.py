@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
 from megatron_ext.compile.size import seconds_to_build
 from megatron_ext.cost_model.execution import Execution
-from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod, stable_of
+from megatron_ext.planner.candidate import (
+    Candidate,
+    Plan,
+    Variant,
+    VocabMethod,
+    stable_of,
+    tied,
+)
 from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.planner import VariantOf, make_plan
 from megatron_ext.planner.training import TrainedModel, Training
@@ -77,21 +84,23 @@ class LongSequences:
         return self.tokens // self.sharing
 
     @property
-    def best(self) -> Candidate | None:
-        """The shortest step with slices that are long enough for fast kernels."""
+    def tied(self) -> tuple[Candidate, ...]:
+        """The schedules with slices that are long enough for fast kernels whose step is as long as
+        the shortest, the recommended one first."""
         most = self.of_rank // LONG_ENOUGH
-        return shortest_of(one for one in self.alternatives if 1 < one.slices <= most)
+        eligible = (one for one in self.alternatives if 1 < one.slices <= most)
+        made = [candidate for one in eligible for candidate in one.candidates]
+        return tied(stable_of(made) or made)
+
+    @property
+    def best(self) -> Candidate | None:
+        """The recommended one of `tied`."""
+        return next(iter(self.tied), None)
 
 
 def context_parallel(ranks: int, copies: int) -> str:
     """Name so many context-parallel ranks, and ``copies`` of the model."""
     return f"--context-parallel-size {ranks}, DP {copies}"
-
-
-def shortest_of(alternatives: Iterable[LongSequenceAlternative]) -> Candidate | None:
-    """Return the candidate with the shortest step of ``alternatives``."""
-    known = [one.shortest for one in alternatives if one.shortest is not None]
-    return min(known, key=lambda made: (made.step, made.holds), default=None)
 
 
 def long_sequences(

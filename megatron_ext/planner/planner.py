@@ -16,7 +16,9 @@ from megatron_ext.planner.candidate import (
     VocabMethod,
     by_time,
     stable_of,
+    tied,
 )
+from megatron_ext.planner.figures import step_phrase
 from megatron_ext.planner.fitting import TooFull, consider
 from megatron_ext.planner.limits import is_close, least_time
 from megatron_ext.planner.planning_time import SCHEDULES, until_end
@@ -143,10 +145,8 @@ class _Comparison:
     @property
     def found(self) -> str:
         """The best of all so far, in words."""
-        best = min(stable_of(self.candidates), key=by_time, default=None)
-        if best is None:
-            return ""
-        return f"so far the best is {best.schedule}: {best.step:.4g}, in the costs' unit, a step"
+        best = next(iter(tied(stable_of(self.candidates))), None)
+        return "" if best is None else f"so far the best is {best.schedule}: {step_phrase(best)}"
 
     def add_searched(self, pairs: Sequence[SpecWithMethod], work: Task) -> None:
         """Make the best `SEARCHED` of ``pairs`` candidates, by what each has without its search."""

@@ -40,7 +40,7 @@ def take(searches: Sequence[str], problem_of: Callable[[ResolvedSpec], Problem])
         is_asked_for = method.vocabulary is problem.options.vocab_parallel
         if not is_asked_for or method is VocabMethod.REDISTRIBUTED:
             return None
-        return Variant(resolved, problem)
+        return Variant(resolved, problem, in_seconds=False)
 
     plan = make_plan(variant, only_promising=True, specs=searches)
     if plan.best is None:

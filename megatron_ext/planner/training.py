@@ -65,6 +65,7 @@ class Training:
         options: the requested options. Only schedules that can overlap passes do so.
         layers: of the model, if ``trained`` does not tell.
         speeds: of the ranks, relative to those of the costs; None: all are alike.
+        in_seconds: whether times are seconds, estimated or measured.
     """
 
     ranks: int
@@ -75,6 +76,7 @@ class Training:
     options: ScheduleOptions = _NO_OPTIONS
     layers: int | None = None
     speeds: RankSpeeds | None = None
+    in_seconds: bool = True
 
     @property
     def rank_speeds(self) -> tuple[float, ...]:
@@ -118,7 +120,13 @@ class Training:
         problem = run_by_stock(problem, name, STOCK_EXECUTOR)
         trained = self.trained
         if trained is None:
-            return Variant(resolved, problem, may_recompute=True, layers=self.layers)
+            return Variant(
+                resolved,
+                problem,
+                may_recompute=True,
+                layers=self.layers,
+                in_seconds=self.in_seconds,
+            )
         model = bytes_of_ranks(
             trained.model,
             trained.stages(placement, method),
@@ -128,7 +136,8 @@ class Training:
             trained.state,
         )
         may_recompute = not trained.execution.recompute
-        return Variant(resolved, problem, model, may_recompute, len(trained.model.layers))
+        layers = len(trained.model.layers)
+        return Variant(resolved, problem, model, may_recompute, layers, self.in_seconds)
 
     def _costs(self, placement: Placement, method: VocabMethod) -> Costs | None:
         trained, estimated = self.trained, None

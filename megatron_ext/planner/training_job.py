@@ -9,6 +9,7 @@ from megatron_ext.cost_model.assumptions import not_checked
 from megatron_ext.cost_model.estimate import waiting_shares
 from megatron_ext.cost_model.gpus import FreeMemory
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
+from megatron_ext.planner.confirmation import without_idle_limit
 from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.job_plan import Others, PlannedJob
 from megatron_ext.planner.layouts.comparison import compare_layouts
@@ -59,6 +60,7 @@ def training_job_of(
         text=f"Megatron's {_BASELINE}",
         free=free,
         is_estimate=training.is_estimate,
+        in_seconds=training.in_seconds,
         batch=_batch(training),
         remarks=remarks,
         nothing_fits=_NOTHING_FITS if trained else _NOTHING_FITS_THE_LIMIT,
@@ -89,10 +91,14 @@ class TrainingJob(PlannedJob):
 
     def others(self, plan: Plan) -> Others:
         slices = long_sequences(self.training, plan, self.allowed_bytes)
-        made = [] if slices is None or slices.best is None else [self.alternative(slices.best)]
+        made = [] if slices is None else list(map(self.alternative, slices.tied))
         none: list[Alternative] = []
         made += until_end(partial(_layouts, self.training, self.allowed_bytes), none, LAYOUTS)
         return Others(tuple(made), slices)
+
+    def judged(self, one: Alternative) -> Alternative:
+        is_limited = self.training.limit is not None
+        return super().judged(one if is_limited else without_idle_limit(one))
 
     def why_not(self, plan: Plan) -> str:
         return plan.refusals.get((_BASELINE, VocabMethod.NAIVE), "")

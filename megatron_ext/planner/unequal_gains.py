@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_ext.planner.verdict import ALIKE, WORTH, Alternative, Written
+from megatron_ext.planner.candidate import ALIKE
+from megatron_ext.planner.verdict import WORTH, Alternative, Written
 from megatron_ext.schedule.dealing import MicrobatchOrder
 from megatron_ext.schedule.microbatch_costs import BatchSize, MicrobatchLoads
 from megatron_ext.search.for_places import judged_for_places

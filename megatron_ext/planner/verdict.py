@@ -11,13 +11,12 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_ext.planner.candidate import Candidate, VocabMethod, stable_of
+from megatron_ext.planner.candidate import ALIKE, Candidate, VocabMethod, stable_of, tied_for_best
 from megatron_ext.planner.spread import ComparisonKind, GainSpread
 from megatron_ext.schedule.problem import Offload, Recompute
 from megatron_ext.schedule.stock_executor import STOCK
 from megatron_ext.words import counted
 
-ALIKE = 0.01  # of a step, or of a rank's bytes: two estimates that differ by less are a tie
 WORTH = 0.02  # of a step: less is below what an estimate can tell
 
 
@@ -223,15 +222,11 @@ def _adds(taken: Alternative | None, stock: Alternative) -> bool:
 def _taken(
     baseline: Alternative | None, others: Sequence[Alternative]
 ) -> tuple[Alternative | None, tuple[Alternative, ...]]:
-    """Return the recommended one, and those that it ties with: their steps are within `ALIKE` of
-    the shortest. Of a tie it is the shortest of those within `ALIKE` of the least memory."""
+    """Return the recommended one of those that are worth a change, and those that it ties with."""
     worth = [
         one for one in others if baseline is None or one.seconds <= (1 - WORTH) * baseline.seconds
     ]
     if not worth:
         return baseline, ()
-    worth.sort(key=lambda one: one.seconds)
-    alike = [one for one in worth if one.seconds <= (1 + ALIKE) * worth[0].seconds]
-    least = min(one.holds for one in alike)
-    taken = next(one for one in alike if one.holds <= (1 + ALIKE) * least)
-    return taken, tuple(one for one in alike if one is not taken)
+    best, *others = tied_for_best(worth, lambda one: one.seconds, lambda one: one.holds)
+    return best, tuple(others)

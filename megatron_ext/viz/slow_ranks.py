@@ -61,10 +61,22 @@ def _speeds(slow: Mapping[int, float], ranks: int, digits: int) -> RankSpeeds:
     return RankSpeeds(tuple(round(1 / slow.get(rank, 1.0), digits) for rank in range(ranks)))
 
 
-def speeds_in(steps: Sequence[TracedStep]) -> RankSpeeds | None:
-    """Return the speeds of ranks that traced ``steps`` show; None if none is slow."""
+def speeds_in(steps: Sequence[TracedStep]) -> tuple[RankSpeeds | None, RankSpeeds | None]:
+    """Return the speeds of ranks that traced ``steps`` show, and those of their medians, which may
+    be noise; None if no rank is slow.
+
+    A rank is slow if it is so in every one of several steps, by more than its steps differ.
+    """
     of_steps = [seconds_over_predicted(step.measured, step.predicted) for step in steps]
-    return speeds_of([statistics.median(ratios) for ratios in zip(*of_steps, strict=True)])
+    medians = [statistics.median(ratios) for ratios in zip(*of_steps, strict=True)]
+    relative = [[ratio / statistics.median_low(step) for ratio in step] for step in of_steps]
+
+    def is_sure(rank: int) -> bool:
+        times = [step[rank] for step in relative]
+        return len(times) > 1 and min(times) - 1 > max(SLOW, max(times) - min(times))
+
+    sure = {rank: times for rank, times in slow_ranks(medians).items() if is_sure(rank)}
+    return _speeds(sure, len(medians), digits=4) if sure else None, speeds_of(medians)
 
 
 def share_lost(predicted: Timeline, slow: Mapping[int, float]) -> float:

@@ -56,7 +56,7 @@ def first_answer(parsed: ParsedLaunch) -> Plan:
 
 
 def _in_words(plan: Plan, variants: LaunchVariants) -> str:
-    best, unchanged = plan.best, _unchanged(plan, variants)
+    best, unchanged = next(iter(plan.tied), None), _unchanged(plan, variants)
     if best is None:
         return "nothing fits so far"
     if best is unchanged:

@@ -27,6 +27,7 @@ from megatron_ext.planner.long_sequences import (
     context_parallel,
     long_sequence_alternative,
 )
+from megatron_ext.planner.verdict import Written
 from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT
 from megatron_ext.words import bytes_text
 
@@ -60,8 +61,13 @@ def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences 
     best = made.best
     if best is None:
         return made
-    written = variants.written(best)
-    return replace(made, written=replace(written, added=(*written.added, *parsed.costs)))
+    return replace(made, written=written_with_slices(parsed, best))
+
+
+def written_with_slices(parsed: ParsedLaunch, made: Candidate) -> Written:
+    """Return the flags that make the launch train under ``made``, which has slices."""
+    written = parsed.variants.written(made)
+    return replace(written, added=(*written.added, *parsed.costs))
 
 
 def _of_other_settings(parsed: ParsedLaunch) -> Iterator[LongSequenceAlternative]:

@@ -47,10 +47,9 @@ def other_pairs(
         allowed_bytes = plan.best.fullest
     specs = list(_specs(with_pairs=not is_requested))
     made = make_plan(other.variant, allowed_bytes, only_promising=is_requested, specs=specs)
-    best = () if made.best is None else (made.best,)
     stock = () if is_requested else (c for c in made.candidates if c.family == _STOCK)
     dropped = (argument_flag(SHARED),) if has_shared else ()
-    return Changed(other, tuple(dict.fromkeys((*islice(stock, 1), *best))), dropped)
+    return Changed(other, tuple(dict.fromkeys((*islice(stock, 1), *made.tied))), dropped)
 
 
 def _specs(*, with_pairs: bool) -> Iterator[str]:

@@ -26,10 +26,10 @@ WITH_FULL_RECOMPUTE = {
 def without_full_recompute(
     variants: LaunchVariants, plan: Plan, allowed_bytes: float | None
 ) -> Changed | None:
-    """Return the schedule with the shortest step without full recompute; None if the launch has
+    """Return the schedules with the shortest step without full recompute; None if the launch has
     none, or nothing fits.
 
-    It fits into ``allowed_bytes`` or, if that is not known, into the memory that the choice of
+    They fit into ``allowed_bytes`` or, if that is not known, into the memory that the choice of
     ``plan`` takes. Schedules that search are ignored, so that a comparison takes little longer for
     this.
     """
@@ -39,9 +39,9 @@ def without_full_recompute(
     if allowed_bytes is None and plan.best is not None:
         allowed_bytes = plan.best.fullest
     specs = [spec for spec in all_specs() if not entry_of(spec).traits.searches]
-    best = make_plan(without.variant, allowed_bytes, only_promising=True, specs=specs).best
-    if best is None:
+    made = make_plan(without.variant, allowed_bytes, only_promising=True, specs=specs)
+    if made.best is None:
         return None
     given = [name for name in _FULL_RECOMPUTE if getattr(variants.args, name) is not None]
     flags = tuple(map(argument_flag, given))
-    return Changed(without, (best,), flags)
+    return Changed(without, made.tied, flags)

@@ -11,7 +11,8 @@ import numpy as np
 
 from megatron_ext.compile.auto_spec import SEARCHES
 from megatron_ext.compile.registry import choose, entry_of
-from megatron_ext.planner.candidate import VocabMethod
+from megatron_ext.planner.candidate import VocabMethod, tied_for_best
+from megatron_ext.planner.figures import memory_phrase
 from megatron_ext.planner.layouts.descent import Start, Timed, descend
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.minimax import (
@@ -353,12 +354,22 @@ class Candidates:
             self.refused[spec] = str(error)
 
     def _tell(self, made: Sequence[Evaluated]) -> None:
-        best = min(made, key=_seconds, default=None)
-        if best is not None:
+        if made:
+            best = leanest_of(made)
             self._progress.found = (
                 f"so far the best is {best.schedule} with {best.layout.text()}: "
-                f"{best.seconds:.4g} s a step"
+                f"{best.seconds:.4g} s a step, {memory_phrase(best.candidate)}"
             )
+
+
+def leanest_of(made: Sequence[Evaluated]) -> Evaluated:
+    """Return the shortest step of ``made``, which is not empty; of a tie, the one that holds
+    least."""
+    return tied_for_best(made, _seconds, _holds)[0]
+
+
+def _holds(made: Evaluated) -> float:
+    return made.candidate.holds
 
 
 def _least_work(figures: StageFigures) -> float:

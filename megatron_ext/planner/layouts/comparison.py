@@ -13,7 +13,7 @@ from math import inf
 
 from megatron_ext.compile.registry import with_option
 from megatron_ext.planner.candidate import VocabMethod
-from megatron_ext.planner.layouts.candidates import Candidates, LayoutRule, Permits
+from megatron_ext.planner.layouts.candidates import Candidates, LayoutRule, Permits, leanest_of
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.planner.planning_time import LAYOUTS, until_end
@@ -33,6 +33,7 @@ class LayoutComparison:
         chunks: stock's schedules with any number of chunks, layers on stages by Megatron's rule.
         stock: stock's schedules with any layout.
         ours: any schedule with any layout.
+        leanest: of `ours` and what ties with it, the one that holds least.
         bound: bytes that a rank may hold; None: there is no bound.
         refused: reasons against schedules that cannot be made or are not permitted.
         best_not_permitted: the best schedule that is not permitted, if it takes less than `ours`.
@@ -42,6 +43,7 @@ class LayoutComparison:
     chunks: Evaluated
     stock: Evaluated
     ours: Evaluated
+    leanest: Evaluated
     bound: float | None
     refused: Mapping[str, str] = field(default_factory=dict)
     best_not_permitted: Evaluated | None = None
@@ -49,7 +51,12 @@ class LayoutComparison:
     @property
     def others(self) -> dict[str, Evaluated]:
         """All results but the launch itself, by their names."""
-        return {"chunks": self.chunks, "stock": self.stock, "ours": self.ours}
+        return {
+            "chunks": self.chunks,
+            "stock": self.stock,
+            "ours": self.ours,
+            "leanest": self.leanest,
+        }
 
     def gain(self, other: Evaluated) -> float:
         """Return how much longer a step of the launch takes than a step of ``other``, as a share of
@@ -101,6 +108,7 @@ def compare_layouts(
         )
         ladders = _ladders(work, sorted(loops, key=lambda spec: candidates.about.get(spec, inf)))
         ours = _best_by_layout(candidates, ladders, evaluated, stock, further=True)
+        leanest = leanest_of([ours, *candidates.made])
         best_of_all = ours
         if candidates.not_permitted:
             all_permitted = Candidates(works, bound, rule, permit_all, search, progress)
@@ -110,6 +118,7 @@ def compare_layouts(
         chunks,
         stock,
         ours,
+        leanest,
         bound,
         refused=candidates.refused | candidates.not_permitted,
         best_not_permitted=None if best_of_all is ours else best_of_all,

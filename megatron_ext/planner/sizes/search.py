@@ -226,7 +226,7 @@ class _Search:
             if timed is not None:
                 self._simulated.append((candidate, *timed))
                 best = min(self._simulated, key=lambda one: one[2])
-                progress.found = f"so far the best is {self._in_words(best)}"
+                progress.found = f"the shortest so far is {self._in_words(best)}"
             progress.done += 1
             if progress.done >= FIRST and self._simulated and not has_answered:
                 has_answered = True

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_ext.planner.candidate import ALIKE
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.spread import ComparisonKind, GainSpread
-from megatron_ext.planner.verdict import ALIKE, NOTHING, WORTH, Alternative, Written
+from megatron_ext.planner.verdict import NOTHING, WORTH, Alternative, Written
 
 _NONE = Sizes()
 
