@@ -80,10 +80,14 @@ PrepareRehearsal = Callable[[PipelineConfig], Sequence[str]]
 
 @dataclass(frozen=True)
 class RecordingRequest:
-    """Request to record a training: ``iterations`` iterations into ``folder``."""
+    """Request to record a training: ``iterations`` iterations into ``folder``.
+
+    ``is_reversed``: whether each step runs its microbatches in reverse order.
+    """
 
     folder: Path
     iterations: int
+    is_reversed: bool = False
 
 
 def launch(
@@ -99,7 +103,8 @@ def launch(
     platform is applied.
 
     ``choose`` is called if the schedule is ``plan``, or an ``auto`` with open options. With
-    ``recorded`` the training is recorded and ends early; its results do not change. With
+    ``recorded`` the training is recorded and ends early; its results do not change, but for
+    reversed microbatches. With
     ``prepare_rehearsal`` this process is one rank of many, which trains without the others.
 
     Exits with status 2 and one line for a mistake in our flags, a patch that does not fit, or a
@@ -159,7 +164,9 @@ def _record(recorded: RecordingRequest) -> None:
     from megatron_ext.adapter.parity.result_recorder import ParityRecorder
     from megatron_ext.patches.megatron.training.training import recording
 
-    apply(recording.patches(ParityRecorder(recorded.folder, recorded.iterations)))
+    recorder = ParityRecorder(recorded.folder, recorded.iterations)
+    reversing = recording.reversing_patches() if recorded.is_reversed else ()
+    apply((*recording.patches(recorder), *reversing))
 
 
 def _have_parsed(words: Sequence[str], dropped: Sequence[str]) -> None:

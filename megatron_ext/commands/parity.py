@@ -25,8 +25,9 @@ from megatron_ext.parity.run_command import (
     record_here,
     recorded,
 )
-from megatron_ext.parity.runs import check_comparable, run_both
+from megatron_ext.parity.runs import RecordedRuns, check_comparable, run_both, run_reversed
 from megatron_ext.recordings import comparison_text
+from megatron_ext.recordings.comparable import adds_in_another_order
 from megatron_ext.recordings.compare import ParityVerdict, RunComparison, compare_runs
 from megatron_ext.recordings.run_recording import read_recording
 from megatron_ext.recordings.writing import already_there, lines_file
@@ -94,6 +95,9 @@ def commands(
                 check_comparable(a, b)
         places = run_both(a, b, folder, iterations, from_seed, is_stock, _tell)
         found = _compare(places.a, places.b, places.second)
+        if found.verdict is ParityVerdict.DIFFER and _adds_in_another_order(places):
+            reordered = run_reversed(a, places, iterations, is_stock, _tell)
+            found = _compare(places.a, places.b, places.second, reordered)
     except (ValueError, OSError) as error:
         fail(error)
     _finish(found, as_json)
@@ -111,6 +115,14 @@ def record(
         ),
     ],
     iterations: Iterations = 4,
+    is_reversed: Annotated[
+        bool,
+        typer.Option(
+            "--reversed",
+            help="Run the microbatches of each step in reverse order, which adds all sums over "
+            "them in another order.",
+        ),
+    ] = False,
 ) -> None:
     """Run a launch command for a few iterations and record its numbers: record DIR -- COMMAND.
 
@@ -125,9 +137,10 @@ def record(
     except ValueError as error:
         fail(error)
     if argv is not None:
-        launch([*argv, *quiet()], choose_plan, RecordingRequest(folder.absolute(), iterations))
+        request = RecordingRequest(folder.absolute(), iterations, is_reversed)
+        launch([*argv, *quiet()], choose_plan, request)
         return
-    status = subprocess.call(recorded(command, folder, iterations))
+    status = subprocess.call(recorded(command, folder, iterations, is_reversed=is_reversed))
     raise typer.Exit(status)
 
 
@@ -146,11 +159,22 @@ def compare_folders(
             ),
         ),
     ] = None,
+    reordered: Annotated[
+        Path | None,
+        typer.Option(
+            "--reordered",
+            metavar="DIR",
+            help=(
+                "Folder of a recording of A with --reversed, for a command B that adds in another "
+                "order by design: slices, a divided vocabulary. What that changes is no difference."
+            ),
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare two recordings. Needs numpy only, and neither torch nor a GPU."""
     try:
-        found = _compare(a, b, second)
+        found = _compare(a, b, second, reordered)
     except (ValueError, OSError) as error:
         fail(error)
     _finish(found, as_json)
@@ -181,10 +205,15 @@ def _tell(text: str) -> None:
     typer.echo(text, err=True, nl=False)
 
 
-def _compare(a: Path, b: Path, second: Path | None) -> RunComparison:
-    return compare_runs(
-        read_recording(a), read_recording(b), None if second is None else read_recording(second)
-    )
+def _compare(a: Path, b: Path, *floors: Path | None) -> RunComparison:
+    """``floors``: a second recording of A, and one with its sums in another order, if there are."""
+    recordings = (None if folder is None else read_recording(folder) for folder in floors)
+    return compare_runs(read_recording(a), read_recording(b), *recordings)
+
+
+def _adds_in_another_order(places: RecordedRuns) -> bool:
+    of_a, of_b = (read_recording(folder).arguments for folder in (places.a, places.b))
+    return adds_in_another_order(of_a, of_b)
 
 
 def _finish(found: RunComparison, as_json: bool) -> None:

@@ -86,11 +86,19 @@ def _split(words: Sequence[str], launch: Launch) -> RunCommand:
 
 
 def recorded(
-    command: RunCommand, folder: Path, iterations: int, more: Sequence[str] = ()
+    command: RunCommand,
+    folder: Path,
+    iterations: int,
+    more: Sequence[str] = (),
+    *,
+    is_reversed: bool = False,
 ) -> list[str]:
-    """Return ``command`` with each rank recording ``iterations`` iterations into ``folder``."""
+    """Return ``command`` with each rank recording ``iterations`` iterations into ``folder``.
+
+    ``is_reversed``: whether each step runs its microbatches in reverse order.
+    """
     record = ["-m", "megatron_ext", "parity", "record", str(folder)]
-    record += ["--iterations", str(iterations), "--"]
+    record += ["--iterations", str(iterations), *["--reversed"] * is_reversed, "--"]
     if not command.launcher:
         record = ["python", *record]
     return command.words(record, more)

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
@@ -39,11 +39,16 @@ TellRun = Callable[[str], None]  # receives the start of a run, and its end with
 
 @dataclass(frozen=True)
 class RecordedRuns:
-    """Folders of the recordings."""
+    """Folders of the recordings.
+
+    Attributes:
+        loading: words that each run has for its checkpoint.
+    """
 
     a: Path
     second: Path
     b: Path
+    loading: tuple[str, ...] = ()
 
 
 def run_both(
@@ -86,7 +91,21 @@ def run_both(
     _check_disk(folder, 2 * _size(places.a), "2 more recordings")
     runs.run("second run of A", "A-second", recorded(a, places.second, iterations, load), is_stock)
     runs.run(f"B, {many}", "B", recorded(b, places.b, iterations, load), False)
-    return places
+    return replace(places, loading=tuple(load))
+
+
+def run_reversed(
+    a: RunCommand, places: RecordedRuns, iterations: int, is_stock: bool, tell: TellRun
+) -> Path:
+    """Record A with the microbatches of each step in reverse order, next to the recordings
+    ``places``, and return the folder. Arguments and errors as of `run_both`."""
+    folder = places.a.parent
+    made = folder / "A-reversed"
+    _check_disk(folder, _size(places.a), "1 more recording")
+    words = recorded(a, made, iterations, places.loading, is_reversed=True)
+    runs = _Runs(folder, tell)
+    runs.run("A with its microbatches reversed", made.name, words, is_stock)
+    return made
 
 
 def _make(folder: Path) -> None:

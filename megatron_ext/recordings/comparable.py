@@ -137,6 +137,25 @@ def argument_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str
 _OURS = vars(add_flags(argparse.ArgumentParser(add_help=False)).parse_args([]))
 
 
+# Settings of ours that add the sums of a step in another order by design.
+_ORDER_OF_SUMS = (
+    *_SLICES,
+    "pipeline_vocab_parallel",
+    "pipeline_microbatch_order",
+    "pipeline_deal_microbatches",
+    "pipeline_microbatch_weights",
+)
+
+
+def adds_in_another_order(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Return whether runs with the arguments ``a`` and ``b`` add sums in different orders by
+    design, and whether a run with its microbatches reversed can show how much that changes: not
+    with dropout, whose numbers are drawn in the order of the microbatches."""
+    a, b = {**_OURS, **a}, {**_OURS, **b}
+    draws = any(arguments.get(name) for name in _DROPOUT for arguments in (a, b))
+    return not draws and any(str(a.get(name)) != str(b.get(name)) for name in _ORDER_OF_SUMS)
+
+
 # Arguments that differ between two runs of one command, or follow from others.
 _INCIDENTAL = {
     "load",

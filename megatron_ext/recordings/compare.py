@@ -5,10 +5,17 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.recordings.comparable import argument_differences, refusal
-from megatron_ext.recordings.floor import TensorDifference, compare_tensors, exceeds, usual
+from megatron_ext.recordings.floor import (
+    CHANCE,
+    ORDERS,
+    TensorDifference,
+    compare_tensors,
+    exceeds,
+    usual,
+)
 from megatron_ext.recordings.piece import STATES
 from megatron_ext.recordings.run_recording import (
     Copies,
@@ -26,15 +33,19 @@ from megatron_ext.recordings.scalars import (
     standstill,
 )
 
+# Of a loss in single precision, which is a sum: A's may by chance have the same bits reversed.
+_LAST_BIT = 2.0**-23
 NORM_ULPS = 8  # most ulps between norms whose squares were summed in another order
 
 
 class ParityVerdict(enum.StrEnum):
     """Verdict on two runs. SAME: bitwise equal. WITHIN_THE_FLOOR: B differs from A by no more than
-    A from itself."""
+    A from itself. WITHIN_ANOTHER_ORDER: by no more than A from itself with its sums in another
+    order."""
 
     SAME = "same"
     WITHIN_THE_FLOOR = "within the floor"
+    WITHIN_ANOTHER_ORDER = "within what another order of sums gives"
     DIFFER = "differ"
 
 
@@ -68,6 +79,9 @@ class RunComparison:
         floor_figures: losses and norms of A compared with A; None if A was recorded once.
         tensors: each tensor of both after the last iteration.
         floor: tensors of A compared with A.
+        reordered: tensors of A compared with A with its sums in another order; None if that was
+            not recorded. These are a second floor for what the first does not explain.
+        reordered_figures: losses and norms of these two runs.
         beyond: tensors that differ by more than the floor, the largest difference first.
         missing: tensors that only one of the runs has.
         copies: tensors whose copies on ranks of B differ from one another.
@@ -93,18 +107,52 @@ class RunComparison:
     settings: Mapping[str, tuple[object, object]]
     holders: Mapping[Tensor, tuple[int, ...]]
     start: int
+    reordered: Mapping[Tensor, TensorDifference] | None = None
+    reordered_figures: Sequence[ComparedScalar] = ()
 
 
 def compare_runs(
-    a: RunRecording, b: RunRecording, second: RunRecording | None = None
+    a: RunRecording,
+    b: RunRecording,
+    second: RunRecording | None = None,
+    reordered: RunRecording | None = None,
 ) -> RunComparison:
-    """Compare ``b`` with ``a``; ``second`` is a second recording of ``a``'s command, for the floor.
+    """Compare ``b`` with ``a``.
+
+    Args:
+        second: a second recording of ``a``'s command, for the floor.
+        reordered: a recording of ``a``'s command with its sums in another order, for the second
+            floor.
 
     Raises:
         ValueError: the runs cannot be compared, a run's loss or gradients do not change, or a
-            tensor
-            was not recorded completely.
+            tensor was not recorded completely.
     """
+    found = _compare_with_floor(a, b, second)
+    if reordered is None:
+        return found
+    _check(a, reordered, None)
+    tensors, figures = compare_tensors(a, reordered), compared_scalars(a, reordered)
+    found = replace(found, reordered=tensors, reordered_figures=figures)
+    if found.verdict is not ParityVerdict.DIFFER:
+        return found
+    beyond = _beyond_the_floor(found.tensors, tensors, ORDERS)
+    others = [
+        figure
+        for figure in _figures_beyond(found.figures, figures, ORDERS, _LAST_BIT)
+        if not _is_reordered_sum(figure)
+    ]
+    if beyond or others or found.missing or found.copies:
+        return replace(
+            found, beyond=beyond, holders={tensor: _holders(b, tensor) for tensor in beyond}
+        )
+    within = ParityVerdict.WITHIN_ANOTHER_ORDER
+    return replace(found, verdict=within, beyond=(), holders={}, first=None, clipping=0.0)
+
+
+def _compare_with_floor(
+    a: RunRecording, b: RunRecording, second: RunRecording | None
+) -> RunComparison:
     _check(a, b, second)
     found, floor = compare_tensors(a, b), compare_tensors(a, second) if second else {}
     figures, floor_figures = compared_scalars(a, b), compared_scalars(a, second) if second else None
@@ -176,9 +224,11 @@ def _verdict(
 
 
 def _beyond_the_floor(
-    found: Mapping[Tensor, TensorDifference], floor: Mapping[Tensor, TensorDifference]
+    found: Mapping[Tensor, TensorDifference],
+    floor: Mapping[Tensor, TensorDifference],
+    times: float = CHANCE,
 ) -> list[Tensor]:
-    """Return the tensors beyond the floor, the largest difference first."""
+    """Return the tensors beyond ``times`` the floor, the largest difference first."""
     kinds = {
         kind: usual({t: d for t, d in floor.items() if kind_of(t[0]) == kind})
         for kind in ("parameters", "optimizer states")
@@ -187,7 +237,7 @@ def _beyond_the_floor(
         tensor
         for tensor, difference in found.items()
         if difference
-        and exceeds(difference.relative, _floor(floor, tensor), kinds[kind_of(tensor[0])])
+        and exceeds(difference.relative, _floor(floor, tensor), kinds[kind_of(tensor[0])], times)
     ]
     return sorted(beyond, key=lambda tensor: -found[tensor].relative)
 
@@ -202,14 +252,18 @@ def kind_of(name: str) -> str:
 
 
 def _figures_beyond(
-    figures: Sequence[ComparedScalar], floor_figures: Sequence[ComparedScalar]
+    figures: Sequence[ComparedScalar],
+    floor_figures: Sequence[ComparedScalar],
+    times: float = CHANCE,
+    usual: float = 0.0,
 ) -> list[ComparedScalar]:
+    """Return the figures beyond ``times`` the floor, or ``usual`` if that is more."""
     floor = floor_of(floor_figures)
     return (
         [
             figure
             for figure in figures
-            if figure and exceeds(figure.relative, floor[figure.name], 0.0)
+            if figure and exceeds(figure.relative, floor[figure.name], usual, times)
         ]
         if floor_figures
         else [figure for figure in figures if figure]

@@ -23,12 +23,16 @@ def rows(found: RunComparison) -> list[dict[str, str]]:
         row = {"": name, "compared": _number(_of(found.figures, is_norm))}
         if found.floor_figures is not None:
             row["A against itself"] = _figures(_of(found.floor_figures, is_norm))
+        if found.reordered is not None:
+            row["A against A reordered"] = _figures(_of(found.reordered_figures, is_norm))
         lines.append(row | {"B against A": _figures(_of(found.figures, is_norm))})
     for kind in _KINDS:
         tensors = _of_kind(found.tensors, kind)
         row = {"": kind, "compared": counted(len(tensors), "tensor")}
         if found.floor_figures is not None:
             row["A against itself"] = _tensors(_of_kind(found.floor, kind))
+        if found.reordered is not None:
+            row["A against A reordered"] = _tensors(_of_kind(found.reordered, kind))
         lines.append(row | {"B against A": _tensors(tensors)})
     return lines
 
@@ -57,8 +61,13 @@ def _tensors(tensors: Sequence[TensorDifference]) -> str:
     different = [difference for difference in tensors if difference]
     if not different:
         return "the same" if tensors else "none"
-    ulps = max((difference.found.ulps for difference in different if difference.found), default=0)
-    return f"{len(different)} of {len(tensors)} differ, by up to {counted(ulps, 'ulp')}"
+    most = max(difference.relative for difference in different)
+    text = f"{len(different)} of {len(tensors)} differ, by up to {most:.2g} of a tensor's norm"
+    of_numbers = [difference.found for difference in different if difference.found is not None]
+    if any(difference.crosses_zero for difference in of_numbers):
+        return text
+    ulps = max((difference.ulps for difference in of_numbers), default=0)
+    return f"{text}, {counted(ulps, 'ulp')}"
 
 
 def tensor_rows(found: RunComparison) -> list[dict[str, str]]:
@@ -69,15 +78,17 @@ def tensor_rows(found: RunComparison) -> list[dict[str, str]]:
             "ranks of B": " ".join(map(str, found.holders[tensor])),
             "elements": _elements(found.tensors[tensor]),
             "ulps": _ulps(found.tensors[tensor]),
+            "norm": _norm(found.tensors[tensor]),
             "relative": f"{found.tensors[tensor].relative:.2g}",
-            "of A itself": _floor(found, tensor),
+            "of A itself": _floor(found.floor, tensor),
+            "of A reordered": _floor(found.reordered or {}, tensor),
         }
         for tensor in found.beyond[:SHOWN]
     ]
 
 
-def _floor(found: RunComparison, tensor: Tensor) -> str:
-    return f"{found.floor[tensor].relative:.2g}" if tensor in found.floor else ""
+def _floor(floor: Mapping[Tensor, TensorDifference], tensor: Tensor) -> str:
+    return f"{floor[tensor].relative:.2g}" if tensor in floor else ""
 
 
 def _elements(difference: TensorDifference) -> str:
@@ -88,7 +99,12 @@ def _elements(difference: TensorDifference) -> str:
 
 
 def _ulps(difference: TensorDifference) -> str:
-    return "" if difference.found is None else str(difference.found.ulps)
+    found = difference.found
+    return "" if found is None or found.crosses_zero else str(found.ulps)
+
+
+def _norm(difference: TensorDifference) -> str:
+    return "" if difference.found is None else f"{difference.found.norm:.2g}"
 
 
 def verdict_text(found: RunComparison) -> list[str]:
@@ -98,9 +114,16 @@ def verdict_text(found: RunComparison) -> list[str]:
         lines = [f"the same to the last bit: {what}" + _norms_too(found)]
     elif found.verdict is ParityVerdict.WITHIN_THE_FLOOR:
         lines = ["within the floor: B differs from A by no more than A differs from itself"]
+    elif found.verdict is ParityVerdict.WITHIN_ANOTHER_ORDER:
+        lines = [
+            "within what another order of sums gives: B differs from A by no more than A does from "
+            "itself with the microbatches of each step reversed"
+        ]
+    elif found.reordered is not None:
+        lines = ["different: B differs from A by more than another order of sums gives"]
     else:
         lines = ["different: B differs from A by more than A differs from itself"]
-        if found.floor_figures is None:
+        if found.floor_figures is None and found.reordered is None:
             lines = ["different: B differs from A"]
     if found.norm_alone:
         lines.append(
@@ -109,7 +132,8 @@ def verdict_text(found: RunComparison) -> list[str]:
         )
     lines += _differences(found)
     lines.append("gradients are not compared directly, only their norm and the optimizer's results")
-    if found.floor_figures is None and found.verdict is not ParityVerdict.SAME:
+    is_told = found.verdict in (ParityVerdict.SAME, ParityVerdict.WITHIN_ANOTHER_ORDER)
+    if found.floor_figures is None and not is_told:
         lines.append(
             "the difference of A from itself is not known: record A once more, and name that "
             "recording's folder with --second DIR"
@@ -212,8 +236,11 @@ def _tensor(found: RunComparison, tensor: Tensor) -> dict[str, Any]:
         return data | {"why": difference.why}
     data |= {"elements": difference.found.elements, "differ": difference.found.differ}
     data |= {"ulps": difference.found.ulps, "nans": difference.found.nans}
+    data |= {"norm": difference.found.norm, "crosses_zero": difference.found.crosses_zero}
     if tensor in found.floor:
         data["floor"] = _finite(found.floor[tensor].relative)
+    if found.reordered is not None and tensor in found.reordered:
+        data["floor_of_order"] = _finite(found.reordered[tensor].relative)
     return data
 
 

@@ -16,7 +16,10 @@ from statistics import median
 from megatron_ext.recordings.run_recording import RunRecording, Tensor
 from megatron_ext.recordings.ulps import Difference, bits_difference
 
-_CHANCE = 2.0  # two pairs of runs of one line differ by no more than this factor
+CHANCE = 2.0  # two pairs of runs of one line differ by no more than this factor
+# Two orders of sums differ from a third by no more than this factor: slices split each sum over
+# tokens, and reversed microbatches only the sum over these.
+ORDERS = 32.0
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,10 @@ class TensorDifference:
         return self.found is None or bool(self.found)
 
 
-def exceeds(found: float, floor: float, usual: float) -> bool:
-    """Whether a relative difference exceeds the ``floor`` of its tensor, or ``usual``, the floor of
-    others of its kind. NaN exceeds everything."""
-    return not found <= _CHANCE * max(floor, usual)
+def exceeds(found: float, floor: float, usual: float, times: float = CHANCE) -> bool:
+    """Whether a relative difference exceeds ``times`` the ``floor`` of its tensor, or ``usual``,
+    the floor of others of its kind. NaN exceeds everything."""
+    return not found <= times * max(floor, usual)
 
 
 def compare_tensors(a: RunRecording, b: RunRecording) -> dict[Tensor, TensorDifference]:

@@ -33,8 +33,10 @@ class Difference:
         ulps: the largest distance between elements that are numbers in both.
         nans: number of elements that are a number in only one tensor.
         relative: the norm of the difference, as a share of the first tensor's norm. NaN if
-            non-finite
-            elements differ.
+            non-finite elements differ.
+        norm: of the first tensor.
+        crosses_zero: whether some element has another sign in the other tensor. Its ulps count all
+            numbers around zero, and say nothing.
     """
 
     elements: int
@@ -42,6 +44,8 @@ class Difference:
     ulps: int = 0
     nans: int = 0
     relative: float = 0.0
+    norm: float = 0.0
+    crosses_zero: bool = False
 
     def __bool__(self) -> bool:
         return self.differ > 0
@@ -53,6 +57,7 @@ def bits_difference(a: Bits, b: Bits, dtype: str) -> Difference:
     assert a.shape == b.shape and a.dtype == b.dtype == np.dtype(STORED_AS[dtype])
     a, b = a.reshape(-1), b.reshape(-1)
     differ = ulps = nans = 0
+    crosses_zero = False
     distance = norm = 0.0
     for start in range(0, a.size, _BLOCK):
         one, other = a[start : start + _BLOCK], b[start : start + _BLOCK]
@@ -68,9 +73,12 @@ def bits_difference(a: Bits, b: Bits, dtype: str) -> Difference:
         numbers = ~(strange[0] | strange[1])
         ulps = max(ulps, _largest_distance(one[numbers], other[numbers], dtype))
         with np.errstate(invalid="ignore", over="ignore"):
-            difference = values[where] - as_numbers(other, dtype)
+            numbers_of_other = as_numbers(other, dtype)
+            difference = values[where] - numbers_of_other
             distance += float(np.sum(difference * difference))
-    return Difference(a.size, differ, ulps, nans, _share(distance, norm))
+            crosses_zero |= bool(np.any(values[where] * numbers_of_other < 0))
+    share = _share(distance, norm)
+    return Difference(a.size, differ, ulps, nans, share, math.sqrt(norm), crosses_zero)
 
 
 def _share(distance: float, norm: float) -> float:

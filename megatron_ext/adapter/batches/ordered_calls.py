@@ -59,6 +59,30 @@ def order_microbatches(
     return call
 
 
+def reversed_microbatches(forward_backward: ScheduleFunction) -> ScheduleFunction:
+    """Return ``forward_backward``, a schedule function of Megatron's, with the microbatches of each
+    training step in reverse order, so that all sums over them are added in another order.
+
+    A call reads its ``num_microbatches`` items from each iterator before its first pass. Its
+    results are in the order of the passes.
+    """
+
+    def call(**keywords: Any) -> Any:
+        if keywords.get("forward_only"):
+            return forward_backward(**keywords)
+        given = keywords["data_iterator"]
+        iterators = given if isinstance(given, list) else [given]
+        number: int = keywords["num_microbatches"]
+        backwards = [
+            None if iterator is None else reversed([next(iterator) for _ in range(number)])
+            for iterator in iterators
+        ]
+        data = backwards if isinstance(given, list) else backwards[0]
+        return forward_backward(**keywords | {"data_iterator": data})
+
+    return call
+
+
 def _of_first(costs: list[float] | None, groups: Any) -> list[float] | None:
     """Return the ``costs`` of the first rank of this replica that has some. Collective over the
     pipeline, then over the ranks that share its stages."""

@@ -12,7 +12,7 @@ import pytest
 from megatron_ext.recordings import comparison_text
 from megatron_ext.recordings.compare import First, ParityVerdict, RunComparison, compare_runs
 from megatron_ext.recordings.piece import Piece
-from megatron_ext.recordings.run_recording import read_recording
+from megatron_ext.recordings.run_recording import RunRecording, read_recording
 from tests.helpers.recordings import Course, piece, tensor, write
 
 A = Course()
@@ -84,6 +84,40 @@ def test_more_than_the_floor_is_a_difference(tmp_path: Path) -> None:
     found = compared(tmp_path, A, b, again)
     assert found.verdict is ParityVerdict.DIFFER
     assert found.first == First(3, "layers.weight[1]")
+
+
+def test_what_another_order_of_sums_gives_is_within_a_second_floor(tmp_path: Path) -> None:
+    """A repeats itself to the last bit, so every bit of slices counted as a difference."""
+
+    def recorded(name: str, by: float) -> RunRecording:
+        return read_recording(write(tmp_path / name, A.but(changed=nudged(by), changed_from=1)))
+
+    a, b_run, reordered = recorded("A", 0), recorded("B", 2e-5), recorded("reversed", 1e-5)
+    found = compare_runs(a, b_run, a, reordered)
+    assert found.verdict is ParityVerdict.WITHIN_ANOTHER_ORDER and not found.beyond
+    text = comparison_text.verdict_text(found)
+    assert text[0].startswith("within what another order of sums gives")
+    assert "A against A reordered" in comparison_text.rows(found)[0]
+    far = recorded("far", 0.1)
+    found = compare_runs(a, far, a, reordered)
+    assert found.verdict is ParityVerdict.DIFFER and found.beyond == [SECOND]
+    (row,) = comparison_text.tensor_rows(found)
+    assert float(row["relative"]) > 100 * float(row["of A reordered"]) > 0
+    # Another tensor on one side alone is no matter of an order.
+    assert compare_runs(a, b_run, a).verdict is ParityVerdict.DIFFER
+
+
+def test_ulps_around_zero_are_left_out(tmp_path: Path) -> None:
+    """ "1736292493 ulps" of a bias that is 1e-9 and -1e-9."""
+    a, b = (
+        A.but(changed={1: tensor("layers.weight", [5, 6, 7, last], (1,))}, changed_from=1)
+        for last in (1e-9, -1e-9)
+    )
+    found = compared(tmp_path, a, b)
+    (row,) = comparison_text.tensor_rows(found)
+    assert row["ulps"] == "" and row["norm"] == "10" and row["relative"] == "1.9e-10"
+    of_parameters = comparison_text.rows(found)[2]["B against A"]
+    assert of_parameters.endswith("by up to 1.9e-10 of a tensor's norm")
 
 
 def test_losses_have_a_floor_too(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 The three functions are called by name from pretrain and train: after setup, after each step, and
 before Megatron decides whether to go on. None of them computes anything of a step.
 
-Not patched: train, train_step, and all computation.
+With reversed microbatches, train_step gets a schedule function that reads them backwards.
+
+Not patched: train, and all computation.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 from megatron.training import training
 from megatron.training.global_vars import get_args
 
+from megatron_ext.adapter.batches.ordered_calls import reversed_microbatches
 from megatron_ext.adapter.parity.result_recorder import ParityRecorder, give_up
 from megatron_ext.patches.engine import Patch, wrap
 
@@ -64,6 +67,20 @@ def patches(recorder: ParityRecorder) -> tuple[Patch, ...]:
             end,
             reason="the tensors after the last iteration are recorded",
         ),
+    )
+
+
+def reversing_patches() -> tuple[Patch, ...]:
+    """Return the patch by which each training step runs its microbatches in reverse order."""
+
+    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        forward_backward = bound.arguments["forward_backward_func"]
+        bound.arguments["forward_backward_func"] = reversed_microbatches(forward_backward)
+        return original(*bound.args, **bound.kwargs)
+
+    return (
+        wrap(f"{_TRAINING}:train_step", step, reason="sums are added in another order, on request"),
     )
 
 
