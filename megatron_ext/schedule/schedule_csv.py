@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megatron_ext.progress import task
@@ -81,9 +82,10 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
 def from_csv(text: str, name: str) -> Schedule:
     """Return the schedule that ``text`` holds: the inverse of `to_csv`. Empty cells are idle time.
 
-    Cells may also be separated by semicolons or tabs, as Excel writes them in many countries. A
-    compound such as ``(0F1;4B0)OVERLAP_F_B`` is a pair. A V or wave that opens on rank 0 is flipped
-    (`flip`).
+    Messages and FSDP's actions in a dump of torch's runtime are left out: its default format,
+    ``compute_comms``, has them. Cells may also be separated by semicolons or tabs, as Excel writes
+    them in many countries. A compound such as ``(0F1;4B0)OVERLAP_F_B`` is a pair. A V or wave that
+    opens on rank 0 is flipped (`flip`).
 
     The placement is read from the table: a stage is on the rank that first names it. `prove`
     checks the rest, also that no other rank names the stage.
@@ -142,6 +144,11 @@ KINDS_IN_FILES = {
 _KINDS = ", ".join(f"{kind} ({does})" for kind, does in KINDS_IN_FILES.items())
 
 
+# Actions that torch's runtime adds to a schedule, as its dumps have by default: messages, and the
+# parameters of FSDP. Whoever runs the table here adds its own.
+_OF_TORCHS_RUNTIME = re.compile(r"\d+((SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
 def _pairs(text: str) -> frozenset[OverlappedPasses]:
     """Return the compounds of F and a backward pass in ``text``, whose actions have been
     checked."""
@@ -192,7 +199,7 @@ def _parts(cell: str) -> list[str]:
     compound = COMPOUND.fullmatch(cell.strip())
     if compound:
         return compound[1].split(";")
-    return [cell] if cell.strip() else []
+    return [cell] if cell.strip() and not _OF_TORCHS_RUNTIME.fullmatch(cell.strip()) else []
 
 
 _NUMBERED: dict[str, Callable[[Action], int]] = {

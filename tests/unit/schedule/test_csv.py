@@ -42,6 +42,26 @@ def test_text() -> None:
     assert csv_of("zb-h1", 2, 2) == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 
 
+def test_torchs_default_dump_is_read() -> None:
+    """torch's runtime dumps its messages and FSDP's actions too, unless format="compute_only" is
+    given: "'0UNSHARD' is no action"."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for name in ("1f1b", "zb-h1"):
+        table = csv_of(name, 2, 4)
+        plain = {
+            rank: [schedules._Action.from_str(cell) for cell in row.split(",")]
+            for rank, row in enumerate(table.splitlines())
+        }
+        sharded = {rank: schedules._add_unshard_reshard(row) for rank, row in plain.items()}
+        dumped = schedules._add_send_recv(sharded, lambda stage: stage, 2)
+        rows = [",".join(map(str, row)) for row in dumped.values()]
+        for action in ("0UNSHARD", "0RESHARD", "0SEND_F3", "0RECV_B0"):
+            assert action in rows[0].split(",")
+        assert to_csv(from_csv("\n".join(rows), "dump")) == table
+    reduced = "0F0,0B0,0REDUCE_GRAD\n1F0,1B0,1REDUCE_GRAD\n"
+    assert to_csv(from_csv(reduced, "dump")) == "0F0,0B0\n1F0,1B0\n"
+
+
 @PROPERTY
 @given(cases)
 def test_exact_inverse(case: Case) -> None:
@@ -97,8 +117,8 @@ def test_placement_is_read_off_the_table() -> None:
         ("", "x.csv holds no action"),
         (",,\n", "x.csv, line 1 holds no action"),
         (
-            "0F0,0SEND_F0,0B0\n1F0,1B0\n",
-            "x.csv, line 1: 0SEND_F0 is no pass; omit messages and waits, they are inserted",
+            "0F0,0WAIT_F0,0B0\n1F0,1B0\n",
+            "x.csv, line 1: 0WAIT_F0 is no pass; omit messages and waits, they are inserted",
         ),
         ("0F0,0S0,0B0\n1F0,1B0\n", "x.csv, line 1: 0S0 is a pass of vocabulary parallelism"),
     ],
@@ -111,7 +131,7 @@ def test_bad_files(text: str, message: str) -> None:
 
 def test_an_error_lists_the_kinds_that_a_file_may_have() -> None:
     """It listed all thirty, of which most are refused in a file."""
-    for text in ("0f0,0B0\n", "0F0,0RECV_B0,0B0\n", "0F0,0L0,0B0\n"):
+    for text in ("0f0,0B0\n", "0F0,0WAIT_B0,0B0\n", "0F0,0L0,0B0\n"):
         with pytest.raises(ValueError) as refusal:
             from_csv(text, "x.csv")
         _, _, kinds = str(refusal.value).partition("the kinds in a file are ")
