@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_ext import __version__
+from megatron_ext.commands.command_help import HELP, CliCommand, CliGroup
 from megatron_ext.commands.doctor import doctor
 from megatron_ext.commands.parity import app as parity
 from megatron_ext.commands.plan import plan
@@ -37,8 +38,9 @@ class _Commands(typer.Typer):
 app = _Commands(
     help="Better pipeline schedules for stock Megatron-LM. To train: "
     "python -m megatron_ext SCRIPT ARGS --pipeline-schedule NAME",
+    cls=CliGroup,
+    context_settings=HELP,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -62,17 +64,20 @@ def main(
 
 
 for command in (schedules, simulate, verify, trace):
-    app.command()(command)
+    app.command(cls=CliCommand)(command)
 app.command(
+    cls=CliCommand,
     context_settings={"allow_extra_args": True},
     epilog="Behind -- a launch command: megatron-ext plan --gpu h100 -- torchrun ... SCRIPT ARGS.",
 )(plan)
 app.command(
+    cls=CliCommand,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     epilog="Give --pipeline-* flags to see the patches a launch with them would apply, or, behind "
     "--, a whole launch command: megatron-ext doctor --world-size 16 -- SCRIPT ARGS.",
 )(doctor)
 app.command(
+    cls=CliCommand,
     context_settings={"allow_extra_args": True},
     epilog="Behind -- a launch command: megatron-ext rehearse --schedules 'stock zb-v' -- torchrun "
     "... SCRIPT ARGS.",

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
+from megatron_ext.commands.command_help import HELP, CliCommand, CliGroup
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress_line import showing_progress
@@ -44,12 +44,12 @@ Iterations = Annotated[
 ]
 
 
-class _RunsUnlessNamed(TyperGroup):
+class _RunsUnlessNamed(CliGroup):
     """Group that takes its arguments for launch commands if they do not begin with the name of a
     command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in (*self.commands, "--help"):
+        if args and args[0] not in (*self.commands, *HELP["help_option_names"]):
             args = [_COMMANDS, *args]
         return super().parse_args(ctx, args)
 
@@ -67,7 +67,7 @@ app = typer.Typer(
 )
 
 
-@app.command(_COMMANDS, context_settings=_WORDS)
+@app.command(_COMMANDS, cls=CliCommand, context_settings=_WORDS)
 def commands(
     context: typer.Context,
     iterations: Iterations = 4,
@@ -103,7 +103,7 @@ def commands(
     _finish(found, as_json)
 
 
-@app.command(context_settings=_WORDS)
+@app.command(cls=CliCommand, context_settings=_WORDS)
 def record(
     context: typer.Context,
     folder: Annotated[
@@ -144,7 +144,7 @@ def record(
     raise typer.Exit(status)
 
 
-@app.command("compare")
+@app.command("compare", cls=CliCommand)
 def compare_folders(
     a: Annotated[Path, typer.Argument(metavar="A", help="Folder of the recording of command A.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Folder of the recording of command B.")],

@@ -82,7 +82,7 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
 def from_csv(text: str, name: str) -> Schedule:
     """Return the schedule that ``text`` holds: the inverse of `to_csv`. Empty cells are idle time.
 
-    Messages and FSDP's actions in a dump of torch's runtime are left out: its default format,
+    Messages and FSDP's actions in a dump of torch's runtime are ignored: its default format,
     ``compute_comms``, has them. Cells may also be separated by semicolons or tabs, as Excel writes
     them in many countries. A compound such as ``(0F1;4B0)OVERLAP_F_B`` is a pair. A V or wave that
     opens on rank 0 is flipped (`flip`).

@@ -392,3 +392,17 @@ def test_names_and_figures_stay_whole_on_a_narrow_terminal(
     listed = runner.invoke(app, ["schedules"], env=terminal).stdout
     assert re.search(r"^breadth-first .*loop ", listed, re.MULTILINE)
     assert max(map(len, listed.splitlines())) <= 80, "sentences go on in the next line"
+
+
+@pytest.mark.parametrize("command", ["", "doctor", "verify", "parity", "parity record"])
+def test_help_is_behind_its_short_flag_too_and_types_no_switch(command: str) -> None:
+    """``-h`` was "No such option", or a word of the launch command, and switches seemed to take a
+    ``<bool>``."""
+    short, whole = (runner.invoke(app, [*command.split(), flag]) for flag in ("-h", "--help"))
+    assert short.exit_code == 0 and short.output == whole.output
+    assert "Show this message and exit" in short.output
+    assert "bool" not in short.output.lower()
+
+
+def test_completion_can_be_installed() -> None:
+    assert "--install-completion" in runner.invoke(app, ["--help"]).output

@@ -1,0 +1,33 @@
+"""Commands whose help is also behind ``-h``, and shows no type of switches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+HELP = {"help_option_names": ["-h", "--help"]}  # for the settings of a command's context
+
+
+class CliCommand(TyperCommand):
+    """Command of ours."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return the options and arguments, as the help lists them."""
+        return _without_types_of_switches(super().get_params(ctx))
+
+
+class CliGroup(TyperGroup):
+    """Group of commands of ours."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return the options, as the help lists them."""
+        return _without_types_of_switches(super().get_params(ctx))
+
+
+def _without_types_of_switches(params: Any) -> Any:
+    """Some versions of typer print ``<bool>`` behind an option that takes no value."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
