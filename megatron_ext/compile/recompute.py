@@ -58,8 +58,9 @@ class RecomputeBuild(BuildHooks):
 
 def _is_placed_by(resolved: ResolvedSpec, problem: Problem) -> bool:
     """Return whether the family itself chooses the activations to recompute."""
-    is_uncut = problem.slices.count == 1  # a search of slices recomputes none
-    return resolved.traits.fits_recompute and problem.options.recompute.fit and is_uncut
+    if problem.forward_only or problem.slices.count > 1:  # a search of slices recomputes none
+        return False
+    return resolved.traits.fits_recompute and problem.options.recompute.fit
 
 
 def _shortest(construction: Construction) -> Program:

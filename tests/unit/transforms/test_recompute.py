@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.compile import recompute as compile_recompute
 from megatron_ext.compile.build import build_program, caching_proofs, complete
 from megatron_ext.compile.program.memory import (
     in_bytes,
@@ -355,7 +356,7 @@ _WITH_BYTES = (
     ],
 )
 def test_a_limit_that_a_refusal_names_is_enough_and_little_less_is_not(
-    spec: str, wanted: Recompute, costs: str, tmp_path: Path
+    spec: str, wanted: Recompute, costs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refusal named 104.9 MiB where 40.1 MiB were enough: the last reason counted, and it was
     that of the family, which knows nothing of what recompute saves. Another named 59.1 MiB where
@@ -377,10 +378,32 @@ def test_a_limit_that_a_refusal_names_is_enough_and_little_less_is_not(
     named = re.findall(r"([\d.]+)(MiB)?(?: microbatches)?(?: is enough|: give)", str(refusal.value))
     number, unit = named[0]
     within(number + unit)
+
+    def look(*given: object) -> float:
+        raise AssertionError("many schedules are compared, and no other limit is to be named")
+
+    monkeypatch.setattr(compile_recompute, "_least_that_is_enough", look)
     for share in (0.6, 0.8, 0.9, 0.95):
-        # With cached proofs a refusal looks for no other limit that it could name.
         with caching_proofs(), pytest.raises(ValueError, match="memory limit"):
             within(f"{float(number) * share:.3f}{unit}")
+
+
+@pytest.mark.parametrize("spec", ["v-auto", "loop-auto", "wave-auto"])
+def test_an_evaluation_recomputes_nothing(spec: str) -> None:
+    """Families that choose the activations to recompute were given no limit in an evaluation, and
+    said that recompute had none to fit into: the training ended there."""
+    resolved = choose(spec).without_search
+    placement = resolved.place(2)
+    problem = Problem(
+        placement,
+        4,
+        uniform(placement, 1.0, 1.0, 1.0),
+        parse_limit("1.5", 2, 4),
+        forward_only=True,
+        options=ScheduleOptions(recompute=FIT),
+    )
+    rows = build_program(resolved, problem).schedule.compute_rows
+    assert {action.kind for row in rows for action in row} == {Kind.FORWARD}
 
 
 def test_simulate_tells_what_is_made_again(tmp_path: Path) -> None:
