@@ -131,7 +131,7 @@ class Programs:
     def __init__(
         self,
         config: PipelineConfig,
-        requested_options: RequestedOptions = lambda settings, microbatches: {},
+        requested_options: RequestedOptions,
         *,
         is_stock: bool = False,
     ) -> None:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import override
 
 from megatron_ext.compile.build_hooks import Construction
@@ -96,15 +97,15 @@ class _Construction(Construction):
         for feature in features:
             alone = feature.for_family(self.resolved, alone)
         alone = replace(alone, memory_limit=limit, first_trained_stage=0)
-        made = (feature.made(self.resolved, alone) for feature in features)
-        schedule = next((passes for passes in made if passes is not None), None)
-        if schedule is None:
-            schedule = self.resolved.build(alone)
+        family = self.resolved.build
+        for feature in features:
+            family = partial(feature.made, self.resolved, family)
+        schedule = family(alone)
         _check_passes(schedule, self.problem)
         return schedule
 
     @override
-    def passes_with_messages(self) -> Schedule:
+    def passes_within_limit(self) -> Schedule:
         return self.within_limit()[0]
 
     @override

@@ -14,7 +14,7 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.schedule import Schedule, Transform
+from megatron_ext.schedule.schedule import Family, Schedule, Transform
 
 _LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # factors of the memory limit for families
 
@@ -42,7 +42,7 @@ class Construction(ABC):
         """
 
     @abstractmethod
-    def passes_with_messages(self) -> Schedule:
+    def passes_within_limit(self) -> Schedule:
         """Return the compute actions that the family makes within the problem's memory limit, with
         enough left for their messages.
 
@@ -64,7 +64,7 @@ class Construction(ABC):
 
     @abstractmethod
     def of(self, resolved: ResolvedSpec, problem: Problem) -> Construction:
-        """Return the construction of another program, of the same features."""
+        """Return the construction of another program."""
 
     @property
     def looser_limits(self) -> list[MemoryLimit | None]:
@@ -102,10 +102,10 @@ class BuildHooks:
         """Return ``problem`` as the family of ``resolved`` sees it."""
         return self.without(problem)
 
-    def made(self, resolved: ResolvedSpec, problem: Problem) -> Schedule | None:
-        """Return the compute actions of ``resolved`` for ``problem``, as its family sees it; None:
-        as the family makes them."""
-        return None
+    def made(self, resolved: ResolvedSpec, family: Family, problem: Problem) -> Schedule:
+        """Return the compute actions of ``resolved`` for ``problem``, as its family sees it.
+        ``family`` makes them without the feature."""
+        return family(problem)
 
     def completed(self, passes: Schedule, problem: Problem) -> Schedule:
         """Return ``passes``, which stood fast before, as the family's would be with the

@@ -13,7 +13,7 @@ from megatron_ext.compile.registry import ResolvedSpec, entries, on_placement
 from megatron_ext.compile.transforms.pairs import overlap_passes
 from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.schedule import Family, Schedule
 
 
 class OverlapBuild(BuildHooks):
@@ -34,8 +34,21 @@ class OverlapBuild(BuildHooks):
             )
 
     @override
-    def made(self, resolved: ResolvedSpec, problem: Problem) -> Schedule | None:
-        return _made_with_pairs(resolved, problem.with_options(pairs=False), problem)
+    def made(self, resolved: ResolvedSpec, family: Family, problem: Problem) -> Schedule:
+        """Return the passes of ``family`` with pairs, if they are requested.
+
+        A search does not know of pairs. With pairs the result is therefore the fastest of its
+        schedule and of the other families' on its placement, each with pairs, within the memory
+        limit. Without a limit, the others may hold no more than 1F1B's memory plus the chunk that a
+        pair takes.
+        """
+        alone = problem.with_options(pairs=False)
+        schedule = with_pairs(family(alone), problem)
+        if not resolved.traits.searches or not schedule.pairs:
+            return schedule
+        candidates = [schedule, *_others(alone, problem)]
+        best = min(candidates, key=lambda other: simulate_unproved(other, problem).makespan)
+        return replace(best, name=schedule.name)
 
     @override
     def completed(self, passes: Schedule, problem: Problem) -> Schedule:
@@ -47,21 +60,6 @@ def with_pairs(schedule: Schedule, problem: Problem) -> Schedule:
     if not problem.options.pairs or problem.forward_only:
         return replace(schedule, pairs=frozenset()) if schedule.pairs else schedule
     return overlap_passes(schedule, problem)
-
-
-def _made_with_pairs(resolved: ResolvedSpec, alone: Problem, problem: Problem) -> Schedule:
-    """Return the passes of ``resolved`` for ``problem``, which its family sees as ``alone``.
-
-    A search does not know of pairs. With pairs the result is therefore the fastest of its schedule
-    and of the other families' on its placement, each with pairs, within the memory limit. Without a
-    limit, the others may hold no more than 1F1B's memory plus the chunk that a pair takes.
-    """
-    schedule = with_pairs(resolved.build(alone), problem)
-    if not resolved.traits.searches or not schedule.pairs:
-        return schedule
-    candidates = [schedule, *_others(alone, problem)]
-    best = min(candidates, key=lambda other: simulate_unproved(other, problem).makespan)
-    return replace(best, name=schedule.name)
 
 
 def _others(alone: Problem, problem: Problem) -> Iterator[Schedule]:

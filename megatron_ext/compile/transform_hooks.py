@@ -78,7 +78,7 @@ class OffloadBuild(BuildHooks):
         makers: list[Callable[[], Schedule]] = [partial(construction.passes, x) for x in limits]
         if problem.memory_limit is not None:
             without = construction.of(construction.resolved, self.without(problem))
-            makers.append(without.passes_with_messages)
+            makers.append(without.passes_within_limit)
         tried: set[Schedule] = set()
         refusals: list[ValueError] = []
         for make in makers:

@@ -168,7 +168,7 @@ def test_one_line_says_what_is_not_estimated(per_stage: list[ChunkSize], told: s
 
 def test_what_was_frozen_in_the_first_step_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """No backward pass runs there: without a word its gradients would be missing."""
-    programs = Programs(PipelineConfig(schedule="zb-h1"))
+    programs = Programs(PipelineConfig(schedule="zb-h1"), lambda *_: {})
     pipeline: Any = SimpleNamespace(size=lambda: 3, rank=lambda: 1)
     frozen, other = linear().requires_grad_(False), linear()
     monkeypatch.setattr(programs_module, "is_alone", lambda: False)

@@ -13,10 +13,12 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 import torch
 from megatron.core import parallel_state
 
+from megatron_ext.adapter.arguments import check_features
 from megatron_ext.adapter.compatibility import refuse
+from megatron_ext.adapter.features import requested_options
 from megatron_ext.adapter.pairs import callers
 from megatron_ext.adapter.pairs.callers import refuse_unplanned, takes_plans
-from megatron_ext.adapter.pairs.overlap_setting import SETTING, has_pairs, refuse_measuring
+from megatron_ext.adapter.pairs.overlap_setting import SETTING
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.problem import Offload, ScheduleOptions
@@ -70,13 +72,16 @@ def test_a_file_with_pairs_needs_the_flag() -> None:
 def test_a_step_of_one_microbatch_has_none() -> None:
     """A caller's batches may come to one: its step would have been refused, in mid-training."""
     settings = asking("zb-v")
-    assert has_pairs(settings, 2) and not has_pairs(settings, 1)
+    ours = PipelineConfig(schedule="zb-v")
+    assert requested_options(ours, settings, 2) == {"pairs": True}
+    assert requested_options(ours, settings, 1) == {}
+    assert requested_options(ours, settings) == {"pairs": True}  # a launch that honours the flag
 
 
 def test_passes_that_run_as_one_are_not_measured() -> None:
     measuring = PipelineConfig.parse(schedule="zb-v", costs="profile")
     with pytest.raises(ValueError, match="cannot be told apart; write 'estimate'"):
-        refuse_measuring(asking("zb-v"), measuring)
+        check_features(asking("zb-v"), measuring)
 
 
 class Planned(torch.nn.Linear):

@@ -2,9 +2,11 @@
 
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron_ext.adapter import arguments
 from megatron_ext.adapter.features import FEATURES
 from megatron_ext.adapter.step.pipeline_training import PipelineTraining
 from megatron_ext.adapter.step.step_hooks import StepHooks, one_of
@@ -58,6 +60,36 @@ def test_a_setting_turns_on_its_feature_alone(name: str) -> None:
     ours = PipelineConfig.parse(schedule="1f1b", **SETTINGS[name])
     config = SimpleNamespace(**MEGATRONS.get(name, {}))
     assert [each.__name__ for each in FEATURES if each.is_on(ours, config)] == [name]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_feature_is_asked_about_arguments_and_programs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch, doctor and plan go through these three functions."""
+    called = []
+
+    def noting(hook: str) -> Any:
+        return classmethod(lambda cls, *given: called.append((cls.__name__, hook, given[-1])))
+
+    for feature in FEATURES:
+        for hook in ("complete_arguments", "check_arguments", "check_program"):
+            monkeypatch.setattr(feature, hook, noting(hook))
+    for name_of_check in ("check_settings", "refuse_order", "_check_evaluation"):
+        monkeypatch.setattr(arguments, name_of_check, lambda *given: None)
+    monkeypatch.setattr(
+        arguments, "programs", lambda *given: [SimpleNamespace(schedule="schedule")]
+    )
+    ours = PipelineConfig.parse(schedule="1f1b", **SETTINGS[name])
+    args = SimpleNamespace(**MEGATRONS.get(name, {}))
+    arguments.complete_arguments(args, ours)
+    arguments.check_features(args, ours)
+    (program,) = arguments.check_parsed_arguments(args, ours, arguments.prove_without_search)
+    assert called == [
+        (name, "complete_arguments", ours),
+        (name, "check_arguments", ours),
+        (name, "check_program", program),
+    ]
 
 
 def test_no_feature_is_on_by_itself() -> None:

@@ -194,7 +194,7 @@ def counting_host_memory(store: Any) -> None:
 
 
 def comparing_programs(store: Any) -> None:
-    programs = Programs(PipelineConfig(schedule="zb-h1"))
+    programs = Programs(PipelineConfig(schedule="zb-h1"), lambda *_: {})
     programs._has_compared = True  # with all ranks
     pipeline: Any = None
     programs._compare("0123", StepKey("zb-h1", (1, 8), 4, False, 0, False), pipeline)

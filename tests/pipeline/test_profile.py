@@ -376,7 +376,9 @@ def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
         monkeypatch.setattr(
             programs_module, "job_costs", lambda source, length, *more: estimate[length]
         )
-        programs = Programs(PipelineConfig.parse(schedule="1f1b", costs="profile:costs.json"))
+        programs = Programs(
+            PipelineConfig.parse(schedule="1f1b", costs="profile:costs.json"), lambda *_: {}
+        )
         models: list[torch.nn.Module] = [torch.nn.Linear(1, 1)]
         monkeypatch.setattr(programs_module, "chunk_size", str)
         lengths = (16,) if rank else (8, 16)

@@ -357,7 +357,7 @@ def test_a_candidate_that_a_rank_has_no_host_memory_for_takes_none(
 
     def on_rank(rank: int) -> list[str]:
         config = PipelineConfig.parse(race="zb-2p zb-h1")
-        programs, memory = Programs(config), HostMemory()
+        programs, memory = Programs(config, lambda *_: {}), HostMemory()
         known: Any = programs._programs
 
         def make() -> Program:

@@ -14,8 +14,7 @@ def check_trace(args: Any, config: PipelineConfig) -> None:
     Raises:
         ValueError: the iterations or the folder are impossible.
     """
-    if config.trace is None:
-        return
+    assert config.trace is not None
     traced, last = config.trace_iters, args.train_iters
     if traced is None and last is not None and last < TRACED_OF_RUN[-1]:
         raise ValueError(
@@ -44,8 +43,7 @@ def check_profile(args: Any, config: PipelineConfig) -> None:
         ValueError: the iterations or the file are impossible.
     """
     path = config.costs.profile
-    if path is None:
-        return
+    assert path is not None
     if args.train_iters is not None and args.train_iters < profile.STEPS:
         raise ValueError(
             f"--pipeline-costs {config.costs} measures the first {profile.STEPS} training "

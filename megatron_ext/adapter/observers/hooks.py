@@ -22,7 +22,7 @@ class SplitReportHooks(TrainingHooks):
 
     @override
     @classmethod
-    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
         return ours.report_split
 
     @override
@@ -35,7 +35,7 @@ class MetricsHooks(TrainingHooks):
 
     @override
     @classmethod
-    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
         return ours.metrics
 
     @override
@@ -53,7 +53,7 @@ class TraceHooks(TrainingHooks):
 
     @override
     @classmethod
-    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
         return ours.trace is not None
 
     @override
@@ -80,7 +80,7 @@ class ProfileHooks(TrainingHooks):
 
     @override
     @classmethod
-    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
         return ours.costs.profile is not None
 
     @override

@@ -31,7 +31,7 @@ class OffloadHooks(TrainingHooks):
 
     @override
     @classmethod
-    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
         return ours.activation_offload is not Offload.NONE
 
     @override

@@ -21,8 +21,8 @@ class OverlapHooks(TrainingHooks):
 
     @override
     @classmethod
-    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
-        return requests_pairs(config)
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
+        return requests_pairs(settings)
 
     @override
     @classmethod

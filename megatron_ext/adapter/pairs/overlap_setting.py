@@ -25,13 +25,6 @@ def flags_given(settings: Any) -> tuple[str, ...]:
     return tuple(map(argument_flag, given))
 
 
-def has_pairs(settings: Any, microbatches: int) -> bool:
-    """Whether a step of ``microbatches`` has overlapped passes, if ``settings`` request them.
-    Passes of one microbatch depend on each other, and a caller with varying batches may have such a
-    step."""
-    return requests_pairs(settings) and microbatches > 1
-
-
 def with_requested_pairs(options: ScheduleOptions, settings: Any) -> ScheduleOptions:
     """Return ``options`` with overlapped passes if ``settings`` request them.
 

@@ -30,7 +30,7 @@ class PostValidationHooks(TrainingHooks):
 
     @override
     @classmethod
-    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
         return ours.post_validation
 
     @override

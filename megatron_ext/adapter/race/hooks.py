@@ -26,7 +26,7 @@ class RaceHooks(TrainingHooks):
 
     @override
     @classmethod
-    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
         return ours.race is not None
 
     @override

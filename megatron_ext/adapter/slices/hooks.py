@@ -31,7 +31,7 @@ class SlicesHooks(TrainingHooks):
 
     @override
     @classmethod
-    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
         return ours.slices > 1
 
     @override

@@ -32,9 +32,9 @@ class TrainingHooks:
         self._programs = programs
 
     @classmethod
-    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
-        """Return whether a training of ``ours`` has the feature, given Megatron's config of its
-        model."""
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
+        """Return whether a training of ``ours`` has the feature. ``settings`` are Megatron's
+        arguments, or its config of the model."""
         raise NotImplementedError
 
     @classmethod

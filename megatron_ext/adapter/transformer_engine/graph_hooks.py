@@ -23,8 +23,8 @@ class LayerGraphsHooks(TrainingHooks):
 
     @override
     @classmethod
-    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
-        return captures(config)
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
+        return captures(settings)
 
     @override
     @classmethod

@@ -34,7 +34,7 @@ class VocabularyHooks(TrainingHooks):
 
     @override
     @classmethod
-    def is_on(cls, ours: PipelineConfig, config: Any) -> bool:
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
         return ours.vocab_parallel is not VocabularyParallel.NONE
 
     @override

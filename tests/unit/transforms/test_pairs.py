@@ -424,6 +424,7 @@ def test_tables_are_read_back(spec: str) -> None:
     assert read.rows == schedule.compute_rows
     assert read.pairs == schedule.pairs
     assert complete(read, program.problem).schedule.rows == schedule.rows
+    assert complete(replace(read, pairs=frozenset()), program.problem).schedule.pairs
     theirs = from_csv(to_torch_csv(schedule), "x.csv")
     assert (theirs.rows, theirs.pairs) == (read.rows, read.pairs)
 
