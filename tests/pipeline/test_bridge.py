@@ -6,6 +6,7 @@ trainings of this file run in one process, whose import of Bridge takes longer t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -14,7 +15,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron_ext import bridge
 from scripts.caller_packages import prepare
@@ -22,7 +22,7 @@ from tests.helpers import bridge_on_cpu
 from tests.helpers.bridge_on_cpu import Job, put
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.megatron_runs import Run, assert_same, losses, whole_state
-from tests.helpers.packed import by_sequence
+from tests.helpers.packed import sliced_packs_on_the_cpu
 from tests.helpers.ranks import HANGS, lasting_folder, run_ranks, values
 
 COSTS = {"costs": "f=1,i=1,w=1,comm=0"}
@@ -33,6 +33,7 @@ OURS = {
     "interleaved-zb": {"schedule": "interleaved-zb", **COSTS},
 }
 FOLDER = lasting_folder()  # checkpoints
+_ATTENTION = contextlib.ExitStack()  # of a rank, until it ends
 
 
 def experts(config: Any) -> None:
@@ -110,13 +111,7 @@ def packed_conversations(config: Any) -> None:
             "tokenizer.vocab_size": None,
         },
     )
-    attention = by_sequence(DotProductAttention.forward)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        assert kwargs["packed_seq_params"].qkv_format == "thd"
-        return attention(*args, **kwargs)
-
-    DotProductAttention.forward = forward
+    _ATTENTION.enter_context(sliced_packs_on_the_cpu())
 
 
 def write_conversations() -> None:
@@ -227,6 +222,10 @@ def used_before(config: Any) -> None:
 
 
 TWICE = Job("dense/twice", used_before, OURS["zb-v"])
+SLICES = PACKED.but(
+    "packed/slices",
+    {"schedule": "zb-h1", "slices": "4", "slice_lengths": "9,11,5,7", **COSTS},
+)
 # As plan's lines write it: a layout, and no virtual stages.
 LAID_OUT = DENSE.but(
     "dense/laid-out", OURS["zb-v"], model__pipeline_model_parallel_layout="Ett|ttt|t|ttL"
@@ -252,6 +251,7 @@ JOBS = (
         QWEN,
         QWEN_EXPERTS,
         PACKED,
+        SLICES,
         replace(TIED, draws=False),
         TWICE,
         LAID_OUT,
@@ -317,6 +317,14 @@ def test_bridge_trains_to_the_same_bits_under_our_schedule(
     assert_same(ours, theirs)
     assert len(losses(ours)) == 4
     assert any("exp_avg_sq" in name for name in whole_state(ours))
+
+
+@nightly("test_slices_of_packs.py has Megatron's own packs")
+def test_packs_are_cut_into_slices() -> None:
+    """They were refused."""
+    theirs, ours = runs("packed"), runs("packed/slices")
+    assert {run.schedule for run in ours} == {"PipelineStep"}
+    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-6) and len(losses(ours)) == 4
 
 
 @nightly("Megatron's own builder takes layouts in test_layouts.py")

@@ -143,7 +143,7 @@ def run(model: str, **more: object) -> list[Run]:
     ranks, settings = MODELS[model]
     flags = {
         "pipeline_model_parallel_size": 2,
-        "num_layers": 8,
+        "num_layers": 4,
         "position_embedding_type": "rope",
         "untie_embeddings_and_output_weights": True,
         "train_iters": 3,
@@ -186,7 +186,7 @@ def test_a_launch_command_trains_as_stock_does() -> None:
 @nightly("test_a_launch_command_trains_as_stock_does")
 @pytest.mark.parametrize(("model", "slices"), [("conversations", 2), ("documents", 4)])
 def test_twenty_steps_side_by_side(model: str, slices: int) -> None:
-    longer: Flags = {"train_iters": 20, "num_layers": 4, "global_batch_size": 4}
+    longer: Flags = {"train_iters": 20, "global_batch_size": 4}
     reference = run(model, **longer)
     runs = run(model, pipeline_schedule="zb-h1", pipeline_slices=slices, **longer)
     assert_close(runs, reference)
@@ -196,7 +196,9 @@ def test_twenty_steps_side_by_side(model: str, slices: int) -> None:
 @nightly("test_gradients_are_those_of_whole_packs")
 @pytest.mark.parametrize("model", MODELS)
 def test_it_is_stock_but_for_the_order_of_sums(model: str) -> None:
-    assert_close(sliced(model), stock(model), 1e-2 if "bf16" in model else 1e-6)
+    """Steps of Adam are as large for small gradients, whose rounding experts carry on."""
+    tolerance = 1e-2 if "bf16" in model else 1e-5 if "experts by sequence" in model else 1e-6
+    assert_close(sliced(model), stock(model), tolerance)
 
 
 @nightly("test_gradients_are_those_of_whole_packs")
@@ -217,7 +219,7 @@ OURS: dict[str, Flags] = {
     ("model", "setting"),
     [
         ("conversations, experts", "recompute"),
-        ("documents, loss per token, 1 depth", "recompute"),
+        ("documents", "recompute"),
         ("documents, loss per token, 1 depth", "offload"),
         ("conversations", "batched"),
     ],
@@ -233,10 +235,10 @@ def test_one_slice_is_a_whole_pack() -> None:
 
 
 @nightly("test_gradients_are_those_of_whole_packs has them in packs of its own")
-@pytest.mark.parametrize("longest", [1, 64])
-def test_the_shortest_and_the_longest_documents(longest: int) -> None:
+@pytest.mark.parametrize("limit", [2, 64])
+def test_the_shortest_and_the_longest_documents(limit: int) -> None:
     """Documents of one token each, and documents longer than a pack."""
-    with mock.patch.object(MockGPTLowLevelDataset, "max_sequence_length", longest):
+    with mock.patch.object(MockGPTLowLevelDataset, "max_sequence_length", limit):
         reference = run("documents")
         runs = run("documents", pipeline_schedule="zb-v", **UNEVEN)
     assert_close(runs, reference)
@@ -248,10 +250,12 @@ def test_the_upstream_script(data: Flags, tmp_path: Any) -> None:
     script = megatron_sources() / "pretrain_gpt.py"
     common: Flags = {
         "pipeline_model_parallel_size": 2,
-        "num_layers": 8,
+        "num_layers": 4,
         "position_embedding_type": "rope",
         "untie_embeddings_and_output_weights": True,
         "train_iters": 3,
+        "eval_interval": 3,
+        "eval_iters": 1,
         **data,
         **PREDICTING,
     }
