@@ -116,7 +116,8 @@ def pictures(schedule_file: Path) -> dict[str, Callable[[Path], None]]:
     paired = ["--pairs", "--costs", "f=10,i=12,w=8,comm=0.2,overlap_saving=5"]
     commands["pairs"] = ["simulate", "dualpipe-v", "--pp", "4", "-m", "10", *paired]
     commands["plan"] = ["plan", "--pp", "8", "-m", "32", "--costs", USUAL]
-    of_a_model, *_ = re.findall(r"^\$ megatron-ext (plan (?:.*\\\n)*.*)", read("planning.md"), re.M)
+    plans = re.findall(r"^\$ megatron-ext (plan (?:.*\\\n)*.*)", read("planning.md"), re.M)
+    of_a_model = next(words for words in plans if "--model" in words)
     commands["planning"] = shlex.split(of_a_model.replace("\\\n", ""))
     return {
         **{name: partial(plot, command) for name, command in commands.items()},

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
+from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod, pareto_front
 from megatron_ext.planner.curves import Curves
 from megatron_ext.viz.draw import new_figure
 from megatron_ext.viz.labels import Point, label_points
@@ -92,7 +92,7 @@ def _draw_by_memory(
             clip_on=False,
             zorder=3,
         )
-    front = [place(candidate) for candidate in plan.front[::-1]]
+    front = [place(candidate) for candidate in _front(plan, curves)[::-1]]
     axes.step(*zip(*front, strict=True), where="post", color=FRONT, linewidth=1)
     lines = [front]
     for name, candidates in curves.by_limit.items():
@@ -108,6 +108,20 @@ def _draw_by_memory(
         axes.locator_params("x", integer=True)
     axes.spines[["top", "right"]].set_visible(False)
     return _labels({candidate: place(candidate) for candidate in shown}, ends), lines
+
+
+def _front(plan: Plan, curves: Curves) -> tuple[Candidate, ...]:
+    """Return what no other beats in both time and memory, results of searches in less memory among
+    them, shortest step first."""
+    permitted = {candidate.schedule for candidate in plan.recommendable}
+    of_curves = (
+        candidate
+        for name, line in curves.by_limit.items()
+        if name in permitted
+        for candidate in line
+    )
+    shortest_first = sorted((*plan.front, *of_curves), key=lambda one: (one.step, one.holds))
+    return pareto_front(shortest_first, lambda one: one.holds)
 
 
 def _end(figures: Sequence[float]) -> float:

@@ -191,3 +191,17 @@ def test_labels_leave_a_heap_of_points(figures: list[Any], tmp_path: Path) -> No
     boxes = [extent_of(text).padded(-1) for text in axes.texts]
     assert len(boxes) == 8
     assert not any(box.overlaps(other) for box, other in combinations(boxes, 2))
+
+
+def test_no_search_lies_below_the_line_of_the_best(figures: list[Any], tmp_path: Path) -> None:
+    """Results of searches in less memory were drawn below the line whose legend says that no other
+    takes less time in as little."""
+    draw_plan(plan(), curves(), tmp_path / "plan.svg")
+    axes = figures[0].axes[0]
+    (front,) = (line for line in axes.lines if line.get_drawstyle() == "steps-post")
+    steps = list(zip(*map(list, front.get_data()), strict=True))
+    found = [made for line in curves().by_limit.values() for made in line]
+    assert min(made.holds for made in found) < min(made.holds for made in plan().front)
+    for made in found:
+        if made.schedule in {one.schedule for one in plan().recommendable}:
+            assert min(step for holds, step in steps if holds <= made.holds) <= made.step
