@@ -13,7 +13,7 @@ if sys.version_info < (3, 12):  # noqa: UP036  (older ones run this much of a ch
         name=__name__,  # so that python -m prints this line, and no traceback
     )
 
-from megatron_ext import logger  # noqa: F401  (sets it up before anybody logs)
+from megatron_ext.base import logger  # noqa: F401  (sets it up before anybody logs)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ def install(schedule: str | None = None, **settings: str | bool | None) -> "Hand
             something holds a patched function where it cannot be replaced. Nothing is changed.
     """
     from megatron_ext.config import PipelineConfig
-    from megatron_ext.installation import install as install_config
+    from megatron_ext.launch.installation import install as install_config
 
     return install_config(PipelineConfig.parse(schedule=schedule, **settings))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron_ext.errors import exit_for
-from megatron_ext.launch import is_launch, launch, refuse_flags_before_script
-from megatron_ext.launch_planner.chosen_plan import choose_plan
+from megatron_ext.base.errors import exit_for
+from megatron_ext.launch.planner.chosen_plan import choose_plan
+from megatron_ext.launch.script import is_launch, launch, refuse_flags_before_script
 
 
 def main(argv: Sequence[str]) -> None:

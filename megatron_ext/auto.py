@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 
-from megatron_ext.installation import install
-from megatron_ext.logger import logger
+from megatron_ext.base.logger import logger
+from megatron_ext.launch.installation import install
 from megatron_ext.written_settings import from_environment
 
 _config = from_environment(os.environ)

@@ -16,11 +16,11 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_ext.base.logger import logger
+from megatron_ext.base.words import counted
 from megatron_ext.config import PipelineConfig
-from megatron_ext.installation import install
-from megatron_ext.logger import logger
+from megatron_ext.launch.installation import install
 from megatron_ext.patches.engine import Handle
-from megatron_ext.words import counted
 
 _CHUNKS = "virtual_pipeline_model_parallel_size"
 _PARTS = (

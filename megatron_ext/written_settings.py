@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
+from megatron_ext.base.words import meant_by
 from megatron_ext.config import (
     ALLOW_UNKNOWN,
     PREFIX,
@@ -19,7 +20,6 @@ from megatron_ext.config import (
     variable,
 )
 from megatron_ext.schedule.problem import Offload
-from megatron_ext.words import meant_by
 
 MEGATRONS_OFFLOAD = "--fine-grained-activation-offloading"
 
@@ -109,8 +109,8 @@ def given_in_environment(
     written: Given, env: Mapping[str, str]
 ) -> tuple[dict[str, str | bool], list[str]]:
     """Return the settings that variables in ``env`` add to the settings ``written`` on a command
-    line, for `megatron_ext.launch`, and a line for each variable that a flag with another value
-    overrules.
+    line, for `megatron_ext.launch.script`, and a line for each variable that a flag with another
+    value overrules.
 
     Raises:
         ValueError: a variable is no setting, but looks like one; or a switch is neither 1 nor 0.

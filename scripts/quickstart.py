@@ -25,10 +25,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
+from megatron_ext.observe.program_summary import stock_1f1b
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.viz.draw import draw
-from megatron_ext.viz.program_summary import stock_1f1b
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RUNS = REPOSITORY / "runs" / "quickstart"

@@ -14,18 +14,18 @@ from megatron_ext.adapter.job import job_costs, of_arguments
 from megatron_ext.adapter.layers import SEGMENT_END, predicts_before_last_stage, segments_of_stages
 from megatron_ext.adapter.layout_arguments import ENDS, PATTERN, VIRTUAL_STAGES
 from megatron_ext.adapter.step_sizes import evaluated_microbatches, step_sizes
+from megatron_ext.base.logger import telling_of_long_work
+from megatron_ext.base.words import argument_flag, counted
 from megatron_ext.compile.output_layer import place_output_layer
 from megatron_ext.compile.overlap import check_overlaps
 from megatron_ext.compile.program.memory import check_one_microbatch
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.config import PipelineConfig, flag
-from megatron_ext.logger import telling_of_long_work
 from megatron_ext.race.eligibility import check_microbatch_order
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.stock_executor import StockExecutor
-from megatron_ext.words import argument_flag, counted
 
 _PATTERNS = (PATTERN, "hybrid_override_pattern")
 

@@ -10,13 +10,13 @@ from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_requested_pair
 from megatron_ext.adapter.refusals import GRAPHS, REFUSALS, RefusalGroup
 from megatron_ext.adapter.transformer_engine.capture_order import capture_order, check_capture
 from megatron_ext.adapter.transformer_engine.captured import captures
+from megatron_ext.base.words import counted
 from megatron_ext.compile.registry import ResolvedSpec, with_option
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement, is_line_or_v
 from megatron_ext.schedule.problem import ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.words import counted
 
 _NO_OPTIONS = ScheduleOptions()
 

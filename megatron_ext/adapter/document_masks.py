@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.words import counted
+from megatron_ext.base.words import counted
 
 WHY = "layers apply the mask, which scripts give to the first and the last stage only"
 REMEDY = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.logger import logger
+from megatron_ext.base.logger import logger
 from megatron_ext.schedule.problem import P2P, Problem
 
 # True once docs/measurements.md has figures under "On several GPUs"; a test compares the two.

@@ -12,7 +12,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_ext.adapter.layout_arguments import CHUNKS, ENDS, LAYERS_OF_CHUNK, LAYOUT, PATTERN
 from megatron_ext.adapter.step_sizes import evaluated_microbatches, step_sizes
-from megatron_ext.words import argument_flag, counted
+from megatron_ext.base.words import argument_flag, counted
 
 _COUNTS = (  # of which there is at least one
     *("hidden_size", "num_attention_heads", "kv_channels"),

@@ -23,10 +23,10 @@ from megatron_ext.adapter.impossible_sizes import refuse_counts, refuse_sizes
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.adapter.layout_arguments import CHUNKS
 from megatron_ext.adapter.step_sizes import count_microbatches
+from megatron_ext.base.words import counted
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.placement import line, loop
-from megatron_ext.words import counted
 
 
 class Attempt(Protocol):

@@ -10,8 +10,8 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_ext.adapter.layout_arguments import ENDS, ENDS_IN_CONFIGS
+from megatron_ext.base.words import counted
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.words import counted
 
 SEGMENT_END = "|"  # in a hybrid model's pattern
 _BEFORE_DEPTHS = "/"  # before the symbols of its multi-token prediction

@@ -33,6 +33,9 @@ from megatron_ext.adapter.model_parts import chunk_size, is_trained
 from megatron_ext.adapter.rank_settings.launch_facts import refuse_other_models
 from megatron_ext.adapter.stock.stock_settings import stock_executor
 from megatron_ext.adapter.training_globals import ramps_up_to, training_global
+from megatron_ext.base.logger import logger, telling_of_long_work
+from megatron_ext.base.progress import FIRST, duration
+from megatron_ext.base.words import counted
 from megatron_ext.compile.build import prove_built
 from megatron_ext.compile.output_layer import better_of, place_output_layer
 from megatron_ext.compile.program.unequal import median_makespan
@@ -41,8 +44,6 @@ from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.measured.layer_costs import Basis
 from megatron_ext.cost_model.measured.places import MeasuredPlaces
-from megatron_ext.logger import logger, telling_of_long_work
-from megatron_ext.progress import FIRST, duration
 from megatron_ext.runtime.store.agreement import listed
 from megatron_ext.runtime.store.leader import run_on_leader
 from megatron_ext.runtime.store.lost_store import losing_the_store
@@ -52,7 +53,6 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.search.extension import extended, has_middle
 from megatron_ext.search.for_places import program_for_places
-from megatron_ext.words import counted
 
 KEPT = 64  # programs
 

@@ -17,12 +17,12 @@ from megatron_ext.adapter import document_masks
 from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_requested_pairs
 from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.adapter.transformer_engine.captured import IMPLEMENTATION, captures
+from megatron_ext.base.words import argument_flag
 from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.config import flag, flag_with_value, setting_of
 from megatron_ext.runtime.messages.peers import are_rehearsed
 from megatron_ext.schedule.problem import Offload, Recompute, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
-from megatron_ext.words import argument_flag
 
 
 def _every_schedule(resolved: ResolvedSpec) -> bool:
@@ -445,7 +445,7 @@ SLICES_REFUSALS = (
     ),
     RefusedSetting(
         "experimental_attention_variant",
-        lambda value: bool(value) and value != "dsa",
+        lambda value: value not in (None, False, "dsa"),
         f"it carries a state over slices: {_WITHOUT_SLICES}",
     ),
     *(

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatron_ext.base.words import bytes_text, counted
 from megatron_ext.commands.options import Bridge, Json, MegatronArgs
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress_line import showing_progress
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
-from megatron_ext.words import bytes_text, counted
 
 if TYPE_CHECKING:
-    from megatron_ext.doctor.doctor import Diagnosis, PatchState
-    from megatron_ext.doctor.launch_report import RankPrediction
+    from megatron_ext.launch.doctor.doctor import Diagnosis, PatchState
+    from megatron_ext.launch.doctor.launch_report import RankPrediction
 
 
 def doctor(
@@ -66,8 +66,8 @@ def doctor(
 
 
 def _show_environment(words: Sequence[str], patches: bool, versions: bool, as_json: bool) -> None:
-    from megatron_ext.doctor.doctor import diagnose
-    from megatron_ext.launch_command.importing import quickly, silently
+    from megatron_ext.launch.command.importing import quickly, silently
+    from megatron_ext.launch.doctor.doctor import diagnose
     from megatron_ext.written_settings import from_argv
 
     try:
@@ -138,8 +138,8 @@ def _check_launch_command(
     gpu_memory: str | None,
     as_json: bool,
 ) -> None:
-    from megatron_ext.doctor.check import check_launch
-    from megatron_ext.launch_command.log.megatron_log import launch_from
+    from megatron_ext.launch.command.log.megatron_log import launch_from
+    from megatron_ext.launch.doctor.check import check_launch
     from megatron_ext.patches.engine import PatchError
 
     try:

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_ext.errors import LONGEST_ERROR
-from megatron_ext.secrets import masked
-from megatron_ext.words import shown
+from megatron_ext.base.errors import LONGEST_ERROR
+from megatron_ext.base.secrets import masked
+from megatron_ext.base.words import shown
 
 
 def fail(error: Exception) -> NoReturn:

@@ -15,8 +15,8 @@ from megatron_ext.commands.command_help import HELP, CliCommand, CliGroup
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress_line import showing_progress
-from megatron_ext.launch import RecordingRequest, launch
-from megatron_ext.launch_planner.chosen_plan import choose_plan
+from megatron_ext.launch.planner.chosen_plan import choose_plan
+from megatron_ext.launch.script import RecordingRequest, launch
 from megatron_ext.parity.run_command import (
     RunCommand,
     as_stock,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatron_ext.base.text_file import LARGEST_JSON, parse_json, read_text_file
+from megatron_ext.base.words import counted, shown
 from megatron_ext.commands.options import (
     UNIT,
     Bridge,
@@ -48,6 +50,8 @@ from megatron_ext.cost_model.model_memory import TrainingState, bytes_of_ranks, 
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.short_form import parse_model
 from megatron_ext.cost_model.tower import parse_tower, tower_of
+from megatron_ext.observe.slow_ranks import speeds_in
+from megatron_ext.observe.trace import read_trace, reserved_in
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.figures import as_data
 from megatron_ext.planner.job_plan import JobPlan, plan_job
@@ -68,13 +72,9 @@ from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.rank_speeds import RankSpeeds, parse_rank_speeds
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
-from megatron_ext.text_file import LARGEST_JSON, parse_json, read_text_file
-from megatron_ext.viz.slow_ranks import speeds_in
-from megatron_ext.viz.trace import read_trace, reserved_in
-from megatron_ext.words import counted, shown
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_planner.parsed_launch import LaunchRequest
+    from megatron_ext.launch.planner.parsed_launch import LaunchRequest
 
 _WORLD_SIZE = "world_size"  # in a file of arguments
 _MOST_RANKS = 10_000_000
@@ -262,7 +262,7 @@ def _print(made: JobPlan, show_all: bool) -> None:
 
 def _has_one_rank(made: JobPlan) -> bool:
     """Whether all schedules are refused for the one reason that a remark says."""
-    from megatron_ext.launch_planner.parsed_launch import ONE_RANK
+    from megatron_ext.launch.planner.parsed_launch import ONE_RANK
 
     return ONE_RANK in made.remarks
 
@@ -293,7 +293,7 @@ def _show_sizes(source: _Source, sizes: _Sizes, settings: _Settings, *, as_json:
             "--any-sizes is for a launch command, whose model and sizes Megatron's arguments tell: "
             "give the command behind --"
         )
-    from megatron_ext.launch_planner.any_sizes import LIMIT, plan_sizes
+    from megatron_ext.launch.planner.any_sizes import LIMIT, plan_sizes
 
     request = _launch_request(source, sizes, settings)
     with showing_progress(), planning(LIMIT) as time:
@@ -427,15 +427,15 @@ _MakePlan = Callable[..., JobPlan]
 
 def _of_launch(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan:
     """Raises ValueError or OSError if the source or a value is not understood."""
-    from megatron_ext.launch_planner.launch_plan import plan_launch
+    from megatron_ext.launch.planner.launch_plan import plan_launch
 
     return partial(plan_launch, _launch_request(source, sizes, settings))
 
 
 def _launch_request(source: _Source, sizes: _Sizes, settings: _Settings) -> LaunchRequest:
     """Raises ValueError or OSError if the source or a value is not understood."""
-    from megatron_ext.launch_command.log.megatron_log import launch_from
-    from megatron_ext.launch_planner.parsed_launch import LaunchRequest
+    from megatron_ext.launch.command.log.megatron_log import launch_from
+    from megatron_ext.launch.planner.parsed_launch import LaunchRequest
 
     said = {"--pp": sizes.pp, "-m": sizes.microbatches, "--model": sizes.model}
     said |= {"--layers": sizes.layers}

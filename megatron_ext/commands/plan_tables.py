@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from megatron_ext.base.words import bytes_text
 from megatron_ext.commands.output import print_table
 from megatron_ext.compile.registry import Maturity
 from megatron_ext.cost_model.gpus import FreeMemory
@@ -19,7 +20,6 @@ from megatron_ext.planner.long_sequences import LongSequences, shortest_slice
 from megatron_ext.planner.planner import without_figures
 from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.slices import LONG_ENOUGH
-from megatron_ext.words import bytes_text
 
 
 def print_tables(made: JobPlan) -> None:

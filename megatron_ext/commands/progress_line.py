@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from megatron_ext.progress import reporting
+from megatron_ext.base.progress import reporting
 
 _REFRESHED = 0.5  # seconds
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatron_ext.base.words import bytes_text
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress_line import showing_progress
+from megatron_ext.observe.trace_text import milliseconds
 from megatron_ext.patches.engine import PatchError
-from megatron_ext.viz.trace_text import milliseconds
-from megatron_ext.words import bytes_text
 
 if TYPE_CHECKING:
     from megatron_ext.rehearsal.rehearsal_report import RankResult, RehearsalReport
@@ -65,7 +65,7 @@ def rehearse(
     Ranks with equal stages run once. What other ranks would send is made up.
     """
     try:
-        from megatron_ext.launch_command.launch_words import read_launch
+        from megatron_ext.launch.command.launch_words import read_launch
         from megatron_ext.rehearsal.prepare import schedules_of
         from megatron_ext.rehearsal.processes import rank_processes
         from megatron_ext.rehearsal.rehearse import RehearsalRequest

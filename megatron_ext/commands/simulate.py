@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from megatron_ext.base.progress import task
+from megatron_ext.base.words import counted
 from megatron_ext.commands.options import (
     UNIT,
     CostsText,
@@ -38,10 +40,10 @@ from megatron_ext.compile.program.unequal import UnequalMicrobatches, profile_of
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec, choose, with_option
 from megatron_ext.compile.report import ScheduleReport, report
+from megatron_ext.observe.noise_text import parse_noise, rows_of_spread
 from megatron_ext.planner.candidate import Variant
 from megatron_ext.planner.shortest_search import AS_1F1B, take
 from megatron_ext.planner.stock import run_by_stock
-from megatron_ext.progress import task
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.microbatch_costs import MicrobatchLoads, parse_microbatch_costs
@@ -59,8 +61,6 @@ from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 from megatron_ext.search.certify import Certificate
 from megatron_ext.search.certify import certify as certify_program
 from megatron_ext.search.for_places import at_places_of, judged_for_places
-from megatron_ext.viz.noise_text import parse_noise, rows_of_spread
-from megatron_ext.words import counted
 
 LONGEST = 86400.0  # seconds that may be requested: a day
 MOST_RANKS = 16  # of which each has a line of its own

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import typer
 
+from megatron_ext.base.text_file import write_text_file
+from megatron_ext.base.words import counted
 from megatron_ext.commands.output import command_line
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate_steps
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec
+from megatron_ext.observe.program_summary import program_of_1f1b
+from megatron_ext.observe.torchtitan import for_torchtitan
+from megatron_ext.observe.trace import write_trace
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule_csv import to_csv, to_torch_csv
 from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.text_file import write_text_file
 from megatron_ext.viz.draw import check_picture, draw_steps
 from megatron_ext.viz.page.run import Run, simulated_run, title_of
 from megatron_ext.viz.page.write import Page, check_page, write_page
-from megatron_ext.viz.program_summary import program_of_1f1b
-from megatron_ext.viz.torchtitan import for_torchtitan
-from megatron_ext.viz.trace import write_trace
-from megatron_ext.words import counted
 
 
 @dataclass(frozen=True)

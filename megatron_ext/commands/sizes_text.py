@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_ext.base.words import bytes_text, counted
 from megatron_ext.planner.candidate import ALIKE
 from megatron_ext.planner.sizes.sizes_plan import SizedAlternative, SizesPlan
 from megatron_ext.planner.verdict import WORTH, candidate_name
 from megatron_ext.schedule.problem import Offload
-from megatron_ext.words import bytes_text, counted
 
 
 def sizes_lines(made: SizesPlan) -> Iterator[str]:

@@ -9,23 +9,23 @@ from typing import Annotated
 
 import typer
 
+from megatron_ext.base.words import counted
 from megatron_ext.commands.options import HtmlPage, Json
 from megatron_ext.commands.output import command_line, fail, print_table
 from megatron_ext.commands.progress_line import showing_progress
-from megatron_ext.schedule.rank_speeds import RankSpeeds
-from megatron_ext.viz.page.run import traced
-from megatron_ext.viz.page.write import SECONDS, Page, check_page, write_page
-from megatron_ext.viz.slow_ranks import SLOW
-from megatron_ext.viz.trace import TracedStep, read_trace
-from megatron_ext.viz.trace_report import TraceReport, median_step, trace_report
-from megatron_ext.viz.trace_text import (
+from megatron_ext.observe.slow_ranks import SLOW
+from megatron_ext.observe.trace import TracedStep, read_trace
+from megatron_ext.observe.trace_report import TraceReport, median_step, trace_report
+from megatron_ext.observe.trace_text import (
     milliseconds,
     prospect_rows,
     remarks,
     schedule_name,
     sections,
 )
-from megatron_ext.words import counted
+from megatron_ext.schedule.rank_speeds import RankSpeeds
+from megatron_ext.viz.page.run import traced
+from megatron_ext.viz.page.write import SECONDS, Page, check_page, write_page
 
 
 def trace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
+from megatron_ext.base.words import bytes_text, counted
 from megatron_ext.cost_model.gpus import USABLE
 from megatron_ext.planner.candidate import ALIKE
 from megatron_ext.planner.job_plan import JobPlan
@@ -16,7 +17,6 @@ from megatron_ext.planner.verdict import (
     is_stock,
     shortest_of_others,
 )
-from megatron_ext.words import bytes_text, counted
 
 _SHOWN = 3  # names of a tie
 

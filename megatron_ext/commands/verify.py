@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_ext.base.words import counted
 from megatron_ext.commands.output import fail
 from megatron_ext.commands.progress_line import showing_progress
 from megatron_ext.compile.registry import choose
@@ -13,7 +14,6 @@ from megatron_ext.compile.report import ScheduleReport, report
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem, ScheduleOptions
 from megatron_ext.schedule.slices import Slices
-from megatron_ext.words import counted
 
 
 def verify(

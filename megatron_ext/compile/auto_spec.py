@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_ext.base.words import counted, shown
 from megatron_ext.compile.spec_options import parameters_of, parse_options, perhaps
-from megatron_ext.words import counted, shown
 
 AUTO = "auto"
 

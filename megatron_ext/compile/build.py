@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import override
 
+from megatron_ext.base.garbage import uncollected
+from megatron_ext.base.progress import task
 from megatron_ext.compile.build_hooks import Construction
 from megatron_ext.compile.features import build_hooks_of
 from megatron_ext.compile.program.communication import communicate
@@ -25,8 +27,6 @@ from megatron_ext.compile.transforms.omitted_backward import (
     keep_forward,
     without_backward,
 )
-from megatron_ext.garbage import uncollected
-from megatron_ext.progress import task
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, Transform

@@ -9,6 +9,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.base.words import counted, shown
 from megatron_ext.compile.others_code import code_of
 from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
 from megatron_ext.schedule.action_arrays import KINDS
@@ -17,7 +18,6 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
-from megatron_ext.words import counted, shown
 
 _MOST = 2**31 // len(KINDS)  # numbers have 32 bits, and stage and kind share one number (`columns`)
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

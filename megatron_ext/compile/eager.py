@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron_ext.base.words import shown
 from megatron_ext.compile.program.memory import limited_amount, peaks
 from megatron_ext.compile.program.simulate import simulate_unproved
 from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.words import shown
 
 CHOICES = ("auto", "yes", "no")
 _WORTH = 1.001  # eager has to be shorter by this factor to be worth its memory

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_ext.base.words import bytes_text
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.memory import Amount, held_during, in_bytes, in_microbatches
 from megatron_ext.compile.program.repeating_part import SAME, RepeatingPart, repeating_part
@@ -28,7 +29,6 @@ from megatron_ext.schedule.action_arrays import KINDS, by_kind
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.words import bytes_text
 
 _PERIODS = 5  # in the shortest step that is tried; each next one has about twice as many
 _RECOMPUTES = by_kind(lambda rule: rule.repeats is not None)

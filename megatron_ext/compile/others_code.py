@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from megatron_ext.progress import duration, task
-from megatron_ext.words import shown
+from megatron_ext.base.progress import duration, task
+from megatron_ext.base.words import shown
 
 _OURS = Path(__file__).parents[1]
 LONGEST = 600.0  # most seconds of code that does not declare itself a search

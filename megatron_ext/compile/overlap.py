@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from megatron_ext.base.words import counted
 from megatron_ext.compile.program.simulate import simulate, step_seconds
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import entries
-from megatron_ext.words import counted
 
 _LEAST = 1e-3  # of the makespan: a smaller gain is not worth it
 

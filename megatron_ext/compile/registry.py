@@ -14,6 +14,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.base.progress import remark
+from megatron_ext.base.text_file import read_text_file
+from megatron_ext.base.words import counted, shown
 from megatron_ext.compile.auto_spec import AUTO, auto_searches
 from megatron_ext.compile.checked_family import CheckedFamily
 from megatron_ext.compile.others_code import code_of
@@ -21,14 +24,11 @@ from megatron_ext.compile.size import check_table
 from megatron_ext.compile.spec_options import accepted, parameters_of, parse_options, perhaps
 from megatron_ext.compile.two_copies.fold import fold
 from megatron_ext.compile.two_copies.two_copies import from_rows, holds_two_copies
-from megatron_ext.progress import remark
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Family, Schedule
 from megatron_ext.schedule.schedule_csv import from_csv, rows_from_csv
-from megatron_ext.text_file import read_text_file
-from megatron_ext.words import counted, shown
 
 
 class Maturity(enum.StrEnum):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_ext.base.progress import task
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.memory import (
     in_microbatches,
@@ -16,7 +17,6 @@ from megatron_ext.compile.program.memory import (
 from megatron_ext.compile.program.simulate import simulate, step_seconds
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec
-from megatron_ext.progress import task
 from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.schedule import bitwise_order
 

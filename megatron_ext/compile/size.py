@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from megatron_ext.progress import duration
+from megatron_ext.base.progress import duration
+from megatron_ext.base.words import bytes_text, counted
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
-from megatron_ext.words import bytes_text, counted
 
 _WORTH_A_WORD = 500_000  # passes
 # Measured for 1f1b, interleaved, zb-h1 and zb-v on 8 to 128 ranks: seconds and bytes to build,

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megatron_ext.words import meant_by, shown
+from megatron_ext.base.words import meant_by, shown
 
 Parameters = Mapping[str, inspect.Parameter]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.base.words import argument_flag
 from megatron_ext.cost_model.description import describe, execution_of
 from megatron_ext.cost_model.execution import Execution
-from megatron_ext.words import argument_flag
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_ext.base.words import shown
 from megatron_ext.cost_model.execution import Precision
 from megatron_ext.cost_model.messages.collective_seconds import BEGIN, FAR_STEP, NEAR_STEP
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.words import shown
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 
+from megatron_ext.base.words import shown
 from megatron_ext.cost_model.execution import Execution, Precision
 from megatron_ext.cost_model.model import Model
-from megatron_ext.words import shown
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from megatron_ext.words import shown
+from megatron_ext.base.words import shown
 
 
 class TowerTraining(StrEnum):

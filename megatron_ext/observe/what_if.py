@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_ext.base.progress import task
 from megatron_ext.compile.build import build_program, complete
 from megatron_ext.compile.program.memory import in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate
@@ -22,7 +23,6 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import FamilyEntry, Maturity, choose, entries
 from megatron_ext.compile.size import seconds_to_build
 from megatron_ext.observe.fitted_parts import BACKWARD, FORWARD, WEIGHT, ModelParts
-from megatron_ext.progress import task
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts
 from megatron_ext.schedule.limit import MemoryLimit, fits

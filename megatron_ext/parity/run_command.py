@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_ext.config import PipelineConfig, flag, variable
-from megatron_ext.launch_command.launch_words import Launch, read_launch
+from megatron_ext.launch.command.launch_words import Launch, read_launch
 
 # A comparison writes nothing to the user's own logs and projects.
 _QUIET = ("--tensorboard-dir", "", "--wandb-project", "")

@@ -17,10 +17,10 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.base.words import bytes_text, counted
 from megatron_ext.config import PipelineConfig, variable
 from megatron_ext.parity.run_command import RunCommand, recorded, saving
 from megatron_ext.recordings.comparable import refusal
-from megatron_ext.words import bytes_text, counted
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _SHOWN = 12  # lines of the output of a run that failed
@@ -233,14 +233,14 @@ def check_comparable(a: RunCommand, b: RunCommand) -> None:
 
 
 def _arguments(command: RunCommand, name: str) -> dict[str, Any] | None:
-    from megatron_ext.launch_command.importing import as_on, quickly, silently
+    from megatron_ext.launch.command.importing import as_on, quickly, silently
 
     with ExitStack() as stack:
         stack.enter_context(silently())
         stack.enter_context(as_on(Path.cwd(), {}))
         try:
             with quickly():
-                from megatron_ext.launch_command import megatron_arguments
+                from megatron_ext.launch.command import megatron_arguments
         except ImportError:
             return None
         try:

@@ -11,12 +11,12 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from megatron_ext.base.progress import remark
 from megatron_ext.compile.program.repeating_part import SAME
 from megatron_ext.planner.candidate import Candidate, Plan, by_time
 from megatron_ext.planner.fitting import built_in_full, check_bytes
 from megatron_ext.planner.planning_time import WHOLE_STEPS, until_end
 from megatron_ext.planner.verdict import Alternative, Verdict, Written, eligible, verdict_of
-from megatron_ext.progress import remark
 from megatron_ext.schedule.problem import Offload
 
 # Share of the shortest step. An alternative that takes up to so much more may prove to be shorter.

@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_ext.base.progress import task
 from megatron_ext.compile.auto_spec import SEARCHES
 from megatron_ext.planner.candidate import Candidate, Plan, Variant
 from megatron_ext.planner.fitting import consider
 from megatron_ext.planner.limits import limit_left
 from megatron_ext.planner.planner import VariantOf
-from megatron_ext.progress import task
 from megatron_ext.schedule.limit import MemoryLimit
 
 LIMITS = 12  # of memory, at most

@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+from megatron_ext.base.words import bytes_text, counted
 from megatron_ext.compile.registry import Maturity
 from megatron_ext.planner.candidate import Candidate, Plan, RankMemory, VocabMethod
 from megatron_ext.schedule.problem import Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Lengths
-from megatron_ext.words import bytes_text, counted
 
 
 @dataclass(frozen=True)

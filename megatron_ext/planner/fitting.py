@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import replace
 
+from megatron_ext.base.words import bytes_text
 from megatron_ext.compile.build import caching_proofs
 from megatron_ext.compile.long_step import HoldsMore, Simulated, simulate_step
 from megatron_ext.planner.candidate import (
@@ -19,7 +20,6 @@ from megatron_ext.planner.candidate import (
 )
 from megatron_ext.planner.limits import least_time, limit_left
 from megatron_ext.schedule.problem import Offload, Recompute, ScheduleOptions
-from megatron_ext.words import bytes_text
 
 
 def consider(

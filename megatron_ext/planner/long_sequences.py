@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
+from megatron_ext.base.words import counted
 from megatron_ext.compile.size import seconds_to_build
 from megatron_ext.cost_model.execution import Execution
 from megatron_ext.planner.candidate import (
@@ -23,7 +24,6 @@ from megatron_ext.planner.training import TrainedModel, Training
 from megatron_ext.planner.verdict import NOTHING, Written
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT, Lengths, Slices
-from megatron_ext.words import counted
 
 LONG = 2 * LONG_ENOUGH  # tokens of a sequence from which on slices are worth a look
 COUNTS = (2, 4, 8)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from megatron_ext.base.progress import Task, task
 from megatron_ext.compile.auto_spec import SEARCHES
 from megatron_ext.compile.registry import Maturity, entries, entry_of
 from megatron_ext.planner.candidate import (
@@ -22,7 +23,6 @@ from megatron_ext.planner.figures import step_phrase
 from megatron_ext.planner.fitting import TooFull, consider
 from megatron_ext.planner.limits import is_close, least_time
 from megatron_ext.planner.planning_time import SCHEDULES, until_end
-from megatron_ext.progress import Task, task
 from megatron_ext.schedule.limit import MemoryLimit
 
 # A spec's problem with one method, None if it is not compared; raises ValueError if it has none.

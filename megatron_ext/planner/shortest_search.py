@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatron_ext.base.words import counted
 from megatron_ext.compile.registry import ResolvedSpec, choose, entry_of
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.figures import slower_by
 from megatron_ext.planner.planner import make_plan
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.words import counted
 
 AS_1F1B = "1x"  # the limit where there is no other: what 1F1B holds, in microbatches
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_ext.words import counted
+from megatron_ext.base.words import counted
 
 
 class ComparisonKind(StrEnum):

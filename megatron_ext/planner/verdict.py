@@ -11,11 +11,11 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from megatron_ext.base.words import counted
 from megatron_ext.planner.candidate import ALIKE, Candidate, VocabMethod, stable_of, tied_for_best
 from megatron_ext.planner.spread import ComparisonKind, GainSpread
 from megatron_ext.schedule.problem import Offload, Recompute
 from megatron_ext.schedule.stock_executor import STOCK
-from megatron_ext.words import counted
 
 WORTH = 0.02  # of a step: less is below what an estimate can tell
 

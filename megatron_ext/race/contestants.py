@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_ext.base.words import counted
 from megatron_ext.compile.registry import ResolvedSpec, choose
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.stock_executor import STOCK
-from megatron_ext.words import counted
 
 # The plainest schedule of each placement; the baseline is the first on the same placement.
 _BASELINES = ("1f1b", "interleaved", "interleaved:vpp={chunks}", "1f1b-v", "hanayo:waves={waves}")

@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.race.contestants import Contestants
-from megatron_ext.race.rounds import TURNS, Race, Round
-from megatron_ext.text_file import (
+from megatron_ext.base.text_file import (
     LARGEST_JSON,
     how_to_rename,
     parse_json,
     read_text_file,
     write_text_file,
 )
-from megatron_ext.words import shown
+from megatron_ext.base.words import shown
+from megatron_ext.race.contestants import Contestants
+from megatron_ext.race.rounds import TURNS, Race, Round
 
 NAME = "race.json"  # in the folder of the checkpoints
 _VERSION = 2

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from megatron_ext.base.words import bytes_text, counted
 from megatron_ext.race.contestants import Contestants
 from megatron_ext.race.race_record import NAME, RaceFigures
 from megatron_ext.race.rounds import ROUNDS, Race
-from megatron_ext.words import bytes_text, counted
 
 
 def standing(race: Race) -> str:

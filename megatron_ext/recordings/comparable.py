@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ext.words import argument_flag
+from megatron_ext.base.words import argument_flag
 from megatron_ext.written_settings import add_flags
 
 # Megatron's arguments that must be the same, by subject.

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_ext.base.words import counted
 from megatron_ext.recordings.compare import ParityVerdict, RunComparison, kind_of
 from megatron_ext.recordings.floor import TensorDifference
 from megatron_ext.recordings.run_recording import Tensor, readable_name
 from megatron_ext.recordings.scalars import NORM, ComparedScalar
-from megatron_ext.words import counted
 
 SHOWN = 10  # tensors, of those that differ
 _KINDS = ("parameters", "optimizer states")

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.base.words import bytes_text, counted
 from megatron_ext.recordings.piece import STATES, STORED_AS, Piece
 from megatron_ext.recordings.writing import FORMAT, bytes_file, lines_file
-from megatron_ext.words import bytes_text, counted
 
 PieceDigests = Mapping[Piece, int]
 _DIGESTS = 1 << 63  # digests are signed integers of 64 bits

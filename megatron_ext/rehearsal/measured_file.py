@@ -12,6 +12,7 @@ from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.cost_model.measured.file import as_data
 from megatron_ext.cost_model.measured.layer_costs import layer_costs
 from megatron_ext.cost_model.measured_costs import Machine, RankFigures, measured_costs
+from megatron_ext.observe.trace import NAME, TraceFile, traced_step
 from megatron_ext.observe.what_if import weight_shares
 from megatron_ext.rehearsal.compose import ComposedStep, measured_passes
 from megatron_ext.rehearsal.prepare import PreparedSchedule
@@ -20,7 +21,6 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.problem import VocabularyParallel
-from megatron_ext.viz.trace import NAME, TraceFile, traced_step
 
 COSTS = "costs.json"  # measured costs, in the folder of a schedule
 

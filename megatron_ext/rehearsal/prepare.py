@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.base.text_file import write_text_file
+from megatron_ext.base.words import shown
 from megatron_ext.compile.output_layer import output_layer_waits, place_output_layer
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
@@ -22,8 +24,8 @@ from megatron_ext.config import CostsSource, flag
 from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.estimate import waiting_shares
 from megatron_ext.cost_model.measured.layer_costs import Basis
-from megatron_ext.launch import without
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
+from megatron_ext.launch.planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
+from megatron_ext.launch.script import without
 from megatron_ext.planner.candidate import RankMemory, VocabMethod
 from megatron_ext.planner.outside_passes import rank_passes, seconds_outside_passes
 from megatron_ext.planner.verdict import Written
@@ -34,13 +36,11 @@ from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.schedule_csv import to_csv
-from megatron_ext.text_file import write_text_file
-from megatron_ext.words import shown
 from megatron_ext.written_settings import given_in, words_of
 
 if TYPE_CHECKING:
     from megatron_ext.adapter.job import Job
-    from megatron_ext.launch_command.judgement import Judgement
+    from megatron_ext.launch.command.judgement import Judgement
 
 STOCK = "stock"
 ESTIMATE = "estimate.json"  # costs of the programs, in the folder of a schedule
@@ -206,9 +206,9 @@ def _prepared(
 def _schedule(
     request: LaunchRequest, parsed: ParsedLaunch, name: str, folder: Path
 ) -> PreparedSchedule:
-    from megatron_ext.launch_planner.command_line import arguments_with
-    from megatron_ext.launch_planner.launch_job import judgement_of
-    from megatron_ext.launch_planner.stage_arguments import with_chunks
+    from megatron_ext.launch.planner.command_line import arguments_with
+    from megatron_ext.launch.planner.launch_job import judgement_of
+    from megatron_ext.launch.planner.stage_arguments import with_chunks
 
     assert request.launch is not None
     is_stock, variants = name == STOCK, parsed.variants
@@ -262,7 +262,7 @@ def _tables(judged: Judgement) -> Iterator[Schedule]:
 
 def _written(request: LaunchRequest, parsed: ParsedLaunch, spec: str) -> Written:
     """Return what makes the launch run the schedule ``spec`` with the options that it has."""
-    from megatron_ext.launch_planner.stage_arguments import rewritten
+    from megatron_ext.launch.planner.stage_arguments import rewritten
 
     assert request.launch is not None
     if spec == STOCK:
@@ -333,7 +333,7 @@ def _descriptions(job: Job) -> list[Any]:
 def _estimate(judged: Judgement, job: Job) -> EstimatedStep:
     from megatron_ext.adapter.dimensions import execution, rates
     from megatron_ext.adapter.model_bytes import state_of
-    from megatron_ext.launch_planner.alternatives.written import alternative_of
+    from megatron_ext.launch.planner.alternatives.written import alternative_of
     from megatron_ext.planner.verdict import NOTHING
 
     args, program = judged.args, judged.program

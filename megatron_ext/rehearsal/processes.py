@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_ext.base.text_file import read_text_file
 from megatron_ext.rehearsal.record import RankRecord, load_rank_record
 from megatron_ext.rehearsal.request import FAILURE, RECORD, RankRequest, save_request
 from megatron_ext.rehearsal.server import LOG
-from megatron_ext.text_file import read_text_file
 
 _SERVER = ("-m", "megatron_ext.rehearsal.server")
 _LAST_SECONDS = 5.0  # for a process to end by itself

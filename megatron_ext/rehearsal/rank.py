@@ -25,7 +25,7 @@ from megatron_ext.adapter.observers.observer import (
 )
 from megatron_ext.adapter.training_globals import training_global
 from megatron_ext.config import PipelineConfig, flag
-from megatron_ext.launch import Chosen, launch
+from megatron_ext.launch.script import Chosen, launch
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.core.models.common.language_module import last_copy
 from megatron_ext.patches.megatron.core.pipeline_parallel import p2p_communication

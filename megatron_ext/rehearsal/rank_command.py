@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_ext.adapter.pairs.overlap_setting import FLAG as PAIRS
 from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
+from megatron_ext.base.words import argument_flag
 from megatron_ext.config import PipelineConfig, flag, variable
-from megatron_ext.launch import without
-from megatron_ext.words import argument_flag
+from megatron_ext.launch.script import without
 from megatron_ext.written_settings import given_in_environment, words_of
 
 MOCK_DATA = "--mock-data"

@@ -9,9 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_ext.base.text_file import LARGEST_JSON, parse_json, read_text_file, write_text_file
+from megatron_ext.observe.json_record import Record
 from megatron_ext.schedule.action import Action, parse_action, slices_named
-from megatron_ext.text_file import LARGEST_JSON, parse_json, read_text_file, write_text_file
-from megatron_ext.viz.json_record import Record
 
 _VERSION = 1
 

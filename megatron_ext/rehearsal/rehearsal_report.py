@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from megatron_ext.base.words import bytes_text
 from megatron_ext.cost_model.operations.operation import Group
 from megatron_ext.rehearsal.classes import RankClass
 from megatron_ext.rehearsal.compose import ComposedStep, measured_passes, seconds_outside
@@ -14,7 +15,6 @@ from megatron_ext.rehearsal.prepare import EstimatedStep, Preparation, PreparedS
 from megatron_ext.rehearsal.record import RankRecord
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.schedule import is_compute
-from megatron_ext.words import bytes_text
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.base.progress import duration, task
+from megatron_ext.base.words import counted
 from megatron_ext.cost_model.gpus import gpu_named, short_name
-from megatron_ext.launch_command.launch_words import Launch
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest
+from megatron_ext.launch.command.launch_words import Launch
+from megatron_ext.launch.planner.parsed_launch import LaunchRequest
 from megatron_ext.planner.mixed_gpus import ASSUMED_GPU
-from megatron_ext.progress import duration, task
 from megatron_ext.rehearsal.classes import RankClass
 from megatron_ext.rehearsal.compose import compose
 from megatron_ext.rehearsal.gpu_here import GpuHere, gpu_here
@@ -38,7 +39,6 @@ from megatron_ext.rehearsal.rehearsal_report import (
     schedule_figures,
 )
 from megatron_ext.rehearsal.request import RECORD, RankRequest
-from megatron_ext.words import counted
 
 # Seconds, about: to import everything once, and to build a rank in a fork. A process of its own
 # takes both.

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.text_file import LARGEST_JSON, parse_json, read_text_file, write_text_file
-from megatron_ext.viz.json_record import Record
+from megatron_ext.base.text_file import LARGEST_JSON, parse_json, read_text_file, write_text_file
+from megatron_ext.observe.json_record import Record
 
 REQUEST = "request.json"  # in the folder of a rehearsed rank
 RECORD = "record.json"

@@ -20,15 +20,15 @@ import traceback
 from pathlib import Path
 from typing import IO
 
+from megatron_ext.base.text_file import write_text_file
+from megatron_ext.base.words import shown
 from megatron_ext.rehearsal.request import FAILURE, load_request
-from megatron_ext.text_file import write_text_file
-from megatron_ext.words import shown
 
 # Between them these import torch, Megatron and Transformer Engine as a training does.
 _RANK = "megatron_ext.rehearsal.rank"
 _EVERYTHING = (
     _RANK,
-    "megatron_ext.launch_command.megatron_arguments",
+    "megatron_ext.launch.command.megatron_arguments",
     "megatron_ext.adapter.step.pipeline_training",
 )
 LOG = "log.txt"  # output of a rank, in its folder

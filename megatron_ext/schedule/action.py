@@ -7,7 +7,7 @@ import functools
 import re
 from typing import NamedTuple, Self
 
-from megatron_ext.words import shown
+from megatron_ext.base.words import shown
 
 
 class Kind(enum.StrEnum):

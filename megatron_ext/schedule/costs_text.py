@@ -8,6 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.base.text_file import (
+    LARGEST_JSON,
+    how_to_rename,
+    parse_json,
+    read_text_file,
+    write_text_file,
+)
+from megatron_ext.base.words import counted, shown
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import (
     Costs,
@@ -21,14 +29,6 @@ from megatron_ext.schedule.costs import (
 )
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.text_file import (
-    LARGEST_JSON,
-    how_to_rename,
-    parse_json,
-    read_text_file,
-    write_text_file,
-)
-from megatron_ext.words import counted, shown
 
 FILE_VERSION = 2
 

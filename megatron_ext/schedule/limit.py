@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from megatron_ext.words import BYTES, bytes_text, counted, shown, unit_for
+from megatron_ext.base.words import BYTES, bytes_text, counted, shown, unit_for
 
 _LARGEST = 1e15  # in whatever unit
 _TEXT = re.compile(r"(\d+(?:\.\d+)?)(x|[KMGT]iB|B)?")

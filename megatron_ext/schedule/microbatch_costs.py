@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_ext.base.text_file import read_lines
+from megatron_ext.base.words import bytes_text, counted, shown
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.action_arrays import IS_PASS, KINDS, Floats
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.text_file import read_lines
-from megatron_ext.words import bytes_text, counted, shown
 
 PASSES = tuple(kind for kind, is_pass in zip(KINDS, IS_PASS, strict=True) if is_pass)
 DRAWN_STEPS = 20

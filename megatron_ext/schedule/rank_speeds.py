@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_ext.base.words import counted, shown
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.words import counted, shown
 
 LEAST, MOST = 0.01, 100.0
 _EXAMPLE = "write one speed per pipeline rank, such as 1,1,0.77,1"

@@ -8,7 +8,8 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from megatron_ext.progress import task
+from megatron_ext.base.progress import task
+from megatron_ext.base.words import counted
 from megatron_ext.schedule.action import (
     COMPOUND,
     Action,
@@ -31,7 +32,6 @@ from megatron_ext.schedule.flip import (
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule, is_compute
-from megatron_ext.words import counted
 
 
 def to_csv(schedule: Schedule) -> str:

@@ -11,11 +11,11 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.base.progress import task
 from megatron_ext.compile.program.graph import needed
 from megatron_ext.compile.program.pass_graph import senders
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.progress import task
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import Offload, VocabularyParallel

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from megatron_ext.progress import remark, task
+from megatron_ext.base.progress import remark, task
 from megatron_ext.search import disk_cache
 from megatron_ext.search.job_shop import JobShop, Precedences, Starts
 from megatron_ext.search.pack import MAX_GAPS, Pack, Packed

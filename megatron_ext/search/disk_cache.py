@@ -14,8 +14,8 @@ import stat
 import tempfile
 from pathlib import Path
 
-from megatron_ext.progress import remark
-from megatron_ext.text_file import LARGEST
+from megatron_ext.base.progress import remark
+from megatron_ext.base.text_file import LARGEST
 
 _WRITABLE, _REACHABLE = 0o022, 0o011  # for others
 

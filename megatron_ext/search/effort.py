@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_ext.progress import remark
+from megatron_ext.base.progress import remark
 from megatron_ext.search import pack
 from megatron_ext.search.job_shop import JobShop
 from megatron_ext.search.pack import Pack

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.progress import Task, task
+from megatron_ext.base.progress import Task, task
 from megatron_ext.schedule.action import Kind
 from megatron_ext.search import pack
 from megatron_ext.search.effort import Effort, effort

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ext.progress import Task, task
+from megatron_ext.base.progress import Task, task
 from megatron_ext.schedule.action import Rows
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.search.effort import Effort

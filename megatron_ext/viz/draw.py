@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_ext.base.words import bytes_text, counted
 from megatron_ext.compile.program.memory import Amount, in_bytes, in_microbatches, memory_curve
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
@@ -17,7 +18,6 @@ from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.viz.svg import save
-from megatron_ext.words import bytes_text, counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element
 
-from megatron_ext.text_file import whole_file, write_text_file
+from megatron_ext.base.text_file import whole_file, write_text_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

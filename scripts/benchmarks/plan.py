@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_ext.cost_model.gpus import GPUS, parse_gpu  # noqa: E402
-from megatron_ext.launch_command.launch_words import read_launch  # noqa: E402
-from megatron_ext.launch_planner import any_sizes  # noqa: E402
-from megatron_ext.launch_planner.launch_plan import plan_launch  # noqa: E402
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest  # noqa: E402
+from megatron_ext.launch.command.launch_words import read_launch  # noqa: E402
+from megatron_ext.launch.planner import any_sizes  # noqa: E402
+from megatron_ext.launch.planner.launch_plan import plan_launch  # noqa: E402
+from megatron_ext.launch.planner.parsed_launch import LaunchRequest  # noqa: E402
 from megatron_ext.planner.planning_time import LIMIT, planning  # noqa: E402
 from scripts.benchmarks.harness import arguments, print_table  # noqa: E402
 from scripts.evaluation.recipes.accepting import argument_values, as_on_gpus, others  # noqa: E402

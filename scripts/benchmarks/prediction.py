@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_ext.compile.output_layer import place_output_layer
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.measured_costs import measured_costs
+from megatron_ext.observe.prediction import Comparison
 from megatron_ext.runtime.held_bytes import SavedTensors
 from megatron_ext.runtime.measure.measured_steps import KEPT, MeasuredSteps
 from megatron_ext.runtime.measure.profile import STEPS, Profile
@@ -30,7 +31,6 @@ from megatron_ext.runtime.world import gather_from_all
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.viz.prediction import Comparison
 from scripts.benchmarks.contestants import CPU, EmulatedRank
 from scripts.benchmarks.emulated import DTYPE, SHAPE, in_seconds
 from scripts.benchmarks.harness import arguments, print_table

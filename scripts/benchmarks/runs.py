@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from megatron_ext.compile.registry import choose
-from megatron_ext.launch import CPU_PLATFORM
+from megatron_ext.launch.script import CPU_PLATFORM
 from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import line

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import track
 
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch import CPU_PLATFORM
+from megatron_ext.launch.script import CPU_PLATFORM
 from scripts.benchmarks.harness import arguments
 
 GPU = torch.cuda.is_available()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
+from megatron_ext.base.progress import task
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
@@ -24,7 +25,6 @@ from megatron_ext.planner.layouts.comparison import permit_all
 from megatron_ext.planner.layouts.given import given_work
 from megatron_ext.planner.layouts.layout import Layout, even_layout
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
-from megatron_ext.progress import task
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit

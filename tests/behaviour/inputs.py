@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.observe.trace import NAME, TraceFile, traced_step
 from megatron_ext.schedule.schedule import is_compute
 from megatron_ext.schedule.timeline import GradientReduction, Timeline
-from megatron_ext.viz.trace import NAME, TraceFile, traced_step
 from tests.helpers.schedules import line_problem, program
 
 COSTS = "--costs f=10,i=12,w=8,comm=1"

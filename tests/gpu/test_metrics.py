@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.registry import choose
+from megatron_ext.observe.metrics import RankSums
 from megatron_ext.runtime.held_bytes import reserved_beyond_allocated
 from megatron_ext.runtime.measure.exchange import AsyncAllGather
 from megatron_ext.runtime.measure.step_sums import StepSums
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.viz.metrics import RankSums
 
 pytestmark = [
     pytest.mark.gpu,

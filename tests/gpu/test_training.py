@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.compile.registry import choose
+from megatron_ext.observe.trace import read_trace
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES
-from megatron_ext.viz.trace import read_trace
 from tests.gpu.runs import ITERATIONS, RANKS, losses, needs_four_gpus, needs_two_gpus
 
 pytestmark = [pytest.mark.gpu, needs_two_gpus]

@@ -26,8 +26,8 @@ import torch
 from megatron_ext.adapter.parity.named_tensors import NamedTensors
 from megatron_ext.adapter.parity.result_recorder import digests, logged_loss
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.bridge_recipe import launch_from_recipe
+from megatron_ext.launch.command import megatron_arguments
+from megatron_ext.launch.command.bridge_recipe import launch_from_recipe
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply, wrap
 from tests.helpers.callers import draw_by_name, named_parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.launch_planner.alternatives import first_answer, without_full_recompute
+from megatron_ext.launch.planner.alternatives import first_answer, without_full_recompute
 from megatron_ext.planner import planner
 from megatron_ext.planner.planner import all_specs
 

@@ -40,7 +40,7 @@ from megatron_ext.adapter.parity.named_tensors import NamedTensors
 from megatron_ext.adapter.parity.result_recorder import digests, logged_loss
 from megatron_ext.compile.registry import entries
 from megatron_ext.config import PipelineConfig
-from megatron_ext.doctor.doctor import diagnose
+from megatron_ext.launch.doctor.doctor import diagnose
 from megatron_ext.patches import engine
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.recordings.piece import Piece, Place
@@ -66,8 +66,8 @@ for _module in (
     "megatron.core.models.mimo",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.training.training",
-    "megatron_ext.launch",
-    "megatron_ext.installation",
+    "megatron_ext.launch.script",
+    "megatron_ext.launch.installation",
     "megatron_ext.patches.cpu",
     *(f"megatron_ext.patches.{name}" for feature in FEATURES for name in feature.modules),
 ):

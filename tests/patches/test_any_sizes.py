@@ -18,14 +18,14 @@ from megatron_ext.adapter.step_sizes import count_microbatches
 from megatron_ext.cli import app
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.gpus import parse_gpu
-from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.judgement import Judgement
-from megatron_ext.launch_command.launch_words import Launch, read_launch
-from megatron_ext.launch_planner import any_sizes, launch_job
-from megatron_ext.launch_planner.alternatives.written import alternative_of
-from megatron_ext.launch_planner.any_sizes import SizedLaunch, plan_sizes, sized_job_of
-from megatron_ext.launch_planner.launch_job import refusal_of
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
+from megatron_ext.launch.command import megatron_arguments
+from megatron_ext.launch.command.judgement import Judgement
+from megatron_ext.launch.command.launch_words import Launch, read_launch
+from megatron_ext.launch.planner import any_sizes, launch_job
+from megatron_ext.launch.planner.alternatives.written import alternative_of
+from megatron_ext.launch.planner.any_sizes import SizedLaunch, plan_sizes, sized_job_of
+from megatron_ext.launch.planner.launch_job import refusal_of
+from megatron_ext.launch.planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.candidate import Plan
 from megatron_ext.planner.layouts.layout import evenly
 from megatron_ext.planner.layouts.work import evaluate

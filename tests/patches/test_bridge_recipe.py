@@ -20,13 +20,13 @@ from typer.testing import CliRunner, Result
 from megatron_ext import bridge
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.bridge_recipe import launch_from_recipe
-from megatron_ext.launch_command.launch_words import read_launch
-from megatron_ext.launch_planner import launch_job
-from megatron_ext.launch_planner.command_line import arguments_with, command_with
-from megatron_ext.launch_planner.launch_job import refusal_of
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
+from megatron_ext.launch.command import megatron_arguments
+from megatron_ext.launch.command.bridge_recipe import launch_from_recipe
+from megatron_ext.launch.command.launch_words import read_launch
+from megatron_ext.launch.planner import launch_job
+from megatron_ext.launch.planner.command_line import arguments_with, command_with
+from megatron_ext.launch.planner.launch_job import refusal_of
+from megatron_ext.launch.planner.parsed_launch import LaunchRequest, with_launch
 from megatron_ext.planner.unequal_gains import ORDER
 from megatron_ext.planner.verdict import Written
 from tests.helpers.few_families import only_families

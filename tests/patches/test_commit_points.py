@@ -58,7 +58,7 @@ def test_single_iterations() -> None:
 
 def test_megatron_has_all_these_settings() -> None:
     """A name of another release would be a point that is never reached."""
-    from megatron_ext.launch_command import megatron_arguments
+    from megatron_ext.launch.command import megatron_arguments
 
     line = megatron_arguments.parse_arguments(model_flags())
     assert set(vars(settings())) <= set(vars(line.args))

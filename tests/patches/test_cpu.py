@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.garbage import uncollected
+from megatron_ext.base.garbage import uncollected
 from megatron_ext.patches import cpu, engine
 from tests.helpers.coalesced_gathers import forbid_coalesced_gathers
 from tests.helpers.combinations import nightly

@@ -16,7 +16,7 @@ from megatron_ext.cost_model.description import describe, layers_of
 from megatron_ext.cost_model.execution import Execution, Precision
 from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.operations.attention import attended_tokens
-from megatron_ext.launch_command import megatron_arguments
+from megatron_ext.launch.command import megatron_arguments
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.placement import line
 from scripts.evaluation.recipes.recipe import read_models

@@ -18,9 +18,9 @@ from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.document_masks import masks_are_applied
 from megatron_ext.bridge import _Settings
 from megatron_ext.compile.registry import choose
-from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.launch_report import Finding, Severity
-from megatron_ext.launch_command.launch_words import Launch
+from megatron_ext.launch.command.launch_words import Launch
+from megatron_ext.launch.doctor.check import check_launch
+from megatron_ext.launch.doctor.launch_report import Finding, Severity
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 LOCAL: dict[str, object] = {

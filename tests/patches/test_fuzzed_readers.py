@@ -20,10 +20,10 @@ from megatron_ext.commands.output import fail
 from megatron_ext.commands.plan import _values
 from megatron_ext.cost_model.gpus import parse_gpus
 from megatron_ext.cost_model.short_form import parse_model
-from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.importing import silently
-from megatron_ext.launch_command.log.megatron_log import launch_from_log
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
+from megatron_ext.launch.command import megatron_arguments
+from megatron_ext.launch.command.importing import silently
+from megatron_ext.launch.command.log.megatron_log import launch_from_log
+from megatron_ext.launch.planner.parsed_launch import LaunchRequest, with_launch
 from megatron_ext.written_settings import from_argv
 from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.limited import MOST_BYTES, MOST_SECONDS, Ended, call_limited, run_limited

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from megatron.training import arguments as training_arguments
 
-from megatron_ext import launch
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_command import megatron_arguments
+from megatron_ext.launch import script as launch
+from megatron_ext.launch.command import megatron_arguments
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.training import arguments
 from megatron_ext.patches.megatron.training.arguments import parsing

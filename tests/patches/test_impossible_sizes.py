@@ -14,10 +14,10 @@ from collections.abc import Mapping
 import pytest
 
 from megatron_ext.config import PipelineConfig
-from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.launch_report import Severity
-from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.launch_words import Launch
+from megatron_ext.launch.command import megatron_arguments
+from megatron_ext.launch.command.launch_words import Launch
+from megatron_ext.launch.doctor.check import check_launch
+from megatron_ext.launch.doctor.launch_report import Severity
 from tests.helpers.megatron_runs import EXPERTS, SCRIPT, model_flags
 
 BASE: dict[str, object] = {"pipeline_model_parallel_size": 2, "transformer_impl": "local"}

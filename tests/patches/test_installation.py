@@ -23,7 +23,7 @@ import megatron_ext
 from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig
-from megatron_ext.doctor.doctor import diagnose
+from megatron_ext.launch.doctor.doctor import diagnose
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.patches.features import wanted_patches
 from megatron_ext.patches.sources import UNTAGGED, UnknownSource

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import megatron.core
 
-from megatron_ext.doctor import doctor
-from megatron_ext.doctor.versions import (
+from megatron_ext.launch.doctor import doctor
+from megatron_ext.launch.doctor.versions import (
     KNOWN,
     KnownVersion,
     Tried,

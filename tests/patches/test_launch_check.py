@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 
 from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
 from megatron_ext.cli import app
-from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.environment import dataset_helpers
-from megatron_ext.doctor.launch_report import Report, Severity
-from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.launch_words import Launch, read_launch
-from megatron_ext.launch_command.unknown_words import RENAMED
+from megatron_ext.launch.command import megatron_arguments
+from megatron_ext.launch.command.launch_words import Launch, read_launch
+from megatron_ext.launch.command.unknown_words import RENAMED
+from megatron_ext.launch.doctor.check import check_launch
+from megatron_ext.launch.doctor.environment import dataset_helpers
+from megatron_ext.launch.doctor.launch_report import Report, Severity
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.placement import Placement, line, v
 from megatron_ext.schedule.problem import VocabularyParallel

@@ -14,11 +14,12 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from megatron_ext import progress
 from megatron_ext.adapter.arguments import problems
 from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.adapter.slices.lengths import lengths_in
+from megatron_ext.base import progress
+from megatron_ext.base.progress import reporting
 from megatron_ext.cli import app
 from megatron_ext.commands.verdict_text import verdict_lines
 from megatron_ext.compile.program.simulate import simulate
@@ -41,30 +42,29 @@ from megatron_ext.cost_model.measured_costs import Machine
 from megatron_ext.cost_model.model import stages_of
 from megatron_ext.cost_model.operations.operation import Exchange, Group, Passes, linear
 from megatron_ext.cost_model.operations.parts import part_of
-from megatron_ext.doctor.check import check_launch
-from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.launch_words import Launch, read_launch
-from megatron_ext.launch_planner import launch_job, parsed_launch
-from megatron_ext.launch_planner.alternatives import (
+from megatron_ext.launch.command import megatron_arguments
+from megatron_ext.launch.command.launch_words import Launch, read_launch
+from megatron_ext.launch.doctor.check import check_launch
+from megatron_ext.launch.planner import launch_job, parsed_launch
+from megatron_ext.launch.planner.alternatives import (
     first_answer,
     less_memory,
     pairs,
 )
-from megatron_ext.launch_planner.alternatives.written import written_for
-from megatron_ext.launch_planner.launch_plan import plan_launch
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest
+from megatron_ext.launch.planner.alternatives.written import written_for
+from megatron_ext.launch.planner.launch_plan import plan_launch
+from megatron_ext.launch.planner.parsed_launch import LaunchRequest
+from megatron_ext.observe.trace import TraceFile, traced_step
 from megatron_ext.planner import planner
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.planner.job_plan import JobPlan
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.planning_time import planning, until_end
 from megatron_ext.planner.verdict import NOTHING, Written
-from megatron_ext.progress import reporting
 from megatron_ext.schedule import placement
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.rank_speeds import RankSpeeds
-from megatron_ext.viz.trace import TraceFile, traced_step
 from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.saved_checkpoints import write

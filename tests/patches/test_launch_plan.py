@@ -19,14 +19,14 @@ from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import Maturity, entries
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.gpus import RESERVED_SHARE, USABLE
-from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.launch_report import Finding, RankPrediction, Severity
-from megatron_ext.installation import install
-from megatron_ext.launch import Chosen, without
-from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.launch_words import Launch
-from megatron_ext.launch_planner import launch_choice
-from megatron_ext.launch_planner.launch_choice import choose_for
+from megatron_ext.launch.command import megatron_arguments
+from megatron_ext.launch.command.launch_words import Launch
+from megatron_ext.launch.doctor.check import check_launch
+from megatron_ext.launch.doctor.launch_report import Finding, RankPrediction, Severity
+from megatron_ext.launch.installation import install
+from megatron_ext.launch.planner import launch_choice
+from megatron_ext.launch.planner.launch_choice import choose_for
+from megatron_ext.launch.script import Chosen, without
 from megatron_ext.patches.engine import applied
 from megatron_ext.planner.verdict import WORTH
 from megatron_ext.written_settings import from_argv, from_environment

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.launch_command.launch_words import Launch, read_launch
+from megatron_ext.launch.command.launch_words import Launch, read_launch
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_ext.adapter.arguments import check_settings
 from megatron_ext.cost_model.gpus import parse_gpu
-from megatron_ext.launch import without
-from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.launch_words import Launch
-from megatron_ext.launch_planner.alternatives.layouts import lay_out, written_of
-from megatron_ext.launch_planner.alternatives.recompute import recompute_of_launch
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
+from megatron_ext.launch.command import megatron_arguments
+from megatron_ext.launch.command.launch_words import Launch
+from megatron_ext.launch.planner.alternatives.layouts import lay_out, written_of
+from megatron_ext.launch.planner.alternatives.recompute import recompute_of_launch
+from megatron_ext.launch.planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
+from megatron_ext.launch.script import without
 from megatron_ext.planner.figures import as_data
 from megatron_ext.planner.layouts.comparison import LayoutComparison
 from megatron_ext.planner.layouts.layout import Layout

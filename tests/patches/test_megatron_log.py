@@ -17,14 +17,14 @@ from megatron.training import arguments
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.importing import silently
-from megatron_ext.launch_command.launch_words import read_launch
-from megatron_ext.launch_command.log.log_figures import AllocatedBytes, LogFigures
-from megatron_ext.launch_command.log.megatron_log import launch_from, launch_from_log, read_log
-from megatron_ext.launch_command.log.unparse import unparse, unparsed_flags
-from megatron_ext.launch_planner import launch_job, parsed_launch
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
+from megatron_ext.launch.command import megatron_arguments
+from megatron_ext.launch.command.importing import silently
+from megatron_ext.launch.command.launch_words import read_launch
+from megatron_ext.launch.command.log.log_figures import AllocatedBytes, LogFigures
+from megatron_ext.launch.command.log.megatron_log import launch_from, launch_from_log, read_log
+from megatron_ext.launch.command.log.unparse import unparse, unparsed_flags
+from megatron_ext.launch.planner import launch_job, parsed_launch
+from megatron_ext.launch.planner.parsed_launch import LaunchRequest, with_launch
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.written_settings import from_argv
 from tests.helpers.few_families import only_families

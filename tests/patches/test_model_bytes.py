@@ -23,7 +23,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.model import stages_of
 from megatron_ext.cost_model.parameters import parameters_of_stage
-from megatron_ext.launch_command import megatron_arguments
+from megatron_ext.launch.command import megatron_arguments
 from scripts.evaluation.recipes.recipe import read_models
 from tests.helpers import meta_models
 from tests.helpers.combinations import at_night, nightly

@@ -21,15 +21,15 @@ from megatron_ext.cli import app
 from megatron_ext.commands.verdict_text import verdict_lines
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.gpus import parse_gpu
-from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.launch_report import Severity
-from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.launch_words import Launch
-from megatron_ext.launch_command.log.megatron_log import launch_from_log
-from megatron_ext.launch_planner.command_line import arguments_with
-from megatron_ext.launch_planner.launch_job import launch_job_of
-from megatron_ext.launch_planner.launch_plan import plan_launch
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
+from megatron_ext.launch.command import megatron_arguments
+from megatron_ext.launch.command.launch_words import Launch
+from megatron_ext.launch.command.log.megatron_log import launch_from_log
+from megatron_ext.launch.doctor.check import check_launch
+from megatron_ext.launch.doctor.launch_report import Severity
+from megatron_ext.launch.planner.command_line import arguments_with
+from megatron_ext.launch.planner.launch_job import launch_job_of
+from megatron_ext.launch.planner.launch_plan import plan_launch
+from megatron_ext.launch.planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner import planner
 from megatron_ext.planner.candidate import Plan
 from megatron_ext.schedule.costs_text import save_costs

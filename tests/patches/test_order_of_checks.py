@@ -15,9 +15,9 @@ import pytest
 import torch
 from megatron.training import arguments as megatron
 
-from megatron_ext.doctor.check import check_launch
-from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.importing import silently
+from megatron_ext.launch.command import megatron_arguments
+from megatron_ext.launch.command.importing import silently
+from megatron_ext.launch.doctor.check import check_launch
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.training import arguments
 from megatron_ext.written_settings import from_argv

@@ -20,20 +20,20 @@ from megatron_ext.cli import app
 from megatron_ext.commands import plan as plan_command
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.gpus import GPUS
-from megatron_ext.doctor import check as launch_check
-from megatron_ext.doctor.check import check_launch
-from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.launch_words import Launch, read_launch
-from megatron_ext.launch_command.log.unparse import unparse
-from megatron_ext.launch_planner import parsed_launch
-from megatron_ext.launch_planner.alternatives import (
+from megatron_ext.launch.command import megatron_arguments
+from megatron_ext.launch.command.launch_words import Launch, read_launch
+from megatron_ext.launch.command.log.unparse import unparse
+from megatron_ext.launch.doctor import check as launch_check
+from megatron_ext.launch.doctor.check import check_launch
+from megatron_ext.launch.planner import parsed_launch
+from megatron_ext.launch.planner.alternatives import (
     layouts,
     pairs,
 )
-from megatron_ext.launch_planner.alternatives import long_sequences as slices_of_launch
-from megatron_ext.launch_planner.command_line import command_with
-from megatron_ext.launch_planner.launch_job import refusal_of
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
+from megatron_ext.launch.planner.alternatives import long_sequences as slices_of_launch
+from megatron_ext.launch.planner.command_line import command_with
+from megatron_ext.launch.planner.launch_job import refusal_of
+from megatron_ext.launch.planner.parsed_launch import LaunchRequest, with_launch
 from megatron_ext.planner import confirmation, long_sequences, verdict
 from megatron_ext.planner.candidate import Plan, VocabMethod
 from megatron_ext.planner.layouts import candidates, comparison, descent

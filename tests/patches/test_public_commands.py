@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.launch_report import Severity
-from megatron_ext.launch_command.launch_words import read_launch
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
+from megatron_ext.launch.command.launch_words import read_launch
+from megatron_ext.launch.doctor.check import check_launch
+from megatron_ext.launch.doctor.launch_report import Severity
+from megatron_ext.launch.planner.parsed_launch import LaunchRequest, with_launch
 from tests.helpers.megatron_runs import SCRIPT
 
 _FILE = Path(__file__).with_name("public_commands.txt")

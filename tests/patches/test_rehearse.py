@@ -20,8 +20,10 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.cost_model.measured.file import load_measured
-from megatron_ext.launch_command.launch_words import read_launch
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest
+from megatron_ext.launch.command.launch_words import read_launch
+from megatron_ext.launch.planner.parsed_launch import LaunchRequest
+from megatron_ext.observe.trace import read_trace
+from megatron_ext.observe.trace_report import trace_report
 from megatron_ext.rehearsal import rehearse as module
 from megatron_ext.rehearsal.gpu_here import GpuHere
 from megatron_ext.rehearsal.prepare import Preparation, prepare, schedules_of
@@ -32,8 +34,6 @@ from megatron_ext.rehearsal.rehearse import RehearsalRequest, rehearse
 from megatron_ext.rehearsal.request import RankRequest
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.schedule import is_compute
-from megatron_ext.viz.trace import read_trace
-from megatron_ext.viz.trace_report import trace_report
 from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.short_search import shorten_search

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.adapter.parity.result_recorder import plain_arguments
+from megatron_ext.base.secrets import masked
 from megatron_ext.cli import app
-from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.secrets import masked
+from megatron_ext.launch.command import megatron_arguments
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.launch_command.launch_words import read_launch
-from megatron_ext.launch_planner import launch_job, parsed_launch
+from megatron_ext.launch.command.launch_words import read_launch
+from megatron_ext.launch.planner import launch_job, parsed_launch
 from megatron_ext.planner.candidate import VocabMethod
 from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags

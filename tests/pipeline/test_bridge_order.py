@@ -16,7 +16,7 @@ import pytest
 
 from megatron_ext.adapter.batches.arranged_batches import ArrangedSteps
 from megatron_ext.config import PipelineConfig
-from megatron_ext.installation import install
+from megatron_ext.launch.installation import install
 from megatron_ext.schedule.dealing import MicrobatchOrder
 from scripts.caller_packages import prepare
 from tests.helpers import bridge_on_cpu

@@ -34,12 +34,12 @@ from megatron_ext.adapter.race.hooks import RaceHooks
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.tied import tied_weights
 from megatron_ext.compile.registry import choose
+from megatron_ext.observe.trace import NAME, read_trace
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.race import race_texts, rounds
 from megatron_ext.runtime.host.host_memory import HostMemory
 from megatron_ext.runtime.store import leader
-from megatron_ext.viz.trace import NAME, read_trace
 from tests.helpers.callers import (
     assert_same,
     draw_by_name,

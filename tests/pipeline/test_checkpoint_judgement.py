@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.launch_report import Finding, Severity
-from megatron_ext.launch_command.launch_words import read_launch
+from megatron_ext.launch.command.launch_words import read_launch
+from megatron_ext.launch.doctor.check import check_launch
+from megatron_ext.launch.doctor.launch_report import Finding, Severity
 from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.megatron_runs import EXPERTS, SCRIPT, train_or_fail
 from tests.helpers.trainings import Training

@@ -25,7 +25,7 @@ from megatron_ext.adapter.arguments import settle_vocabulary
 from megatron_ext.adapter.stock.stock_passes import StockPasses
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_command import megatron_arguments
+from megatron_ext.launch.command import megatron_arguments
 from megatron_ext.runtime.held_bytes import SavedTensors
 from megatron_ext.runtime.measure.profile import STEPS
 from megatron_ext.runtime.recorder import Recorder

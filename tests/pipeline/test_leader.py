@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron_ext.adapter.programs import Programs, StepKey
 from megatron_ext.compile.program.verify import InvalidSchedule
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch import Chosen
-from megatron_ext.launch_planner import chosen_plan, launch_choice
+from megatron_ext.launch.planner import chosen_plan, launch_choice
+from megatron_ext.launch.script import Chosen
 from megatron_ext.runtime.host.host_memory import HostMemory
 from megatron_ext.runtime.store import leader as waiting
 from megatron_ext.runtime.store.agreement import Fact, agree

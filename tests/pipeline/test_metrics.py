@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from megatron_ext.adapter.observers.pipelines import Pipelines
 from megatron_ext.adapter.observers.step_metrics import _Log
+from megatron_ext.base.logger import logger
 from megatron_ext.compile.registry import choose
-from megatron_ext.logger import logger
+from megatron_ext.observe.metrics import RankSums
+from megatron_ext.observe.trace import read_trace
 from megatron_ext.runtime.measure.exchange import AsyncAllGather
 from megatron_ext.runtime.measure.step_sums import StepSums
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.viz.metrics import RankSums
-from megatron_ext.viz.trace import read_trace
 from tests.helpers.megatron_runs import SCRIPT, Run, assert_same, model_flags, train
 from tests.helpers.ranks import run_ranks, values
 from tests.helpers.stages import CPU, program_for, world

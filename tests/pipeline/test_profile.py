@@ -33,6 +33,7 @@ from megatron_ext.cost_model.gpus import GPUS
 from megatron_ext.cost_model.measured.layer_costs import Basis
 from megatron_ext.cost_model.model import Model, stages_of
 from megatron_ext.cost_model.operations.operation import Exchange, Group, Passes, linear
+from megatron_ext.observe.trace import read_trace
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.held_bytes import Allocated, SavedTensors
@@ -46,7 +47,6 @@ from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import load_costs, parse_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.problem import P2P, Problem, Recompute, ScheduleOptions
-from megatron_ext.viz.trace import read_trace
 from scripts.benchmarks import prediction
 from scripts.benchmarks.emulated import in_seconds
 from tests.helpers.combinations import at_night

@@ -16,12 +16,12 @@ import pytest
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
+from megatron_ext.observe.trace import TracedStep, read_trace
+from megatron_ext.observe.trace_report import TraceReport, trace_report
+from megatron_ext.observe.traced_costs import traced_costs
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.stock_executor import StockExecutor
 from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.viz.trace import TracedStep, read_trace
-from megatron_ext.viz.trace_report import TraceReport, trace_report
-from megatron_ext.viz.traced_costs import traced_costs
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.megatron_runs import model_flags, train
 from tests.helpers.timed_model import PartTimes, timed_models

@@ -20,6 +20,7 @@ from megatron_ext.compile.program.graph import channels  # noqa: E402
 from megatron_ext.compile.program.simulate import simulate  # noqa: E402
 from megatron_ext.compile.program.verify import Program  # noqa: E402
 from megatron_ext.compile.registry import choose  # noqa: E402
+from megatron_ext.observe.trace import traced_step  # noqa: E402
 from megatron_ext.runtime.executor import execute  # noqa: E402
 from megatron_ext.runtime.measure import clocks  # noqa: E402
 from megatron_ext.runtime.measure.clocks import Offset, clock_offsets  # noqa: E402
@@ -31,7 +32,6 @@ from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, OverlappedPasses  # noqa: E402
 from megatron_ext.schedule.problem import P2P  # noqa: E402
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline  # noqa: E402
-from megatron_ext.viz.trace import traced_step  # noqa: E402
 from scripts.benchmarks.contestants import EmulatedStage, program_of  # noqa: E402
 from scripts.benchmarks.emulated import DTYPE, SHAPE, EmulatedChunk  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402

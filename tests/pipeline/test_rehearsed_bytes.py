@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_ext.adapter import programs
-from megatron_ext.launch_command.launch_words import read_launch
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest
+from megatron_ext.launch.command.launch_words import read_launch
+from megatron_ext.launch.planner.parsed_launch import LaunchRequest
 from megatron_ext.rehearsal.prepare import ESTIMATE, prepare
 from megatron_ext.rehearsal.rank_command import words_alone
 from tests.helpers.combinations import IS_NIGHT, at_night

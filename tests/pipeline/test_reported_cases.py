@@ -17,11 +17,11 @@ from typer.testing import CliRunner, Result
 from megatron_ext.cli import app
 from megatron_ext.compile.output_layer import output_layer_waits
 from megatron_ext.cost_model.gpus import parse_gpu
-from megatron_ext.doctor.check import check_launch
-from megatron_ext.launch_command.launch_words import Launch
-from megatron_ext.launch_planner.command_line import arguments_with
-from megatron_ext.launch_planner.launch_job import launch_job_of
-from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
+from megatron_ext.launch.command.launch_words import Launch
+from megatron_ext.launch.doctor.check import check_launch
+from megatron_ext.launch.planner.command_line import arguments_with
+from megatron_ext.launch.planner.launch_job import launch_job_of
+from megatron_ext.launch.planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.candidate import Plan
 from megatron_ext.planner.verdict import Written
 from tests.helpers.combinations import at_night

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.compile.registry import choose
+from megatron_ext.observe.trace import NAME, TracedStep, read_trace
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.stock_executor import StockExecutor
-from megatron_ext.viz.trace import NAME, TracedStep, read_trace
 from tests.helpers.fetched import megatron_sources
 from tests.helpers.megatron_runs import assert_same, model_flags, train
 

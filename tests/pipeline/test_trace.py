@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from megatron_ext.adapter.observers import step_trace
 from megatron_ext.cli import app
 from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.observe.trace import NAME, TracedStep, read_trace, traced_step
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES
-from megatron_ext.viz.trace import NAME, TracedStep, read_trace, traced_step
 from tests.helpers.megatron_runs import SCRIPT, Run, assert_same, model_flags, train
 from tests.helpers.schedules import line_problem, program
 

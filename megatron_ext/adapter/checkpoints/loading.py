@@ -27,11 +27,11 @@ from megatron_ext.adapter.checkpoints.model_difference import (
 )
 from megatron_ext.adapter.checkpoints.saved import Incomplete, SavedTraining, read
 from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.base.words import counted
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.model_memory import default_bucket
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
-from megatron_ext.words import counted
 
 RANK_OF_STAGE = "pipeline_rank_of_stage"  # in a checkpoint's metadata, unless it is Megatron's own
 DIVIDED = "pipeline_vocabulary_is_divided"

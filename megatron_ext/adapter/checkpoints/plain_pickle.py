@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import torch
 
-from megatron_ext.words import bytes_text
+from megatron_ext.base.words import bytes_text
 
 # To read one pickle; beyond, nothing is said of the checkpoint. The index of a trillion parameters
 # on thousands of ranks has some hundred MiB.

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.adapter.checkpoints.plain_pickle import read_pickle, read_saved
-from megatron_ext.text_file import LARGEST_JSON, parse_json, read_text_file
-from megatron_ext.words import bytes_text
+from megatron_ext.base.text_file import LARGEST_JSON, parse_json, read_text_file
+from megatron_ext.base.words import bytes_text
 
 _CONFIG, _INDEX, _COMMON = "metadata.json", ".metadata", "common.pt"
 _COMMON_KEY = "common_state"

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.base.logger import logger
 from megatron_ext.config import PipelineConfig
-from megatron_ext.logger import logger
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
 

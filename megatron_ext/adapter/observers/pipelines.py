@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from megatron_ext.observe.slow_ranks import PipelineTimes
 from megatron_ext.runtime.world import store_of_all
-from megatron_ext.viz.slow_ranks import PipelineTimes
 
 _PREFIX = "megatron_ext/pipelines"
 

@@ -18,7 +18,7 @@ from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.programs import gather
 from megatron_ext.adapter.splitting import Split
 from megatron_ext.adapter.transformer_engine.captured import captured_parameters, captures
-from megatron_ext.logger import logger
+from megatron_ext.base.logger import logger
 from megatron_ext.runtime.weight_gradients import queue
 
 

@@ -24,14 +24,14 @@ from megatron_ext.adapter.training_globals import (
     line_interval,
     log_interval,
 )
+from megatron_ext.base.logger import logger
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.logger import logger
+from megatron_ext.observe.metrics import Departure, RankSums, metrics_of
+from megatron_ext.observe.slow_ranks import PipelineTimes, SlowRanks
 from megatron_ext.runtime.measure.exchange import AsyncAllGather
 from megatron_ext.runtime.measure.step_sums import StepSums
 from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.viz.metrics import Departure, RankSums, metrics_of
-from megatron_ext.viz.slow_ranks import PipelineTimes, SlowRanks
 
 WARM_UP = 1  # steps that are not measured: kernels load, caches fill
 

@@ -25,6 +25,7 @@ from megatron_ext.adapter.observers.writers import log_step
 from megatron_ext.adapter.programs import BatchShape, Programs
 from megatron_ext.adapter.training_globals import checkpoint_folder
 from megatron_ext.adapter.transformer_engine.captured import captures
+from megatron_ext.base.logger import logger
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import COSTS_FILE, PROFILE, PipelineConfig
 from megatron_ext.cost_model.execution import Precision
@@ -46,7 +47,7 @@ from megatron_ext.cost_model.measured.timed_operations import (
 )
 from megatron_ext.cost_model.measured_costs import Machine, RankFigures, measured_costs
 from megatron_ext.cost_model.operations.operation import Group
-from megatron_ext.logger import logger
+from megatron_ext.observe.program_summary import summary_of_change
 from megatron_ext.runtime.held_bytes import Allocated, HeldBytes, SavedTensors
 from megatron_ext.runtime.measure.measured_steps import MeasuredSteps
 from megatron_ext.runtime.measure.operation_time import (
@@ -64,7 +65,6 @@ from megatron_ext.runtime.world import gather_from_all, told_by_rank_0
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.problem import VocabularyParallel
-from megatron_ext.viz.program_summary import summary_of_change
 
 # Seconds of collectives on this machine by their bytes, by the ranks that take part.
 _Collectives = Mapping[Group, Mapping[float, float]]

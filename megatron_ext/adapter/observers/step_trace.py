@@ -16,18 +16,18 @@ import torch.distributed as dist
 from megatron_ext.adapter.observers.observer import ObservedStep, StepObserver, StocksStep
 from megatron_ext.adapter.observers.writers import log_step
 from megatron_ext.adapter.training_globals import current_iteration, log_interval
+from megatron_ext.base.logger import logger
 from megatron_ext.compile.program.simulate import simulate_steps
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import TRACED_OF_RUN
-from megatron_ext.logger import logger
+from megatron_ext.observe.trace import LARGEST_WRITTEN, NAME, TracedStep, TraceFile, traced_steps
+from megatron_ext.observe.trace_report import trace_report
+from megatron_ext.observe.trace_text import summary
 from megatron_ext.observe.what_if import weight_shares
 from megatron_ext.runtime.held_bytes import reserved_beyond_allocated
 from megatron_ext.runtime.measure.clocks import clock_offsets
 from megatron_ext.runtime.recording import Recording, clock_of
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
-from megatron_ext.viz.trace import LARGEST_WRITTEN, NAME, TracedStep, TraceFile, traced_steps
-from megatron_ext.viz.trace_report import trace_report
-from megatron_ext.viz.trace_text import summary
 
 _Recorded = tuple[list[Event], list[GradientReduction]]
 _OfRank = tuple[list[_Recorded], float | None]  # its steps, and `reserved_beyond_allocated`

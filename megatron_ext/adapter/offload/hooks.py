@@ -14,9 +14,9 @@ from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.step_hooks import StepHooks
 from megatron_ext.adapter.step.training_hooks import TrainingHooks
+from megatron_ext.base.logger import logger
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
-from megatron_ext.logger import logger
 from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Owner

@@ -13,7 +13,7 @@ from megatron.core.utils import get_attr_wrapped_model, log_single_rank
 
 from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.adapter.step.call import Call
-from megatron_ext.logger import logger
+from megatron_ext.base.logger import logger
 
 _WORD = "return_schedule_plan"
 

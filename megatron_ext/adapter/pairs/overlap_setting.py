@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megatron_ext.base.words import argument_flag
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.schedule.problem import ScheduleOptions
-from megatron_ext.words import argument_flag
 
 SETTING = "overlap_moe_expert_parallel_comm"
 FLAG = "--overlap-moe-expert-parallel-comm"

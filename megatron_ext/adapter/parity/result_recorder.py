@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from megatron_ext.adapter.parity.digest import bits_of, digest
 from megatron_ext.adapter.parity.named_tensors import NamedTensor, NamedTensors
+from megatron_ext.base.secrets import without_secrets
 from megatron_ext.recordings.piece import Piece
 from megatron_ext.recordings.writing import RankWriter
-from megatron_ext.secrets import without_secrets
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -24,7 +24,7 @@ from megatron.core.utils import log_single_rank
 from megatron_ext.adapter.post_validation.optimizer import SpeculativeOptimizer
 from megatron_ext.adapter.post_validation.revertible_lr_step import RevertibleLrStep
 from megatron_ext.adapter.training_globals import current_iteration
-from megatron_ext.logger import logger
+from megatron_ext.base.logger import logger
 from megatron_ext.runtime.post_validation.arming import History
 from megatron_ext.runtime.post_validation.messages import ValidationMessages
 from megatron_ext.runtime.post_validation.partial_state import PartialState

@@ -25,11 +25,12 @@ from megatron_ext.adapter.race.turn import Turn
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.training_globals import checkpoint_folder, training_global
+from megatron_ext.base.logger import logger
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
-from megatron_ext.logger import logger
+from megatron_ext.observe.prediction import Comparison
 from megatron_ext.race import race_texts
 from megatron_ext.race.contestants import RaceThen
 from megatron_ext.race.eligibility import check_microbatch_order
@@ -45,7 +46,6 @@ from megatron_ext.race.race_record import (
 from megatron_ext.race.rounds import ROUNDS, TIMED, WARM_UP, Race
 from megatron_ext.runtime.host.host_memory import HostMemory
 from megatron_ext.runtime.world import gather_from_all, told_by_rank_0
-from megatron_ext.viz.prediction import Comparison
 
 FIRST = 2  # iterations before the race: caches fill, kernels load
 

@@ -19,10 +19,10 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.base.secrets import without_secrets
+from megatron_ext.base.words import argument_flag
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.runtime.store.agreement import Fact
-from megatron_ext.secrets import without_secrets
-from megatron_ext.words import argument_flag
 
 _LONGEST = 120  # characters of a value that are shown
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

@@ -17,11 +17,11 @@ from megatron.core.process_groups_config import (
 
 from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.step.model_stage import StepCall
+from megatron_ext.base.words import counted
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import P2P
-from megatron_ext.words import counted
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.nn.modules import module as module_hooks
 
-from megatron_ext.logger import logger
+from megatron_ext.base.logger import logger
+from megatron_ext.base.words import counted
 from megatron_ext.runtime.parameter_hooks import has_callers_hooks
-from megatron_ext.words import counted
 
 
 @dataclass(frozen=True)

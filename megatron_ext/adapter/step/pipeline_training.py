@@ -30,10 +30,11 @@ from megatron_ext.adapter.step.passes import run_passes
 from megatron_ext.adapter.step.training_hooks import TrainingHooks
 from megatron_ext.adapter.tied import refuse_different_copies
 from megatron_ext.adapter.training_globals import current_iteration, restarts_in_process
+from megatron_ext.base.logger import logger
 from megatron_ext.compile.output_layer import output_layer_waits
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
-from megatron_ext.logger import logger
+from megatron_ext.observe.program_summary import summarize
 from megatron_ext.runtime.host.host_memory import ShortOfHostMemory
 from megatron_ext.runtime.interruption import heard_if_it_fails, listen, stop_listening
 from megatron_ext.runtime.messages.connecting import connecting
@@ -42,7 +43,6 @@ from megatron_ext.runtime.rank_identity import first_identity, rank_identity
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.schedule.costs_text import format_costs
-from megatron_ext.viz.program_summary import summarize
 
 
 class PipelineTraining:

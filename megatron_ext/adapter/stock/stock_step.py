@@ -30,9 +30,9 @@ from megatron_ext.adapter.stock.predicted_parts import model_parts_of
 from megatron_ext.adapter.stock.stock_order import family_of, why_unseen
 from megatron_ext.adapter.stock.stock_passes import StockPasses, watching
 from megatron_ext.adapter.training_globals import current_iteration
+from megatron_ext.base.logger import logger
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
-from megatron_ext.logger import logger
 from megatron_ext.observe.fitted_parts import ModelParts
 from megatron_ext.runtime.device_progress import DeviceProgress
 from megatron_ext.runtime.rank_identity import rank_identity

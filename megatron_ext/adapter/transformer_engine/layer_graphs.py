@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.adapter.transformer_engine.capture_order import capture_order, check_capture
+from megatron_ext.base.words import counted
 from megatron_ext.runtime.weight_gradients import Lent, is_owned
 from megatron_ext.schedule.action import Action
-from megatron_ext.words import counted
 
 
 class LayerGraphs:

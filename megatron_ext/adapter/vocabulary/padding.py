@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from megatron_ext.adapter.vocabulary.vocabulary_rows import check_divisible
-from megatron_ext.logger import logger
+from megatron_ext.base.logger import logger
 
 
 def pad_vocabulary(args: Any) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
+from megatron_ext.base.words import counted
 from megatron_ext.schedule.action import Action, Kind, Slice, token_share
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Source
@@ -13,7 +14,6 @@ from megatron_ext.schedule.limit import MemoryLimit, fits
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Offload, Problem, Recompute
 from megatron_ext.schedule.schedule import Schedule, is_compute
-from megatron_ext.words import counted
 
 Amount = Callable[[Held, int], float]  # (kind of memory, stage) -> amount
 

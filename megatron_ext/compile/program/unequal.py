@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.base.progress import task
 from megatron_ext.compile.program.rank_times import RankTimes
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.progress import task
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.action_arrays import IS_PASS, KINDS, Floats
 from megatron_ext.schedule.dealing import MicrobatchOrder, arranged

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from megatron_ext.base.words import counted
 from megatron_ext.compile.program.graph import (
     Device,
     Graph,
@@ -40,7 +41,6 @@ from megatron_ext.schedule.kinds import (
 from megatron_ext.schedule.limit import MemoryLimit, fits
 from megatron_ext.schedule.problem import P2P, Problem, ScheduleOptions
 from megatron_ext.schedule.schedule import Schedule, is_compute
-from megatron_ext.words import counted
 
 _SEAL = object()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.base.words import shown
 from megatron_ext.cost_model.measured.layer_costs import (
     FIGURES,
     LayerCosts,
@@ -24,7 +25,6 @@ from megatron_ext.cost_model.rates import Rates
 from megatron_ext.schedule.costs import TowerCosts
 from megatron_ext.schedule.costs_text import MOST, read_costs_file, rounded
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.words import shown
 
 _LAYERS, _LINKS, _RESERVED, _MACHINE = "layers", "links", "reserved", "machine"
 _WITHIN, _BETWEEN, _OF_NODE = "within a node", "between nodes", "ranks of a node"

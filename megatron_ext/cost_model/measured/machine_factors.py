@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ext.words import shown
+from megatron_ext.base.words import shown
 
 FORMAT = 2
 

@@ -9,6 +9,7 @@ from math import inf
 
 import numpy as np
 
+from megatron_ext.base.progress import Task
 from megatron_ext.compile.auto_spec import SEARCHES
 from megatron_ext.compile.registry import choose, entry_of
 from megatron_ext.planner.candidate import VocabMethod, tied_for_best
@@ -24,7 +25,6 @@ from megatron_ext.planner.layouts.recompute import LayerRecompute
 from megatron_ext.planner.layouts.stage_figures import Figure, StageFigures, busy
 from megatron_ext.planner.layouts.work import LONG_STEP, STEADY, Evaluated, Work, evaluate
 from megatron_ext.planner.limits import least_step
-from megatron_ext.progress import Task
 from megatron_ext.schedule.placement import Placement, is_line_or_v
 
 _PLACEMENTS = 3  # whose layouts are made better: those where a step takes least before

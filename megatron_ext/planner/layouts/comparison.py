@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
+from megatron_ext.base.progress import task
 from megatron_ext.compile.registry import with_option
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.candidates import Candidates, LayoutRule, Permits, leanest_of
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.planner.planning_time import LAYOUTS, until_end
-from megatron_ext.progress import task
 
 _MOST_CHUNKS = 8
 _LOOPS = 3  # numbers of chunks that are tried with ours: the fastest for stock's schedule

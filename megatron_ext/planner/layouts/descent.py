@@ -10,6 +10,7 @@ from itertools import combinations
 
 import numpy as np
 
+from megatron_ext.base.progress import Task
 from megatron_ext.compile.output_layer import with_input_gradient
 from megatron_ext.compile.pairs import with_pairs
 from megatron_ext.compile.registry import ResolvedSpec, entry_of
@@ -18,7 +19,6 @@ from megatron_ext.planner.layouts.minimax import is_layout, least_seconds, moves
 from megatron_ext.planner.layouts.order import PERIODS_IN_PAIRS, Order
 from megatron_ext.planner.layouts.stage_figures import Counts, StageFigures, busy
 from megatron_ext.planner.limits import limit_left
-from megatron_ext.progress import Task
 from megatron_ext.schedule.action_arrays import Floats
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem

@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_ext.base.words import argument_flag
 from megatron_ext.cost_model.activations import held_of_stage
 from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.stage_seconds import seconds_of_layers
-from megatron_ext.words import argument_flag
 
 FULL, SELECTIVE = "full", "selective"
 _MODULES = (

@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from itertools import product
 from math import inf
 
+from megatron_ext.base.progress import Task, remark, task
 from megatron_ext.compile.auto_spec import SEARCHES
 from megatron_ext.compile.registry import choose
 from megatron_ext.planner.candidate import VocabMethod
@@ -33,7 +34,6 @@ from megatron_ext.planner.sizes.estimated_order import Estimated, Estimator, amo
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
 from megatron_ext.planner.verdict import is_stock
-from megatron_ext.progress import Task, remark, task
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.schedule.slices import LONG_ENOUGH, Lengths, Slices
 

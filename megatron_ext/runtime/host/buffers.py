@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_ext.logger import logger
+from megatron_ext.base.logger import logger
+from megatron_ext.base.words import bytes_text
 from megatron_ext.runtime.host.copies import HostCopies, Transfer
 from megatron_ext.runtime.host.host_memory import available_bytes, short_of_memory
 from megatron_ext.runtime.host.pages import whole_pages
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.words import bytes_text
 
 BufferKey = tuple[int, Held]  # a stage, and a kind of its memory
 

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_ext.base.words import bytes_text
 from megatron_ext.runtime.host.pages import whole_pages
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.kinds import RULES, Lane
-from megatron_ext.words import bytes_text
 
 CopiedBytes = tuple[Tensor, Tensor]  # destination and source: bytes, of equal length
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_ext.base.words import bytes_text
 from megatron_ext.compile.program.memory import in_bytes, most_on_host
 from megatron_ext.runtime.store.lost_store import losing_the_store
 from megatron_ext.runtime.world import gather_from_all, store_of_all
 from megatron_ext.schedule.action import Action, token_share
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.words import bytes_text
 
 # Estimates ignore small tensors, such as indices and statistics of norms. A buffer that is a
 # little too small would have the whole first step copy to plain pages.

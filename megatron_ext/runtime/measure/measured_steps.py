@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
+from megatron_ext.observe.prediction import Comparison, RankStep, compare_prediction
 from megatron_ext.runtime.measure.clocks import clock_offsets
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Recording, clock_of
-from megatron_ext.viz.prediction import Comparison, RankStep, compare_prediction
 
 KEPT = 5
 

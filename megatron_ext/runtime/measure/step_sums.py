@@ -7,10 +7,10 @@ from collections import deque
 import torch
 
 from megatron_ext.compile.program.verify import Program
+from megatron_ext.observe.metrics import RankSums, telling_passes
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Recording, clock_of
 from megatron_ext.schedule.action import Action
-from megatron_ext.viz.metrics import RankSums, telling_passes
 
 
 class StepSums:

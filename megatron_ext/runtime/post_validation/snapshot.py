@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.base.words import bytes_text
 from megatron_ext.runtime.host.copies import copies_on
 from megatron_ext.runtime.host.host_memory import available_bytes
-from megatron_ext.words import bytes_text
 
 _ALIGNMENT = 512  # bytes, as torch's own allocator aligns tensors
 _MARGIN = 0.05  # share of a device's memory: for fragmentation, and for later growth

@@ -20,7 +20,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from megatron_ext.logger import logger
+from megatron_ext.base.logger import logger
 from megatron_ext.runtime.store.lost_store import losing_the_store
 
 NOTICE = timedelta(seconds=30)  # after which a wait is logged

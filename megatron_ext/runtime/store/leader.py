@@ -22,8 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_ext.logger import logger
-from megatron_ext.progress import reporting
+from megatron_ext.base.logger import logger
+from megatron_ext.base.progress import reporting
 from megatron_ext.runtime.store.lost_store import losing_the_store
 
 LOOK_SECONDS = 0.5  # between two polls of the store, at most

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_ext.compile.program.graph import Graph
+from megatron_ext.observe.replay import Replay
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.timeline import Event, Timeline
-from megatron_ext.viz.replay import Replay
 
 Nodes = tuple[int, ...]  # of a step's events, by their numbers
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from megatron_ext.base.words import counted
 from megatron_ext.compile.program.graph import Graph
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, memory_curve, peaks
 from megatron_ext.compile.program.simulate import simulate_steps
 from megatron_ext.compile.program.verify import Program
+from megatron_ext.observe.trace import TracedStep, track_of
 from megatron_ext.schedule.action import Action, Kind, OverlappedPasses, Slice, whole_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
@@ -21,8 +23,6 @@ from megatron_ext.schedule.timeline import Event, Timeline
 from megatron_ext.viz.page.box_waits import Nodes, waits_of_passes, waits_of_program
 from megatron_ext.viz.page.boxes import Box, Track, TrackGroup, critical_path
 from megatron_ext.viz.page.cut import cut_to_microbatches, kept_microbatches, shares
-from megatron_ext.viz.trace import TracedStep, track_of
-from megatron_ext.words import counted
 
 MOST_PASSES = 20_000  # of a page that stays small and quick
 REDUCTION = "reduction"

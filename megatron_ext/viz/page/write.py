@@ -14,9 +14,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.base.text_file import write_text_file
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES
-from megatron_ext.text_file import write_text_file
 from megatron_ext.viz.draw import COLOURS
 from megatron_ext.viz.page.boxes import OMITTED
 from megatron_ext.viz.page.run import MOST_PASSES, REDUCTION, Run, cut_to_fit

@@ -20,11 +20,11 @@ from megatron_ext.adapter.arguments import (
 from megatron_ext.adapter.batches.sample_weights import weights_in
 from megatron_ext.adapter.launch_checks import check_batches, check_schedule, validated
 from megatron_ext.adapter.post_validation.commit_points import why_no_steps_overlap
+from megatron_ext.base.errors import exit_for
+from megatron_ext.base.logger import logger
+from megatron_ext.base.words import meant_by
 from megatron_ext.config import PipelineConfig
-from megatron_ext.errors import exit_for
-from megatron_ext.logger import logger
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.words import meant_by
 from megatron_ext.written_settings import add_flags
 
 

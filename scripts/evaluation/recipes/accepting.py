@@ -30,7 +30,7 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec, choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_command.importing import quickly, silently
+from megatron_ext.launch.command.importing import quickly, silently
 from megatron_ext.patches import engine
 from megatron_ext.schedule.problem import Problem
 from scripts.evaluation.recipes.public_form import Value
@@ -48,7 +48,7 @@ with quickly():
     from megatron_ext.adapter.dimensions import equal_costs
     from megatron_ext.adapter.layers import layout_of
     from megatron_ext.adapter.step_sizes import count_microbatches
-    from megatron_ext.launch_command import megatron_arguments
+    from megatron_ext.launch.command import megatron_arguments
 
 # Flags of a launch that no recipe gives.
 _FLAGS = (

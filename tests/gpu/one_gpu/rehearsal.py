@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_ext.adapter.transformer_engine.installed import can_split
-from megatron_ext.launch_command.launch_words import read_launch
+from megatron_ext.launch.command.launch_words import read_launch
 from megatron_ext.rehearsal.prepare import schedules_of
 from megatron_ext.rehearsal.processes import rank_processes
 from megatron_ext.rehearsal.rehearsal_report import RankResult, RehearsalReport

@@ -349,7 +349,7 @@ def test_doctor_knows_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_says_what_is_missing_without_our_extras(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_ext.doctor import doctor
+    from megatron_ext.launch.doctor import doctor
 
     assert "numba" not in json.loads(run("doctor", "--json"))["environment"]
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)

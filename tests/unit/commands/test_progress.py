@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megatron_ext import progress
+from megatron_ext.base import progress
+from megatron_ext.base.progress import EVERY, FIRST, Task, reporting, task
 from megatron_ext.cli import app
 from megatron_ext.commands import progress_line as shown
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.registry import choose
-from megatron_ext.progress import EVERY, FIRST, Task, reporting, task
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Problem

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import megatron_ext
 from megatron_ext.__main__ import main
+from megatron_ext.base.text_file import parse_json, read_text_file, whole_file, write_text_file
 from megatron_ext.cli import app
-from megatron_ext.text_file import parse_json, read_text_file, whole_file, write_text_file
 from tests.helpers.forked import run_forked
 from tests.helpers.full_disk import full_disk
 

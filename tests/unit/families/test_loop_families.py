@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_ext.base.progress import reporting
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.memory import in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
-from megatron_ext.progress import reporting
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.limit import MemoryLimit

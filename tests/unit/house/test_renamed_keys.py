@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.base.text_file import RENAMED_KEYS
 from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.observe.trace import TraceFile, read_trace, traced_step
 from megatron_ext.race.race_record import RaceRecord, load_race_record, save_race_record
 from megatron_ext.schedule.costs_text import load_costs, parse_costs, save_costs
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Problem, ScheduleOptions
 from megatron_ext.schedule.schedule import is_compute
-from megatron_ext.text_file import RENAMED_KEYS
-from megatron_ext.viz.trace import TraceFile, read_trace, traced_step
 from tests.helpers.schedules import program
 
 ROOT = Path(__file__).resolve().parents[3]

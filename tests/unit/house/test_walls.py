@@ -1,6 +1,6 @@
 """The walls of the architecture, held on the syntax trees, so that no import runs the wrong way.
 
-    commands, doctor -> launch_planner -> launch_command -> launch -> patches -> adapter -> runtime
+    commands -> launch (doctor -> planner -> command -> script) -> patches -> adapter -> runtime
       -> viz -> planner -> observe, race, cost_model -> schedule_families -> search -> compile
       -> schedule
 
@@ -112,9 +112,7 @@ COMPILED = "megatron_ext.search.compiled"
 PURE = (
     *("megatron_ext.viz", "megatron_ext.planner", "megatron_ext.observe", "megatron_ext.race"),
     *("megatron_ext.cost_model", "megatron_ext.schedule_families", "megatron_ext.search"),
-    *("megatron_ext.compile", "megatron_ext.schedule"),
-    *("megatron_ext.garbage", "megatron_ext.progress"),
-    *("megatron_ext.secrets", "megatron_ext.text_file", "megatron_ext.words"),
+    *("megatron_ext.compile", "megatron_ext.schedule", "megatron_ext.base"),
 )
 
 
@@ -151,18 +149,18 @@ ROOMS = (
     ("megatron_ext.cli",),
     ("megatron_ext.commands",),
     ("megatron_ext.parity", "megatron_ext.rehearsal"),
-    ("megatron_ext.doctor",),
-    ("megatron_ext.launch_planner",),
-    ("megatron_ext.launch_command",),
-    ("megatron_ext.launch", "megatron_ext.auto", "megatron_ext.bridge"),
+    ("megatron_ext.launch.doctor",),
+    ("megatron_ext.launch.planner",),
+    ("megatron_ext.launch.command",),
+    ("megatron_ext.launch.script", "megatron_ext.auto", "megatron_ext.bridge"),
     ("megatron_ext",),  # `install`
-    ("megatron_ext.installation",),
+    ("megatron_ext.launch.installation",),
     ("megatron_ext.patches",),
     ("megatron_ext.adapter",),
     ("megatron_ext.runtime",),
     ("megatron_ext.recordings", "megatron_ext.rehearsal.request", "megatron_ext.rehearsal.record"),
     ("megatron_ext.written_settings",),
-    ("megatron_ext.config", "megatron_ext.errors", "megatron_ext.families", "megatron_ext.logger"),
+    ("megatron_ext.config", "megatron_ext.families"),
     ("megatron_ext.viz",),
     ("megatron_ext.planner",),
     ("megatron_ext.observe",),
@@ -175,10 +173,7 @@ ROOMS = (
     ("megatron_ext.compile.transforms",),
     ("megatron_ext.compile.program",),
     ("megatron_ext.schedule",),
-    (
-        *("megatron_ext.garbage", "megatron_ext.progress"),
-        *("megatron_ext.secrets", "megatron_ext.text_file", "megatron_ext.words"),
-    ),
+    ("megatron_ext.base",),
 )
 # By name, at run time, which is how a family is found and a command line asks for a plan.
 LAZY = {("megatron_ext.compile.registry", "megatron_ext.schedule_families")}
@@ -203,7 +198,7 @@ def runs_one_way(module: str, use: Use) -> bool:
 
 def in_base(module: str) -> bool:
     inner = (
-        *("runtime", "patches", "adapter", "doctor", "launch_planner", "launch_command"),
+        *("runtime", "patches", "adapter", "launch.doctor", "launch.planner", "launch.command"),
         "rehearsal",
     )
     names = (*PURE, *(f"megatron_ext.{name}" for name in inner))
@@ -234,7 +229,7 @@ def no_sibling(module: str, use: Use) -> bool:
 STRINGS = (
     "megatron_ext.patches.features",
     "megatron_ext.patches.engine",
-    "megatron_ext.installation",
+    "megatron_ext.launch.installation",
 )
 
 WALLS = {
@@ -258,7 +253,7 @@ WALLS = {
         imports_only(
             "torch",
             "numpy",
-            "megatron_ext.logger",
+            "megatron_ext.base.logger",
             "megatron_ext.runtime",
             *PURE,
         ),
@@ -277,16 +272,16 @@ WALLS = {
         no_sibling,
     ),
     "megatron": Wall(
-        "only adapter/, patches/, doctor/ and launch_*/ name Megatron's modules, and scripts/ "
+        "only adapter/, patches/ and launch/ name Megatron's modules, and scripts/ "
         "and examples/; features.py, engine.py and installation.py in strings only",
         in_package,
         only_in(
             "megatron_ext.adapter",
             "megatron_ext.patches.megatron",
             "megatron_ext.patches.cpu",
-            "megatron_ext.doctor",
-            "megatron_ext.launch_command",
-            "megatron_ext.launch_planner",
+            "megatron_ext.launch.doctor",
+            "megatron_ext.launch.command",
+            "megatron_ext.launch.planner",
             names="megatron",
             strings_in=STRINGS,
         ),
@@ -300,7 +295,7 @@ WALLS = {
             "megatron_ext.patches.transformer_engine",
             "megatron_ext.adapter.transformer_engine",
             names="transformer_engine",
-            strings_in=(*STRINGS, "megatron_ext.doctor", "megatron_ext.launch_command"),
+            strings_in=(*STRINGS, "megatron_ext.launch.doctor", "megatron_ext.launch.command"),
         ),
     ),
     "targets": Wall(
@@ -459,15 +454,15 @@ def test_no_room_is_crowded() -> None:
         ("one way", "megatron_ext.schedule.action", "from ..compile.program import graph"),
         ("one way", f"{PROGRAM}.verify", "def f():\n    from ..registry import head"),
         ("one way", "megatron_ext.config", "from megatron_ext.patches.engine import Patch"),
-        ("one way", "megatron_ext.launch", "import megatron_ext.doctor.check"),
-        ("one way", "megatron_ext.launch_planner.x", "def f():\n    import megatron_ext.doctor"),
+        ("one way", "megatron_ext.launch.script", "import megatron_ext.launch.doctor.check"),
+        ("one way", "megatron_ext.launch.planner.x", "import megatron_ext.launch.doctor.x"),
         ("targets", "megatron_ext.adapter.step", "from megatron_ext.patches.engine import wrap"),
         ("targets", "megatron_ext.adapter.step", "X = 'megatron_ext.patches.megatron.core'"),
         ("cpu", "megatron_ext.patches.features", "from megatron_ext.patches import cpu"),
         ("cpu", "megatron_ext.patches.features", "def f():\n    from . import cpu"),
         ("cpu", "scripts.quickstart", "import megatron_ext.patches.cpu"),
         ("examples", "examples.plain_loop", "import megatron.training"),
-        ("examples", "examples.plain_loop", "from megatron_ext.launch import launch"),
+        ("examples", "examples.plain_loop", "from megatron_ext.launch.script import launch"),
         ("one name", "tests.unit.test_x", "from patches.engine import apply"),
     ],
 )  # fmt: skip
@@ -488,7 +483,7 @@ def test_breach_is_seen(name: str, module: str, source: str) -> None:
         (f"{FAMILIES}.v_auto", "from megatron_ext.compile.program.simulate import simulate"),
         ("megatron_ext.runtime.executor", "import torch\nfrom ..schedule import verify"),
         ("megatron_ext.cli", "import typer\ndef bench():\n    from .runtime import bench"),
-        ("megatron_ext.doctor.doctor", "NAMES = ('megatron.training', 'torch.nn')"),
+        ("megatron_ext.launch.doctor.doctor", "NAMES = ('megatron.training', 'torch.nn')"),
         ("megatron_ext.compile.registry", "def f():\n    from ..schedule_families import line"),
         ("megatron_ext.adapter.step", "from megatron.core import parallel_state"),
         ("megatron_ext.config", "IMPLEMENTATION = 'transformer_engine'"),

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-import megatron_ext.launch
-from megatron_ext import errors
+import megatron_ext.launch.script
 from megatron_ext.__main__ import main
+from megatron_ext.base import errors
+from megatron_ext.base.errors import exit_for
 from megatron_ext.config import PipelineConfig, flag
-from megatron_ext.errors import exit_for
-from megatron_ext.launch import first_host, is_launch, slurm_ranks
-from megatron_ext.launch_command.importing import quickly
+from megatron_ext.launch.command.importing import quickly
+from megatron_ext.launch.script import first_host, is_launch, slurm_ranks
 from megatron_ext.written_settings import add_flags
 from tests.helpers.forked import run_forked
 
@@ -176,8 +176,9 @@ def test_patches_come_before_the_script_and_only_with_a_flag_of_ours(
     """In this process, and Megatron need not be imported for it."""
     script = tmp_path / "train.py"
     script.write_text("print('script')")
-    monkeypatch.setattr("megatron_ext.launch.install", lambda config: print("patches"))
-    monkeypatch.setattr("megatron_ext.launch._has_gpu", lambda: True)  # no platform to patch in
+    monkeypatch.setattr("megatron_ext.launch.script.install", lambda config: print("patches"))
+    # On a GPU there is no platform to patch in.
+    monkeypatch.setattr("megatron_ext.launch.script._has_gpu", lambda: True)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("RANK", "0")  # so that nothing is taken from a srun around the tests
@@ -225,9 +226,11 @@ def test_variables_stand_for_flags_and_a_flag_counts(
     script = tmp_path / "train.py"
     script.write_text("import sys; print(sys.argv[1:])")
     parsed: list[str] = []
-    monkeypatch.setattr("megatron_ext.launch._have_parsed", lambda words, _: parsed.extend(words))
-    monkeypatch.setattr("megatron_ext.launch.install", lambda config: print("patches"))
-    monkeypatch.setattr("megatron_ext.launch._has_gpu", lambda: True)
+    monkeypatch.setattr(
+        "megatron_ext.launch.script._have_parsed", lambda words, _: parsed.extend(words)
+    )
+    monkeypatch.setattr("megatron_ext.launch.script.install", lambda config: print("patches"))
+    monkeypatch.setattr("megatron_ext.launch.script._has_gpu", lambda: True)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("RANK", "0")
@@ -311,7 +314,7 @@ def test_a_search_that_finds_nothing_ends_the_training_in_one_line(
     (script := tmp_path / "x.py").write_text(
         "from megatron_ext.compile.program.verify import OverLimit\nraise OverLimit('too low')"
     )
-    monkeypatch.setattr(megatron_ext.launch, "_has_gpu", lambda: True)
+    monkeypatch.setattr(megatron_ext.launch.script, "_has_gpu", lambda: True)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.delenv("RANK", raising=False)
@@ -337,7 +340,7 @@ def test_a_flag_of_the_scripts_own(
     add = "parser = add_flags(argparse.ArgumentParser())"
     imports = "import argparse\nfrom megatron_ext.written_settings import add_flags\n"
     (script := tmp_path / "x.py").write_text(imports + lines.format(add=add))
-    monkeypatch.setattr(megatron_ext.launch, "_has_gpu", lambda: True)
+    monkeypatch.setattr(megatron_ext.launch.script, "_has_gpu", lambda: True)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.delenv("RANK", raising=False)

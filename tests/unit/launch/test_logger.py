@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_ext.logger import logger
+from megatron_ext.base.logger import logger
 
 LINE = "megatron_ext: the line\n"
 

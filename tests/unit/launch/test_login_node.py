@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.commands.doctor import _print_summary
 from megatron_ext.config import PipelineConfig
-from megatron_ext.doctor.doctor import Diagnosis, PatchState, State
+from megatron_ext.launch.doctor.doctor import Diagnosis, PatchState, State
 
 ROOT = Path(__file__).parents[3]
 TRAINING = "scripts/pretrain_gpt.py --num-layers 2 --pipeline-schedule"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.base.secrets import masked, without_secrets
 from megatron_ext.commands import output
-from megatron_ext.launch_command.launch_words import read_launch
-from megatron_ext.launch_planner.command_line import command_with
+from megatron_ext.launch.command.launch_words import read_launch
+from megatron_ext.launch.planner.command_line import command_with
 from megatron_ext.planner.verdict import Written
-from megatron_ext.secrets import masked, without_secrets
 
 COMMANDS = {
     "WANDB_API_KEY=hidden torchrun x.py": "WANDB_API_KEY=$WANDB_API_KEY torchrun x.py",

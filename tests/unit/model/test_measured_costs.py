@@ -25,6 +25,8 @@ from megatron_ext.cost_model.measured_costs import RankFigures, measured_costs, 
 from megatron_ext.cost_model.model import stages_of
 from megatron_ext.cost_model.rates import CPU
 from megatron_ext.cost_model.short_form import Described
+from megatron_ext.observe.prediction import RankStep, compare_prediction
+from megatron_ext.observe.program_summary import stock_1f1b, summary_of_change
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts
 from megatron_ext.schedule.costs_text import load_costs, save_costs
@@ -32,8 +34,6 @@ from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Problem, ScheduleOptions, VocabularyParallel
-from megatron_ext.viz.prediction import RankStep, compare_prediction
-from megatron_ext.viz.program_summary import stock_1f1b, summary_of_change
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 NONE, ONE, TWO = VocabularyParallel

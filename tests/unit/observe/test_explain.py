@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
+from megatron_ext.observe.explain import TOP, Explanation, MakespanPart, explain
+from megatron_ext.observe.replay import Replay
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import VocabularyCosts, uniform
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Event, Timeline
-from megatron_ext.viz.explain import TOP, Explanation, MakespanPart, explain
-from megatron_ext.viz.replay import Replay
 from tests.helpers.random_schedules import PROPERTY, random_case
 from tests.helpers.schedules import drawn, line_problem, program, table
 

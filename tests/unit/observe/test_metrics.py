@@ -8,10 +8,7 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
-from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.viz.metrics import (
+from megatron_ext.observe.metrics import (
     PATIENCE,
     Departure,
     Metrics,
@@ -19,6 +16,9 @@ from megatron_ext.viz.metrics import (
     metrics_of,
     telling_passes,
 )
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.timeline import Timeline
 
 GIB = 2**30
 

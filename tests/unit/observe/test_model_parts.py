@@ -20,14 +20,14 @@ from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.measured.scale import DEPTH
 from megatron_ext.observe.fitted_parts import ModelParts
+from megatron_ext.observe.trace import TracedStep, TraceFile, read_trace, traced_step
+from megatron_ext.observe.trace_text import remarks
+from megatron_ext.observe.traced_costs import traced_costs
 from megatron_ext.observe.what_if import TracedCosts, WhatIf, weight_shares, what_if
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, PassCosts
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
-from megatron_ext.viz.trace import TracedStep, TraceFile, read_trace, traced_step
-from megatron_ext.viz.trace_text import remarks
-from megatron_ext.viz.traced_costs import traced_costs
 
 LAYERS, MICROBATCHES = 8, 8
 LAYER, OUTPUT, EMBEDDING = (1.0, 1.2, 0.8), (4.0, 4.5, 3.5), (0.1, 0.0, 0.1)

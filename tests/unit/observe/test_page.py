@@ -19,6 +19,7 @@ from megatron_ext.compile.program.memory import in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
+from megatron_ext.observe.trace import traced_step
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import Held
@@ -37,7 +38,6 @@ from megatron_ext.viz.page.write import (
     text_of,
     write_page,
 )
-from megatron_ext.viz.trace import traced_step
 from tests.helpers.combinations import at_night
 from tests.helpers.pages import data_in
 from tests.helpers.schedules import line_problem, program

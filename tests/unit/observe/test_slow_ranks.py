@@ -9,11 +9,7 @@ import pytest
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
-from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.rank_speeds import RankSpeeds, at_speeds
-from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.viz.slow_ranks import (
+from megatron_ext.observe.slow_ranks import (
     PATIENCE,
     PipelineTimes,
     SlowRanks,
@@ -22,7 +18,11 @@ from megatron_ext.viz.slow_ranks import (
     speeds_in,
     speeds_of,
 )
-from megatron_ext.viz.trace import NAME, TraceFile, read_trace, traced_step
+from megatron_ext.observe.trace import NAME, TraceFile, read_trace, traced_step
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.rank_speeds import RankSpeeds, at_speeds
+from megatron_ext.schedule.timeline import Timeline
 
 
 def step(speeds: tuple[float, ...] = ()) -> Timeline:

@@ -15,12 +15,7 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
-from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.schedule import is_compute
-from megatron_ext.schedule.timeline import GradientReduction, Timeline
-from megatron_ext.viz.trace import (
+from megatron_ext.observe.trace import (
     NAME,
     TracedStep,
     TraceFile,
@@ -30,6 +25,11 @@ from megatron_ext.viz.trace import (
     traced_step,
     write_trace,
 )
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import is_compute
+from megatron_ext.schedule.timeline import GradientReduction, Timeline
 from tests.helpers.full_disk import full_disk
 from tests.helpers.schedules import line_problem, program
 

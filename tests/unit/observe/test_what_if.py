@@ -13,14 +13,14 @@ from megatron_ext.cli import app
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
+from megatron_ext.observe.trace import TracedStep, TraceFile, read_trace, traced_step
+from megatron_ext.observe.traced_costs import traced_costs
 from megatron_ext.observe.what_if import TracedCosts, WhatIf, weight_shares, what_if
 from megatron_ext.planner.stock import run_by_stock
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR, StockExecutor
 from megatron_ext.search import best
-from megatron_ext.viz.trace import TracedStep, TraceFile, read_trace, traced_step
-from megatron_ext.viz.traced_costs import traced_costs
 
 
 def seen(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from megatron_ext import launch_command
 from megatron_ext.cli import app
+from megatron_ext.launch import command as launch_command
 from megatron_ext.parity import runs
 from megatron_ext.parity.run_command import RunCommand, read_run_command
 from tests.helpers.recordings import Course, write

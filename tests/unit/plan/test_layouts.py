@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_ext.base.progress import Task
 from megatron_ext.compile.output_layer import with_input_gradient
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.gpus import GPUS
@@ -36,7 +37,6 @@ from megatron_ext.planner.layouts.work import Work, evaluate
 from megatron_ext.planner.outside_passes import RankPasses, seconds_outside_passes
 from megatron_ext.planner.planning_time import PlanningEnd, planning, start_planning_time
 from megatron_ext.planner.training import TrainedModel, Training
-from megatron_ext.progress import Task
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement, line, loop
 from megatron_ext.schedule.problem import VocabularyParallel

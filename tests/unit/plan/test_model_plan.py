@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from megatron_ext.base.progress import reporting
 from megatron_ext.cli import app
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.long_step import simulate_step
@@ -31,7 +32,6 @@ from megatron_ext.planner.fitting import TooFull, caching_candidates, consider
 from megatron_ext.planner.planner import VariantOf, all_specs, make_plan
 from megatron_ext.planner.training import TrainedModel, Training
 from megatron_ext.planner.verdict import Alternative, Written, verdict_of
-from megatron_ext.progress import reporting
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit

@@ -12,6 +12,7 @@ import pytest
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate, step_seconds
 from megatron_ext.compile.registry import Maturity, choose
+from megatron_ext.observe.trace import write_trace
 from megatron_ext.planner.candidate import Plan, VocabMethod, stable_of
 from megatron_ext.planner.limits import least_time
 from megatron_ext.planner.planner import all_specs, make_plan
@@ -23,7 +24,6 @@ from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
-from megatron_ext.viz.trace import write_trace
 from tests.helpers.few_families import specs_with_few_chunks
 from tests.helpers.short_search import shorten_search
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from megatron_ext.base.words import bytes_text
 from megatron_ext.cli import app
 from megatron_ext.commands.plan_tables import print_refusals
 from megatron_ext.commands.verdict_text import verdict_lines
@@ -30,7 +31,6 @@ from megatron_ext.planner.verdict import (
 )
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Offload
-from megatron_ext.words import bytes_text
 from tests.helpers.few_families import only_families
 
 GIB = 2.0**30

@@ -17,13 +17,13 @@ from megatron_ext.compile.program.noise import Noise, factors_of, spread
 from megatron_ext.compile.program.simulate import seconds_of, simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
+from megatron_ext.observe.noise_text import noise_of, parse_noise
+from megatron_ext.observe.trace import TraceFile, traced_step
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule, is_compute
-from megatron_ext.viz.noise_text import noise_of, parse_noise
-from megatron_ext.viz.trace import TraceFile, traced_step
 from tests.helpers.schedules import line_problem
 from tests.unit.commands.test_cli import run
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import prove
+from megatron_ext.observe.program_summary import stock_1f1b, summarize
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs, PassCosts, uniform
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.viz.program_summary import stock_1f1b, summarize
 from tests.helpers.combinations import at_night
 from tests.helpers.random_schedules import PROPERTY, Case, cases
 from tests.helpers.reference_runs import run

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import megatron_ext
+from megatron_ext.base.words import bytes_text
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.words import bytes_text
 
 PACKAGE = Path(megatron_ext.__file__).parent
 

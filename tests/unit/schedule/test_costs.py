@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 
 import megatron_ext
+from megatron_ext.base.words import shown
 from megatron_ext.compile import registry
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, memory_curve, peaks
 from megatron_ext.compile.program.simulate import simulate_unproved
@@ -31,7 +32,6 @@ from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.search.bounds import lower_bound
-from megatron_ext.words import shown
 from megatron_ext.written_settings import from_argv, from_environment
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
 from tests.helpers.schedules import line_problem, rows_of, written

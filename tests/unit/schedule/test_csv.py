@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from megatron_ext import progress
+from megatron_ext.base import progress
+from megatron_ext.base.progress import reporting
 from megatron_ext.compile import size
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.verify import InvalidSchedule
 from megatron_ext.compile.registry import choose, entries
-from megatron_ext.progress import reporting
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.flip import opens_on_first_rank
 from megatron_ext.schedule.placement import Placement

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from megatron_ext.base.progress import reporting
 from megatron_ext.cli import app
 from megatron_ext.compile import others_code
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.registry import choose, entries
-from megatron_ext.progress import reporting
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.schedule import bitwise_order
 from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES

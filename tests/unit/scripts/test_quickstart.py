@@ -9,10 +9,10 @@ import pytest
 
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.registry import choose
+from megatron_ext.observe.program_summary import stock_1f1b, summarize
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.viz.program_summary import stock_1f1b, summarize
 from scripts import quickstart
 from scripts.prepare_text import documents
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext import progress
+from megatron_ext.base import progress
 from megatron_ext.search import disk_cache
 
 ROOT = Path(__file__).resolve().parents[3] / "megatron_ext"

@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.base.progress import reporting
 from megatron_ext.compile.build import complete
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
-from megatron_ext.progress import reporting
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit

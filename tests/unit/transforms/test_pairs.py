@@ -19,6 +19,7 @@ from megatron_ext.compile.program.memory import in_microbatches, memory_curve, p
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.compile.registry import choose, entries
+from megatron_ext.observe.trace import TraceFile, read_trace, traced_step
 from megatron_ext.planner import fitting
 from megatron_ext.planner.candidate import Variant, VocabMethod
 from megatron_ext.planner.figures import flags_of
@@ -48,7 +49,6 @@ from megatron_ext.schedule.schedule_csv import from_csv, to_csv, to_torch_csv
 from megatron_ext.schedule.slices import Slices
 from megatron_ext.viz.draw import draw
 from megatron_ext.viz.page.run import of_passes, simulated_run
-from megatron_ext.viz.trace import TraceFile, read_trace, traced_step
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.schedules import drawn, rows_of, table, with_messages
 

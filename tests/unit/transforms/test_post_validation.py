@@ -25,6 +25,8 @@ from megatron_ext.compile.program.speculation import settles_at
 from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.compile.registry import choose, entries
 from megatron_ext.compile.transforms.post_validation import validate_afterwards
+from megatron_ext.observe.program_summary import summarize
+from megatron_ext.observe.trace import TraceFile, read_trace, traced_steps
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import parse_costs
@@ -38,8 +40,6 @@ from megatron_ext.search.job_shop import job_shop_of, starts_of
 from megatron_ext.search.job_shop import rows_of as rows_packed
 from megatron_ext.search.pack import packer
 from megatron_ext.viz.draw import draw_steps
-from megatron_ext.viz.program_summary import summarize
-from megatron_ext.viz.trace import TraceFile, read_trace, traced_steps
 from tests.helpers.combinations import in_pairs
 from tests.helpers.few_families import only_families
 from tests.helpers.random_schedules import PROPERTY, random_case, seeds

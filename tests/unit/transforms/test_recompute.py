@@ -27,6 +27,7 @@ from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.compile.registry import choose
 from megatron_ext.compile.transforms.recompute import recompute
 from megatron_ext.config import PipelineConfig
+from megatron_ext.observe.program_summary import summarize
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, uniform
 from megatron_ext.schedule.costs_text import parse_costs
@@ -43,7 +44,6 @@ from megatron_ext.schedule.problem import (
 )
 from megatron_ext.schedule.schedule import bitwise_order
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
-from megatron_ext.viz.program_summary import summarize
 from tests.helpers.random_schedules import PROPERTY, random_case, seeds
 from tests.helpers.schedules import rows_of, with_messages, written
 

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from megatron_ext.base.progress import reporting
 from megatron_ext.compile.build import build_program, complete
 from megatron_ext.compile.program.memory import in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate
@@ -18,7 +19,6 @@ from megatron_ext.compile.two_copies.two_copies import (
     from_rows,
     holds_two_copies,
 )
-from megatron_ext.progress import reporting
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.placement import Placement

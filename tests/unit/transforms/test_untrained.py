@@ -13,13 +13,13 @@ from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.compile.registry import choose
 from megatron_ext.compile.transforms.omitted_backward import without_backward
+from megatron_ext.observe.metrics import metrics_of
+from megatron_ext.observe.program_summary import summarize
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import VocabularyCosts, uniform
 from megatron_ext.schedule.kinds import RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import P2P, Offload, Problem
-from megatron_ext.viz.metrics import metrics_of
-from megatron_ext.viz.program_summary import summarize
 from tests.unit.observe.test_metrics import told
 
 FAMILIES = (

@@ -20,10 +20,10 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.training.checkpointing import CheckpointType
 
+from megatron_ext.base.errors import exit_for
+from megatron_ext.base.words import counted
 from megatron_ext.config import PipelineConfig
-from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.words import counted
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:

@@ -24,8 +24,8 @@ from megatron_ext.adapter.checkpoints.loading import (
     why_weights_alone,
 )
 from megatron_ext.adapter.checkpoints.saved import SavedTraining
+from megatron_ext.base.errors import exit_for
 from megatron_ext.config import PipelineConfig
-from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.schedule.problem import VocabularyParallel
 

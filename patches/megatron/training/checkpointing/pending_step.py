@@ -18,11 +18,11 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
 from megatron_ext.adapter.checkpoints.loading import RANK_OF_STAGE
+from megatron_ext.base.errors import exit_for
+from megatron_ext.base.words import counted
 from megatron_ext.config import PipelineConfig
-from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.words import counted
 
 _SIZES = (
     "world_size",

@@ -1,0 +1,1 @@
+"""Errors, the log, words, files and progress, for every package."""

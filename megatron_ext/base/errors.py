@@ -1,0 +1,88 @@
+"""How a user's mistake ends a launch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_ext.base.words import shown
+
+LONGEST_ERROR = 10_000  # characters; more is a mistake in itself, such as a cycle of all actions
+FIRST_SECONDS = 3.0  # that a node's other ranks give its first rank to say what they would
+RECENT_SECONDS = 60.0  # in which all ranks of a launch come to the same mistake
+
+
+def without_torch(what_needs: str, error: Exception) -> ValueError:
+    """Return the refusal of what needs torch, as "a training needs", if torch cannot be
+    imported."""
+    return ValueError(
+        f"{what_needs} torch, which cannot be imported here: {error}; run this where torch is "
+        f"installed, such as in the container of the training"
+    )
+
+
+def exit_for(error: Exception) -> NoReturn:
+    """Exit with status 2, like a command line's parser.
+
+    Global rank 0 says why for all, and of each other node its first rank, as the mistake may be
+    that node's alone (a file it does not have). It may also be one rank's alone (a variable of its
+    environment): another rank says what no rank of its node has said.
+    """
+    env, host = os.environ, socket.gethostname()
+    rank = env.get("RANK", env.get("SLURM_PROCID", "0"))
+    local_rank = env.get("LOCAL_RANK", env.get("SLURM_LOCALID"))
+    text = shown(error, LONGEST_ERROR)
+    note = _note_of(text)
+    is_first = rank == "0" or local_rank == "0"
+    if not is_first:
+        end = time.monotonic() + FIRST_SECONDS
+        while not _is_recent(note) and time.monotonic() < end:
+            time.sleep(0.05)
+    if _leave(note) or is_first:
+        which = f" on {host}" if is_first else f" on {host}, global rank {rank}"
+        which = "" if rank == "0" else which
+        with contextlib.suppress(OSError):
+            print(f"megatron_ext: error{which}: {text}", file=sys.stderr, flush=True)
+    raise SystemExit(2) from error
+
+
+def _note_of(text: str) -> Path:
+    """Return the file that tells the ranks of this node and launch that one of them has said
+    ``text``."""
+    env = os.environ
+    launch = f"{os.getppid()}"  # torchrun's agent
+    if "SLURM_STEP_ID" in env and "TORCHELASTIC_RUN_ID" not in env:
+        launch = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+    words = launch, env.get("TORCHELASTIC_RESTART_COUNT"), text
+    digest = hashlib.sha256(repr(words).encode(errors="replace")).hexdigest()[:16]
+    return Path(env.get("TMPDIR", "/tmp")) / f"megatron_ext-error-{os.getuid()}-{digest}"
+
+
+def _is_recent(note: Path) -> bool:
+    """Whether a rank of this user has left ``note`` a short while ago."""
+    try:
+        found = note.lstat()
+    except OSError:
+        return False
+    return found.st_uid == os.getuid() and abs(time.time() - found.st_mtime) < RECENT_SECONDS
+
+
+def _leave(note: Path) -> bool:
+    """Leave ``note``; return whether this rank is to say it, as no other has."""
+    if _is_recent(note):
+        return False
+    with contextlib.suppress(OSError):
+        note.unlink(missing_ok=True)
+    try:
+        os.close(os.open(note, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return not _is_recent(note)
+    except OSError:  # without the note a line may come twice
+        pass
+    return True

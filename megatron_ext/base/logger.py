@@ -1,0 +1,62 @@
+"""The logger ``megatron_ext``, which writes all our lines in a training.
+
+Lines go to stdout, whatever the root logger's level and handlers, which Megatron sets. A notebook
+or a trainer silences them by this logger's level, and redirects them by its ``handlers``, of which
+ours is the first. If handlers exist before this package is imported, ours is not added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from contextlib import AbstractContextManager
+
+from megatron_ext.base.progress import reporting
+
+
+class _Logger(logging.Logger):
+    """Logger that `logging.disable` does not silence, as that call is meant for others."""
+
+    def isEnabledFor(self, level: int) -> bool:
+        return not self.disabled and level >= self.getEffectiveLevel()
+
+
+class _Standard(logging.Handler):
+    """Handler that writes ``megatron_ext: message`` to the current sys.stdout, and errors to
+    sys.stderr."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("megatron_ext: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line, or drop it: a training does not end because a log cannot be written."""
+        stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
+        with contextlib.suppress(OSError, ValueError):  # a full disk or a broken pipe; closed
+            print(self.format(record), file=stream, flush=True)
+
+
+def _make() -> logging.Logger:
+    """Return the logger, and set it up unless other code has done so."""
+    others = logging.getLoggerClass()
+    logging.setLoggerClass(_Logger)
+    try:
+        made = logging.getLogger("megatron_ext")
+    finally:
+        logging.setLoggerClass(others)
+    if made.level == logging.NOTSET:
+        made.setLevel(logging.INFO)
+    if not made.handlers:
+        made.propagate = False
+        made.addHandler(_Standard())
+    return made
+
+
+logger = _make()
+
+
+def telling_of_long_work(rank: int) -> AbstractContextManager[None]:
+    """In the block, a long search or build reports its activity, its progress and its latest end,
+    repeatedly. All ranks of the world do the same work, and only ``rank`` 0 reports."""
+    return reporting(logger.info, logger.warning) if rank == 0 else contextlib.nullcontext()

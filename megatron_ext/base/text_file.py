@@ -1,0 +1,166 @@
+"""A user's file, read or written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.base.words import bytes_text, shown
+
+_CHUNK = 2**16  # bytes
+LARGEST = 2**28  # bytes; far more than any table has
+LARGEST_SCRIPT = 2**24  # characters of a script that are searched
+LARGEST_JSON = 2**25  # bytes, whose values take up to thirty times as many
+
+RENAMED_KEYS = "docs/public.md#renamed-keys"  # keys by version of their file
+
+_STREAMS = {"stdout": 1, "stderr": 2}
+_OPENED = re.compile(rf"/dev/({'|'.join(_STREAMS)})|/(?:dev|proc/self)/fd/([0-9]+)")
+
+_PATH = 200  # characters of a path that an error repeats
+
+
+def how_to_rename(version: object, known: int) -> str:
+    """Return the start of an error's advice on a file of ``version``, if a user can edit the file
+    to be of the ``known`` version: that of one version earlier."""
+    return f"rename its keys as {RENAMED_KEYS} says, or " if version == known - 1 else ""
+
+
+def read_text_file(path: Path, what: str, largest: int = LARGEST) -> str:
+    """Return the text of ``path``: UTF-8, with or without a byte order mark, newlines as ``\\n``.
+
+    Errors call the file ``what``, such as "costs file".
+
+    Raises:
+        ValueError: it cannot be read, has more than ``largest`` bytes, or is not UTF-8.
+    """
+    try:
+        data = bytearray()
+        with path.open("rb") as file:
+            while len(data) <= largest and (more := file.read(_CHUNK)):
+                data += more
+    except FileNotFoundError:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}, where a relative path starts"
+        raise ValueError(
+            f"{what} {shown(path, _PATH)} cannot be read: no such file{where}"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"{what} {shown(path, _PATH)} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a path with a null character
+        raise ValueError(f"{what} {shown(path)} cannot be read: {error}") from None
+    if len(data) > largest:
+        raise ValueError(
+            f"{what} {path} has more than {bytes_text(largest)}, which none needs: is it the "
+            f"right file?"
+        )
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{what} {path} is not UTF-8 text (byte {error.object[error.start]:#04x} at position "
+            f"{error.start}): save it as UTF-8"
+        ) from None
+
+
+def read_lines(path: Path, what: str, longest: int) -> Iterator[str]:
+    """Yield the lines of ``path``, which may be larger than this machine's memory, with their
+    newlines.
+
+    Errors call the file ``what``.
+
+    Raises:
+        ValueError: it cannot be read, is not UTF-8, or has a line of more than ``longest``
+            characters.
+    """
+    number = 0
+    try:
+        with path.open(encoding="utf-8") as file:
+            while line := file.readline(longest + 1):
+                number += 1
+                if len(line) > longest:
+                    raise ValueError(
+                        f"{what} {path}, line {number}: it has more than {longest:,} characters, "
+                        f"which none needs: is it the right file?"
+                    )
+                yield line
+    except OSError as error:
+        raise ValueError(f"{what} {shown(path, _PATH)} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{what} {path} is not UTF-8 text behind line {number}") from None
+
+
+def parse_json(text: str) -> Any:
+    """Return the value that the JSON document ``text`` holds.
+
+    Raises:
+        ValueError: ``text`` is not JSON, too deeply nested, or has an integer of too many digits.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give the block another path to write to, whose content then becomes that of ``path``.
+
+    If the block fails, ``path`` stays as it was. So there is no half file after a full disk, nor
+    a mixture of what two processes write. A device, such as /dev/null, is written to as it is.
+    /dev/stdout and its like get the content as if it was printed: a file that the shell has opened
+    for it must not be replaced.
+
+    Raises:
+        OSError: the file cannot be written. ``filename`` is ``path``.
+    """
+    try:
+        if (opened := _OPENED.fullmatch(str(path))) is not None:
+            name, number = opened.groups()
+            with tempfile.TemporaryDirectory() as folder:
+                yield (begun := Path(folder, path.name))
+                _print(begun, int(number) if name is None else _STREAMS[name])
+            return
+        if path.exists() and not path.is_file():  # a device, or a folder, which says so
+            yield path
+            return
+        target = Path(os.path.realpath(path))  # of a link, the file that it leads to
+        if target.exists() and not os.access(target, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        begun = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.begun")
+        try:
+            yield begun
+            if target.exists():
+                shutil.copymode(target, begun)
+            begun.replace(target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                begun.unlink()
+            raise
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+
+
+def _print(file: Path, number: int) -> None:
+    """Write what ``file`` holds to this process's open file ``number``, after what was printed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with file.open("rb") as content, open(os.dup(number), "wb") as printed:
+        shutil.copyfileobj(content, printed)
+
+
+def write_text_file(path: Path, text: str) -> None:
+    """Write the whole of ``text`` to ``path``, or leave the file as it was (`whole_file`)."""
+    with whole_file(path) as begun:
+        begun.write_text(text, encoding="utf-8")

@@ -1,0 +1,1 @@
+"""A script launched under patches, and launch commands read, planned and checked."""

@@ -1,0 +1,67 @@
+"""Import of Megatron as on a rank of a launch, by a command that trains nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megatron_ext.base.garbage import uncollected
+
+_LOGGER = "wandb"  # which Megatron imports where it is there, and needs only to log to it
+
+
+@contextlib.contextmanager
+def as_on(folder: Path | None, environment: Mapping[str, str]) -> Iterator[None]:
+    """Set the environment of a launch command, and search modules as a rank started in ``folder``
+    does: a checkout of Megatron there hides an installed one.
+
+    None searches no folder in addition: what is read is data, and a file that lies next to it must
+    not run.
+    """
+    path = ["" if folder is None else str(folder)]
+    path += environment.get("PYTHONPATH", "").split(os.pathsep)
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(sys, "path", [*filter(None, path), *sys.path]),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def silently() -> Iterator[None]:
+    """Suppress the output of Megatron and torch, which belongs to a training."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+@contextlib.contextmanager
+def quickly() -> Iterator[None]:
+    """Halve the time of importing Megatron: torch compiles nothing, so that its compiler is not
+    imported, and loggers of experiments are not imported."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(uncollected())
+        if _LOGGER not in sys.modules:
+            sys.modules[_LOGGER] = None  # type: ignore[assignment]  # importing it fails
+            stack.callback(sys.modules.pop, _LOGGER)
+        with contextlib.suppress(ImportError, OSError):  # OSError: its libraries are not found
+            import torch
+
+            stack.enter_context(mock.patch.object(torch, "compile", _not_compiled))
+        yield
+
+
+def _not_compiled(function: Any = None, **options: Any) -> Any:
+    return (lambda function: function) if function is None else function

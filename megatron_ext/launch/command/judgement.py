@@ -1,0 +1,212 @@
+"""One judgement of a launch command, for doctor, for plan, and for each command that plan writes.
+
+Its checks are those of the launch (`adapter.launch_checks`), in the same order and with the same
+sentences, and after them those of Megatron's set-up. Doctor notes all refusals, plan ends with the
+first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_ext.adapter import arguments
+from megatron_ext.adapter.handled_settings.microbatch_groups import with_megatrons_group
+from megatron_ext.adapter.impossible_sizes import refuse_stock_steps
+from megatron_ext.adapter.launch_checks import Attempt, check_batches, check_schedule, raising
+from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
+from megatron_ext.adapter.stock.stock_settings import stock_executor
+from megatron_ext.compile.long_step import simulated_in_full
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import ResolvedSpec
+from megatron_ext.config import PipelineConfig
+from megatron_ext.cost_model.model_memory import ModelBytes
+from megatron_ext.launch.command import megatron_arguments
+from megatron_ext.planner.candidate import Candidate, Variant, VocabMethod
+from megatron_ext.planner.fitting import candidate_of
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.stock_executor import StockExecutor
+
+_STOPS = "Megatron stops here, and so does this check: correct it, then check again"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Program, memory and arguments of a launch command.
+
+    Attributes:
+        args: validated, with the vocabulary.
+        resolved: the schedule, which is Megatron's own if the command names none.
+        problem: the step with most samples, as the schedule's family takes it.
+        programs: one for each size of a step, that of ``problem`` first.
+        model: bytes of the model on each rank; None: not known.
+        contenders: by schedule, the programs of a race's other schedules.
+    """
+
+    args: Any
+    resolved: ResolvedSpec
+    problem: Problem
+    programs: Sequence[Program]
+    model: Sequence[ModelBytes] | None
+    contenders: Mapping[str, Sequence[Program]]
+
+    @property
+    def program(self) -> Program:
+        """Program of the steps with most samples."""
+        return self.programs[0]
+
+    def candidate(self) -> Candidate:
+        """Return the command as plans compare it."""
+        step = simulated_in_full(
+            self.resolved, self.problem, lambda resolved, problem: self.program
+        )
+        method = VocabMethod.of(self.problem.options.vocab_parallel)
+        return candidate_of(Variant(self.resolved, self.problem, self.model), method, step)
+
+
+def judge(
+    args: Any,
+    config: PipelineConfig,
+    ranks: int,
+    tokens: int | None,
+    attempt: Attempt,
+    check_recipe: Callable[[], object] | None = None,
+    *,
+    describes_training: bool = True,
+) -> Judgement | None:
+    """Return what the command with the parsed ``args`` and the settings ``config`` runs; None if
+    ``attempt`` has noted why it cannot run.
+
+    Args:
+        args: are validated in place.
+        ranks: world size.
+        tokens: size of the tokenizer's vocabulary; None: not known.
+        check_recipe: checks the config of Megatron-Bridge that ``args`` were read from; None for a
+            command.
+        describes_training: whether ``args`` describe the whole training, and not the model alone.
+
+    Raises:
+        ValueError: ``attempt`` lets a refusal end the judgement.
+    """
+    if not _is_valid(args, config, ranks, attempt):
+        return None
+    is_known = _check_batches(args, config, tokens, attempt, check_recipe)
+    made = _judged(args, config, attempt) if is_known else None
+    _check_set_up(args, config, attempt, describes_training=describes_training and is_known)
+    return made
+
+
+def judged(
+    args: Any,
+    config: PipelineConfig,
+    ranks: int,
+    tokens: int | None,
+    check_recipe: Callable[[], object] | None = None,
+    *,
+    describes_training: bool = True,
+) -> Judgement:
+    """Return the judgement of a command. Arguments as in `judge`.
+
+    Raises:
+        ValueError: it cannot run, for this reason and perhaps others.
+    """
+    made = judge(
+        args, config, ranks, tokens, raising, check_recipe, describes_training=describes_training
+    )
+    assert made is not None
+    return made
+
+
+def check_arguments(
+    args: Any,
+    config: PipelineConfig,
+    ranks: int,
+    tokens: int | None,
+    *,
+    describes_training: bool = True,
+) -> None:
+    """Raise ValueError if ``args`` cannot run under any schedule. Arguments as in `judge`."""
+    _is_valid(args, config, ranks, raising)
+    _check_batches(args, config, tokens, raising, None)
+    _check_set_up(args, config, raising, describes_training=describes_training)
+
+
+def _is_valid(args: Any, config: PipelineConfig, ranks: int, attempt: Attempt) -> bool:
+    """Validate ``args`` in place."""
+    valid = attempt(
+        "arguments",
+        lambda: megatron_arguments.validate(args, config, ranks),
+        _STOPS,
+        lambda valid: f"Megatron takes them: data-parallel size {valid.data_parallel_size}",
+    )
+    return valid is not None
+
+
+def _check_batches(
+    args: Any,
+    config: PipelineConfig,
+    tokens: int | None,
+    attempt: Attempt,
+    check_recipe: Callable[[], object] | None,
+) -> bool:
+    return check_batches(
+        args,
+        config,
+        lambda: arguments.settle_vocabulary(args, config, tokens),
+        attempt,
+        check_recipe,
+        lambda settled: (
+            f"{args.tokenizer_type} loads, {args.padded_vocab_size} tokens padded" if tokens else ""
+        ),
+    )
+
+
+def _check_set_up(
+    args: Any, config: PipelineConfig, attempt: Attempt, *, describes_training: bool
+) -> None:
+    """Check what Megatron checks when it has built the model, and when it begins to train."""
+    if describes_training:
+        attempt(
+            "training",
+            lambda: megatron_arguments.check_course(args),
+            right=lambda samples: "{} samples to train on, {} to validate on, {} to test on".format(
+                *samples
+            ),
+        )
+    attempt(
+        "model",
+        lambda: megatron_arguments.check_model(args, config),
+        right=lambda model: f"{args.num_layers} layers can be split over the ranks",
+    )
+
+
+def _judged(args: Any, config: PipelineConfig, attempt: Attempt) -> Judgement | None:
+    """Judge the schedule of a command whose arguments were checked."""
+    checked = check_schedule(args, config, arguments.search_for_first, attempt)
+    if checked is None:
+        return None
+    settings, stock, (programs, contenders) = config, None, checked
+    if config.schedule is None:
+        settings, stock = replace(config, schedule=_stock_spec(args)), stock_executor(args)
+        programs = attempt("schedule", lambda: _stock_programs(args, settings, stock)) or []
+        if not programs:
+            return None
+    return Judgement(
+        args,
+        with_megatrons_group(settings.resolved_spec, args),
+        arguments.problems(args, settings, stock)[0],
+        programs,
+        model_bytes_of_ranks(args, programs[0].problem.placement, settings.vocab_parallel),
+        contenders,
+    )
+
+
+def _stock_programs(args: Any, config: PipelineConfig, stock: StockExecutor) -> list[Program]:
+    refuse_stock_steps(args)
+    return arguments.programs(args, config, stock=stock)
+
+
+def _stock_spec(args: Any) -> str:
+    chunks = args.virtual_pipeline_model_parallel_size
+    return "1f1b" if chunks is None else f"interleaved:vpp={chunks}"

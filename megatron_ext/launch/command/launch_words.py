@@ -1,0 +1,242 @@
+"""Launch commands as users write them, split into the launcher, the script and its arguments.
+
+Nothing is expanded and nothing is run. Of the words before the launcher, assignments count as they
+do for the ranks, and the words of programs that are known (`launchers`); others are ignored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_ext.base.errors import without_torch
+from megatron_ext.base.secrets import masked
+from megatron_ext.launch.command.launchers import (
+    MODULE,
+    OF_MODULES,
+    Started,
+    read_launchers,
+    script_behind,
+)
+from megatron_ext.launch.command.log.log_figures import LogFigures
+from megatron_ext.launch.script import refuse_flags_before_script
+
+_TORCHRUN = ("torchrun", "ft_launcher")
+_TORCHRUN_MODULES = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "nvidia_resiliency_ext.fault_tolerance.launcher",
+)
+_PYTHON = re.compile(r"python[\d.]*")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+_SHELLS = ("bash", "sh", "zsh", "source")
+_SHELL_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
+_TAKE_A_VALUE = ("-W", "-X")  # of Python's own options
+_ECHO = (
+    "give plan or doctor the log of an earlier start, as --megatron-args LOG, in place of the "
+    "command; or write echo before the launcher (torchrun, python) in {}, run it, and paste what "
+    "it prints"
+)
+# Flags that ft_launcher adds to torchrun's; each takes a value.
+_OF_FT_LAUNCHER = re.compile(r"--(ft|fault[-_]tol|term|workers[-_]stop|restart)[-_].*")
+
+
+@dataclass(frozen=True)
+class BridgeRecipe:
+    """A recipe of Megatron-Bridge, which takes a script's place.
+
+    Attributes:
+        config: the ConfigContainer that it returns.
+        fields: fields of ``config`` by the names of Megatron's arguments.
+        settings: frozen weights and the vision tower, of which Megatron has no arguments.
+    """
+
+    config: Any
+    fields: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Words of a launch command: the script or module, its arguments, and the number of ranks.
+
+    Attributes:
+        world_size: None if the command does not say.
+        installs: whether ``-m megatron_ext`` stands before the script; None if the command begins
+            at the script, and so does not say.
+        max_restarts: how often the launcher starts the ranks again.
+        environment: the assignments before the launcher.
+        ignored: the words before the launcher that are ignored.
+        log: the log of an earlier start that the launch was read from, if any; its script is an
+            assumption then.
+        remarks: what was read from that log, and which of it is assumed.
+        gpu: name of the GPU, if the log names it.
+        figures: what the training of that log has measured; None without a log.
+        words: the whole command; () if it was read from a log or a recipe.
+        recipe: the recipe in place of a script; None without one.
+    """
+
+    script: str
+    is_module: bool
+    arguments: tuple[str, ...]
+    world_size: int | None = None
+    installs: bool | None = None
+    max_restarts: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    log: Path | None = None
+    remarks: tuple[str, ...] = ()
+    gpu: str | None = None
+    figures: LogFigures | None = None
+    words: tuple[str, ...] = ()
+    recipe: BridgeRecipe | None = None
+
+
+def read_launch(words: Sequence[str]) -> Launch:
+    """Return ``words`` as a launch command: SCRIPT.py ARGS or -m MODULE ARGS, alone or behind
+    python, torchrun, python -m torch.distributed.run, ft_launcher, accelerate or deepspeed.
+    Assignments, srun, mpirun, a container's command or ``bash -c`` may precede these.
+
+    ``-m megatron_ext`` may stand before the script.
+
+    Raises:
+        ValueError: the words are none of these, torchrun refuses its own flags, or flags stand
+            before the script.
+    """
+    launch = replace(_read_launch(words, Started()), words=tuple(words))
+    for word in (launch.script, *launch.arguments[:1]):
+        if word.startswith("$"):
+            raise ValueError(
+                f"{word} stands for words that only the shell knows: {_ECHO.format('its script')}"
+            )
+    return launch
+
+
+def _read_launch(words: Sequence[str], started: Started) -> Launch:
+    """``started``: what the programs before ``words`` start."""
+    match words:
+        case [first, *rest] if _ASSIGNMENT.fullmatch(first):
+            name, _, value = first.partition("=")
+            launch = _read_launch(rest, started)
+            return replace(launch, environment={name: value, **launch.environment})
+        case [first, *rest] if Path(first).name in _TORCHRUN:
+            return _read_torchrun(rest, started)
+        case [first, *rest] if _PYTHON.fullmatch(Path(first).name):
+            return _read_python(rest, started)
+        case [option, module, *rest] if option in MODULE:
+            return _read_module(module, rest, started)
+        case [script, *rest] if script.endswith(".py"):
+            return Launch(script, False, tuple(rest), world_size=started.processes)
+    return _read_behind(words, started)
+
+
+def _read_behind(words: Sequence[str], started: Started) -> Launch:
+    """Return the launch command behind the words of other programs, such as srun's, up to the
+    launcher."""
+    for index, word in enumerate(words):
+        if index and words[index - 1] in ("-c", "-lc") and " " in word:
+            is_shell = Path(words[index - 2]).name in _SHELLS
+            return _read_inside(words[: index - 1 - is_shell], shlex.split(word), started)
+        if index and (Path(word).name in _TORCHRUN or _PYTHON.fullmatch(Path(word).name)):
+            break
+        if (behind := script_behind(words[index:])) is not None:
+            launch = _read_inside(words[: index + behind], words[index + behind :], started)
+            return replace(launch, installs=bool(launch.installs))
+    else:
+        scripts = (i for i, word in enumerate(words) if word.endswith(".py"))
+        index = next(scripts, 0)
+    if not index:
+        script = _shell_script(words)
+        if script is not None:
+            raise ValueError(
+                f"{masked(words[:3])!r} runs a shell script, which is not run here: "
+                f"{_ECHO.format(script)}"
+            )
+        raise ValueError(
+            f"{masked(words[:3])!r} begins no launch command: give it from SCRIPT.py, -m MODULE, "
+            f"torchrun, srun or the like on"
+        )
+    while index > 1 and _ASSIGNMENT.fullmatch(words[index - 1]):
+        index -= 1
+    return _read_inside(words[:index], words[index:], started)
+
+
+def _read_inside(programs: Sequence[str], words: Sequence[str], started: Started) -> Launch:
+    """Return the launch command ``words``, which the ``programs`` run."""
+    started = read_launchers(programs, started)
+    launch = _read_launch(words, started)
+    return replace(
+        launch,
+        environment={**started.environment, **launch.environment},
+        ignored=(*started.ignored, *launch.ignored),
+    )
+
+
+def _shell_script(words: Sequence[str]) -> str | None:
+    """Return the shell script that ``words`` run, if they run one."""
+    behind_shell = itertools.dropwhile(lambda word: Path(word).name not in _SHELLS, words)
+    run = [word for word in itertools.islice(behind_shell, 1, None) if not word.startswith("-")]
+    named = [word for word in words if Path(word).suffix in _SHELL_SCRIPTS]
+    return next(iter(run[:1] or named), None)
+
+
+def _read_python(words: Sequence[str], started: Started) -> Launch:
+    """Read Python's own options, then a script or module."""
+    match words:
+        case [option, _, *rest] if option in _TAKE_A_VALUE:
+            return _read_python(rest, started)
+        case [option, *rest] if option.startswith("-") and option != "-m":
+            return _read_python(rest, started)
+    launch = _read_launch(words, started)
+    return replace(launch, installs=bool(launch.installs))
+
+
+def _read_module(module: str, rest: Sequence[str], started: Started) -> Launch:
+    if module == "megatron_ext":
+        refuse_flags_before_script(rest)
+        return replace(_read_launch(rest, started), installs=True)
+    if module in _TORCHRUN_MODULES:
+        return _read_torchrun(rest, started)
+    if module in OF_MODULES:
+        return _read_launch([*OF_MODULES[module], *rest], started)
+    return Launch(module, True, tuple(rest), world_size=started.processes)
+
+
+def _read_torchrun(words: Sequence[str], started: Started) -> Launch:
+    try:
+        from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+    except (ImportError, OSError) as error:  # OSError: its libraries are not found
+        raise without_torch("torchrun's own words need", error) from error
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"torchrun's own words: {message}")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    for flag in {word.split("=")[0] for word in words if _OF_FT_LAUNCHER.fullmatch(word)}:
+        parser.add_argument(flag)
+    for action in parser._actions:
+        if action.type is int:
+            action.type = partial(_number, default=action.default)
+    parsed = parser.parse_args(words)
+    rest = [parsed.training_script, *parsed.training_script_args]
+    launch = _read_launch(["-m", *rest] if parsed.module else rest, Started())
+    launch = replace(launch, installs=bool(launch.installs), max_restarts=parsed.max_restarts)
+    try:
+        _, nodes = parse_min_max_nnodes(parsed.nnodes)
+    except ValueError:  # a variable of the shell's: one torchrun runs on each node
+        nodes = started.processes or started.nodes
+    # gpu, auto: as many as that node has; or a variable of the shell's
+    is_known = nodes is not None and parsed.nproc_per_node.isdecimal()
+    return replace(launch, world_size=nodes * int(parsed.nproc_per_node) if is_known else None)
+
+
+def _number(text: str, default: int | None) -> int | None:
+    """Return the number that ``text`` tells, or ``default`` if only the shell knows it."""
+    return default if "$" in text else int(text)

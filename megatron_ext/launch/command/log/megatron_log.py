@@ -1,0 +1,322 @@
+"""A launch read from the log of an earlier start.
+
+Megatron's rank 0 prints the arguments of a training, as its validation has completed them:
+
+    ------------------------ arguments ------------------------
+      hidden_size ..................................... 4096
+    -------------------- end of arguments ---------------------
+
+A launcher may have put the rank or the time before each line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from megatron_ext.base.secrets import masked
+from megatron_ext.base.words import counted, shown
+from megatron_ext.compile.registry import file_of
+from megatron_ext.config import PREFIX, flag
+from megatron_ext.cost_model.gpus import name_of_gpu
+from megatron_ext.launch.command import bridge_recipe
+from megatron_ext.launch.command.importing import as_on, quickly, silently
+from megatron_ext.launch.command.launch_words import Launch, read_launch
+from megatron_ext.launch.command.log.log_figures import FIGURE_LINES, FiguresReader, LogFigures
+from megatron_ext.patches.engine import PatchError
+from megatron_ext.written_settings import Given, given_and_others
+
+OPTION = "--megatron-args"
+_SCRIPT = "pretrain_gpt.py"  # assumed: no log names its script
+_USUAL = 8  # GPUs of a node
+_COLUMN = 48  # in which the values begin: a name and its dots
+
+_LONGEST = 2**22  # bytes that are read at once, and of a line
+_LARGEST = 2**26  # characters of a block
+_BEFORE = 1000  # characters of a line in which its argument begins
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_DASHES = "-" * 20
+_BEGINS, _ENDS = (f"{_DASHES} {what} {_DASHES}" for what in ("arguments", "end of arguments"))
+_INDENTED = re.compile(r"(?=  [A-Za-z_])")
+_ARGUMENT = re.compile(r"  ([A-Za-z_]\w*) (\.*) (.*)")
+# What srun -l, torchrun and torch's loggers put before a line of a rank.
+_RANK = re.compile(r"^\s*(\d+): |\[(?:rank|default)?(\d+)\]:")
+_OF_NODE = re.compile(r"\bnproc[-_]per[-_]node\s*[:= ]\s*(\d+)\b")
+_GPU = re.compile(r"(?:NVIDIA|AMD Instinct) (\w+(?:[ -]\w+){0,2})")
+_VOCABULARY = re.compile(r"padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
+_TOLD = (b"nproc", b"NVIDIA", b"AMD Instinct", b"padded vocab", b"------", b" ..")
+_MEASURED_IN = 16  # parts of a log in which figures are looked for
+_EVALUATION = "eval_interval"  # a training without it is refused
+_USUAL_INTERVAL = "1000"  # Megatron's default before 0.19
+_CALLED_DIFFERENT = 3  # names that a remark lists
+
+
+@dataclass(frozen=True)
+class Log:
+    """The parts of a training's log that tell how it was launched.
+
+    Attributes:
+        arguments: of the first whole block, as text, by their names.
+        different: names of arguments that have another value in a later block.
+        of_node: ranks of a node; None if the log does not tell.
+        gpu: name of the GPU's data sheet; None if the log does not tell, or names several.
+        vocabulary: tokens, padded; None if the log does not tell.
+        figures: what the training has measured.
+    """
+
+    arguments: Mapping[str, str]
+    different: tuple[str, ...] = ()
+    of_node: int | None = None
+    gpu: str | None = None
+    vocabulary: int | None = None
+    figures: LogFigures = field(default_factory=LogFigures)
+
+
+@dataclass
+class _Blocks:
+    """Blocks of arguments of a log that is being read: the first whole one, and those that are
+    open, so that no more is stored of a log that has one for each of its starts."""
+
+    first: dict[str, str] | None = None
+    different: set[str] = field(default_factory=set)
+    open_blocks: dict[str, dict[str, str]] = field(default_factory=dict)  # by rank
+    begun: dict[str, str] | None = None
+    characters: int = 0  # in those that are open
+
+    def begin(self, rank: str) -> None:
+        self.open_blocks[rank] = {}
+        self.begun = self.open_blocks[rank] if self.begun is None else self.begun
+
+    def take(self, rank: str, text: str) -> None:
+        for name, value in _arguments(text):
+            self.open_blocks[rank].setdefault(name, value)
+            self.characters += len(name) + len(value)
+        if self.characters > _LARGEST:
+            raise ValueError(
+                f"its blocks of arguments have more than {_LARGEST:,} characters, which none of "
+                f"Megatron's has"
+            )
+
+    def end(self, rank: str) -> None:
+        block = self.open_blocks.pop(rank, None)
+        if block is None:
+            return
+        self.characters -= sum(len(name) + len(value) for name, value in block.items())
+        if self.first is None:
+            self.first = block
+        for name in self.first.keys() | block.keys():
+            if self.first.get(name) != block.get(name):
+                self.different.add(name)
+
+
+def read_log(lines: Iterable[str]) -> Log:
+    """Return what the ``lines`` of a log tell, which may be larger than this machine's memory.
+
+    Raises:
+        ValueError: there is no block of arguments in it, or none is whole.
+    """
+    blocks = _Blocks()
+    of_node: int | None = None
+    vocabulary: int | None = None
+    gpus: set[str] = set()
+    figures = FiguresReader()
+    for line in lines:
+        text = _COLOUR.sub("", line.rstrip("\r\n"))
+        found = _RANK.search(text, 0, _BEFORE)
+        rank = "" if found is None else found[1] or found[2]
+        if _BEGINS in text:
+            blocks.begin(rank)
+        elif _ENDS in text:
+            blocks.end(rank)
+        elif rank in blocks.open_blocks:
+            blocks.take(rank, text)
+        else:
+            if of_node is None and (found := _OF_NODE.search(text)):
+                of_node = _number(found[1])
+            if vocabulary is None and (found := _VOCABULARY.search(text)):
+                vocabulary = _number(found[1])
+            gpus.update(filter(None, map(name_of_gpu, _GPU.findall(text))))
+            figures.take(text)
+    arguments = _complete_block(blocks)
+    gpu = gpus.pop() if len(gpus) == 1 else None
+    different = tuple(sorted(blocks.different - {"rank"}))
+    return Log(arguments, different, of_node, gpu, vocabulary, figures.figures())
+
+
+def _lines(file: BinaryIO) -> Iterator[str]:
+    """Yield the lines of the parts of ``file`` that may tell something: most of a log does not."""
+    for number in itertools.count():
+        if not (part := file.read(_LONGEST)):
+            return
+        part += file.readline(_LONGEST)
+        looked_for = (*_TOLD, *FIGURE_LINES) if number < _MEASURED_IN else _TOLD
+        if any(word in part for word in looked_for):
+            text = part.decode(errors="replace")
+            yield from text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
+
+def _number(digits: str) -> int | None:
+    """Return the number that ``digits`` tell; None if it can be none of ranks or tokens."""
+    return int(digits) if 0 < len(digits.lstrip("0")) < 10 else None
+
+
+def _arguments(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the argument of a line, if it has one: dots fill a name to `_COLUMN` characters."""
+    for found in _INDENTED.finditer(text, 0, _BEFORE):
+        argument = _ARGUMENT.match(text, found.start())
+        if argument and len(argument[2]) == max(_COLUMN - len(argument[1]), 0):
+            yield argument[1], argument[3]
+            return
+
+
+def _complete_block(blocks: _Blocks) -> dict[str, str]:
+    if blocks.first is not None:
+        if _number_of_ranks(blocks.first) is None:
+            count = counted(len(blocks.first), "argument")
+            raise ValueError(
+                f"the block of arguments has no number as world_size ({count} read), so it is not "
+                f"one of Megatron's; give the log as it was written"
+            )
+        return blocks.first
+    if blocks.begun is None:
+        raise ValueError(
+            "there are no arguments of Megatron in it, which rank 0 prints at the start of a "
+            "training beneath a line '---- arguments ----'; give the whole log of rank 0"
+        )
+    last = next(reversed(blocks.begun), "its first line")
+    raise ValueError(
+        f"the block of arguments is cut off after {last}: the line '---- end of arguments ----' "
+        f"is missing; give the log down to that line"
+    )
+
+
+def _number_of_ranks(arguments: Mapping[str, str]) -> int | None:
+    text = arguments.get("world_size", "")
+    return _number(text) if text.isascii() and text.isdecimal() else None
+
+
+def launch_from(words: Sequence[str], log: Path | None, recipe: str | None = None) -> Launch:
+    """Return the launch that the command ``words`` starts, that the ``log`` is of, or that trains
+    the config of a Megatron-Bridge ``recipe``.
+
+    Raises:
+        ValueError: two are given, or as `read_launch`, `launch_from_log`, `launch_from_recipe`.
+        PatchError: as `launch_from_log`.
+    """
+    if recipe is not None:
+        if log is not None:
+            raise ValueError(
+                f"{OPTION} {log} and {bridge_recipe.OPTION} {recipe} each tell the arguments: "
+                f"give only one of the two"
+            )
+        return bridge_recipe.launch_from_recipe(recipe, words)
+    if log is None:
+        return read_launch(words)
+    settings, others = given_and_others(words)
+    if others:
+        raise ValueError(
+            f"{OPTION} {log} and a launch command, {masked(others[:3])!r}, are both given, and "
+            f"each has the arguments: give only one of the two; flags of ours may follow behind --"
+        )
+    return launch_from_log(log, settings)
+
+
+def launch_from_log(path: Path, settings: Given | None = None) -> Launch:
+    """Return the launch of the training that wrote the log ``path``, with ``settings`` of a command
+    line in place of its own.
+
+    A log is data, which others may have written: what it names is not imported.
+
+    Raises:
+        ValueError: the log cannot be read, does not tell, or names a schedule that is a program.
+        PatchError: Megatron, which knows the flags, is not installed.
+    """
+    settings = settings or {}
+    try:
+        with path.open("rb") as file:
+            log = read_log(_lines(file))
+    except OSError as error:
+        raise ValueError(
+            f"{OPTION} {path}: {error.strerror}; write the path of a training's log"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{OPTION} {path}: {error}") from None
+    given = {f"{PREFIX}{name}": str(value) for name, value in settings.items()}
+    printed = {_EVALUATION: _USUAL_INTERVAL, **log.arguments, **given}
+    for name in ("schedule", "race"):
+        if PREFIX + name not in given:
+            _refuse_program(path, name, printed.get(PREFIX + name, ""))
+    with silently(), as_on(None, {"HF_HUB_OFFLINE": "1"}):
+        try:
+            with quickly():
+                from megatron_ext.launch.command.log.unparse import unparse
+        except ImportError as error:
+            raise PatchError(
+                f"{OPTION} needs Megatron, which cannot be imported here: {error}; of the working "
+                f"directory nothing is imported for a log, so set PYTHONPATH to a checkout"
+            ) from error
+        try:
+            unparsed = unparse(printed)
+        except ValueError as error:
+            raise ValueError(
+                f"{OPTION} {path}: this Megatron does not take what the log has: {error}; "
+                f"correct it in a copy of the log"
+            ) from error
+    words = unparsed.words
+    if log.vocabulary is not None and "--padded-vocab-size" not in words:
+        words += ("--padded-vocab-size", str(log.vocabulary))  # known after the arguments
+    ranks = int(log.arguments["world_size"])
+    of_node = log.of_node or _gpus_of_node(ranks)
+    remarks = [
+        f"read from {path}: {counted(ranks, 'rank')}, {of_node} on each node "
+        f"({'as the log says' if log.of_node else 'assumed'}); the script is not in it, "
+        f"{_SCRIPT} is assumed"
+    ]
+    if log.gpu is not None:
+        remarks.append(f"the log names the GPU: {log.gpu}")
+    if log.different:
+        names = _listed(log.different)
+        remarks.append(f"the log has other arguments further down, the first are taken: {names}")
+    if unparsed.unknown:
+        names = ", ".join(unparsed.unknown)
+        remarks.append(f"this Megatron does not know, and they are ignored: {names}")
+    remarks += unparsed.differences
+    return Launch(
+        _SCRIPT,
+        is_module=False,
+        arguments=words,
+        world_size=ranks,
+        installs=f"{PREFIX}schedule" in printed,
+        log=path,
+        remarks=tuple(remarks),
+        gpu=log.gpu,
+        figures=log.figures,
+    )
+
+
+def _refuse_program(path: Path, name: str, text: str) -> None:
+    """Raise ValueError if the log ``path`` has a Python file in the setting ``name``."""
+    for spec in (text, *text.split()):
+        file = file_of(spec)
+        if file is not None and file.suffix == ".py":
+            raise ValueError(
+                f"{OPTION} {path}: the log has {flag(name)} {shown(text)}, which is a program, and "
+                f"a log runs none: if you trust the file, name it on the command line: "
+                f"{OPTION} {path} -- {flag(name)} {shlex.quote(text)}"
+            )
+
+
+def _gpus_of_node(ranks: int) -> int:
+    """Return the most ranks up to `_USUAL` that nodes can have alike."""
+    return max(count for count in range(1, _USUAL + 1) if ranks % count == 0)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = len(names) - _CALLED_DIFFERENT
+    text = ", ".join(names[:_CALLED_DIFFERENT])
+    return f"{text} and {more} more" if more > 0 else text

@@ -1,0 +1,77 @@
+"""Installation of a configuration into a running process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_ext.base.logger import logger
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Handle, Patch, PatchError, apply, stale_references
+from megatron_ext.patches.features import wanted_patches
+
+_installed: tuple[PipelineConfig, Handle] | None = None
+
+
+def install(config: PipelineConfig) -> Handle:
+    """Apply the patches that ``config`` needs, or return the handle of those in force for an equal
+    one: a launcher and `megatron_ext.auto` read the same variables.
+
+    Raises:
+        PatchError: another configuration is in force, a model exists already, a patched function is
+            referenced where it cannot be replaced, or a patch does not fit. Nothing is changed.
+    """
+    global _installed
+    if _installed is not None and _installed[1].is_in_force:
+        if _installed[0] == config:
+            return _installed[1]
+        raise PatchError(
+            f"schedule {_installed[0].schedule} is installed in this process already, with other "
+            f"settings than schedule {config.schedule} now: install once, or undo the first handle"
+        )
+    if config.arranges_microbatches and os.environ.get("RANK", "0") == "0":
+        logger.info(
+            "microbatches are ordered and dealt where Megatron's own loader reads them, and under "
+            "megatron_ext.bridge.use Megatron-Bridge's; batches of other loaders are ordered by "
+            "megatron_ext.order_microbatches"
+        )
+    patches = wanted_patches(config)
+    problem = _too_late(patches)
+    if problem is not None:
+        gc.collect()  # an unreferenced exception may refer to these in its frames
+        problem = _too_late(patches)
+    if problem is not None:
+        raise PatchError(problem)
+    handle = apply(patches)
+    _installed = (config, handle)
+    return handle
+
+
+def _too_late(patches: Sequence[Patch]) -> str | None:
+    """Return why ``patches`` would not reach everything, with the fix; None if they would."""
+    if (model := _existing_model()) is not None:
+        return (
+            f"a Megatron model ({model}) has been built already, with stock layers: "
+            f"call megatron_ext.install before the model is built"
+        )
+    if stale := stale_references(patches):
+        return (
+            "install would not reach everything:\n  "
+            + "\n  ".join(stale)
+            + "\ncall megatron_ext.install before these references are taken"
+        )
+    return None
+
+
+def _existing_model() -> str | None:
+    """Return the class of a living Megatron module, if there is one."""
+    module = sys.modules.get("megatron.core.transformer.module")
+    if module is None:
+        return None
+    for candidate in gc.get_objects():
+        # Not isinstance, which may run code of the object.
+        if issubclass(type(candidate), module.MegatronModule):
+            return type(candidate).__name__
+    return None

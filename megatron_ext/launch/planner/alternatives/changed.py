@@ -1,0 +1,24 @@
+"""A launch command with other flags of Megatron's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_ext.planner.candidate import Candidate
+
+if TYPE_CHECKING:
+    from megatron_ext.launch.planner.variants import LaunchVariants
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A launch command with other flags, and the schedules for it.
+
+    Attributes:
+        dropped: Megatron's flags that are removed, in addition to those that a schedule replaces.
+    """
+
+    variants: LaunchVariants
+    candidates: tuple[Candidate, ...]
+    dropped: tuple[str, ...] = ()

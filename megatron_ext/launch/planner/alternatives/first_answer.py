@@ -1,0 +1,109 @@
+"""First answer for a launch command, since to compare all schedules takes up to a minute."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.adapter.step_sizes import main_size
+from megatron_ext.base.progress import remark
+from megatron_ext.compile.registry import Maturity, entry_of
+from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
+from megatron_ext.planner.planner import NO_TIME, all_specs, make_plan
+from megatron_ext.planner.planning_time import answered, provisional, within
+
+if TYPE_CHECKING:
+    from megatron_ext.launch.planner.parsed_launch import ParsedLaunch
+    from megatron_ext.launch.planner.variants import LaunchVariants
+
+LONG = 1_024  # pipeline ranks times microbatches, from which on steps are long
+_FIRST = ("zb-v",)
+_RECOMPUTE = 0.15  # of the planning time, after which the first answer comes without recompute
+
+
+def is_long(args: Any) -> bool:
+    """Return whether steps of ``args`` (validated) are so long that a comparison of all schedules
+    takes up to a minute."""
+    return bool(args.pipeline_model_parallel_size * main_size(args).microbatches >= LONG)
+
+
+def first_answer(parsed: ParsedLaunch) -> Plan:
+    """Compare the schedule of the command with few others that take no search, and say which is
+    the best. If none of them fits, the same with recompute is tried.
+
+    Returns:
+        the plan without recompute.
+    """
+    schedule = parsed.variants.launch_schedule
+    assert schedule is not None
+    specs = tuple(dict.fromkeys((schedule, *_FIRST)))
+    variants = replace(parsed.variants, methods=frozenset([VocabMethod.NAIVE]))
+    simple = replace(variants, tries_recompute=False)
+    plan = make_plan(simple.variant, parsed.allowed_bytes, specs=specs)
+    fitting = plan
+    if plan.best is None and variants.tries_recompute:
+        with within(_RECOMPUTE), provisional():
+            fitting = make_plan(variants.variant, parsed.allowed_bytes, specs=specs)
+    words = _in_words(fitting, variants)
+    if NO_TIME in fitting.refusals.values():
+        words += ", and how much recompute would fit is not known yet"
+    if NO_TIME not in plan.refusals.values():
+        remark(f"a first answer: {words}; others are compared now")
+        answered()
+    return plan
+
+
+def _in_words(plan: Plan, variants: LaunchVariants) -> str:
+    best, unchanged = next(iter(plan.tied), None), _unchanged(plan, variants)
+    if best is None:
+        return "nothing fits so far"
+    if best is unchanged:
+        return "the unchanged command, as estimated"
+    words = shlex.join(variants.written(best).added)
+    if unchanged is not None:
+        words += f", a step {1 - best.step / unchanged.step:.1%} shorter"
+    return f"{words}, as estimated"
+
+
+def whole_plan(parsed: ParsedLaunch, first: Plan) -> Plan:
+    """Compare all schedules for the command. If steps are long, and a stable schedule fits, only
+    stable ones are compared, without those that take more time than the best of the ``first``
+    answer, whose schedules are used as they are."""
+    variants = parsed.variants
+    if not is_long(parsed.validated):
+        return make_plan(variants.variant, parsed.allowed_bytes, may_offload=True)
+    family = (variants.launch_schedule or "").partition(":")[0]
+    stable = [
+        s
+        for s in all_specs()
+        if entry_of(s).maturity is Maturity.STABLE or entry_of(s).name == family
+    ]
+    others = [spec for spec in all_specs() if spec not in stable]
+    compare = partial(
+        make_plan,
+        variants.variant,
+        parsed.allowed_bytes,
+        only_promising=True,
+        may_offload=True,
+        known=first.candidates,
+        is_long=True,
+    )
+    plan = compare(specs=stable)
+    if plan.candidates:
+        return plan
+    more = compare(specs=others)
+    return Plan(more.candidates, {**plan.refusals, **more.refusals})
+
+
+def _unchanged(plan: Plan, variants: LaunchVariants) -> Candidate | None:
+    """Return the unchanged command; None if it is not in ``plan``."""
+    for candidate in plan.candidates:
+        is_unchanged = (candidate.schedule, candidate.method) == (
+            variants.launch_schedule,
+            VocabMethod.NAIVE,
+        )
+        if is_unchanged and candidate.recompute == variants.config.options.recompute:
+            return candidate
+    return None

@@ -1,0 +1,120 @@
+"""Alternatives for a launch with long sequences: slices, recompute, V's and context parallelism."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatron_ext.base.words import bytes_text
+from megatron_ext.compile.registry import entry_of
+from megatron_ext.launch.planner.alternatives.without_full_recompute import (
+    WITH_FULL_RECOMPUTE,
+)
+from megatron_ext.launch.planner.variants import LaunchVariants
+from megatron_ext.planner.candidate import Candidate, Plan
+from megatron_ext.planner.figures import slower_by
+from megatron_ext.planner.long_sequences import (
+    COUNTS,
+    EQUAL,
+    FULL_RECOMPUTE,
+    LONG,
+    WHOLE_SEQUENCES,
+    LongSequenceAlternative,
+    LongSequences,
+    alternatives_of_plan,
+    alternatives_with_slices,
+    context_parallel,
+    long_sequence_alternative,
+)
+from megatron_ext.planner.verdict import Written
+from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT
+
+if TYPE_CHECKING:
+    from megatron_ext.launch.planner.parsed_launch import ParsedLaunch
+
+_SIMPLE = ("zb-h1", "zb-v")
+
+
+def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
+    """Return the alternatives for long sequences of the launch with this ``plan``; None if its
+    sequences are short."""
+    args, variants, allowed_bytes = parsed.validated, parsed.variants, parsed.allowed_bytes
+    if args.seq_length < LONG:
+        return None
+    requested = variants.config.slices
+    alternatives = alternatives_of_plan(plan, requested)
+    if requested > 1:
+        alternatives.append(
+            long_sequence_alternative(
+                WHOLE_SEQUENCES, variants.with_slices(UNCUT).variant, allowed_bytes
+            )
+        )
+    elif parsed.measured is None and variants.config.costs.is_estimate:
+        alternatives += _of_other_settings(parsed)
+    counts = [count for count in COUNTS if count != requested]
+    alternatives += alternatives_with_slices(
+        lambda cut: variants.with_slices(cut).variant, allowed_bytes, counts
+    )
+    made = LongSequences(args.seq_length, tuple(alternatives), args.context_parallel_size)
+    best = made.best
+    if best is None:
+        return made
+    return replace(made, written=written_with_slices(parsed, best))
+
+
+def written_with_slices(parsed: ParsedLaunch, made: Candidate) -> Written:
+    """Return the flags that make the launch train under ``made``, which has slices."""
+    written = parsed.variants.written(made)
+    return replace(written, added=(*written.added, *parsed.costs))
+
+
+def _of_other_settings(parsed: ParsedLaunch) -> Iterator[LongSequenceAlternative]:
+    """Yield full recompute, and twice the context parallelism with half of the data parallelism."""
+    args, variants, allowed_bytes = parsed.validated, parsed.variants, parsed.allowed_bytes
+    if args.recompute_granularity != "full":
+        fully_recomputed = variants.with_values(WITH_FULL_RECOMPUTE)
+        yield long_sequence_alternative(FULL_RECOMPUTE, fully_recomputed.variant, allowed_bytes)
+    if args.data_parallel_size % 2 == 0:
+        ranks = 2 * args.context_parallel_size
+        words = context_parallel(ranks, args.data_parallel_size // 2)
+        divided = variants.with_values({"context_parallel_size": ranks})
+        yield long_sequence_alternative(words, divided.variant, allowed_bytes, is_here=False)
+
+
+def what_slices_give(
+    variants: LaunchVariants, baseline: Candidate, tokens: int, allowed_bytes: float | None
+) -> str | None:
+    """Say what a launch would take with slices under its own schedule or another simple one, and
+    its flags; None if slices gain nothing, or are impossible.
+
+    Args:
+        baseline: the launch as it stands.
+        tokens: of a sequence on a rank.
+        allowed_bytes: bytes that a rank may take; None: not known.
+    """
+    counts = [count for count in COUNTS if count * LONG_ENOUGH <= tokens]
+    if not counts:
+        return None
+    specs = [name for name in (baseline.family, *_SIMPLE) if entry_of(name).traits.takes_slices]
+    (alternative,) = alternatives_with_slices(
+        lambda cut: variants.with_slices(cut).variant,
+        allowed_bytes,
+        counts[-1:],
+        list(dict.fromkeys(specs)),
+    )
+    made, fits = (
+        alternative.shortest,
+        allowed_bytes is None or baseline.fullest is None or baseline.fullest <= allowed_bytes,
+    )
+    if made is None or (fits and slower_by(baseline, made) < EQUAL):
+        return None
+    words = shlex.join(variants.written(made).added)
+    bubbles = [f"{candidate.report.bubble_share_makespan:.1%}" for candidate in (made, baseline)]
+    text = f"with {words} a step is predicted to take {made.step / baseline.step - 1:+.1%}: "
+    text += f"{bubbles[0]} bubbles in place of {bubbles[1]}"
+    if made.fullest is None or baseline.fullest is None:
+        return text
+    taken, before = bytes_text(made.fullest), bytes_text(baseline.fullest)
+    return f"{text}, {taken} on the fullest rank in place of {before}"

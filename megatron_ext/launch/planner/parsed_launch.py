@@ -1,0 +1,419 @@
+"""A launch command with the settings for its plan, parsed and validated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.base.words import counted
+from megatron_ext.compile.registry import Maturity, choose
+from megatron_ext.config import (
+    ESTIMATE,
+    PLAN,
+    VARIABLES,
+    CostsSource,
+    PipelineConfig,
+    flag,
+    variable,
+)
+from megatron_ext.cost_model.assumptions import assumptions
+from megatron_ext.cost_model.description import describe
+from megatron_ext.cost_model.gpus import FreeMemory, Gpu, free_memory, short_name
+from megatron_ext.cost_model.measured.file import MeasuredFile, load_measured
+from megatron_ext.cost_model.model_memory import least_lasting
+from megatron_ext.launch.command.importing import as_on, quickly, silently
+from megatron_ext.launch.command.launch_words import Launch
+from megatron_ext.launch.command.other_programs import why_not_megatrons
+from megatron_ext.launch.command.our_flags import (
+    flags_of_script,
+    installation,
+    settings_of,
+    with_variables,
+)
+from megatron_ext.launch.command.script_texts import read_script_texts
+from megatron_ext.launch.command.unknown_words import unknown_words
+from megatron_ext.launch.planner.command_line import text_of_script
+from megatron_ext.launch.planner.vision import take_vision, vision_of_launch
+from megatron_ext.patches.engine import PatchError
+from megatron_ext.planner.candidate import VocabMethod
+from megatron_ext.planner.mixed_gpus import ASSUMED_GPU, product_of, speeds_of_gpus
+from megatron_ext.schedule.rank_speeds import RankSpeeds
+from megatron_ext.written_settings import flag_taken, from_argv, given_in, says
+
+if TYPE_CHECKING:
+    from megatron_ext.launch.command.megatron_arguments import ParsedArguments, RatesOf
+    from megatron_ext.launch.planner.variants import LaunchVariants
+
+ONE_RANK = (
+    "there is one pipeline rank, so no schedule can be chosen: --any-sizes compares other sizes, "
+    "or write --pipeline-model-parallel-size 2 or more"
+)
+# Tokens of a vocabulary that is not known, about as many as tokenizers of 2024 and later have, and
+# the least and the most that are usual.
+ASSUMED_TOKENS, USUAL_TOKENS = 128_000, (32_000, 256_000)
+_METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """A launch command, or Megatron's arguments by their names, and the settings for its plan.
+
+    Attributes:
+        values: values of arguments, in place of a launch command's words.
+        config: the file that has these.
+        world_size: ranks of the launch; None: as the command says, or the least that is possible.
+        gpu: None: the costs are an H100's, and nothing is compared with its memory.
+        settings: words for flags of ours that the command gives, as ``--pipeline-costs FILE``.
+        reserved: bytes that the allocator of a rank reserves beyond what it hands out; None: as the
+            file of costs has it.
+        gpus: of the pipeline ranks, if they are of several types; ``gpu`` is their reference then.
+        seen_speeds: of the ranks, as a trace has shown them; None: no rank is slow.
+        vision: sizes of a vision tower on the first stage, as text; None: as the launch says.
+        vision_tokens: tokens of the tower for each sample; None: as the launch says, or as many as
+            the language model has.
+    """
+
+    launch: Launch | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+    config: Path | None = None
+    world_size: int | None = None
+    gpu: Gpu | None = None
+    settings: tuple[str, ...] = ()
+    reserved: float | None = None
+    gpus: tuple[Gpu, ...] = ()
+    seen_speeds: RankSpeeds | None = None
+    vision: str | None = None
+    vision_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class ParsedLaunch:
+    """A launch command that was parsed.
+
+    Attributes:
+        variants: the problems of schedules.
+        validated: arguments of the unchanged command.
+        free: memory that a rank may take; None: not known.
+        remarks: assumptions, a sentence each.
+        measured: costs per layer type, by which it is estimated; None: they are not measured.
+        costs: words for the file of these, if the command does not name it.
+        untold: settings that no words of the command tell: of a vision tower, and of a recipe.
+        assumes_tokens: whether the number of tokens in the vocabulary is `ASSUMED_TOKENS`, since
+            the tokenizer is not here.
+    """
+
+    variants: LaunchVariants
+    validated: Any
+    free: FreeMemory | None
+    remarks: tuple[str, ...]
+    measured: MeasuredFile | None = None
+    costs: tuple[str, ...] = ()
+    untold: Mapping[str, Any] = field(default_factory=dict)
+    assumes_tokens: bool = False
+
+    @property
+    def allowed_bytes(self) -> float | None:
+        """Bytes that tensors of a rank may take; None: not known."""
+        return None if self.free is None else self.free.allocated
+
+    @property
+    def facts(self) -> str:
+        """Model, ranks and microbatches of the launch, in words."""
+        return _facts(self.validated, self.variants.world_size)
+
+
+def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) -> T:
+    """Return the result of ``work`` on the launch, on a machine that answers as the launch's would.
+
+    Raises:
+        ValueError, PatchError: as `plan_launch`.
+    """
+    launch = request.launch
+    folder: Path | None = Path.cwd()
+    if launch is not None and launch.log is not None:
+        folder = None
+    elif launch is not None and launch.installs is False and not launch.is_module:
+        folder = Path(launch.script).parent.absolute()
+    environment = {} if launch is None else launch.environment
+    with silently(), as_on(folder, {"HF_HUB_OFFLINE": "1", **environment}):
+        try:
+            with quickly():
+                from megatron_ext.launch.command import megatron_arguments
+        except (ImportError, OSError) as error:  # OSError: libraries are not found
+            raise PatchError(
+                f"a plan needs Megatron, which cannot be imported here: {error}"
+            ) from error
+        script = None
+        if launch is not None:
+            is_data = launch.log is not None or launch.recipe is not None
+            script = None if is_data else text_of_script(launch)
+            _refuse_other_programs(launch, script)
+            remarks = (*launch.remarks, *_on_our_flags(launch, script))
+            request = replace(request, launch=replace(launch, remarks=remarks))
+        values = dict(request.values)
+        given = take_vision(values)
+        if launch is not None and launch.recipe is not None:
+            given |= launch.recipe.settings
+        with _naming(request.config):
+            parsed = (
+                megatron_arguments.parse_values(values)
+                if launch is None
+                else megatron_arguments.parse_arguments(launch.arguments)
+            )
+        of_tower = vision_of_launch(
+            parsed.args, parsed.unknown, given, request.vision, request.vision_tokens
+        )
+        if launch is not None:
+            _refuse_words(launch, parsed, script)
+        vars(parsed.args).update(of_tower)
+        rates = _rates(request)
+        with megatron_arguments.on_gpus(parsed.args, rates):
+            return work(_read(request, parsed.args, of_tower, megatron_arguments))
+
+
+def _refuse_other_programs(launch: Launch, script: str | None) -> None:
+    """Raise ValueError if ``launch`` is no command of Megatron's, or its ``script`` has a flag that
+    is named as one of ours, which the written command would add."""
+    if (why := why_not_megatrons(launch, script)) is not None:
+        raise ValueError(f"this command cannot be planned: {why}")
+    for name in flags_of_script(script):
+        raise ValueError(flag_taken(name))
+
+
+def _on_our_flags(launch: Launch, script: str | None) -> Iterator[str]:
+    """Yield a remark if the command lacks what our flags need, which the written command has. Raise
+    ValueError if variables count."""
+    found = installation(launch, script)
+    if found is not None and found.verdict == "wrong":
+        yield f"{found.text}; {found.fix}"
+    counting, _ = with_variables(launch, script)
+    if settings_of(counting, script) != from_argv(launch.arguments):
+        raise ValueError(
+            f"variables {VARIABLES}* count in the launch, and a plan reads flags alone: write "
+            f"--pipeline-x in the command in place of {variable('x')}"
+        )
+
+
+def _refuse_words(launch: Launch, parsed: ParsedArguments, script: str | None) -> None:
+    """Raise ValueError for a word that is surely a mistake: what it was to change is not timed."""
+    texts = read_script_texts(launch, script) if parsed.unknown else None
+    words = unknown_words(launch.arguments, parsed.unknown, parsed.flags, texts)
+    for word in words:
+        if word.verdict == "wrong":
+            raise ValueError(f"{word.text}; {word.fix}" if word.fix else word.text)
+
+
+def _absent(launch: Launch | None, args: Any, megatron_arguments: Any) -> Iterator[str]:
+    """Name the files of the command that are not on this machine. A plan needs none of them."""
+    if launch is None or launch.log is not None or launch.recipe is not None:
+        return
+    prefixes: list[str] = []
+    with contextlib.suppress(ValueError):  # a list of datasets is not here either
+        prefixes = [name for name in megatron_arguments.data_prefixes(args) if "://" not in name]
+    names = [] if launch.is_module else [launch.script]
+    names += prefixes if args.sft else [f"{prefix}.bin" for prefix in prefixes]
+    absent = [name for name in names if not Path(name).exists()]
+    if absent:
+        yield (
+            f"not on this machine, and not needed for a plan: {', '.join(absent)}; doctor looks "
+            f"for them where the training will run"
+        )
+
+
+@contextlib.contextmanager
+def _naming(config: Path | None) -> Iterator[None]:
+    """Put the file ``config``, if there is one, before the text of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        if config is None:
+            raise
+        raise ValueError(f"--config {config}: {error}") from error
+
+
+def _read(
+    request: LaunchRequest, args: Any, untold: Mapping[str, Any], megatron_arguments: Any
+) -> ParsedLaunch:
+    from megatron_ext.launch.planner.stage_arguments import stock_schedule
+    from megatron_ext.launch.planner.variants import LaunchVariants
+
+    if args.yaml_cfg is not None or args.use_checkpoint_args:
+        raise ValueError(
+            "--yaml-cfg and --use-checkpoint-args replace arguments of the command: write the "
+            "arguments on the command line"
+        )
+    words = () if request.launch is None else request.launch.arguments
+    config = given = _settings(request)
+    ranks = request.world_size
+    if ranks is None and request.launch is not None:
+        ranks = request.launch.world_size
+    measured = _measured_layers(config, request)
+    remarks = [] if request.launch is None else list(request.launch.remarks)
+    remarks += _assumed(request, ranks, is_measured=measured is not None)
+    ranks = ranks or megatron_arguments.least_world_size(args)
+    is_data = request.launch is None or request.launch.log is not None  # which runs no code
+    tokens = megatron_arguments.count_tokens(args, may_run_code=not is_data) or args.vocab_size
+    is_assumed = tokens is None and args.padded_vocab_size is None
+    if is_assumed:
+        tokens = ASSUMED_TOKENS
+    if config.schedule == PLAN:  # for settings of the plan that Megatron's own schedule shares
+        config = replace(config, schedule=None)
+    launch_schedule = config.schedule or stock_schedule(args)
+    if measured is not None:  # by which all layouts are estimated
+        config = replace(config, costs=CostsSource(ESTIMATE))
+    variants = LaunchVariants(
+        args,
+        config,
+        ranks,
+        _METHODS,
+        tokens,
+        launch_schedule,
+        frozenset(Maturity),
+        tries_recompute=not says(words, "recompute"),
+        describes_training=request.launch is not None,
+    )
+    reserved = request.reserved
+    if reserved is None and measured is not None:
+        reserved = measured.reserved
+    with _naming(request.config):
+        validated = variants.checked()  # raises ValueError: no schedule helps
+    free = _free(request, validated, launch_schedule, reserved)
+    remarks += _on_costs(validated, given, measured)
+    remarks += _absent(request.launch, validated, megatron_arguments)
+    is_written = measured is None or str(given.costs) in words
+    costs: tuple[str, ...] = () if is_written else (flag("costs"), str(given.costs))
+    speeds = _speeds(request, validated, config)
+    if speeds is not None:
+        variants = replace(variants, config=replace(config, rank_speeds=speeds))
+        costs += (flag("rank_speeds"), str(speeds))
+        remarks.append(f"speeds of the pipeline ranks are taken as {speeds}")
+    return ParsedLaunch(
+        variants,
+        validated,
+        free,
+        tuple(remarks),
+        measured,
+        costs,
+        untold,
+        is_assumed,
+    )
+
+
+def _free(
+    request: LaunchRequest, args: Any, spec: str, reserved: float | None
+) -> FreeMemory | None:
+    """Return the memory that a rank of the launch with validated ``args`` may take under ``spec``;
+    None: not known. ``reserved``: as in `free_memory`."""
+    from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
+
+    if request.gpu is None or request.gpu.memory is None:
+        return None
+    placement = choose(spec).place(args.pipeline_model_parallel_size)
+    lasting = least_lasting(model_bytes_of_ranks(args, placement))
+    return free_memory(request.gpu.memory, reserved, lasting=lasting)
+
+
+def _speeds(request: LaunchRequest, args: Any, config: PipelineConfig) -> RankSpeeds | None:
+    """Return the speeds of the pipeline ranks of validated ``args``: given, seen in a trace, and
+    those of their GPUs; None if all are alike."""
+    of_gpus = None
+    ranks = args.pipeline_model_parallel_size
+    if request.gpus:
+        if len(request.gpus) != ranks:
+            raise ValueError(
+                f"--gpu names {counted(len(request.gpus), 'pipeline rank')}, and the launch has "
+                f"{ranks}"
+            )
+        from megatron_ext.adapter.dimensions import execution
+
+        run = execution(args, args.seq_length, args.micro_batch_size)
+        of_gpus = speeds_of_gpus(request.gpus, describe(args), run)
+    return product_of([config.rank_speeds, request.seen_speeds, of_gpus], ranks)
+
+
+def _settings(request: LaunchRequest) -> PipelineConfig:
+    """Return the settings of the launch and of the plan command. The latter count for all
+    schedules, so also for a launch that names none.
+
+    Raises:
+        ValueError: they are not understood, or do not go together.
+    """
+    words = () if request.launch is None else request.launch.arguments
+    config = from_argv(words)
+    if not request.settings:
+        return config
+    if config.schedule:
+        return from_argv((*words, *request.settings))
+    given = given_in((*words, flag("schedule"), PLAN, *request.settings))
+    return PipelineConfig.parse(**given)
+
+
+def _rates(request: LaunchRequest) -> RatesOf | None:
+    """Return the rates of a rank: measured, or of the GPU's data sheet; None: those of an H100."""
+    measured = _measured_layers(_settings(request), request)
+    if measured is not None:
+        return lambda precision: measured.rates
+    return None if request.gpu is None else request.gpu.rates
+
+
+def _assumed(request: LaunchRequest, ranks: int | None, *, is_measured: bool) -> Iterator[str]:
+    if ranks is None:
+        yield (
+            "the world size is not known, and one copy of the model assumed: --world-size N counts "
+            "in optimizer states and microbatches"
+        )
+    if request.gpu is None and not is_measured:
+        yield ASSUMED_GPU
+
+
+def _measured_layers(config: PipelineConfig, request: LaunchRequest) -> MeasuredFile | None:
+    """Costs per layer type of the file that ``config`` names, if it names one that has them."""
+    if config.costs.file is None:
+        return None
+    return load_measured(config.costs.file, short_name(request.gpu))
+
+
+def _on_costs(args: Any, config: PipelineConfig, measured: MeasuredFile | None) -> Iterator[str]:
+    """Say which parts of times and memory are not known, and which were measured; and if there is
+    no pipeline whose schedule would have any."""
+    if args.pipeline_model_parallel_size == 1:
+        yield ONE_RANK
+    tower = describe(args).tower
+    if tower is not None:
+        tokens = f"{tower.patches:,} vision tokens a sample in {counted(tower.images, 'image')}"
+        assumed = "" if getattr(args, "vision_tokens", None) else ", as many as the model's own"
+        yield f"vision tower on the first stage, {tower.trained}: {tokens}{assumed}"
+    unknown = assumptions(args)
+    if unknown is not None:
+        yield unknown
+    if measured is not None:
+        yield from measured.remarks(describe(args))
+    elif config.costs.file is not None:
+        yield (
+            f"{config.costs.file} has costs per stage alone, which fit schedules with as many "
+            f"stages: measured anew, it has them per layer type too"
+        )
+
+
+def _facts(args: Any, ranks: int) -> str:
+    from megatron_ext.adapter.step_sizes import main_size
+
+    sizes = {
+        "TP": args.tensor_model_parallel_size,
+        "CP": args.context_parallel_size,
+        "EP": args.expert_model_parallel_size if args.num_experts else 1,
+        "ETP": args.expert_tensor_parallel_size if args.num_experts else 1,
+        "PP": args.pipeline_model_parallel_size,
+        "DP": args.data_parallel_size,
+    }
+    parts = " x ".join(f"{name} {size}" for name, size in sizes.items() if size and size > 1)
+    size = main_size(args)
+    microbatches = counted(size.microbatches, "microbatch")
+    of_all = f", the steps with {size.share:.0%} of the samples" if size.share < 1 else ""
+    return (
+        f"{counted(args.num_layers, 'layer')} on {counted(ranks, 'rank')} ({parts}), "
+        f"{microbatches} of {args.micro_batch_size} x {args.seq_length} tokens{of_all}"
+    )

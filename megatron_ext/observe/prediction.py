@@ -1,0 +1,83 @@
+"""A program's predicted step compared with the measured ones, rank by rank."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_ext.base.words import counted
+from megatron_ext.schedule.timeline import Timeline
+
+
+class RankStep(NamedTuple):
+    """One step on one rank: start of its first pass, end of its last, and seconds of all passes."""
+
+    start: float
+    end: float
+    busy: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted step of a program compared with measured ones.
+
+    Attributes:
+        predicted, measured: makespan of a step, in seconds.
+        predicted_busy, measured_busy: seconds of all passes of a step, for each rank.
+        steps: number of measured steps. The measured figures are their medians.
+    """
+
+    predicted: float
+    measured: float
+    predicted_busy: tuple[float, ...]
+    measured_busy: tuple[float, ...]
+    steps: int
+
+    @property
+    def error(self) -> float:
+        """Excess of the measured step over the predicted one, as a share of the predicted one."""
+        return self.measured / self.predicted - 1
+
+    @property
+    def bubble_shares(self) -> tuple[float, float]:
+        """Idle share of the step over all ranks, predicted and measured."""
+        ranks = len(self.measured_busy)
+        return (
+            1 - sum(self.predicted_busy) / ranks / self.predicted,
+            1 - sum(self.measured_busy) / ranks / self.measured,
+        )
+
+    def lines(self) -> list[str]:
+        """Return a line of text for each rank."""
+        error = f"{abs(self.error):.1%} {'shorter' if self.error < 0 else 'longer'}"
+        step = f"step predicted {_ms(self.predicted)}, measured {_ms(self.measured)} ({error})"
+        pairs = zip(self.predicted_busy, self.measured_busy, strict=True)
+        return [
+            f"pipeline rank {rank}: {step}; idle share predicted "
+            f"{1 - predicted / self.predicted:.1%}, "
+            f"measured {1 - measured / self.measured:.1%}; median of {counted(self.steps, 'step')}"
+            for rank, (predicted, measured) in enumerate(pairs)
+        ]
+
+
+def compare_prediction(predicted: Timeline, ranks: Sequence[Sequence[RankStep]]) -> Comparison:
+    """Compare a ``predicted`` step with the measured steps of each rank.
+
+    Args:
+        ranks: for each rank its steps. All ranks have the same steps, timed by one clock.
+    """
+    steps = list(zip(*ranks, strict=True))
+    makespans = [max(r.end for r in step) - min(r.start for r in step) for step in steps]
+    return Comparison(
+        predicted.makespan,
+        statistics.median(makespans),
+        tuple(sum(event.end - event.start for event in row) for row in predicted.compute),
+        tuple(statistics.median(step.busy for step in rank) for rank in ranks),
+        len(steps),
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"

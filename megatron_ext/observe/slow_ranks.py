@@ -1,0 +1,184 @@
+"""Ranks that are slower than the costs of their stages, the time that they cost, and remedies.
+
+The time of a rank's passes is compared with the costs of its stages, and with the same rank of
+other pipelines (data-parallel replicas and tensor-parallel ranks), which have the same stages:
+
+    slow here, not in other pipelines     a slow GPU
+    slow in all pipelines                 the stage takes longer than its cost
+    all ranks of one pipeline slow        a slow replica, which no layout helps
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.observe.explain import seconds_over_predicted
+from megatron_ext.observe.replay import Replay
+from megatron_ext.observe.trace import TracedStep
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.rank_speeds import RankSpeeds
+from megatron_ext.schedule.timeline import Timeline
+
+SLOW = 0.05  # from which share more than the others' a rank is slow; less is noise
+PATIENCE = 100  # iterations, after which somebody should look
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """Seconds of the passes of a step on each rank of a pipeline.
+
+    Attributes:
+        last: global rank of its last pipeline rank, which names the pipeline.
+        busy: by pipeline rank.
+    """
+
+    last: int
+    busy: tuple[float, ...]
+
+
+def slow_ranks(ratios: Sequence[float]) -> dict[int, float]:
+    """Return, for each slow rank, its time relative to the other ranks.
+
+    ``ratios``: by rank, the seconds of its passes over those of the costs of its stages.
+    """
+    par = statistics.median_low(ratios)
+    slowness = {rank: ratio / par for rank, ratio in enumerate(ratios)}
+    return {rank: times for rank, times in slowness.items() if times > 1 + SLOW}
+
+
+def speeds_of(ratios: Sequence[float]) -> RankSpeeds | None:
+    """Return the speeds of ranks with these ``ratios``, 1 for each that is not slow; None if none
+    is."""
+    slow = slow_ranks(ratios)
+    if not slow:
+        return None
+    return _speeds(slow, len(ratios), digits=4)
+
+
+def _speeds(slow: Mapping[int, float], ranks: int, digits: int) -> RankSpeeds:
+    return RankSpeeds(tuple(round(1 / slow.get(rank, 1.0), digits) for rank in range(ranks)))
+
+
+def speeds_in(steps: Sequence[TracedStep]) -> tuple[RankSpeeds | None, RankSpeeds | None]:
+    """Return the speeds of ranks that traced ``steps`` show, and those of their medians, which may
+    be noise; None if no rank is slow.
+
+    A rank is slow if it is so in every one of several steps, by more than its steps differ.
+    """
+    of_steps = [seconds_over_predicted(step.measured, step.predicted) for step in steps]
+    medians = [statistics.median(ratios) for ratios in zip(*of_steps, strict=True)]
+    relative = [[ratio / statistics.median_low(step) for ratio in step] for step in of_steps]
+
+    def is_sure(rank: int) -> bool:
+        times = [step[rank] for step in relative]
+        return len(times) > 1 and min(times) - 1 > max(SLOW, max(times) - min(times))
+
+    sure = {rank: times for rank, times in slow_ranks(medians).items() if is_sure(rank)}
+    return _speeds(sure, len(medians), digits=4) if sure else None, speeds_of(medians)
+
+
+def share_lost(predicted: Timeline, slow: Mapping[int, float]) -> float:
+    """Return by how much these ``slow`` ranks lengthen the ``predicted`` step, as a share of it.
+    Both steps are replayed with messages that take no time."""
+    events = {event.action: event for row in predicted.compute for event in row}
+
+    def seconds(action: Action) -> float:
+        return events[action].end - events[action].start
+
+    def slowed(action: Action) -> float:
+        return seconds(action) * slow.get(events[action].rank, 1.0)
+
+    replay = Replay(predicted.schedule)
+    return replay.run(slowed).makespan / replay.run(seconds).makespan - 1
+
+
+class SlowRanks:
+    """Reports once that the same ranks have been slow for `PATIENCE` iterations."""
+
+    def __init__(self) -> None:
+        self._iterations: dict[int, int] = {}  # by rank, for which it has been slow up to now
+        self._told: set[int] = set()
+
+    def see(
+        self,
+        ratios: Sequence[float],
+        predicted: Timeline,
+        iterations: int,
+        this_pipeline: PipelineTimes,
+        others: Sequence[PipelineTimes],
+    ) -> str | None:
+        """Return the remark due after ``iterations`` more with these ``ratios``, if any is.
+
+        Args:
+            this_pipeline: times of the pipeline that ``ratios`` are of.
+            others: times of the other pipelines, as far as they are known.
+        """
+        pipelines = [
+            this_pipeline,
+            *(one for one in others if len(one.busy) == len(this_pipeline.busy)),
+        ]
+        slow = dict(slow_ranks(ratios))
+        for one in pipelines[1:]:
+            for rank, times in slow_in(one, pipelines).items():
+                slow[rank] = max(slow.get(rank, 1.0), times)
+        self._iterations = {rank: self._iterations.get(rank, 0) + iterations for rank in slow}
+        due = [rank for rank, count in self._iterations.items() if count >= PATIENCE]
+        if not set(due) - self._told:
+            return None
+        self._told |= set(due)
+        of_due = {rank: slow[rank] for rank in sorted(due)}
+        since = f"for {min(self._iterations[rank] for rank in due)} iterations"
+        replicas = _slow_replicas(pipelines)
+        if replicas and not slow_ranks(ratios) and all(map(_is_in(replicas, pipelines), due)):
+            listed = ", ".join(str(one.last) for one in replicas)
+            return (
+                f"{since} all ranks of the pipeline that ends on global rank {listed} have been "
+                f"slow, up to {max(of_due.values()):.2f} times: a slow replica, which "
+                f"no layout helps"
+            )
+        speeds = _speeds(of_due, len(ratios), digits=2)
+        which = "; ".join(_words(rank, times, pipelines) for rank, times in of_due.items())
+        lost = share_lost(predicted, of_due)
+        return (
+            f"{since} {which}: the step is {lost:.0%} longer by it. A layout for these ranks: "
+            f"megatron-ext plan --rank-speeds {speeds} -- and this launch command"
+        )
+
+
+def slow_in(one: PipelineTimes, pipelines: Sequence[PipelineTimes]) -> dict[int, float]:
+    """Return how many times as long as in the other ``pipelines`` the slow ranks of ``one`` take,
+    by their numbers."""
+    slow = {}
+    for rank, busy in enumerate(one.busy):
+        others = [other.busy[rank] for other in pipelines if other is not one]
+        if others and busy > (1 + SLOW) * statistics.median_low(others):
+            slow[rank] = busy / statistics.median_low(others)
+    return slow
+
+
+def _words(rank: int, times: float, pipelines: Sequence[PipelineTimes]) -> str:
+    name = f"pipeline rank {rank} has been {times:.2f} times as slow as its stage's cost"
+    if len(pipelines) == 1:
+        return f"{name} (its GPU is slow, or the cost is wrong: --pipeline-costs profile measures)"
+    where = [one.last for one in pipelines if rank in slow_in(one, pipelines)]
+    if not where:
+        return f"{name} in all {len(pipelines)} pipelines: its stage takes longer, not one GPU"
+    listed = ", ".join(map(str, where))
+    return (
+        f"pipeline rank {rank} has been {times:.2f} times as slow as in other pipelines, in the "
+        f"one that ends on global rank {listed}: a slow GPU"
+    )
+
+
+def _slow_replicas(pipelines: Sequence[PipelineTimes]) -> list[PipelineTimes]:
+    return [one for one in pipelines if len(slow_in(one, pipelines)) == len(one.busy)]
+
+
+def _is_in(
+    replicas: Sequence[PipelineTimes], pipelines: Sequence[PipelineTimes]
+) -> Callable[[int], bool]:
+    """Return a test for ranks that are slow in none but the ``replicas``."""
+    others = [one for one in pipelines if one not in replicas]
+    return lambda rank: not any(rank in slow_in(one, pipelines) for one in others)
