@@ -1,4 +1,4 @@
-"""What a newcomer is told to read first is there, and short enough to be read."""
+"""The files that a newcomer reads first exist, and are short enough for one day."""
 
 import re
 from pathlib import Path
