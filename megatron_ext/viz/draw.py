@@ -38,7 +38,7 @@ _HALF = 0.43  # of a box's height
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
     """Write ``timelines`` one above the other, on one time axis, as SVG or PNG by ``path``'s name.
 
-    Later chunks of a rank are drawn hatched. Beneath each, the microbatches a rank holds.
+    Every second chunk of a rank is drawn hatched. Beneath each, the microbatches a rank holds.
 
     Raises:
         ValueError: another file type, or matplotlib is not installed.
@@ -68,7 +68,10 @@ def draw_steps(
     axes[-1].set_xlabel("time")
     events = [event for run in runs for timeline in run for event in timeline.events]
     used = {e.action.kind for e in events if e.end > e.start or e.action.kind in MARKERS}
-    figure.legend(handles=_legend(used), loc="outside lower center", ncols=5, frameon=False)
+    schedules = [run[0].schedule for run in runs]
+    figure.legend(
+        handles=_legend(used, schedules), loc="outside lower center", ncols=5, frameon=False
+    )
     save(figure, path)
 
 
@@ -222,7 +225,7 @@ def _draw_memory(axes: Axes, run: Sequence[Timeline], measure: _Measure) -> None
             held,
             where="post",
             linewidth=1,
-            color=str(0.7 * rank / max(len(curves) - 1, 1)),
+            color=_grey(rank, len(curves)),
             clip_on=False,
         )
     axes.set_ylabel(f"{measure.name}\nheld", fontsize=8)
@@ -230,7 +233,11 @@ def _draw_memory(axes: Axes, run: Sequence[Timeline], measure: _Measure) -> None
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(used: set[Kind]) -> list[Any]:
+def _grey(rank: int, ranks: int) -> str:
+    return str(0.7 * rank / max(ranks - 1, 1))
+
+
+def _legend(used: set[Kind], schedules: Sequence[Schedule]) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -252,4 +259,14 @@ def _legend(used: set[Kind]) -> list[Any]:
         for kind, marker in MARKERS.items()
         if kind in used
     ]
-    return [*kinds, Patch(color=BUBBLE, label="bubble"), *markers]
+    chunks = Patch(
+        facecolor="white", edgecolor="grey", hatch="///", label="every second chunk of a rank"
+    )
+    is_hatched = any(schedule.placement.chunks > 1 for schedule in schedules)
+    ends = {"rank 0": _grey(0, 2), "the last rank": _grey(1, 2)}
+    memory = [
+        Line2D([], [], linewidth=1, color=grey, label=f"memory of {rank}")
+        for rank, grey in ends.items()
+    ]
+    bubble = Patch(color=BUBBLE, label="bubble")
+    return [*kinds, bubble, *([chunks] if is_hatched else []), *markers, *memory]

@@ -22,6 +22,8 @@ from tests.helpers.svg import texts_of
 
 pytest.importorskip("matplotlib")
 
+_HATCHED = "every second chunk of a rank"
+
 
 def timeline_of(name: str, p: int, m: int) -> Timeline:
     problem = line_problem(p, m, comm=0.25)
@@ -56,8 +58,20 @@ def test_svg_of_two_timelines(tmp_path: Path) -> None:
         "W weight gradient",
         "B backward (I and W)",
         "bubble",
+        "memory of rank 0",
+        "memory of the last rank",
     }
-    assert legend <= {" ".join(text.split()) for text in texts}
+    shown = {" ".join(text.split()) for text in texts}
+    assert legend <= shown and _HATCHED not in shown
+
+
+def test_hatching_and_the_greys_of_memory_have_keys(tmp_path: Path) -> None:
+    """Nothing said what the lines over half of the boxes are, nor whose memory a curve is."""
+    path = tmp_path / "picture.svg"
+    draw([timeline_of("1f1b", 4, 4), two_chunks()], path)
+    assert {_HATCHED, "memory of rank 0", "memory of the last rank"} <= {
+        *texts_of(path.read_text())
+    }
 
 
 def test_png_of_two_timelines(tmp_path: Path) -> None:
