@@ -476,7 +476,9 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
         set(re.findall(r"--pipeline-memory-limit [\d.]+([MG])iB", text))
         for text in (output, without)
     ]
-    assert limits == [{"M"}, {"G"}]
+    # Without a trace a limit that changes nothing is not written, and what was compared in the
+    # plan's time decides whether it does.
+    assert limits[0] == {"M"} and limits[1] <= {"G"}
     assert "--trace DIR" in without and "assumed, not measured" in without
     TraceFile(tmp_path / "cpu.json").add(step)
     on_cpu = command(*words, "--trace", str(tmp_path / "cpu.json"), *launch_of_two)
