@@ -58,7 +58,8 @@ def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
         for feature in features:
             if (program := feature.program(construction)) is not None:
                 return program
-        return _proof(*construction.within_limit())
+        passes, schedule = construction.within_limit()
+        return _proof(passes, construction.problem, schedule)
 
 
 def prove_built(schedule: Schedule, problem: Problem) -> Program:
@@ -120,14 +121,14 @@ class _Construction(Construction):
     def of(self, resolved: ResolvedSpec, problem: Problem) -> Construction:
         return replace(self, resolved=resolved, problem=problem)
 
-    def within_limit(self) -> tuple[Schedule, Problem, Schedule | None]:
-        """Return the family's passes within the memory limit, the problem, and the same passes
-        transformed, if they are."""
+    def within_limit(self) -> tuple[Schedule, Schedule | None]:
+        """Return the family's passes within the memory limit, and the same passes transformed, if
+        they are."""
         limit = self._limit_of_passes()
         passes, schedule = self.passes(limit), None
         if limit is not None and limit.bytes is not None:
             passes, schedule = self._with_memory_for_messages(limit.bytes, passes)
-        return passes, self.problem, schedule
+        return passes, schedule
 
     def _limit_of_passes(self) -> MemoryLimit | None:
         """Return the memory limit of the family's passes: the problem's, less the additional memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,25 +32,15 @@ def order_microbatches(
     def call(*arguments: Any, **keywords: Any) -> Any:
         if arguments or keywords.get("forward_only"):
             return forward_backward(*arguments, **keywords)
-        given = keywords["data_iterator"]
-        iterators = given if isinstance(given, list) else [given]
         number: int = keywords["num_microbatches"]
-        read = [
-            None if iterator is None else [next(iterator) for _ in range(number)]
-            for iterator in iterators
-        ]
+        read = _microbatches(keywords)
         microbatches = next((items for items in read if items is not None), None)
         costs = None if microbatches is None else [float(cost(item)) for item in microbatches]
         agreed = _of_first(costs, keywords.get("pg_collection"))
         if agreed is None:  # nothing is read on any rank
             return forward_backward(**keywords)
         order = small_ends(np.array(agreed)).tolist()
-        arranged = [
-            None if items is None else iter([items[place] for place in order]) for items in read
-        ]
-        results = forward_backward(
-            **keywords | {"data_iterator": arranged if isinstance(given, list) else arranged[0]}
-        )
+        results = forward_backward(**_arranged(keywords, read, order))
         if not isinstance(results, list) or len(results) != number:
             return results  # of a stage without loss
         by_arrival = dict(zip(order, results, strict=True))
@@ -70,17 +60,33 @@ def reversed_microbatches(forward_backward: ScheduleFunction) -> ScheduleFunctio
     def call(**keywords: Any) -> Any:
         if keywords.get("forward_only"):
             return forward_backward(**keywords)
-        given = keywords["data_iterator"]
-        iterators = given if isinstance(given, list) else [given]
-        number: int = keywords["num_microbatches"]
-        backwards = [
-            None if iterator is None else reversed([next(iterator) for _ in range(number)])
-            for iterator in iterators
-        ]
-        data = backwards if isinstance(given, list) else backwards[0]
-        return forward_backward(**keywords | {"data_iterator": data})
+        backwards = range(keywords["num_microbatches"])[::-1]
+        return forward_backward(**_arranged(keywords, _microbatches(keywords), backwards))
 
     return call
+
+
+def _microbatches(keywords: Mapping[str, Any]) -> list[list[Any] | None]:
+    """Read the microbatches of a call of a schedule function from each of its iterators; None for
+    those that are None."""
+    given, number = keywords["data_iterator"], keywords["num_microbatches"]
+    iterators = given if isinstance(given, list) else [given]
+    return [
+        None if iterator is None else [next(iterator) for _ in range(number)]
+        for iterator in iterators
+    ]
+
+
+def _arranged(
+    keywords: Mapping[str, Any], read: Sequence[list[Any] | None], order: Sequence[int]
+) -> dict[str, Any]:
+    """Return the ``keywords`` of a call whose iterators give what was ``read`` from them in
+    ``order``."""
+    arranged = [
+        None if items is None else iter([items[place] for place in order]) for items in read
+    ]
+    is_list = isinstance(keywords["data_iterator"], list)
+    return {**keywords, "data_iterator": arranged if is_list else arranged[0]}
 
 
 def _of_first(costs: list[float] | None, groups: Any) -> list[float] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import COSTS_FILE, PROFILE, TRACED_OF_RUN, PipelineConfig
@@ -28,12 +29,7 @@ def check_trace(args: Any, config: PipelineConfig) -> None:
             f"and the last iteration is {last} (--train-iters): trace earlier iterations, or train "
             "longer"
         )
-    try:
-        config.trace.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--pipeline-trace {config.trace}: the folder cannot be made: {error}"
-        ) from None
+    _make(config.trace, f"--pipeline-trace {config.trace}: the folder")
 
 
 def check_profile(args: Any, config: PipelineConfig) -> None:
@@ -52,14 +48,18 @@ def check_profile(args: Any, config: PipelineConfig) -> None:
         )
     if config.costs.text == PROFILE:  # goes into a folder that is checked, or made, anyway
         return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--pipeline-costs {config.costs}: the file's folder cannot be made: {error}"
-        ) from None
+    _make(path.parent, f"--pipeline-costs {config.costs}: the file's folder")
     if path.is_dir():
         raise ValueError(
             f"--pipeline-costs {config.costs}: {path} is a folder: name a file in it, as "
             f"profile:{path / COSTS_FILE}"
         )
+
+
+def _make(folder: Path, name: str) -> None:
+    """Make ``folder`` if it is not there. Raise ValueError, which calls it ``name``, if that
+    fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{name} cannot be made: {error}") from None

@@ -18,7 +18,7 @@ def scale_limits(args: Any, program: Program) -> Iterator[str]:
     """Yield how numbers under ``program``, of a schedule of ours, differ from stock's because of
     the low precision in ``args``, Megatron's arguments."""
     placement = program.schedule.placement
-    is_v = len(placement.stages_of[0]) > 1 and placement.rank_of[0] != 0
+    is_v = placement.chunks > 1 and placement.rank_of[0] != 0
     is_delayed = args.fp8 is not None and args.fp8_recipe == "delayed"
     has_history = is_delayed and args.fp8_amax_compute_algo == "max"
     if has_history and is_v:
