@@ -1,4 +1,4 @@
-"""What a new user types first: the version, and a Python that is too old for it."""
+"""First commands of a new user: the version, and any command under a Python that is too old."""
 
 import ast
 import os

@@ -116,8 +116,9 @@ def test_a_file_that_the_shell_has_opened_is_not_replaced(
 
 
 def test_two_that_write_one_file_do_not_meet(tmp_path: Path) -> None:
-    """Both wrote to one file beside it: what was there first was a mixture, and the second of them
-    found nothing to rename. So did whoever had a file of that name."""
+    """Two processes wrote one file through the same temporary file next to it. The first file was a
+    mixture of both, and the second process found nothing to rename. A user's own file of that name
+    was overwritten."""
     path, other = tmp_path / "file", tmp_path / "file.begun"
     other.write_text("a user's")
     with whole_file(path) as first:

@@ -326,7 +326,7 @@ def test_what_stands_in_for_a_search_keeps_to_its_limit_and_takes_the_best(
 def test_no_garbage_is_looked_for_while_a_program_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That took a sixth of the time on 64 ranks, and found none."""
+    """The garbage collector took a sixth of the time of a build for 64 ranks, and freed nothing."""
     looks: list[bool] = []
 
     def noted(schedule: Schedule, problem: Problem) -> Program:

@@ -1,4 +1,4 @@
-"""What is written about the families is what they give: pictures, formulas, the pages' tables."""
+"""Pages about the families, compared with the families: pictures, formulas and tables."""
 
 from __future__ import annotations
 

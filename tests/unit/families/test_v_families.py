@@ -166,8 +166,8 @@ def test_every_size_is_sound(name: str, size: tuple[int, int], random) -> None:
 
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe-v"])
 def test_no_microbatch_that_does_not_exist(name: str) -> None:
-    """A published table of 2p-1 or 2p microbatches at least is cut, not run on thin air: peers make
-    tables here that ask for microbatches which no data iterator has."""
+    """A published table needs 2p-1 or 2p microbatches at least. With fewer it is cut to those that
+    exist: other packages build a table here with microbatches which no data iterator has."""
     for m in range(1, 8):
         schedule = choose(name).build(problem_for(name, 4, m, *EQUAL))
         assert {action.microbatch for row in schedule.rows for action in row} == set(range(m))

@@ -1,4 +1,4 @@
-"""Which settings meet: by day each pair, or each value, and at night everything."""
+"""Combinations of settings in tests: by day each pair or each value, at night all of them."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_names_that_mean_the_same_are_those_of_recipes() -> None:
 
 
 def test_all_marks_are_understood(request: pytest.FixtureRequest) -> None:
-    """Of the tests that are run beside this one: in a run of all tests, of all."""
+    """The marks of all tests of this run are read; a run of the whole suite reads every mark."""
     for item in request.session.items:
         for mark in marks_of(item):
             read_mark(mark["test"], mark["words"], mark["settings"], needs_gpu=mark["needs_gpu"])
@@ -129,7 +129,7 @@ def test_only_kernels_wait_for_a_gpu() -> None:
 
 
 def test_a_mark_does_not_hold_where_nothing_was_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test whose trainings nobody noted kept its marks, whatever had run."""
+    """A test kept its marks, whatever had run, if nothing watched its trainings."""
     reduced, packed = Feature("overlap_grad_reduce"), Feature("packed")  # which has no witness
     monkeypatch.setattr(witnesses, "_seen", None)
     here, callers = (

@@ -338,7 +338,7 @@ def test_no_function_without_tensors_is_listed_in_vain() -> None:
 
 
 def test_the_passes_and_messages_wait_for_nothing() -> None:
-    """What runs at every action."""
+    """The code that runs at every action makes no wait for the device."""
     files = {
         f"megatron_ext/runtime/{name}.py"
         for name in ("executor", "stage_io", "stage_passes", "recorder")

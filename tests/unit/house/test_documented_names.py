@@ -1,4 +1,4 @@
-"""What the pages name exists: flags, schedules, commands with their options, files."""
+"""Names in the pages, each of which exists: flags, schedules, commands with options, files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMMANDS = typer.main.get_group(app).commands
 
 
 def code(page: Path) -> list[str]:
-    """What is set as code on a page: in a line, as a block, indented."""
+    """Return the texts that ``page`` sets as code: in a line, as a block, indented."""
     text = re.sub(r"^ {3}(?=\S)", "", page.read_text(), flags=re.MULTILINE)  # blocks of a list
     shown = r"^```(?:console|text)\n.*?^```"
     text = re.sub(shown, commands_alone, text, flags=re.DOTALL | re.MULTILINE)

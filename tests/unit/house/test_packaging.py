@@ -1,4 +1,4 @@
-"""What an installation brings: all of the package, and none of what a container brings itself."""
+"""Contents of an installation: the whole package, and nothing that a container brings itself."""
 
 import os
 import re
@@ -93,7 +93,7 @@ def test_patches_is_a_relative_symlink(tree: Path) -> None:
 
 
 def test_every_folder_with_code_is_a_package(tree: Path) -> None:
-    """A folder without ``__init__.py`` is left out of wheels without a word."""
+    """A wheel omits a folder without ``__init__.py``, and no message says so."""
     folders = {
         path.parent for top in ("megatron_ext", "patches") for path in (tree / top).rglob("*.py")
     }

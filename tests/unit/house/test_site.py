@@ -35,7 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def html(site: Path, page: Path) -> str:
-    """What the site shows of ``page``, less what is around it."""
+    """Return the site's article for ``page``, without the navigation around it."""
     name = "" if page.stem == "index" else page.stem
     text = (site / name / "index.html").read_text()
     return re.split(r"<article[^>]*>|</article>", text)[1]

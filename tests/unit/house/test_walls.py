@@ -328,7 +328,7 @@ WALLS = {
 
 
 def breaches(wall: Wall, source: str, module: str, *, is_package: bool = False) -> list[str]:
-    """What in ``source`` breaks ``wall``, one line each."""
+    """Return a line for each use in ``source`` that ``wall`` forbids."""
     if not wall.covers(module) or wall.word not in source:
         return []
     return [

@@ -1,4 +1,5 @@
-"""What .github holds: GitHub's schemas; workflows: what they may do, and what they run."""
+"""Files of .github: they fit GitHub's schemas, and workflows have few rights and run what
+exists."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_least_permissions_one_run_at_a_time_and_an_end(file: Path) -> None:
 
 
 def test_actions_are_pinned_by_commit_and_each_by_one() -> None:
-    """A tag can be moved to other code; the version beside the commit is for people."""
+    """A tag can be moved to other code, so a commit is named; the version behind it is for
+    people."""
     pins: dict[str, set[str]] = {}
     for file in WORKFLOWS:
         for used in re.findall(r"uses: (?!\./)(.+)", file.read_text()):

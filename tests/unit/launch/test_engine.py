@@ -86,7 +86,7 @@ def theirs(make_module: MakeModule) -> Any:
 
 
 def state(module: types.ModuleType) -> dict[str, object]:
-    """What a module and its classes hold, for comparison by identity."""
+    """Return the contents of a module and of its classes, for comparison by identity."""
     held = {name: value for name, value in vars(module).items() if name != "__builtins__"}
     for name, value in vars(module).items():
         if isinstance(value, type):

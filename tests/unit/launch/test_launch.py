@@ -379,7 +379,8 @@ TRACE: dict[str, Any] = {"schedule": "1f1b", "trace": "folder"}
 
 
 def test_the_iterations_to_trace() -> None:
-    """They had to be named, by who wants no more than to know a bubble."""
+    """A user had to name the iterations to trace, only to learn a bubble. Now the option may be
+    absent, and a range is still accepted."""
     assert PipelineConfig.parse(**TRACE).trace_iters is None
     assert PipelineConfig.parse(**TRACE, trace_iters="10:12").trace_iters == range(10, 12)
 

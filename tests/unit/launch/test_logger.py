@@ -1,4 +1,4 @@
-"""What we tell is told on stdout, whatever others do to logging that is not ours."""
+"""Our messages reach stdout, whatever other code does to loggers that are not ours."""
 
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ def costs_of(
     model: Model | None = None,
     **run: Any,
 ) -> Costs:
-    """Of a GPT, or of ``model``, on these stages; ``run`` is what differs from `RUN`."""
+    """Return the costs of a GPT, or of ``model``, on these stages; ``run`` changes fields of
+    `RUN`."""
     model = model or gpt(sum(layers), vocabulary)
     run = {"fused": False} | run
     execution = replace(RUN, transformer_engine=run.pop("fused"), **run)
@@ -118,7 +119,8 @@ def test_attention_has_no_weight_gradient() -> None:
 
 
 def test_fused_attention_makes_its_scores_again() -> None:
-    """Which is half of the forward pass, and was in no estimate."""
+    """I of fused attention recomputes the scores, which is half of the attention's forward pass. No
+    estimate counted that time."""
     plain, fused = costs_of(), costs_of(fused=True)
     more = fused.seconds[I][1] - plain.seconds[I][1]
     assert more * WHOLE.attention == pytest.approx(4 * TOKENS * WIDTH * TOKENS)
@@ -234,7 +236,8 @@ def test_what_is_compressed_and_expanded_again() -> None:
 
 
 def test_what_experts_make_again_is_not_stored() -> None:
-    """What leaves their activation, a shared expert, or all that is between router and sum."""
+    """A recomputed activation of the experts, a recomputed shared expert, or all between router and
+    sum."""
     model = gpt(("*E",), moe_shared_expert_intermediate_size=512, **EXPERTS)
     kept = [
         held(costs_of((1,), model=model, recompute_modules=frozenset(again)), Held.ACTIVATION)[0]
@@ -429,8 +432,8 @@ def waits(group: Group, model: Model, rates: Rates = WHOLE, **run: Any) -> tuple
 
 
 def test_tokens_go_to_their_experts_and_back() -> None:
-    """In F, and in I: with two experts a token, twice its width each way. With experts in another
-    node they take the network, beside what goes to peers."""
+    """Tokens are exchanged in F and in I: with two experts a token, twice its width each way.
+    Messages to experts in another node share the network with messages between stages."""
     model = gpt(("*E",), **EXPERTS)
     sent = 2 * 2 * TOKENS * WIDTH * 2
     in_node = waits(Group.EXPERT, model, expert_parallel=8)
@@ -450,7 +453,8 @@ def test_tokens_go_to_their_experts_and_back() -> None:
 
 
 def test_keys_and_values_go_round_while_attention_goes_on() -> None:
-    """What attention does not hide is waited for; heads for tokens are waited for as a whole."""
+    """A pass waits for the part of the exchange that attention does not hide. An all-to-all of
+    heads hides nothing, so a pass waits for all of it."""
     run: dict[str, Any] = {"context_parallel": 4, "sequence": 4 * TOKENS}
     assert waits(Group.CONTEXT, gpt(1), **run) == (0, 0)
     slow = replace(WHOLE, peers=3e9)

@@ -239,7 +239,8 @@ def test_layers_that_are_not_understood_are_refused(tmp_path: Path) -> None:
 
 
 def test_links_within_a_node_and_between_nodes_are_two_figures(tmp_path: Path) -> None:
-    """Of four ranks on two nodes, whose neighbours are 0-1, 1-2 and 2-3."""
+    """Four ranks on two nodes have the links 0-1 and 2-3 within a node and 1-2 between the
+    nodes."""
     ranks = [
         RankFigures({}, {}, [1e-3], [1], "a", reserved=2.0**30),
         RankFigures({}, {}, [4e-3], [2], "a"),
@@ -276,7 +277,8 @@ def test_of_a_v_the_turn_takes_no_message() -> None:
 
 @pytest.mark.parametrize("spec", ["zb-1p", "interleaved-zb", "zb-v"])
 def test_schedules_are_made_where_links_differ(spec: str) -> None:
-    """What places W asked for the link behind the last stage: IndexError, in place of a plan."""
+    """A plan ended with an IndexError: the code that places W read the time of a link behind the
+    last stage."""
     rates = replace(RATES, measured=Measured((), Scale(), Links(9e9, 1e9, 2)))
     placement = choose(spec).place(3)
     costs = costs_of([12 // placement.stages] * placement.stages, rates)
@@ -296,8 +298,8 @@ def test_links_that_are_all_alike_are_one_figure(stride: int, hops: tuple[float,
 
 
 def test_a_pair_crosses_where_any_pipeline_has_it_on_two_nodes() -> None:
-    """Of pipelines of 3 ranks on nodes of 4, the second begins with the last rank of the first
-    node."""
+    """With pipelines of 3 ranks on nodes of 4 ranks, the second pipeline begins with the last rank
+    of the first node."""
     assert crosses_a_node(frozenset([0, 1]), 4, 3, 6, 1)
     assert not crosses_a_node(frozenset([0, 1]), 8, 3, 6, 1)
     assert not crosses_a_node(frozenset([0, 1]), 4, 3, 3, 1)

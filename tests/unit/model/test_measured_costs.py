@@ -75,7 +75,7 @@ def placed(spec: str, vocabulary: VocabularyParallel = NONE, rows: int = 2000) -
 
 
 def recorded(program: Program, truth: Costs) -> list[RankFigures]:
-    """What the ranks of a machine with costs ``truth`` measure."""
+    """Return the figures that the ranks of a machine with costs ``truth`` measure."""
     in_passes = costs_in(program, truth)
     assert in_passes.held_bytes is not None
     figures = []
@@ -251,7 +251,8 @@ def test_a_schedule_that_has_not_changed_says_so() -> None:
 
 
 def test_an_order_that_is_better_stays_where_it_may() -> None:
-    """What zb-auto finds for these costs is worse than what it found for others."""
+    """zb-auto finds a worse order for the new costs than it had found for the old ones. The old
+    order is kept, with messages placed anew, unless the memory limit forbids it."""
     guess = estimated(line(RANKS))
     problem = Problem(line(RANKS), MICROBATCHES, guess, MemoryLimit(microbatches=3))
     before = place_output_layer(choose("zb-auto"), problem)

@@ -1,4 +1,4 @@
-"""What pairs of passes hide of experts' messages, from layers."""
+"""Time of experts' messages that overlapped passes hide, computed from the layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a step's time went: drawn steps of which one knows it, and sums that must come out."""
+"""Explanations of a step's time: simulated steps with a known cause, and parts that must add up."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_step_replayed_as_it_was_is_that_step(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "zb-v", "hanayo"])
 def test_a_replay_with_the_costs_is_the_simulation(name: str) -> None:
-    """Where messages take no time."""
+    """The schedules' messages take no time here, as a replay has none."""
     placement = choose(name).place(3)
     costs = uniform(placement, 3, 4, 2)
     made = program(name, Problem(placement, 6, costs))

@@ -31,7 +31,8 @@ def program_of(spec: str, ranks: int, microbatches: int) -> Program:
 
 
 def told(program: Program, steps: list[Timeline]) -> list[RankSums]:
-    """What each rank tells of ``steps``, as if its clock had begun with its own first pass."""
+    """Return the sums that each rank reports of ``steps``, as if its clock began with its first
+    pass."""
     ranks = []
     for rank in range(program.problem.ranks):
         sums = RankSums()

@@ -73,7 +73,7 @@ def runs() -> tuple[Run, ...]:
 
 
 def probed(opens: partial[str], page: Page, folder: Path) -> dict[str, Any]:
-    """What the probe tells of ``page``."""
+    """Return the findings of the probe in ``page``."""
     text = text_of(page).replace("<head>", f"<head>{LISTEN}")
     path = folder / "page.html"
     path.write_text(f'{text}<script type="module">{PROBE.read_text()}</script>')

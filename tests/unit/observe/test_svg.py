@@ -29,7 +29,7 @@ def test_a_path(path: str, shorter: str) -> None:
 
 
 def drawn(content: str) -> str:
-    """What stands of ``content`` in a picture."""
+    """Return the part of a minified picture that stands for ``content``."""
     svg = minified(
         '<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" '
         f'xmlns:xlink="http://www.w3.org/1999/xlink"><metadata>today</metadata>{content}</svg>'

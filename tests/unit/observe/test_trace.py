@@ -279,7 +279,8 @@ def _timeless(events: Events) -> Events:
 def test_an_odd_trace_is_named_with_the_place(
     change: Callable[[Events], Events], why: str, tmp_path: Path
 ) -> None:
-    """What somebody has filtered, merged or written themselves was a traceback."""
+    """A trace that a user had filtered, merged or written by hand ended the command with a
+    traceback."""
     written(tmp_path)
     events = change(events_of(tmp_path))
     (tmp_path / "new" / NAME).write_text(json.dumps({"version": 3, "traceEvents": events}))

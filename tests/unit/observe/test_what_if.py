@@ -1,4 +1,4 @@
-"""What our schedules would take where a step of Megatron's own was seen, of known costs."""
+"""Prospects of our schedules, computed from steps of Megatron's own with known costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs `megatron-ext parity` compares at all."""
+"""Conditions under which `megatron-ext parity` compares two runs at all."""
 
 from __future__ import annotations
 

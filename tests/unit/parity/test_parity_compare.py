@@ -177,7 +177,8 @@ def test_a_weight_is_the_first_difference_and_not_a_norm_of_one_ulp(
 
 
 def test_tensors_are_put_together_however_they_are_divided(tmp_path: Path) -> None:
-    """Tensor-parallel shards, and those again divided over data-parallel ranks."""
+    """A tensor is put together from tensor-parallel shards that are split further over
+    data-parallel ranks."""
     full_tensor = np.arange(24, dtype=np.float32).reshape(4, 6)
 
     def part(columns: slice, start: int, stop: int) -> dict[Piece, np.ndarray]:

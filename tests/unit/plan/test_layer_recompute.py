@@ -1,8 +1,8 @@
 """Megatron's recompute, chosen together with schedule and layout.
 
-A launch with full recompute was laid out with full recompute, and one without it, whose fullest
-rank left no room for a schedule that holds more, without: though a norm run again here and there
-makes room for a step that is much shorter.
+A user's launch with full recompute was planned with full recompute only. A launch without it was
+planned without any, even if its fullest rank had no memory for a shorter schedule. Recomputing a
+few norms frees enough memory for a much shorter step.
 """
 
 from __future__ import annotations

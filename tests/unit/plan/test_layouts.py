@@ -1,4 +1,4 @@
-"""Which layers lie on which stage: text forms, balance, and what a step takes.
+"""Layouts of layers on stages: their text forms, their balance, and the time of a step.
 
 A published recipe of Llama-3 has ``Et*2|(t*2|)*34,t*3|..`` written by hand, "because first and last
 stages carry more work". Nothing computed such a layout, and nothing said what it was worth.
@@ -244,7 +244,8 @@ def test_what_holds_more_than_is_estimated_is_made_to_fit() -> None:
 
 
 def test_a_short_step_tells_of_a_long_one() -> None:
-    """What is timed has four microbatches a rank; the rest goes by the slowest rank."""
+    """A step of four microbatches a rank is simulated; the time of the others follows from the
+    slowest rank, and is exact to 1 %."""
     training = work(microbatches=130)
     figures = StageFigures(training)
     layout = Layout((5, 5, 4, 2))
@@ -365,8 +366,8 @@ def test_of_a_long_step_nothing_is_searched_for_that_can_gain_little(
 
 
 def test_a_divided_vocabulary_is_tried_where_loops_lead() -> None:
-    """It was, beside the best schedules alone: where those were loops, whose vocabulary cannot be
-    divided, a V with a divided one was not looked at."""
+    """A divided vocabulary was tried with the best schedules only. If those were loops, whose
+    vocabulary cannot be divided, the plan never considered a V with a divided vocabulary."""
     training = work(replace(GPT.model, vocabulary=65536), microbatches=12)
     candidates = Candidates([training], None, even, permit_all, False, Task(""))
     made = candidates.by_layout([["zb-v"], ["interleaved-zb:vpp=2"]], [])
@@ -422,7 +423,8 @@ def test_what_experts_have_of_a_model() -> None:
 
 
 def test_a_mixed_model() -> None:
-    """Where stages with as many layers take different times."""
+    """The layers of a mixed model take different times, so stages with equally many layers do
+    too."""
     layers = len(MIXED.layers)
     made = compare_layouts(
         [work(MIXED, **SMALL)],

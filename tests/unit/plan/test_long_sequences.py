@@ -53,7 +53,7 @@ H100 = GPUS["h100"].rates()
 def costs_of(
     layers: Sequence[str], tokens: int = TOKENS, rates: Rates = H100, **sizes: Any
 ) -> Costs:
-    """Of ``layers``, one a stage, without a vocabulary."""
+    """Return the costs of ``layers``, one a stage, without a vocabulary."""
     model = Model(tuple(layers), WIDTH, 16, 16, 128, 4 * WIDTH, 0, **sizes)
     return estimate(model, stages_of(model, [1] * len(layers)), Execution(tokens), rates)
 
@@ -117,7 +117,8 @@ def test_balanced_slices_of_mixtures_take_as_long(layers: tuple[str, ...]) -> No
 
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "zb-v"])
 def test_lengths_are_by_the_share_of_all_stages(spec: str) -> None:
-    """Where stages have mixtures of their own, no other share makes a step much shorter."""
+    """Balanced lengths use the mean share of attention of all stages. Even if the stages' shares
+    differ, no other share makes a step more than 0.5 % shorter."""
     placement = choose(spec).place(4)
     shares = "/".join(["0.5", "0.05"] * (placement.stages // 2))
     costs = parse_costs(f"f=10,i=12,w=8,comm=0.2,attention={shares}", placement)
@@ -170,7 +171,8 @@ def test_a_message_of_a_slice_has_the_latency_of_its_link() -> None:
 
 
 def test_costs_that_do_not_tell_attention_have_it_estimated() -> None:
-    """Their balanced lengths were even ones, and nobody said so."""
+    """Costs without a share of attention gave even slices where balanced ones were requested, and
+    no message said so. Now the share comes from the estimate, and the costs' origin says so."""
     estimated = costs_of(("*-", "*-"))
     given = parse_costs("f=1,i=1,w=1", line(2))
     told = given.with_attention_of(estimated)
@@ -184,7 +186,8 @@ def test_costs_that_do_not_tell_attention_have_it_estimated() -> None:
 
 
 def test_context_parallel_ranks_have_all_keys_and_values_of_slices() -> None:
-    """Of whole sequences each has its own share."""
+    """With slices a context-parallel rank holds all keys and values; with whole sequences only its
+    share."""
     costs = costs_of(("*-", "*-"))
     gathered = costs.with_slices_shared_by(4)
     assert costs.held_bytes is not None and gathered.held_bytes is not None
@@ -258,7 +261,8 @@ def test_long_sequences_are_compared_in_all_ways(free: LongSequences) -> None:
 def test_context_parallelism_has_as_many_microbatches_again(
     training: Training, free: LongSequences
 ) -> None:
-    """Of half of the tokens on a rank: it is there to compare with, and not taken."""
+    """The alternative with half of the tokens on a rank is shown for comparison, and never
+    chosen."""
     made = free
     (divided,) = (way for way in made.alternatives if not way.is_here)
     assert divided.shortest is not None
@@ -320,7 +324,7 @@ def test_why_there_are_no_slices_is_said_once(training: Training) -> None:
 
 
 def test_no_way_is_longer_than_it_takes_to_see_that(training: Training) -> None:
-    """Programs of very many passes are left out, and it is said what to do."""
+    """Programs of very many passes are not built; the reason says what to do."""
     many = replace(training, microbatches=2000)
     (way,) = alternatives_with_slices(
         lambda cut: replace(many, options=ScheduleOptions(slices=cut)).variant,

@@ -131,8 +131,8 @@ OUTSIDE_GIB = 1.1  # of CUDA's context, NCCL's buffers and temporary tensors
 
 
 def test_what_does_not_fit_lets_activations_leave() -> None:
-    """With less memory than any schedule needs there are candidates still; what fits without
-    offload does without. (With copies as quick as a model of this size wants them.)"""
+    """If the memory is less than any schedule needs, candidates with offload remain. Schedules that
+    fit without offload do not use it. The rate of copies is set high enough for a small model."""
     variant = training(rates=replace(GPUS["h100"].rates(), host=400e9)).variant
     tight = 2.0 + OUTSIDE_GIB
     families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
@@ -153,7 +153,8 @@ def test_what_does_not_fit_lets_activations_leave() -> None:
 
 
 def test_what_does_not_fit_is_made_again() -> None:
-    """Where activations cannot leave: fewer than all, as Megatron's full recompute would."""
+    """If activations cannot be offloaded, the plan recomputes some, fewer than Megatron's full
+    recompute."""
     families = "1f1b", "zb-h1", "zb-v"
     tight = (2.0 + OUTSIDE_GIB) * 2**30
     kept = make_plan(keeping(among(training().variant, *families)), tight)
@@ -166,7 +167,7 @@ def test_what_does_not_fit_is_made_again() -> None:
 
 
 def keeping(variant_of: VariantOf) -> VariantOf:
-    """``variant_of``, with nothing made again."""
+    """Return ``variant_of`` with recompute forbidden in its variants."""
 
     def variant(name: str, method: VocabMethod) -> Variant | None:
         made = variant_of(name, method)
@@ -301,7 +302,8 @@ def test_redistributed_layers_are_megatrons_flags(layers: int, words: list[str])
 def test_what_cannot_win_is_left_out(
     comm: int, is_searched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A V sends twice as much: with slow messages nobody need search for one."""
+    """A V sends twice as many messages. If messages are slow, no V can win and none is searched
+    for."""
     shorten_search(monkeypatch)
 
     def costs(placement: Placement) -> Costs:
@@ -329,7 +331,8 @@ LONG = ("1f1b", "gpipe", "zb-1p", "zb-v", "v-half", "interleaved-zb")
 
 
 def test_long_steps_are_compared_as_if_built_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """128 microbatches on 16 ranks took minutes, most of them for what nobody would take."""
+    """A plan of 128 microbatches on 16 ranks took minutes, most of them for schedules that could
+    not win. Now long steps are shortened first, and the best one is the same as without that."""
     variant_of, room = training(microbatches=32).variant, 24 * 2.0**30
     first = make_plan(variant_of, room, specs=LONG[:1])
     told = make_plan(

@@ -64,7 +64,7 @@ def short_search() -> Iterator[None]:
 
 
 def extent_of(label: Any) -> Any:
-    """Where its letters are, without the line to its point."""
+    """Return the extent of the label's letters, without the line to its point."""
     from matplotlib.text import Text
 
     return Text.get_window_extent(label)

@@ -104,7 +104,8 @@ def test_an_order_that_only_channels_of_their_own_allow(case: str) -> None:
 
 
 def test_a_swap_that_hangs_in_two_batches_runs_in_one() -> None:
-    """The second order above, with each send beside the receive that the other rank waits with."""
+    """The second order above, with each send batched with the receive that the other rank waits
+    in."""
     together = """
         0F0 0SEND_F0 0F1 0RECV_B0 0SEND_F1 0B0 0RECV_B1 0B1 0WAIT_F0 0WAIT_F1
         1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1 1WAIT_B0 1WAIT_B1

@@ -40,9 +40,9 @@ def ways_of(placement: Placement) -> set[Channel]:
 @pytest.mark.parametrize("ranks", range(1, 6))
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_communicator_for_each_directed_edge_and_kind(spec: str, ranks: int) -> None:
-    """On one communicator for a whole direction, a message that nobody takes yet delays those of
-    other edges; loops go both ways between two ranks, and V's have activations and gradients from
-    a rank to its neighbour."""
+    """With one communicator for a whole direction, a message that is not received yet delays the
+    messages of other edges. A loop sends both ways between two ranks. A V sends activations and
+    gradients from a rank to the same neighbour."""
     placement = choose(spec).place(ranks)
     rank_of = placement.rank_of
     expected = set()

@@ -138,7 +138,8 @@ def _must_have_ended(graph: Graph) -> list[set[int]]:
 
 
 def _key(graph: Graph, given: int) -> tuple[int, Kind, int]:
-    """Of a send, the receive; of a collective, it on any rank."""
+    """Return one key for both ends of a message: the receive's action, or the collective without
+    its stage."""
     action = graph.actions[given]
     if RULES[action.kind].lane is Lane.COLLECTIVE:
         return -1, action.kind, action.microbatch

@@ -52,8 +52,8 @@ def test_a_receive_stands_where_its_message_is_made() -> None:
 
 
 def test_a_receive_posted_ahead_is_refused() -> None:
-    """The order that we had: sound for streams that run beside one another, and a deadlock where
-    0RECV_B0 holds up 0F0."""
+    """An earlier order of ours was sound for streams that run in parallel. It deadlocks on a device
+    where 0RECV_B0 blocks 0F0."""
     ahead = written(
         """
         0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0WAIT_F0 0B0 0WAIT_F1 0B1
@@ -94,7 +94,8 @@ def test_the_two_ends_of_a_message_are_in_one_order_everywhere(name: str) -> Non
 @PROPERTY
 @given(seeds)
 def test_any_order_of_passes_can_be_placed(seed: int) -> None:
-    """Of a file too: it never hangs where it would not have hung without messages."""
+    """Messages can be added to any order of passes, also to one from a file, without a new
+    deadlock."""
     case = random_case(seed)
     proved = prove(with_messages(case.schedule, case.problem), case.problem)
     assert run(proved.schedule, case.problem, held_up=True).ended_well
@@ -259,7 +260,7 @@ def test_what_only_a_device_would_hang_at_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize("make", [ZB_V_DIVIDED, partial(family_program, "interleaved", 3, 6)])
 def test_a_wait_may_stand_anywhere_behind_what_it_waits_for(make: Callable[[], Program]) -> None:
-    """What is posted needs nothing later, so no wait for it can hang: waits have no case above."""
+    """No posted message needs anything later, so no wait can deadlock. Waits have no case above."""
     made = make()
     rows = []
     for row in made.schedule.rows:

@@ -91,7 +91,7 @@ def test_bubble_of_1f1b(p: int, m: int, f: int, i: int, w: int) -> None:
 @settings(PROPERTY, max_examples=50)
 @given(p=few, m=st.integers(1, 12), f=units, i=units, w=units)
 def test_bubble_of_zb_h1(p: int, m: int, f: int, i: int, w: int) -> None:
-    """Where W fits beside F, and microbatches suffice to fill the pipeline."""
+    """The formula holds if W takes no longer than F and the microbatches fill the pipeline."""
     assume(w <= f and m >= p)
     timeline = simulated("zb-h1", line_problem(p, m, f, i, w))
     assert timeline.span == m * (f + i + w) + (p - 1) * (f + i - w)
@@ -275,7 +275,7 @@ def test_a_simulator_of_another_make_agrees(case: Case) -> None:
 @settings(PROPERTY, max_examples=60)
 @given(cases)
 def test_waits_cost_nothing(case: Case) -> None:
-    """Every pass runs as early as if nobody ever waited for a send."""
+    """Every pass starts as early as in a schedule without any wait for a send."""
     timeline = simulate(
         prove(with_messages(case.schedule, case.problem), case.problem), case.problem.costs
     )

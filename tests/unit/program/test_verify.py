@@ -155,7 +155,8 @@ def test_refusal(case: str) -> None:
 
 
 def test_cyclic_wait_of_passes_is_shown() -> None:
-    """Rank 0 wants a gradient before it gives away what rank 1 wants before the gradient."""
+    """Rank 0 waits for a gradient before it sends 1F1's input, which rank 1 needs before that
+    gradient."""
     error = refusal(
         on_line(
             """
@@ -391,7 +392,8 @@ def test_transforms_keep_a_good_schedule_good(case: Case) -> None:
 @PROPERTY
 @given(seeds)
 def test_transforms_keep_a_good_evaluation_good(seed: int) -> None:
-    """Once, waits that were put where nobody had looked made some evaluations hang."""
+    """Some evaluations once hung, because a transform had added waits at places that no proof
+    covered."""
     random = Random(seed)
     placement = random_placement(random)
     microbatches = random.randint(1, 12)

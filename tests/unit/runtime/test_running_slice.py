@@ -32,8 +32,8 @@ def draw(*names: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("lengths", [(16,), (4, 4, 4, 4), (7, 5, 3, 1)])
 @pytest.mark.parametrize("runs_again", [False, True])
 def test_slices_have_the_gradients_of_the_whole(lengths: Sequence[int], runs_again: bool) -> None:
-    """Of two microbatches and two layers, one after the other; a pass that runs again writes what
-    it wrote before."""
+    """Two microbatches pass two layers in sequence. A recomputed pass writes the same values as
+    before."""
     drawn = draw("query", "key", "value", "gradient")
     whole = {name: tensor.clone().requires_grad_() for name, tensor in drawn.items()}
     out = attend(attend(whole["query"], whole["key"], whole["value"]), whole["key"], whole["value"])

@@ -1,4 +1,4 @@
-"""What a step overwrites comes back bit for bit, from buffers that are allocated once."""
+"""Snapshots of all that a step overwrites: restored bit for bit, from buffers allocated once."""
 
 from __future__ import annotations
 
@@ -103,9 +103,13 @@ def test_what_the_host_has_no_memory_for_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_device_is_chosen_where_its_memory_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 80 GiB 5 are free, and 15 of torch's own have never been in use at once: 20, of which 4
-    are left alone. What had been handed out was counted, without messages that their owners have
-    dropped: 10 GiB here that a copy would have taken, and the next step's messages missed."""
+    """A snapshot lies on the device if enough memory is free there. Of 80 GiB the driver has 5 GiB
+    free, and 15 GiB that torch reserved have never been active at once: 20 GiB, of which 4 GiB are
+    left alone.
+
+    The allocated bytes were counted in place of the active ones. They omit messages whose owners
+    have dropped them: 10 GiB here that a copy would have taken from the next step's messages.
+    """
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 45 * GIB)

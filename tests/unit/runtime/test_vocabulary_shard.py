@@ -1,4 +1,4 @@
-"""The mathematics of a vocabulary divided over shards, in one process, against torch's own."""
+"""The mathematics of a vocabulary partitioned over shards, in one process, against torch's own."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_embedding(dtype: torch.dtype) -> None:
 
 
 def test_main_grad() -> None:
-    """Where a data-parallel wrapper has put one, all that is added stays in fp32."""
+    """If a data-parallel wrapper has added a ``main_grad``, every gradient is added in fp32."""
     case = Case(torch.bfloat16, 2)
     case.labels[:, ::2] = 5
     step = 2.0**-20 * (1 + 2.0**-7)  # its multiples have more digits than bfloat16

@@ -1,7 +1,7 @@
 """Amounts of memory as people read them.
 
-Lines mixed units: "24.8MiB" beside "0.00293GiB", and "3.01e+03 GiB" of a checkpoint. Each place had
-a format of its own. Ten bytes were "0.00977 KiB".
+A user read "24.8MiB" next to "0.00293GiB" in one line, "3.01e+03 GiB" for a checkpoint, and
+"0.00977 KiB" for ten bytes. Each place formatted bytes in its own way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What users write about a schedule: costs, limits and names."""
+"""Users' texts about a schedule: costs, limits and names."""
 
 import json
 import resource
@@ -161,7 +161,8 @@ def test_a_vocabulary_reads_back_what_it_prints(seed: int) -> None:
     ],
 )
 def test_shares_of_the_vocabulary(how: VocabularyParallel, passes: dict[str, float]) -> None:
-    """Beside the first stage of each rank; the second variant has both products in S."""
+    """Each rank's first stage computes its share of the vocabulary. The second variant has both
+    products in S."""
     whole = parse_costs("f=10,i=12,w=8,comm=1,output_layer=5/6/4,embedding=1/2", LOOP)
     costs = share_vocabulary(whole, LOOP, how)
     passes |= {"0F0": 5, "3I0": 6, "3W0": 4, "1L0": 0, "1BCAST_S0": 1, "0GATHER_S0": 1, "2S0": 0}
@@ -587,7 +588,8 @@ def test_costs_that_do_not_fit_on_the_disk_leave_the_file_before(tmp_path: Path)
 
 
 def test_costs_in_short() -> None:
-    """What is equal was said for each stage, and copies where nothing is copied."""
+    """The outline repeated costs that are equal for all stages, and named copies in runs without
+    any."""
     alike = parse_costs("f=10.0123,i=12,w=8,comm=1,d2h=6,h2d=6", LOOP)
     assert outline_costs(alike, LOOP, with_copies=False) == "f=10,i=12,w=8,comm=1"
     assert outline_costs(alike, LOOP, with_copies=True) == "f=10,i=12,w=8,d2h=6,h2d=6,comm=1"

@@ -275,7 +275,7 @@ def test_a_stage_on_two_ranks_is_for_the_proof_to_refuse() -> None:
 
 
 def test_from_csv_of_a_family_is_the_family(tmp_path: Path) -> None:
-    """What is written out and given back as a file is the same program."""
+    """A family's schedule, written to a file and read from it, gives the same program."""
     problem = line_problem(4, 6)
     path = tmp_path / "zb.csv"
     path.write_text(csv_of("zb-h1", 4, 6))
@@ -358,7 +358,7 @@ def test_torch_reads_each_cell_alike(torch_schedules: Any, case: Case) -> None:
 def test_torch_schedules_are_read_and_proved(
     name: str, chunks: int, p: int, tmp_path: Path, torch_schedules: Any
 ) -> None:
-    """What torch writes, idle cells included, is a sound schedule here."""
+    """A schedule that torch writes, idle cells included, passes our proof."""
     m = 2 * p
     schedule = getattr(torch_schedules, name)(names_of_stages(p, chunks), m)
     path = tmp_path / "torch.csv"

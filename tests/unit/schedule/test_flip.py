@@ -163,9 +163,8 @@ def test_a_flipped_file_goes_back_to_torch(tmp_path: Path, torch_schedules: Any)
 
 
 def test_torchs_1f1b_lacks_a_forward(torch_schedules: Any) -> None:
-    """torch's own table for 1F1B numbers the last rank's forwards from 1: it has no 3F0, but 3F8
-    of eight microbatches. torch's runtime never executes this table, and its checker is not asked.
-    """
+    """torch's own table for 1F1B numbers the last rank's forwards from 1: it has no 3F0, but 3F8 of
+    eight microbatches. torch neither executes nor checks this table."""
     p, m = 4, 8
     order = torch_schedules.Schedule1F1B(*names_of_stages(p, 1), m)._get_pipeline_order()
     rows = [[str(a) for a in row if a is not None and a.is_compute_op] for row in order.values()]

@@ -297,8 +297,8 @@ def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_rows_of_any_sort_are_rows(tmp_path: Path) -> None:
-    """Rows that can be gone through once were empty when they were looked at again; kinds that are
-    texts were equal to kinds, but were not recognised by what asks for the kind itself."""
+    """A user's rows that were generators were empty at the second reading. A user's kinds that were
+    strings compared equal to ours, but code that looks for the kind itself did not find them."""
     path = tmp_path / "own.py"
     rows = "((Action(r, k, 0) for k in 'FB') for r in range(2))"
     path.write_text(OWN.format(rows))

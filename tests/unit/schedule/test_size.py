@@ -1,4 +1,4 @@
-"""What a very large schedule takes is told, or refused, before it takes it."""
+"""Memory of very large schedules: announced, or refused, before it is allocated."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def put(file: Path, text: str) -> Path:
 
 
 def find(path: Path, **env: str) -> tuple[int, str, str]:
-    """What `find_python` returns, finds and says."""
+    """Return the exit status, the output and the errors of `find_python`."""
     command = f"set -euo pipefail; source '{SCRIPT}'; find_python; printf '%s' \"$FOUND_PYTHON\""
     ran = subprocess.run(
         [path / "bash", "-c", command],

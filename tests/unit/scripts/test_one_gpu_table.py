@@ -163,7 +163,8 @@ def test_wheels_are_unpacked_where_nothing_is_installed(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas to assemble the kernel")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_a_spinning_block_owns_its_multiprocessor(architecture: str, tmp_path: Path) -> None:
-    """Of 65,536 registers, so that nothing else finds room beside it; and it can be started."""
+    """The kernel takes nearly all of the 65,536 registers, so no other block fits next to it, and
+    not more than all, so it can start."""
     (tmp_path / "spin.ptx").write_text(spinning.kernel())
     ended = subprocess.run(
         ["ptxas", "-v", f"-arch={architecture}", "spin.ptx", "-o", "spin.cubin"],

@@ -234,9 +234,9 @@ def test_bytes_where_w_needs_more_than_i_left(spec: str) -> None:
 
 
 def test_an_output_has_been_waited_for_before_its_gradient_is_used() -> None:
-    """A wave sends two stages' outputs over one channel. The wait for one of an earlier send, of
-    which the rank did not know yet, held up that for a later one, and its I found an output that
-    nobody had freed."""
+    """A wave sends two stages' outputs over one channel. A wait for an earlier send was placed
+    late, because the rank did not know that send yet, and delayed the wait for a later one. Then I
+    found an output that had not been freed."""
     placement = choose("wave-auto").place(2)
     problem = Problem(placement, 6, uniform(placement, 10, 12, 8, 1), parse_limit("8", 2, 6))
     shop = job_shop_of(problem)

@@ -91,7 +91,8 @@ def test_time_in_memory_bounds_a_v(limit: float, bound: int) -> None:
 
 
 def test_what_leaves_the_rank_bounds_nothing() -> None:
-    """A copy on the host is not in the rank's memory, nor is what will be made again."""
+    """Memory gives no bound for activations that are offloaded or recomputed, as the rank does not
+    hold them."""
     placement = v(4)
     costs = uniform(placement, 10, 12, 8, 1).with_host((1,) * 8, (1,) * 8)
     problem = Problem(placement, 16, costs, MemoryLimit(2))

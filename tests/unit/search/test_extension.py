@@ -1,4 +1,4 @@
-"""A schedule made longer or shorter: its middle repeated, or left out."""
+"""Schedules extended or shortened: their middle repeated, or removed."""
 
 from __future__ import annotations
 

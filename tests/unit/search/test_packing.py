@@ -283,7 +283,8 @@ def test_search_without_numba_says_what_to_install(
 def test_compiled_code_lies_in_the_cache_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never beside the package, which a container has read-only; and nothing of numba's changes."""
+    """Compiled code never lies next to the package, which is read-only in a container. numba's own
+    settings do not change."""
     numba = pytest.importorskip("numba")
     compiled = pytest.importorskip(COMPILED)
     asked: list[object] = []

@@ -1,4 +1,4 @@
-"""Packing plans in which some activations are made again: sound, and worth it."""
+"""Plans with recomputed activations: each packs soundly, and recompute shortens the makespan."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_any_choice_of_what_is_made_again_packs_soundly(
 
 @pytest.mark.parametrize("limit", [1.5, *at_night(3.0)])
 def test_a_search_chooses_what_is_made_again(limit: float) -> None:
-    """In little memory a second forward pass costs less than waiting for room; and where nothing
-    need be made again, it is no worse for that it may be."""
+    """In little memory a second forward pass costs less than waiting for memory. A search that may
+    recompute is no worse than one that may not."""
     alone = usual(v(3), 9, limit)
     seconds = []
     for recompute in (Recompute(), Recompute(fit=True)):

@@ -89,7 +89,7 @@ def check(
 
 
 def held(starts: Sequence[int], rank: RankWork, period: int) -> float:
-    """What ``rank`` holds at most in the steady state, tick by tick."""
+    """Return the most that ``rank`` holds in the steady state, counted tick by tick."""
     curve = [0.0] * period
     for chunk, (forward, backward, weight) in enumerate(CHUNKS):
         turned = starts[backward] + rank.ticks[backward]
@@ -229,7 +229,7 @@ def test_none_of_three_ranks_is_shorter() -> None:
 
 
 def shortest(ranks: Sequence[RankWork], hop: int, period: int) -> int | None:
-    """What a microbatch takes at least in a pattern."""
+    """Return the least ticks of a microbatch in a pattern, None if there is no pattern."""
     program = _PatternProgram(tuple(ranks), alike(ranks, hop), period, Arrangements.EACH)
     return min((way_of(program.pattern(end, 0)) for end in program.ends()[-1:]), default=None)
 

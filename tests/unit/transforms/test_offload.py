@@ -441,8 +441,8 @@ def test_a_divided_vocabulary() -> None:
 
 
 def test_logits_that_do_not_leave_are_not_copied() -> None:
-    """Where the vocabulary is divided the last stage holds no more than the others, and its copies
-    take no longer; where the output layer's W comes with I, W needs less of the last stage."""
+    """With a divided vocabulary the last stage holds no more than the others, so its copies take no
+    longer. If W of the output layer runs with I, W reads less of the last stage."""
     placement = line(2)
     held = {Held.ACTIVATION: (100.0, 100.0), Held.WEIGHT_INPUTS: (50.0, 50.0)}
     layers = parse_costs("f=1,i=1,w=1", placement).with_passes(held_bytes=held)

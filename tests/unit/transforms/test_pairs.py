@@ -203,9 +203,9 @@ def test_pairs_that_nobody_asked_for_are_refused() -> None:
     ],
 )
 def test_what_is_made_is_proved_and_times_are_those_of_pairs(spec: str, p: int, p2p: P2P) -> None:
-    """Both passes begin when all is there that either needs, and nobody gets anything of either
-    before both have ended. On a loop of two ranks both neighbours of a rank are one: messages
-    crossed there."""
+    """Overlapped passes begin when both have their inputs, and their outputs are sent when both
+    have ended. On a loop of two ranks both neighbours of a rank are the same rank: messages crossed
+    there."""
     program = built(spec, p, 2 * p + 2, p2p=p2p)
     schedule, costs = program.schedule, program.problem.costs
     assert schedule.pairs
@@ -235,8 +235,8 @@ def test_what_is_made_is_proved_and_times_are_those_of_pairs(spec: str, p: int, 
 
 
 def test_interleaved_with_pairs_is_megatrons_combined_order() -> None:
-    """Megatron's warm-up is one forward pass longer under --overlap-moe-expert-parallel-comm, and
-    from there on each forward pass runs beside a backward pass (schedules.py)."""
+    """Under --overlap-moe-expert-parallel-comm Megatron's warm-up is one forward pass longer. From
+    there on each forward pass overlaps with a backward pass (schedules.py)."""
     p, m, chunks = 4, 8, 2
     schedule = built("interleaved", p, m).schedule
     groups = [range(start, start + p) for start in range(0, m, p)]
@@ -286,7 +286,9 @@ def test_where_no_two_can_be_one_it_is_said() -> None:
 
 
 def test_w_runs_in_pairs_where_more_hides_beside_it() -> None:
-    """Beside B, with W to compute, 5 of an all-to-all hide, beside I 1: or the same beside both."""
+    """Overlapped with I, F saves 1 of an all-to-all. Overlapped with B, which also has W to
+    compute, F saves 5 or, in the other case, 1. The overlapped passes contain B if it saves 5, and
+    I otherwise."""
     kinds = {}
     for beside_b in (1.0, 5.0):
         problem = problem_for("zb-v", 4, 16)

@@ -372,7 +372,8 @@ def test_zb_auto_looks_for_the_least_step(costs: str) -> None:
 
 
 def test_zb_auto_may_find_it_by_the_makespan() -> None:
-    """Where messages take long the span of one step alone says too little: zb-2p goes by it."""
+    """With slow messages the span of one step, by which zb-2p is searched, does not give the
+    shortest step. zb-auto is searched by the makespan."""
     costs = "f=10,i=1,w=12,comm=8"
     assert step_of("zb-auto", costs, m=9) < step_of("zb-2p", costs, m=9) - 1
 

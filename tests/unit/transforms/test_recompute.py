@@ -1,4 +1,4 @@
-"""Activations that are given up after F and made again: order, memory, time."""
+"""Recomputed activations, freed after F: their order, memory and time."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_what_is_wrong_with_r_is_named(there: str, damaged: str, names: str) -> 
 
 
 def test_without_one_r_there_is_no_room() -> None:
-    """Into a limit which activations are made again is free; one too few is a question of
-    memory."""
+    """A schedule may choose the activations to recompute under a limit. With one too few it is
+    refused for its memory."""
     problem = problem_by_hand(limit=1.1, recompute=FIT)
     with pytest.raises(InvalidSchedule, match="0R0 brings rank 0 over the memory limit"):
         proved_by_hand(BY_HAND.replace("0R1 ", ""), problem)
@@ -239,8 +239,8 @@ def others_and_w(row: tuple[Action, ...]) -> tuple[list[Action], dict[Action, in
 @settings(PROPERTY, max_examples=60)
 @given(seeds)
 def test_what_fits_is_within_the_limit(seed: int) -> None:
-    """F, I (and B) stay in their order and W comes no later; what is held is what is counted by
-    hand. Where it does not fit, it would not with all made again."""
+    """Recompute keeps the order of F, I and B, and moves no W later. The memory is as counted by
+    hand. A schedule over the limit is over it also with all activations recomputed."""
     random, case = Random(seed), random_case(seed)
     limit = MemoryLimit(microbatches=random.choice([1.0, 1.5, 2.0, 3.0]))
     problem = replace(case.problem, memory_limit=limit).with_options(recompute=FIT)
@@ -295,7 +295,8 @@ def test_a_schedule_takes_less_memory_than_its_order_needs(
 
 
 def test_with_a_divided_vocabulary() -> None:
-    """Its passes come first, and two more microbatches; what is too much is made again."""
+    """The vocabulary's passes hold up to two more microbatches; recompute fits the schedule into
+    the limit."""
     placement = v(4)
     costs = parse_costs("f=10,i=12,w=8,comm=1,output_layer=6/6/6,embedding=1/1", placement)
     problem = Problem(

@@ -466,7 +466,7 @@ def test_bytes_of_slices() -> None:
 
 
 def test_recompute_keeps_keys_and_values() -> None:
-    """Later slices attend to them: what is given up is the rest."""
+    """Later slices attend to keys and values, so recompute frees all of a slice but these."""
     problem = with_bytes(problem_for("1f1b", 1, 1, 2)).with_options(recompute=Recompute(first=1))
     program = build_program(choose("1f1b"), problem)
     assert program.text == "0F0.0,0F0.1,0R0.1,0B0.1,0R0.0,0B0.0\n"
@@ -528,7 +528,8 @@ def test_zb_auto_of_slices() -> None:
 
 @pytest.mark.parametrize("name", TAKES_SLICES)
 def test_no_schedule_of_slices_is_shorter_than_the_bound(name: str) -> None:
-    """That of whole microbatches is more than slices take: ``auto`` left their schedules out."""
+    """The bound of whole microbatches is longer than a step of slices. ``auto`` used it, and so
+    rejected schedules of slices that were shorter."""
     problem = problem_for(name, 3, 3, 3, "f=10,i=12,w=8,comm=1,attention=0.3", "balanced")
     splits = choose(name).traits.splits_backward
     least = makespan(choose(name).build(problem), problem)

@@ -64,7 +64,7 @@ def seconds(schedule: Schedule, hop: float) -> float:
 def test_published_figures(
     name: str, p: int, m: int, makespan: int, peaks_of_stages: tuple[int, ...]
 ) -> None:
-    """Where B takes twice as long as F."""
+    """The papers count B as twice the time of F."""
     schedule = scheduled(name, p // 2, m // 2)
     assert seconds(schedule, 0) == makespan
     chunks = schedule.placement.chunks

@@ -1,4 +1,4 @@
-"""Stages before all that is trained: forward passes alone, which nobody sends gradients to."""
+"""Stages before the first trained stage: forward passes alone, and no gradient is sent to them."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_messages_do_not_pile_up(spec: str, first_trained_stage: int) -> None:
 
 
 def test_the_proof_knows() -> None:
-    """A pass that has no place is found, and one that is missing where there is something to train;
-    so is a gradient that is sent to nobody who uses it."""
+    """The proof finds a backward pass before the first trained stage, a missing one behind it, and
+    a gradient that is sent to a stage without use for it."""
     whole, program = made("zb-h1", 0), made("zb-h1", 1)
     with pytest.raises(
         InvalidSchedule, match="0RECV_B0 has no place, as nothing before stage 1 is"

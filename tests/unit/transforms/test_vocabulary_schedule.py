@@ -111,7 +111,8 @@ def test_any_line_or_v_takes_them_and_holds_one_or_two_more(seed: int) -> None:
 @settings(PROPERTY, max_examples=35)
 @given(seeds)
 def test_any_schedule_takes_them(seed: int) -> None:
-    """Microbatches that overtake one another, any placement, B beside I and W."""
+    """Schedules here have microbatches that overtake one another, any placement, and B as well as I
+    and W."""
     random = Random(seed)
     case = random_case(seed)
     problem = case.problem.with_options(p2p=P2P.ASYNC, vocab_parallel=random.choice([ONE, TWO]))
@@ -130,7 +131,7 @@ def test_any_schedule_takes_them(seed: int) -> None:
 @settings(PROPERTY, max_examples=60)
 @given(seeds)
 def test_the_proof_and_the_ranks_agree(seed: int) -> None:
-    """What the proof refuses does not run, and the other way round."""
+    """The proof refuses a damaged schedule if and only if it does not run to its end."""
     random = Random(seed)
     name, problem = random_problem(random, ("zb-h1", "1f1b", "zb-v"), 3)
     problem = replace(problem, microbatches=min(problem.microbatches, 3))
@@ -178,7 +179,8 @@ def test_collectives_in_another_order_on_one_rank_are_refused() -> None:
 
 
 def test_ranks_that_wait_for_one_another_in_a_collective_are_refused() -> None:
-    """Rank 1 wants the sum before its I, rank 0 what that makes before its part of the sum."""
+    """Rank 1 needs the sum before its I, and rank 0 needs that I before it adds its part to the
+    sum."""
     schedule, problem = first_of("zb-h1", ONE)
     assert runs_to_end(schedule, problem)
     rest = ["0SI0", "0REDUCE_SI0", "0WAIT_SI0", "0SW0", "0SI1", "0REDUCE_SI1", "0WAIT_SI1", "0SW1"]
@@ -268,8 +270,8 @@ def test_one_communicator_is_refused() -> None:
 def timed(
     name: str, head: float, how: VocabularyParallel, ranks: int, m: int
 ) -> tuple[float, float]:
-    """The makespan without head and with one of so many stages, divided over the ranks; a stage
-    takes 3."""
+    """Return the makespans without an output layer and with one of ``head`` stages' time, split
+    over the ranks. A stage takes 3."""
     key = name, ranks, m
     placement = choose(name).place(ranks)
     layers = uniform(placement, 1, 1, 1)
