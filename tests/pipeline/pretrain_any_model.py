@@ -1,9 +1,9 @@
-"""scripts/pretrain_gpt.py on the CPU, for models that need GPUs or that no flag of it makes.
+"""scripts/pretrain_gpt.py on the CPU, for models that need GPUs or that none of its flags makes.
 
-Attention over packed sequences, multi-latent attention and linear attention have stand-ins in
-torch's operations; --hybrid-layer-pattern makes a HybridModel. TRAINED is "adapters", for low-rank
-ones beside frozen layers, or "upper-layers", above frozen ones. Matrices are drawn by their names,
-so that models start alike wherever their stages lie.
+Attention over packed sequences, multi-latent attention and linear attention are replaced by torch's
+operations; --hybrid-layer-pattern makes a HybridModel. TRAINED is "adapters" for low-rank adapters
+of frozen layers, or "upper-layers" for trained layers above frozen ones. Matrices are drawn by
+their names, so a model starts alike wherever its stages lie.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def of_pattern(
 
 
 def draw(model: Any) -> None:
-    """Of a tied model each copy of the table is drawn alike."""
+    """Draw the matrices by name; both copies of a tied table get the same numbers."""
     tied = {"output_layer.weight": "embedding.word_embeddings.weight"}
     names = tied if model.share_embeddings_and_output_weights else {}
     draw_by_name(

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside frozen linear layers, as Megatron-Bridge's LoRA puts them.
+"""Low-rank adapters of frozen linear layers, as Megatron-Bridge's LoRA adds them.
 
 Only the adapters' weight gradients wait for W. Losses and gradients are stock's to the last bit.
 """
@@ -121,7 +121,7 @@ BY_NIGHT = {
 
 
 def compared() -> list[tuple[str, tuple[str, ...]]]:
-    """What is trained, in words, and under which schedules."""
+    """Return the trained parts, in words, each with the schedules that it is tested under."""
     names: dict[str, dict[str, None]] = {}
     for cases in (BY_DAY, BY_NIGHT):
         for (trained, recompute), schedules in cases.items():

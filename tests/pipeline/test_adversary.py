@@ -293,7 +293,8 @@ def test_a_collective_posted_too_early() -> None:
 
 
 def check_stands_still(results: list[RankResult], posted: str, before: str) -> None:
-    """The rank says what it waits for; others may learn first that it has given up."""
+    """Assert that both ranks end with an error, and that the waiting rank names the action that has
+    not ended. The other rank may only learn that the first one has ended."""
     rank = parse_action(posted).stage
     assert [result.exit_code for result in results] == [1, 1]
     assert f"{posted}, posted before {before}, has not ended" in results[rank].error
@@ -308,7 +309,7 @@ def errors_when_late(run: Callable[[int], None], ranks: int = 2) -> list[str]:
 
 
 def test_a_wait_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read before it is no number."""
+    """A tensor that is read before its wait holds no numbers, so the missing wait is noticed."""
 
     def received(transport: Transport, action: Action) -> Tensor:
         work, tensor = transport._receiving.pop(action)
@@ -359,7 +360,8 @@ def test_a_collective_that_is_read_too_early(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_output_that_goes_before_it_has_left(
     spoil: Callable[[Tensor], None], finding: str
 ) -> None:
-    """Of microbatch 0, whose send is waited for when its gradient has come."""
+    """The output of microbatch 0 is spoiled before its send has ended; the wait for that send comes
+    later."""
     program = program_for(choose("1f1b"), 2, 3)
     at = parse_action("0F1")
     assert program.schedule.rows[0].index(at) < program.schedule.rows[0].index(

@@ -45,7 +45,7 @@ class Case:
 
     @property
     def iterations(self) -> int:
-        """A verdict is asked for from the third on."""
+        """The number of iterations; verdicts are requested from the third on."""
         return 6 if self.validates else 2
 
     def __str__(self) -> str:

@@ -84,8 +84,8 @@ def test_every_rank_says_what_differs(twice: bool) -> None:
 def test_a_rank_without_megatron_ext_is_not_waited_for_in_silence(
     silent: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is in Megatron's groups meanwhile, and the others would wait for it until torch's timeout,
-    which names nobody."""
+    """A rank started without megatron_ext and went on in Megatron's groups. The other ranks waited
+    for it until torch's timeout, whose error names no rank."""
     monkeypatch.setattr(agreement, "NOTICE", timedelta(seconds=0.5))
     monkeypatch.setattr(agreement, "STAYS", timedelta(seconds=1))
     results = values(ask(lambda rank: None if rank == silent else ALIKE))
@@ -127,7 +127,7 @@ def test_ranks_that_start_minutes_apart_are_waited_for(timeout: int, waited: int
 
 
 def test_one_of_a_thousand_ranks_is_found() -> None:
-    """What global rank 0 does, in less than a second."""
+    """Global rank 0 compares a thousand ranks in less than a second."""
     ranks, prefix = 1000, "megatron_ext/agreement/1"
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = {f"--argument-{n}": Fact(str(n)) for n in range(700)}
@@ -185,7 +185,8 @@ def test_a_folder_of_traces_may_be_each_ranks_own() -> None:
 
 
 def test_a_commit_while_ranks_start_is_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the repository around Megatron, which may be the user's own."""
+    """The commit in Megatron's version is that of the repository around Megatron, which may be the
+    user's own. It may change while ranks start."""
     facts = []
     for version in ("0.19.2+0123abc", "0.19.2+4567def", "0.19.2", "0.19.1+0123abc"):
         monkeypatch.setattr(megatron.core, "__version__", version)

@@ -1,7 +1,7 @@
-"""Models that are no bare GPTModel: a stage is any module with set_input_tensor.
+"""Models other than a bare GPTModel: a stage is any module with set_input_tensor.
 
-What is known of GPT models only is asked for politely. The steps are a caller's, on two ranks, and
-their losses and gradients are those of stock's schedules to the last bit.
+Attributes that only GPT models have are optional. A caller's own steps on two ranks have the losses
+and gradients of stock's schedules to the last bit.
 """
 
 from __future__ import annotations
@@ -585,7 +585,8 @@ def test_the_table_of_models() -> None:
 
 
 def _cases(name: str) -> list[tuple[str, list[str]]]:
-    """What of that model is trained, with all schedules."""
+    """Return the trained parts of the model ``name``, each with all schedules that it is tested
+    under."""
     schedules: dict[str, list[str]] = {trained: [] for trained in TRAINED}
     for model, trained, own in (*BY_DAY, *BY_NIGHT):
         if model == name:

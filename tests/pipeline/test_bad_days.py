@@ -75,7 +75,7 @@ BROKEN = "the model is broken"
 
 
 class Mishap(Protocol):
-    """What happens to some rank."""
+    """A misfortune of some rank."""
 
     def install(self, rank: int) -> None:
         """In the rank, before it trains."""
@@ -84,7 +84,8 @@ class Mishap(Protocol):
 
 @dataclass(frozen=True)
 class Fault:
-    """What a model chunk does in its ``first`` forward, counted from 0, or from that one on."""
+    """Fault of a model chunk in its forward ``first``, counted from 0, or also in all later
+    ones."""
 
     rank: int
     chunk: int
@@ -149,8 +150,8 @@ class Training:
 
 
 def end_of(script: Script, ranks: int, flags: Sequence[str], fault: Mishap) -> list[RankResult]:
-    """How the ranks of a training end; none may have to be killed, as one that waits until torch
-    gives up is."""
+    """Return the results of a training's ranks. Fails if a rank had to be killed, as one that waits
+    until torch's timeout is."""
     with agent_store() as port:
         training = Training(ranks, port, tuple(flags), fault)
         with running_ranks(ranks, training, script, connect=False) as running:
@@ -174,7 +175,7 @@ def pipeline_flags(ranks: int, microbatches: int, **flags: object) -> list[str]:
 
 
 def said_of_the_loss(result: RankResult) -> list[str]:
-    """What Megatron says of a result that it rejects, without the figures."""
+    """Return Megatron's words about a result that it rejects, without the figures."""
     return re.findall(
         r"Unexpected result nan on rank \d at iteration #\d invocation #\d|"
         r"unexpected result is (?:not )?reproducible",

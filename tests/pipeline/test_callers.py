@@ -363,8 +363,9 @@ def test_another_program_is_found_in_a_later_step_too() -> None:
 
 @pytest.mark.real_time
 def test_an_error_beside_the_passes_ends_the_other_ranks() -> None:
-    """What Megatron does at a step's end, or host memory that cannot be had before it: only errors
-    in passes were told, and the others waited for ever where the caller of the rank went on."""
+    """An error between the passes, such as one of Megatron's at a step's end or one for lack of
+    host memory before a step. Only errors in passes were reported. If the caller of the failed rank
+    went on, the other ranks waited for ever."""
 
     def failing(rank: int) -> None:
         with installed(RANKS, schedule="1f1b"):
@@ -501,8 +502,8 @@ WITHOUT_LAYERS = {
     ],
 )
 def test_stages_without_layers(schedules: tuple[str, ...]) -> None:
-    """Of embedding, of loss or of nothing at all, as recipes of GLM have them (Megatron-LM #1852):
-    what such a stage passes on is what it was given."""
+    """Stages of the embedding only, of the loss only, or of nothing, as recipes of GLM have them
+    (Megatron-LM #1852). A stage of nothing passes on its input."""
 
     def on_all_placements(rank: int) -> None:
         with apply(cpu.patches()):

@@ -334,7 +334,8 @@ def chunks() -> list[torch.nn.Module]:
 
 
 def names(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Each rank of a context-parallel group has gradients of its own, which nobody sums here."""
+    """Yield the parameters with the context-parallel rank in their names: gradients are not summed
+    over the group here, so each rank has its own."""
     rank = parallel_state.get_context_parallel_rank()
     for name, parameter in named_parameters(chunk):
         yield f"{name} of rank {rank}", parameter
@@ -419,7 +420,8 @@ class Predicting(torch.nn.Module):
 
 
 def test_ranks_that_shift_tokens_meet_before_the_first_step() -> None:
-    """Each with its neighbours in the group; and those that predict one token with nobody."""
+    """Ranks of a model with multi-token prediction connect to their neighbours in the group. Ranks
+    of a model without it connect to no rank."""
 
     def run(rank: int) -> tuple[set[int], ...]:
         met: set[int] = set()

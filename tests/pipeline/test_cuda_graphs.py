@@ -1,8 +1,8 @@
 """Trainings with per-layer CUDA graphs (``--cuda-graph-impl transformer_engine``), under schedules
 that split the backward: stock's without graphs, to the last bit.
 
-Everything is Megatron's own and ours but `make_graphed_callables`, in whose place layers run again
-where a GPU would replay them, with the buffers that they would have there.
+Everything is Megatron's own and ours but `make_graphed_callables`. In its stand-in a layer is
+computed with the graph's buffers wherever a GPU would replay the graph.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def stock(model: str) -> list[Run]:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is forked now captures layers without a GPU."""
+    """Let the ranks forked from now on capture layers without a GPU."""
     monkeypatch.delitem(cpu._REFUSED, "--cuda-graph-impl")
     monkeypatch.setattr(graphs_on_cpu, "pool", graphs_on_cpu.Pool())
     monkeypatch.setattr(layer_graphs, "graph_memory", lambda: graphs_on_cpu.pool.ranges())

@@ -1,4 +1,4 @@
-"""What the host knows of its device: how far it may run ahead, and where the device is stuck."""
+"""Progress of a device as its host knows it: the host's lead, and the action that is stuck."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class KnownProgress(DeviceProgress):
 def test_nobody_asks_a_device_while_a_graph_is_captured(
     has_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watchdog's thread would ask for the last events of a step while CUDA graphs are captured
-    after it: then no thread may, and the capture fails. Only Transformer Engine's captures of
-    layers were known to it, not the one of --optimizer-cuda-graph."""
+    """A user's capture of a CUDA graph failed, because the watchdog's thread queried the last
+    events of the step before. No thread may do so during a capture. The watchdog knew Transformer
+    Engine's captures of layers, but not the capture of --optimizer-cuda-graph."""
     device = Device()
     recorder = Recorder(0, device=DeviceProgress(device.record))
     monkeypatch.setattr(Watchdog, "_running", Watchdog(recorder))
@@ -163,7 +163,8 @@ def test_what_has_ended_is_forgotten() -> None:
 
 
 def test_a_device_whose_host_goes_on_is_not_asked() -> None:
-    """In each second of a healthy run one thread would have asked it amid the other's calls."""
+    """In each second of a healthy run the watchdog's thread queried the device amid the main
+    thread's calls. Now it queries only if the host has stood still."""
     device = Device()
     progress = DeviceProgress(device.record)
     for microbatch in range(3):

@@ -87,7 +87,7 @@ SHORTER = ("--num-layers", "4", "--global-batch-size", "8", "--eval-iters", "0")
 
 
 def train(flags: list[str]) -> None:
-    """What scripts/quickstart.sh does when the environment is prepared."""
+    """Train as scripts/quickstart.sh does in a prepared environment."""
     ended = subprocess.run(
         [sys.executable, ROOT / "scripts" / "quickstart.py", *SHORTER, *flags],
         env={**os.environ, "NPROC": "2", "ITERS": "5", "PYTHONPATH": str(ROOT)},

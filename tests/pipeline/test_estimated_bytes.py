@@ -1,15 +1,15 @@
-"""What a microbatch is estimated to hold, beside what a training without a GPU counts.
+"""Estimated bytes of a microbatch, compared with those counted in a training without a GPU.
 
-Local layers, whose kernels are torch's. On a GPU Transformer Engine's attention keeps no matrix,
+The layers are local, with torch's kernels. On a GPU Transformer Engine's attention keeps no matrix,
 its RMSNorm its input once, and its rotary positions no tables.
 
-Some cases failed since they were written. What waits for W on the last rank was estimated with the
-output layer's input even if its weight gradient was computed in I, and with the gradient of bf16
-logits in fp32; recomputed attention was estimated without the joint output that its values keep,
-and torch's RMSNorm of bf16 without its copies in fp32. Rotated queries and keys of as many groups
-as heads were not counted, in addition to that joint output. The training counts the microbatch's
-own tokens and mask, which weigh where all layers are recomputed, and are no activations. And
-torch's dropout keeps a mask of booleans on a GPU, but on the CPU a tensor of its input's type.
+Some cases failed when they were written. The last rank's bytes until W included the output layer's
+input even if its weight gradient was computed in I, and the gradient of bf16 logits in fp32.
+Recomputed attention lacked the joint output that its values keep, and torch's RMSNorm of bf16 its
+copies in fp32. Rotated queries and keys, with as many groups as heads, were not counted in addition
+to that joint output. The training also counts the microbatch's own tokens and mask, which are no
+activations and matter if all layers are recomputed. torch's dropout keeps a mask of booleans on a
+GPU, but on the CPU a tensor of its input's type.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def dropout_of_a_gpu(
 def test_held_bytes_are_those_of_a_training(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits for W to the byte, what waits for I within 3 %."""
+    """The estimate of the bytes until W is exact to 0.1 %, that of the bytes until I to 3 %."""
     take_local_attention()
     monkeypatch.setattr(torch.nn.functional, "dropout", dropout_of_a_gpu)
     flags = COMMON | (MODELS | {"experts": ALONE})[name]

@@ -67,7 +67,7 @@ def draw_weights_by_name(model: GPTModel) -> None:
 
 
 def run(source: str, **env: str) -> list[str]:
-    """What the script prints, a line each, launched on two ranks of the CPU platform."""
+    """Return the lines that the script prints when launched on two ranks of the CPU platform."""
 
     def on_rank(rank: int) -> str:
         torch.compiler.set_stance("force_eager")  # as the launcher says before torch is imported

@@ -441,7 +441,7 @@ def test_of_a_batch_the_message_that_fails_is_named() -> None:
 
 
 def test_stages_agree_with_autograd() -> None:
-    """What all others compare with is itself right."""
+    """The stages of all other tests have autograd's gradients."""
 
     def run(rank: int) -> None:
         pipeline = Pipeline(program_for(choose("gpipe"), 1, 2), world())

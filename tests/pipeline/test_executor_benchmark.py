@@ -32,7 +32,7 @@ def report_of(capsys: Output, *words: str, costs: str = "f=4,i=4,w=4") -> dict[s
 
 
 def test_every_contender_takes_at_least_its_ideal_time(capsys: Output) -> None:
-    """A sleep never ends early: a step below the ideal would be one that left passes out."""
+    """A sleep never ends early, so a step shorter than the ideal one would have omitted passes."""
     report = report_of(capsys, "--schedules", "1f1b zb-v")
     rows = report["rows"]
     assert {"megatron 1f1b", "torch 1F1B", "torch ZBVZeroBubble", "megatron-ext zb-v"} <= set(rows)

@@ -69,7 +69,7 @@ ABORTED = threading.Event()
 
 
 class Communicators:
-    """Those whose messages a device waits for, until they are aborted."""
+    """Communicators whose messages a device waits for, until they are aborted."""
 
     def close(self) -> None:
         ABORTED.set()
@@ -112,7 +112,7 @@ def block() -> None:
 
 
 def tell() -> None:
-    """That this rank has come here."""
+    """Note that this rank has come here."""
     (Path(tempfile.gettempdir()) / f"told by {dist.get_rank()}").touch()
 
 
@@ -355,7 +355,7 @@ def test_a_store_that_goes_at_the_end_is_no_failure(script: Script) -> None:
 
 
 class DeadStore:
-    """Answers nobody, and gives up when the test is over."""
+    """A store that answers no request, and fails after `SOON` seconds."""
 
     def __init__(self) -> None:
         self.has_ended = threading.Event()

@@ -48,7 +48,7 @@ class Made:
 
 
 def noting(monkeypatch: pytest.MonkeyPatch) -> Made:
-    """What this process makes from now on."""
+    """Return the record of groups that this process makes from now on."""
     made = Made()
     helper, new_group = distributed_c10d._new_process_group_helper, dist.new_group
 
@@ -80,8 +80,8 @@ def pipeline_of(ranks: list[int]) -> dist.ProcessGroup:
 
 
 def test_a_rank_makes_no_group_that_it_is_no_member_of() -> None:
-    """At 1,024 ranks the 28 channels of zb-v were 3,584 calls of new_group on each rank, beside
-    the 5,713 for Megatron's own groups, of which it is a member of 18."""
+    """At 1,024 ranks the 28 channels of zb-v were 3,584 calls of new_group on each rank. Megatron's
+    own groups take 5,713 calls, for 18 that a rank is a member of."""
     ranks, size, mine = 1024, 8, 500
 
     def run(_: int) -> dict[str, tuple[int, int]]:
@@ -116,8 +116,8 @@ def test_a_rank_makes_no_group_that_it_is_no_member_of() -> None:
 
 
 def test_no_two_channels_share_a_group() -> None:
-    """A message that nobody takes yet would delay those of another edge or kind: every schedule's
-    channels, on each rank of one to five, and what is sent on each goes to a group of its own."""
+    """On a shared group a message that is not received yet would delay those of another edge or
+    kind. For every schedule, on each rank of one to five, each channel has a group of its own."""
 
     def run(_: int) -> None:
         for ranks in range(1, 6):
@@ -167,7 +167,8 @@ def whole_world() -> dist.ProcessGroup:
 
 
 def test_a_group_is_made_anew() -> None:
-    """What one of the same members has left in the store would lead the next to closed sockets."""
+    """An earlier group's entries in the store would lead a new group of the same members to closed
+    sockets."""
 
     def run(rank: int) -> None:
         names = set()
@@ -263,7 +264,7 @@ def test_nccl_is_left_alone_where_nothing_is_said() -> None:
 
 @needs_nccl
 def test_each_group_has_options_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the world's backend for the device is NCCL, and only there."""
+    """Options of NCCL are given if the world's backend for the device is NCCL, and only then."""
     of_pipeline = dist.ProcessGroupNCCL.Options()
     of_pipeline.config.min_ctas = 1
     backend = SimpleNamespace(options=of_pipeline)

@@ -68,7 +68,8 @@ def hybrid(
     number: int,
     end: str = "",
 ) -> Any:
-    """Of a model with those ``segments``, or the same layers in fewer of them."""
+    """Return chunk ``number`` of a model with those ``segments``, or with the same layers in fewer
+    segments."""
     stages = RANKS * (chunks or 1)
     own = len(segments) // stages
     main = "|".join("".join(segments[s * own : (s + 1) * own]) for s in range(stages))
@@ -122,7 +123,7 @@ def tokens() -> list[torch.Tensor]:
 
 
 def linear(settings: dict[str, Any], chunks: int | None, number: int) -> Any:
-    """Of a GPTModel whose attention is, but for every second layer, linear."""
+    """Return chunk ``number`` of a GPTModel in which every second layer has linear attention."""
     stub_kernels()
     of_model = config(
         8,
@@ -185,8 +186,8 @@ def case(model: str, schedules: tuple[str, ...]) -> Any:
 
 @pytest.mark.parametrize(("model", "schedules"), [case(*names) for names in CASES])
 def test_steps_are_stocks(model: str, schedules: tuple[str, ...]) -> None:
-    """Of a hybrid model's stages a V had those of a loop, in silence: its first one was the third
-    of the pattern."""
+    """A V of a hybrid model trained with the stages of a loop, without an error: its first stage
+    was the third of the pattern."""
     make = MODELS[model]
 
     def on_rank(rank: int) -> None:

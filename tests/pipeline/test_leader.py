@@ -88,7 +88,7 @@ def test_one_rank_works_for_all() -> None:
 
 
 def test_who_comes_first_does_not_wait_for_ever_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be in a pipeline whose step asks for nothing."""
+    """Rank 0 may be in a pipeline whose step has no work to share."""
     monkeypatch.setattr(waiting, "AHEAD_SECONDS", 0.1)
     results = values(run_ranks(2, asked(take_long, late=0)))
     assert [worked for _, worked in results] == [0, 1]

@@ -1,8 +1,8 @@
-"""Loaders under virtual stages that the user did not ask for, against stock: to the last bit.
+"""Loaders under virtual stages that the user did not request, against stock: to the last bit.
 
-Megatron's loop takes one loader a rank. Under several chunks there is a list of them, which it took
-for a loader or for a list of validation sets; and on a V global rank 0, which it asks whether to
-train, has none.
+Megatron's loop takes one loader a rank. Under several chunks there is a list of loaders. Megatron
+took that list for a loader, or for a list of validation sets. On a V global rank 0 has no loader,
+and Megatron lets that rank decide whether to train.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What people combine, pair by pair, against stock: from one checkpoint, to the last bit.
+"""Combinations of settings, pair by pair, against stock: from one checkpoint, to the last bit.
 
 Every schedule meets every kind of parallelism; tied and untied weights, recompute and precision are
 spread over these so that any two settings meet somewhere. Stock trains and saves after its first
-iteration; a schedule loads that and trains on. What came of it is the table in
-docs/compatibility.md, which this file writes.
+iteration; a schedule loads that and trains on. This file writes the results into the table of
+docs/compatibility.md.
 """
 
 from __future__ import annotations

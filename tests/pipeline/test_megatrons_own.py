@@ -98,7 +98,8 @@ class OursInPlace(ast.NodeTransformer):
 
 
 def embedding_groups(pipeline: dist.ProcessGroup) -> tuple[Any, Any]:
-    """Those of the position embedding and of the embedding. Collective over the world."""
+    """Return the groups of the position embedding and of the embedding. Collective over the
+    world."""
     ranks = dist.get_process_group_ranks(pipeline)
     pipelines: list[Any] = [None] * RANKS
     dist.all_gather_object(pipelines, ranks)

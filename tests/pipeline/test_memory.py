@@ -1,4 +1,4 @@
-"""What ranks really hold against what the simulator says, in bytes, for every schedule.
+"""Bytes that ranks really hold, compared with the simulator's, for every schedule.
 
 The bytes of a stage are measured once, with a single microbatch, and written to a costs file as a
 user would write it. From that file the peak of every schedule is predicted, and a training with the
@@ -230,7 +230,8 @@ def test_stocks_1f1b_has_the_same_peak() -> None:
 
 @nightly("test_parity.py trains with full recompute by day; here are its bytes")
 def test_full_recompute_holds_the_stages_input_alone() -> None:
-    """The last stage holds the logits beside it, the first one tokens."""
+    """A stage in the middle holds its input only. The first stage also holds tokens, the last one
+    logits."""
     ranks = measured("zb-h1", FULL_RECOMPUTE)
     _, expected = predicted("zb-h1", costs_file(ranks, RANKS))
     print(*table("zb-h1, full recompute", expected, ranks), sep="\n")
@@ -246,7 +247,7 @@ def test_full_recompute_holds_the_stages_input_alone() -> None:
 @nightly("the simulator's count is a unit test; test_placements.py trains so")
 @pytest.mark.parametrize("spec", ["zb-h1", "zb-v"])
 def test_a_pass_that_runs_again_leaves_its_input_alone(spec: str) -> None:
-    """Of the stages that do: those in the middle, to the byte."""
+    """A recomputed stage holds its input between F and R, to the byte for stages in the middle."""
     stages = choose(spec).place(RANKS).stages
     costs = costs_of(stages)
     first = stages - 1

@@ -1,4 +1,4 @@
-"""--pipeline-metrics in real training runs: lines, TensorBoard and W&B, and nobody waits for it."""
+"""--pipeline-metrics in real training runs: lines, TensorBoard and W&B, for which no rank waits."""
 
 from __future__ import annotations
 

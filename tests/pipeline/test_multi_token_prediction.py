@@ -202,7 +202,8 @@ def test_activations_leave_for_the_host(schedule: str) -> None:
 @nightly("test_profile.py measures costs, of models that predict one token")
 @pytest.mark.parametrize("model", ["untied, 2 depths, bf16", "tied, 1 depth"])
 def test_costs_are_measured(model: str, tmp_path: Path) -> None:
-    """The program is then made again, with the output layer's weight gradient where it goes."""
+    """The program is rebuilt with the measured costs, which decide the pass of the output layer's
+    weight gradient."""
     ours = {"pipeline_schedule": "zb-v", "pipeline_costs": f"profile:{tmp_path / 'costs.json'}"}
     training(model).but(train_iters=6).start_as_stock(**ours)
     assert (tmp_path / "costs.json").exists()

@@ -203,7 +203,8 @@ def test_memory_is_given_back_and_comes_back() -> None:
 
 
 def test_storages_are_known_no_longer_than_needed() -> None:
-    """Those that stay are autograd's alone again, and so are those that have come back."""
+    """Storages that stay on the device and storages that came back are referred to by autograd
+    alone."""
     leaving = Leaving(*BACK)
     y = leaving.forward(lambda x: x.exp().square().sum(), torch.arange(8.0).requires_grad_())
     leaving.perform(*BACK)
@@ -294,7 +295,8 @@ def test_what_nobody_needs_any_more_does_not_leave() -> None:
 
 
 def test_memory_that_a_copy_writes_to_is_kept_until_the_copy_has_ended() -> None:
-    """Also where nobody will read it: the last reference was dropped when the copy had started."""
+    """A copy from the host is not read any more here. The last reference to its memory was dropped
+    when the copy had started, and the copy then wrote to freed memory."""
     leaving = Leaving(*BACK)
     y = leaving.forward(square, torch.arange(8.0).requires_grad_() + 1)
     leaving.perform(*AWAY)
@@ -411,7 +413,7 @@ class Steps:
             self.buffers.expected = {(0, Held.ACTIVATION): expected}
 
     def step(self, *numbers: int) -> None:
-        """Of microbatches that save so many numbers, of 4 bytes."""
+        """Run a step of microbatches that save ``numbers`` figures each, of 4 bytes."""
         rows = [[action.replace("F0", f"F{m}") for action in BACK] for m in range(len(numbers))]
         step = self.offload.step(tuple(parse_action(action) for row in rows for action in row))
         self.copies.is_in_step = True
@@ -468,7 +470,7 @@ def test_a_microbatch_that_needs_more_grows_the_buffers_after_its_step(
 
 
 def test_buffers_share_no_page_and_are_not_shared_with_forked_processes() -> None:
-    """Small ones lay beside each other, and a data loader's worker that was forked had them too."""
+    """Small buffers lay on one page, and a data loader's forked worker shared them."""
     copies = DirectCopies()
     buffers = [copies.host_buffer(size) for size in (1, 5000, 100)]
     pages = [

@@ -158,7 +158,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def steps(folder: Path) -> list[list[tuple[dict[str, int], int, int]]]:
-    """What `watch` has seen, rank by rank."""
+    """Return the records of `watch`, rank by rank."""
     files = sorted(folder.iterdir())
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
@@ -270,7 +270,7 @@ def test_gradients_that_a_kernel_adds_need_no_gradient_from_autograd(
 
 
 def test_host_memory_is_checked_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all ranks of a host together; every rank says so."""
+    """The memory for all ranks of a host is checked together, and every rank reports the lack."""
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
     flags = words(2, {}, "gis", pipeline_costs="estimate", pipeline_activation_offload="full")
     results = train_or_fail(2, flags)

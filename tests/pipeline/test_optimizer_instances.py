@@ -1,7 +1,7 @@
-"""Several instances of the distributed optimizer, with gradients reduced beside the passes.
+"""Several instances of the distributed optimizer, with gradients reduced in parallel to the passes.
 
 Stock keeps no handle of a reduction then. Reductions that the schedule had started ran a second
-time at the end of the step, on gradients that were reduced already: the gradient norm was too small
+time at the end of the step, on gradients that were reduced already. The gradient norm was too small
 by a mean over replicas, or too large by a sum with loss per token. With two replicas, one in each
 instance, the second mean changes nothing: the tests here have four.
 

@@ -283,8 +283,9 @@ def test_optimizers_of_other_packages(setting: str, schedule: str, tmp_path: Pat
 
 
 def assert_one_rank_has_each(runs: list[Run]) -> None:
-    """What `megatron-ext parity` records: of copies, which several instances have, one; and what is
-    on one data-parallel rank alone is none. But for counts of steps."""
+    """Assert that the ranks together hold each piece of the state, except counts of steps, once
+    without its copies. `megatron-ext parity` records these: one of the copies that several
+    instances hold, and each piece that only one data-parallel rank holds."""
     pieces = Counter(
         (piece.name, piece.index, piece.place)
         for rank in runs

@@ -157,7 +157,8 @@ def test_several_samples_make_one_row(data: Flags, schedule: str) -> None:
     [("zb-h1", 1, False), ("zb-v", 2, False), ("v-half", 1, True)],
 )
 def test_with_the_vocabulary_divided(schedule: str, variant: int, per_token: bool) -> None:
-    """What is not to be learned has a label that is in no rank's part."""
+    """Tokens that are not to be learned have a label outside every rank's part of the
+    vocabulary."""
     more: Flags = {"position_embedding_type": "rope", "calculate_per_token_loss": per_token}
     setting = training(2, 2, CONVERSATIONS | more)
     reference, folder = setting.saved()
@@ -235,7 +236,7 @@ Batch = dict[str, Any]
 
 
 def batches(lengths: list[list[int]]) -> list[Batch]:
-    """Of sequences of these lengths: one row of tokens each, and where the sequences end."""
+    """Return a batch for each list of lengths: a row of tokens, and the ends of its sequences."""
     generator = torch.Generator().manual_seed(2)
     made = []
     for of_one in lengths:

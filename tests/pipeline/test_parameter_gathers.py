@@ -151,7 +151,8 @@ def batches(seed: int) -> Iterator[torch.Tensor]:
 
 
 def test_gathers_start_ahead_of_the_passes_and_change_no_bit() -> None:
-    """Nobody called param_sync_func: every gather began when a pass was there to wait for it."""
+    """No code called param_sync_func under our schedules: every gather began when a pass waited for
+    it."""
 
     def with_stock_and_ours(rank: int) -> None:
         forbid_coalesced_gathers()
@@ -170,9 +171,9 @@ def test_gathers_start_ahead_of_the_passes_and_change_no_bit() -> None:
 
 
 def test_a_caller_need_not_hold_back_reductions() -> None:
-    """A caller of stock may leave out no_sync_func: stock's hooks count the gradients of all
-    microbatches. Under a schedule of ours W's gradients come without a hook, so the count of the
-    first step was incomplete and zero_grad_buffer of the second step failed."""
+    """A caller of stock may omit no_sync_func: stock's hooks count the gradients of all
+    microbatches. Under a schedule of ours W's gradients come without a hook. The count of the first
+    step was incomplete, and zero_grad_buffer of the second step failed."""
 
     def with_and_without(rank: int) -> None:
         with (

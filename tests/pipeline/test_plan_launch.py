@@ -1,6 +1,6 @@
 """`--pipeline-schedule plan`: a launch that chooses its schedule, and trains as stock does.
 
-One layer a rank, so that no V divides them: nobody searches for one on four ranks.
+Each rank has one layer, which no V can split, so no V is searched for on four ranks.
 """
 
 from __future__ import annotations

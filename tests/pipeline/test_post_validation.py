@@ -165,7 +165,7 @@ def test_no_rank_waits_until_its_state_is_taken() -> None:
 
 
 def test_a_verdict_is_passed_back_by_a_rank_that_is_in_a_pass() -> None:
-    """Rank 0 has it before rank 1 asks for it."""
+    """Rank 0 gets the verdict before rank 1 requests it: rank 1 passes it back while in a pass."""
 
     def run(rank: int) -> None:
         messages = messages_of(rank, line(3))

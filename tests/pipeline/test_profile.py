@@ -521,9 +521,11 @@ MODEL: Flags = {
 def test_bytes_are_those_that_ranks_hold(
     spec: str, output_layer_waits: bool, tmp_path: Path
 ) -> None:
-    """What hooks on autograd and the queue count, beside all storages that live (`held_bytes`).
+    """The bytes in the costs file are those that hooks on autograd and the queue count
+    (`held_bytes`).
 
-    Where the output layer's weight gradient came in I, what it would hold until W is added.
+    If the output layer's weight gradient was computed in I, the file adds the bytes that it would
+    hold until W.
     """
     path = tmp_path / "costs.json"
     run(2, MODEL | profiled(path, spec, 2) | {"train_iters": STEPS})
@@ -587,8 +589,8 @@ def test_the_largest_microbatch_counts_where_they_differ(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("again", [Recompute(first=2), *at_night(Recompute())], ids=str)
 def test_an_allocator_tells_the_same(again: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU's does, here from the storages that live. ``y = tanh(x) W^T + b``, and a loss. Where
-    a pass runs again, the second run tells."""
+    """Bytes read from an allocator, as on a GPU, here from the live storages. The model is ``y =
+    tanh(x) W^T + b`` with a loss. Of a recomputed pass the second run is counted."""
     tensor = 3 * WIDTH * 4
 
     def counted(rank: int) -> dict[tuple[int, Held], float]:

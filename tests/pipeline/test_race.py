@@ -94,7 +94,7 @@ def run(ranks: int, iterations: int, **more: object) -> list[Run]:
 
 
 def said(capfd: pytest.CaptureFixture[str]) -> str:
-    """What the race has told since it was last asked."""
+    """Return the lines of the race since the last call."""
     out = capfd.readouterr().out
     return "\n".join(line for line in out.splitlines() if "megatron_ext: race" in line)
 
@@ -160,8 +160,9 @@ def test_a_race_changes_nothing_to_the_last_bit(
 def test_a_schedule_that_loses_is_dropped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One microbatch after the other, and no rank ever beside another. In a race of report alone
-    the baseline goes on. Had the baseline no bubble, a gain would be said to be noise."""
+    """A schedule that runs one microbatch after the other, on one rank at a time, loses. A race
+    that only reports goes on with the baseline. The prediction gives the baseline no bubble here,
+    so the gain of zb-h1 is reported as noise."""
     for module in (rounds, step_race, race_texts):
         monkeypatch.setattr(module, "ROUNDS", 3)
     no_bubble = RaceFigures(0.0, 0.0, None, None, 1)

@@ -1,9 +1,8 @@
-"""Passes that run again (``--pipeline-recompute``) against stock Megatron: the same numbers.
+"""Recomputed passes (``--pipeline-recompute``) against stock Megatron: the same numbers.
 
 Weights are drawn by their names, so that a model starts alike wherever its stages lie. Every stage
-recomputes every microbatch, the last one too, so that nothing is left as it was. Compared are
-losses, those of multi-token prediction and of experts, parameters and optimizer tensors. What a
-router counts is in its biases.
+recomputes every microbatch, the last one too. Compared are losses, those of multi-token prediction
+and of experts, parameters and optimizer tensors. A router's counts are in its biases.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def training(model: str) -> Training:
 
 
 def of_experts(output: str) -> list[str]:
-    """What Megatron's log says of experts, by iteration."""
+    """Return the losses of experts in Megatron's log, by iteration."""
     return re.findall(r"((?:load_balancing|z)_loss: \S+)", output)
 
 
@@ -91,7 +90,8 @@ def of_experts(output: str) -> list[str]:
 def test_it_is_stock_to_the_last_bit(
     model: str, schedule: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Where dropout draws by rank, it is the same schedule without, whose draws are the same."""
+    """The reference is stock. If dropout draws by rank, it is the same schedule without recompute,
+    which draws the same numbers."""
     draws = "attention_dropout" in MODELS[model][1] and schedule not in ("1f1b", "zb-h1")
     expected = training(model).run(pipeline_schedule=schedule if draws else None)
     said = of_experts(capfd.readouterr().out)

@@ -1,7 +1,7 @@
-"""What a schedule cannot honour ends the launch with one line, before any process group is made.
+"""Requests that a schedule cannot honour: one line ends the launch before any process group exists.
 
-Each case starts a single rank of a world of four: had it come as far as making process groups, it
-would wait for the other three.
+Each case starts a single rank of a world of four. If it came as far as making process groups, it
+would wait for the other three ranks.
 """
 
 from __future__ import annotations

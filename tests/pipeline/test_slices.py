@@ -238,7 +238,8 @@ def test_a_longer_pipeline_makes_no_difference() -> None:
 
 
 def test_gradients_are_those_of_whole_sequences() -> None:
-    """Of stock's own step; and those of two schedules with slices are the same."""
+    """A step in slices has the gradients of stock's step; two schedules of slices have equal
+    ones."""
     values(run_ranks(2, steps_of_rank))
 
 
@@ -447,7 +448,7 @@ def test_a_launch_command_trains_as_stock_does() -> None:
 def test_it_is_stock_but_for_the_order_of_sums(
     model: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What Megatron's log says of experts, too."""
+    """Losses of experts, from Megatron's log, are compared too."""
     for made in (stock, sliced):
         made.cache_clear()  # its output is wanted
     expected = stock(model)

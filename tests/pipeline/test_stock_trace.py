@@ -56,8 +56,9 @@ def test_the_flag_alone_traces_megatrons_own_step(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """It changes no number, and the order is that of our family. Whoever wanted no more than to
-    know a bubble had to train under a schedule of ours, and to say which iterations."""
+    """Users who only wished to know a bubble had to train under a schedule of ours and to name
+    iterations. The flag alone traces Megatron's own step, in the order of our family, and changes
+    no number."""
     common: Flags = {"pipeline_model_parallel_size": 2, "train_iters": 7} | flags
     reference = train(ranks, model_flags(**common))
     capfd.readouterr()

@@ -34,10 +34,10 @@ def test_all_accesses_are_ordered(name: str) -> None:
 
 
 def test_memory_of_offloaded_storages() -> None:
-    """Two defects that no run on a CPU or of one stream had shown. Activations that came back were
-    given to the next pass while the stream of the shared experts still read them. And what nobody
-    refers to any more was given to the next pass while the copy that brought it back still wrote:
-    wrong numbers, in silence. Without their mends both are found."""
+    """Two defects that no run on a CPU or of one stream had shown; both gave wrong numbers without
+    an error. Reloaded activations were freed for the next pass while the stream of the shared
+    experts still read them. Memory without references was given to the next pass while the copy
+    that had reloaded it still wrote. Without their mends the emulated streams find both."""
     allocator, unread = (
         next(fault for name, fault in seen().items() if part in name)
         for part in ("_tell_allocator", "storages that no tensor refers to")

@@ -142,7 +142,8 @@ NOT_SWITCHED = {
 
 @nightly("it collects all tests, a minute long")
 def test_each_setting_that_recipes_count_is_switched_off_or_named() -> None:
-    """A setting whose marks nobody has looked at is told, and a test that has not its mark."""
+    """Every setting that recipes count is in `MARKED` or in `NOT_SWITCHED`, or has a witness. Each
+    test in `MARKED` has the mark of its setting."""
     models = read_models()
     recipes = [resolve(name, raw, models) for name, raw in read_recipes(RECIPES).items()]
     used = {feature for recipe in recipes for feature in features_of(recipe)}

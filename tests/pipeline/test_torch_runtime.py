@@ -25,7 +25,7 @@ OWN = "ZBVZeroBubble"
 
 
 def run(schedule: str) -> list[str]:
-    """What the example prints, a line each."""
+    """Return the lines that the example prints."""
 
     def on_rank(rank: int) -> str:
         os.environ |= torchrun_environment(rank, RANKS, port)
@@ -60,8 +60,8 @@ def torchs_own() -> list[str]:
 def test_torch_trains_our_tables_to_the_same_losses(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside its own zero-bubble V: the layers and the order of microbatches are the same, so is
-    every digit."""
+    """Our tables train as torch's own zero-bubble V does. Layers and order of microbatches are the
+    same, so every digit of the losses is."""
     shorten_search(monkeypatch)
     table = tmp_path / "ours.csv"
     sizes = ["--pp", str(RANKS), "-m", str(MICROBATCHES), "--torch-csv", str(table)]

@@ -1,4 +1,5 @@
-"""Traces of real training runs: every rank in one file, predicted beside measured."""
+"""Traces of real training runs: every rank in one file, with the predicted and the measured
+step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that passes the verdict back, beside the one that runs the passes."""
+"""The thread that passes the verdict back while the main thread runs the passes."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ TESTS = (
 
 @pytest.fixture(scope="module")
 def other_megatron() -> Path:
-    """What it depends on is installed with ours."""
+    """Return the folder of the other Megatron; its dependencies are installed with ours."""
     return fetched("megatron-core", VERSION)
 
 

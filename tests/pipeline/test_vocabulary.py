@@ -152,8 +152,8 @@ def test_evaluation_between_steps(name: str, how: VocabularyParallel) -> None:
 
 
 def test_a_stage_is_complete_after_its_shard() -> None:
-    """Gradients of a rank's first stage and of the shard beside it are synchronised together: after
-    the last of both."""
+    """Gradients of a rank's first stage and of its shard of the vocabulary are synchronised
+    together, after the last gradient of both."""
     program = program_for("1f1b", 3, 4, VocabularyParallel.TWO)
 
     def run(rank: int) -> None:

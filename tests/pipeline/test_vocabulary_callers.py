@@ -112,7 +112,7 @@ def pipeline(**settings: Any) -> Iterator[None]:
 
 
 def gradients(model: GPTModel) -> dict[str, Tensor]:
-    """Of all ranks; the rows of a divided table one after the other."""
+    """Return the gradients of all ranks; those of a divided table are concatenated by rows."""
     own = {}
     for name, parameter in model.named_parameters():
         name = name.replace("parametrizations.weight.original", "weight")

@@ -1,4 +1,4 @@
-"""What each rank holds of the model and of the logits, counted in a training, by vocabulary.
+"""Bytes that each rank holds of the model and of the logits, counted in a training, by vocabulary.
 
 ``pytest -rP`` shows the figures. The model is small and its vocabulary is not, so that the tables
 are nearly all of it. Parameters, gradients and optimizer states are also what `plan` counts from

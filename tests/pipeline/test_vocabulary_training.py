@@ -1,9 +1,9 @@
-"""Training with the vocabulary divided over all pipeline ranks, against stock Megatron.
+"""Training with the vocabulary partitioned over all pipeline ranks, against stock Megatron.
 
 Stock trains and saves after each iteration; a schedule with --pipeline-vocab-parallel loads the
 first checkpoint and trains on. Sums over the vocabulary have another order on shards than on whole
-tables, so the numbers are close and not bitwise: what is rounded otherwise is the sum of the
-exponentials, the product (P - G) W, and in bf16 also each rank's part of this.
+tables, so the numbers are close and not bitwise. Rounded differently are the sum of the
+exponentials, the product (P - G) W, and in bf16 also each rank's part of this product.
 
 Gradients are compared after one step, tensor by tensor: with --adam-beta1 0 they are what Adam's
 first moment holds. (Weights say less: Adam moves one whose gradient is 0 but for rounding, such as
@@ -243,7 +243,8 @@ def test_states_saved_rank_by_rank_fit_a_divided_vocabulary_only() -> None:
 
 
 def test_another_padding(capfd: pytest.CaptureFixture[str]) -> None:
-    """72 rows divide over 2 ranks twice, 66 do not; a checkpoint has 64."""
+    """Stock pads to 66 rows, a multiple of 6. A vocabulary split over 2 ranks is also a multiple of
+    2 x 2, so it gets 72 rows. The checkpoint has 64."""
     reference, _ = divided("pp2", None, None, make_vocab_size_divisible_by=72)
     capfd.readouterr()
     runs, folder = divided("pp2", "1f1b", 2, make_vocab_size_divisible_by=6)
