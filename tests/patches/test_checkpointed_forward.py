@@ -1,4 +1,4 @@
-"""A stage's forward pass that keeps nothing but its input, runs again, and counts once."""
+"""A recomputed forward pass of a stage, which holds only its input and counts once."""
 
 from __future__ import annotations
 

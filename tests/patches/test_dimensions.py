@@ -1,4 +1,5 @@
-"""What costs are estimated from, as Megatron's arguments and config tell it."""
+"""Dimensions of a model, read from Megatron's arguments and config, from which costs are
+estimated."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 
 
 def key_value_width(**flags: object) -> int:
-    """Of four heads, each 8 wide."""
+    """Return the width of the keys of a model with four heads of width 8."""
     args = megatron_arguments.parse_arguments(model_flags(num_attention_heads=4, **flags)).args
     config = TransformerConfig(
         num_layers=4,
@@ -80,7 +81,8 @@ def counted(model: Model, run: Execution) -> float:
 
 @pytest.mark.parametrize("symbol", "*-EGM")
 def test_layers_of_hybrid_models_have_megatrons_operations(symbol: str) -> None:
-    """Forward once, and twice backward; it leaves out the router and Mamba's convolution."""
+    """One forward pass and two passes' work backward. Megatron's count omits the router and Mamba's
+    convolution, less than 1 %."""
     args = megatron_arguments.parse_arguments(model_flags(**HYBRID)).args
     args.hybrid_layer_pattern = 3 * symbol
     args.padded_vocab_size = 64
@@ -135,7 +137,8 @@ def test_what_each_layer_is(settings: dict[str, Any], layers: tuple[str, ...]) -
 
 
 def test_what_is_read_of_settings() -> None:
-    """What stands there in another name, or not at all; and what nobody has described."""
+    """Settings under other names, settings that are absent, and parts of a model that are unknown
+    here."""
     model = describe(of(num_moe_experts=8, ffn_hidden_size=96, gated_linear_unit=True))
     assert (model.num_experts, model.moe_ffn_hidden_size, model.num_query_groups) == (8, 96, 4)
     assert model.gated_linear_unit and not model.unknown
@@ -212,7 +215,8 @@ MODELS = read_models()
 
 
 def differences(model: Model) -> dict[str, float]:
-    """What of ours Megatron's count has not, or has as something else, by name, per token."""
+    """Return, by name, the operations of a token that our count has more than Megatron's, or has
+    differently."""
     hidden, depths = model.hidden_size, model.mtp_num_layers
     parts = "".join(model.layers) + depths * model.mtp_layer
     experts, latent = parts.count("E"), parts.count("*") * model.multi_latent_attention

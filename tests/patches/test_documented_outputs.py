@@ -45,7 +45,7 @@ def test_an_output_has_its_mark(page: Path) -> None:
 
 
 def test_figures_of_the_worked_example_are_those_of_its_outputs() -> None:
-    """What is said of an output goes out of date with it."""
+    """A figure in the text about an output must change when the output does."""
     planning = (write_outputs.ROOT / "docs" / "planning.md").read_text()
     example = planning.split('<a id="deepseek-v3"></a>')[1].split("\n<a id=")[0]
     shown = "".join(block.text for block in write_outputs.blocks(example)).replace("\n", " ")

@@ -1,4 +1,4 @@
-"""The line that a run on several GPUs begins with, as long as nobody has reported one."""
+"""The first line of a run on several GPUs, until the page has figures of such a run."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ def test_a_launch_has_ours_in_the_place_of_megatrons(words: str, added: list[str
 
 
 def test_a_models_layers_are_built_without_it() -> None:
-    """Who calls Megatron without its arguments sets the config until the model is built: layers
-    would put weight gradients off that nobody computes."""
+    """A caller of Megatron without its arguments sets the config until the model is built. The
+    layers would then defer weight gradients that no pass computes."""
     config = PipelineConfig.parse(schedule="1f1b")
     settings = on("overlap_dispatch_backward_with_experts_wgrad", config)
     with apply(module.patches(config)):

@@ -131,7 +131,7 @@ def test_megatrons_own_pipeline_is_predicted_too() -> None:
 
 
 def test_a_race_is_predicted() -> None:
-    """Each candidate beside the baseline; and whether the training is long enough for it."""
+    """Each candidate is compared with the baseline, and the training's length with the race's."""
     report = checked(pipeline_schedule=None, pipeline_race="zb-h1 zb-1p")
     assert report.is_right, told(report, Severity.WRONG)
     right = [text for text in told(report, Severity.RIGHT) if text.startswith("race: ")]
@@ -277,7 +277,7 @@ def test_memory_is_judged_where_a_gpus_is_told() -> None:
 
 
 def test_what_slices_would_give_is_said() -> None:
-    """Where sequences are long, and bubbles are or memory is not enough."""
+    """A launch with long sequences and bubbles gets the remark; a launch with slices does not."""
     sizes: dict[str, Any] = {
         **{"hidden_size": 1024, "num_attention_heads": 16, "padded_vocab_size": 32000},
         **{"seq_length": 16384, "max_position_embeddings": 16384, "pipeline_schedule": "1f1b"},
@@ -625,7 +625,7 @@ def test_what_is_left_out_of_a_command_is_said() -> None:
     ],
 )
 def test_what_is_untried_is_said(overrides: dict[str, Any], text: str) -> None:
-    """Of FP8 there was no word."""
+    """A check of a launch with FP8 did not say that FP8 is untried."""
     report = checked(**overrides)
     assert report.is_right, told(report, Severity.WRONG)
     assert any(t.startswith("untried: ") and text in t for t in told(report, Severity.REMARK))

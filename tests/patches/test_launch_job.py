@@ -329,8 +329,8 @@ EXPERTS: dict[str, Any] = {
 
 
 def test_a_launch_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -> None:
-    """All layouts of it, beside a launch of stock's schedule too, which names no costs. (That was
-    refused.)"""
+    """Measured costs by layer type serve all layouts, also of a launch of stock's schedule, which
+    names no costs. Such a launch was refused."""
     path = measured_file(tmp_path)
     asked = LaunchRequest(launch(**EXPERTS), gpu=parse_gpu("h100"))
     estimated = plan_launch(asked)
@@ -506,7 +506,8 @@ def test_a_launch_that_fits_nowhere_says_what_would_have_to_give() -> None:
 
 
 def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> None:
-    """Only offload was tried for a launch, though 1F1B and zb-h1 fit once half is made again."""
+    """A plan tried only offload for a launch that did not fit, though 1F1B and zb-h1 fit with
+    recompute of a half. Recompute is not tried if the random states forbid it."""
     small = "operations=400e12,bytes=40e9,memory=3.38GiB"  # 3.33 without the reserve
     plan = made(small)
     best = plan.plan.best
@@ -594,7 +595,8 @@ def test_a_layout_alone_moves_optimizer_states(tmp_path: Path) -> None:
 def test_things_that_do_not_suffice_alone_are_named_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What does not help is not named, and where one thing is enough it stands alone."""
+    """One change that is enough is named alone; two are named together only if neither is enough. A
+    change that does not help is not named."""
     gib = 2.0**30
     args = SimpleNamespace(
         recompute_granularity=None,

@@ -58,7 +58,8 @@ def chosen(**overrides: object) -> tuple[list[str], Chosen]:
 
 
 def makespan(words: list[str], *more: str) -> float:
-    """Of the launch with the flags ``more``, as a rank would check it."""
+    """Return the makespan, in seconds, of the launch with the flags ``more``, as a rank checks
+    it."""
     argv = [*words, *more]
     config = from_argv(argv)
     args = megatron_arguments.parse_arguments(argv).args
@@ -197,7 +198,8 @@ def test_auto_says_what_it_has_left_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_does_not_fit_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`plan -- COMMAND` said to have it made again, and a launch took a longer step."""
+    """`plan -- COMMAND` proposed recompute in bubbles, and `--pipeline-schedule plan` took a longer
+    step without it."""
     only_families(monkeypatch, "1f1b", "zb-1p", "zb-h2")
     tight = {"pipeline_memory_limit": "0.625x", "pipeline_vocab_parallel": "none"}
     words, plan = chosen(**tight)

@@ -1,4 +1,4 @@
-"""Launch commands as people have them: where they begin, and what of them is left out."""
+"""Launch commands as people write them: their beginning, and the parts to ignore."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ from tests.helpers.schedules import rows_of, written
 
 
 def stocks_order(p: int, rank: int, microbatches: int, chunks: int) -> list[int]:
-    """What Megatron itself would have captured."""
+    """Return the order in which Megatron itself captures the passes."""
     group = SimpleNamespace(size=lambda: p, rank=lambda: rank)
     p2p = SimpleNamespace(
         pp_group=group, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None

@@ -168,8 +168,8 @@ def test_recompute_is_chosen_beside_the_layout() -> None:
 
 
 def test_what_the_launch_cannot_recompute_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron refuses modules of experts without grouped products, and full recompute beside the
-    overlap of experts' messages."""
+    """Megatron refuses recompute of experts' activations without grouped products, and full
+    recompute together with the overlap of experts' messages."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def options(**flags: object) -> list[str]:

@@ -1,8 +1,9 @@
-"""What Transformer Engine's recipes share between microbatches, under reordered and split passes.
+"""State that Transformer Engine's recipes share between microbatches, under reordered and split
+passes.
 
-Real layers, recipes and state, kernels by torch (`tests.helpers.quantization_on_cpu`): the passes
-of a rank are run one by one, as its row of a program has them, on data that are the same for every
-order. Each stage is compared with what stock's order makes of it: outputs, gradients, weights after
+Real layers, recipes and state, kernels by torch (`tests.helpers.quantization_on_cpu`). The passes
+of a rank run one by one, in the order of its row of a program, on data that are the same for every
+order. Each stage is compared with the results of stock's order: outputs, gradients, weights after
 two steps, scales, histories, weights' copies, and all that is read of them, in order.
 """
 
@@ -79,7 +80,7 @@ PRECISIONS = {
 
 @dataclass
 class Stage:
-    """What a stage has made, and with which scales its passes have quantised: forward passes,
+    """Results of a stage, and the scales with which its passes have quantised: forward passes,
     backward passes and evaluations, each in their order."""
 
     made: list[Tensor] = field(default_factory=list)
@@ -288,7 +289,7 @@ def is_stocks(te: Te, case: Case, pair: tuple[tuple[str, int], tuple[str, int]])
 
 
 def _as_bytes(tensors: Sequence[Tensor]) -> list[bytes]:
-    """Of passes in any order."""
+    """Return the tensors as sorted bytes, to compare passes in any order."""
     return sorted(tensor.float().numpy().tobytes() for tensor in tensors)
 
 
@@ -334,8 +335,8 @@ def a_v_beside_a_line(te: Te, name: str) -> None:
 
 @case_for("delayed")
 def a_v_beside_a_line_until_an_evaluation(te: Te, name: str) -> None:
-    """Which leaves its amaxes behind: the next forward pass on the rank, of any of its stages,
-    makes scales of them, and the other stage's first pass has these already."""
+    """An evaluation leaves its amaxes: the next forward pass on the rank, of any of its stages,
+    computes scales from them. The first pass of the other stage then has these scales already."""
     assert is_stocks(te, Case(PRECISIONS[name]), V)
     assert not is_stocks(te, Case(PRECISIONS[name], evaluates=True), V)
 
@@ -418,7 +419,8 @@ PUBLIC = {  # as public recipes name them
 
 
 def marks(case: str) -> list[pytest.MarkDecorator]:
-    """Of ``case``, a name in `CASES`: when it runs, and what it shows of public recipes."""
+    """Return the marks of ``case``, a name in `CASES`: night or day, and the public recipes that it
+    covers."""
     function, _, precision = case.partition("-")
     marks = [nightly("of these recipes no pass reads what another has left")] * (case in NIGHTLY)
     placements = tuple(kind for word, kind in PLACEMENTS.items() if function.startswith(word))

@@ -1,6 +1,6 @@
-"""Parameters, gradients and optimizer states of each rank, to the byte those that Megatron keeps.
+"""Parameters, gradients and optimizer states of each rank, to the byte those that Megatron holds.
 
-Megatron builds its models on the meta device, with groups that nobody is behind.
+Megatron builds its models on the meta device, with groups that have no other processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is found in a model chunk, and what costs are made of it."""
+"""Parts of a model chunk, and costs that are computed from them."""
 
 from __future__ import annotations
 
@@ -183,7 +183,8 @@ def test_what_was_frozen_in_the_first_step_stays_so(monkeypatch: pytest.MonkeyPa
 
 
 def test_where_gradients_could_be_lost() -> None:
-    """Of what is recomputed, and of models that are not known."""
+    """Gradients may be lost in a model with Megatron's recompute, and in one whose settings are
+    unknown."""
     model = gpt(1)
     assert may_lose_gradients(linear()) and may_lose_gradients(model)
     model.config = replace(CONFIG)

@@ -1,4 +1,4 @@
-"""What ranks do with packed sequences beside the passes: datasets are built, tokens counted."""
+"""Packed sequences outside the passes: ranks build datasets and count tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who may ask for pairs of passes, and what is refused beside them."""
+"""Overlapped passes: the schedules that may have them, and the settings that are refused with
+them."""
 
 from __future__ import annotations
 

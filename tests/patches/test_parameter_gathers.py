@@ -31,7 +31,7 @@ def config_that_notes(as_list: bool) -> tuple[Any, list[tuple[int, list[Any]]]]:
 
 @pytest.mark.parametrize("as_list", [True, False])
 def test_a_chunks_gathers_start_before_the_chunk_before_it_begins(as_list: bool) -> None:
-    """Of a file's schedule that begins with the rank's last chunk."""
+    """The rows are of a file's schedule that begins with the rank's last chunk."""
     config, calls = config_that_notes(as_list)
     models = chunks()
     gathers = parameter_gathers(config, models, ROW, forward_only=False)

@@ -176,7 +176,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
         num_zeros_in_grad: Any,
         max_attention_logit: Any,
     ) -> str:
-        """In place of stock's, which wants all of Megatron's arguments."""
+        """Log as stock's function does, without Megatron's arguments."""
         if post_validation.answers_at_once:
             training.reduce_max_stat_across_model_parallel_group(learning_rate, group=None)
         made[0].logged.append(
@@ -368,7 +368,7 @@ def test_nobody_is_asked_while_a_verdict_is_pending(
 
 
 def test_without_megatrons_loop_every_step_is_stocks(loop: Loop) -> None:
-    """Nobody would settle before weights are read."""
+    """Without Megatron's loop no code commits or rolls back a step before weights are read."""
     step: Callable[[Any], StepResult] = lambda optimizer: loop.stock  # noqa: E731
     for _ in range(4):
         assert post_validation.optimizer_step(step, loop.optimizer) == loop.stock

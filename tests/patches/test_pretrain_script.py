@@ -1,4 +1,4 @@
-"""scripts/pretrain_gpt.py beside a Megatron that was installed from its wheel."""
+"""scripts/pretrain_gpt.py with a Megatron that was installed from its wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes are asked of all that refuses, with all their settings."""
+"""Public recipes, with all their settings, checked by every refusal."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_settings_that_no_recipe_here_has_are_asked_of_all_that_refuses() -> Non
     ],
 )
 def test_layers_that_stock_cannot_divide(settings: dict[str, Any], can_run: bool) -> None:
-    """Eight ranks of four chunks: Megatron's validation passes all of these, and its model's
-    building asserts that layers divide over ranks, and these over chunks."""
+    """With eight ranks of four chunks Megatron's validation accepts all of these. Its model then
+    asserts that the layers of a rank split evenly over ranks and chunks."""
     llama = recipe(virtual_pipeline_model_parallel_size=4, **settings)
     verdict = judge(replace(llama, gpus=None))
     assert verdict.is_accepted == can_run

@@ -1,4 +1,4 @@
-"""What schedules refuse, as docs/compatibility.md has it."""
+"""Refusals of schedules, compared with docs/compatibility.md."""
 
 from __future__ import annotations
 
@@ -152,7 +152,8 @@ def test_no_feature_refuses_a_setting_twice(group: RefusalGroup) -> None:
     ],
 )
 def test_recompute_refuses_what_cannot_run_again(setting: dict[str, object]) -> None:
-    """Asked for by the flag, or by a file's passes; and nothing less."""
+    """Recompute by the flag and by a file's passes is refused alike; harmless settings are
+    accepted."""
     settings = {
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": None,
@@ -223,7 +224,7 @@ def test_post_validation_takes_what_does_not_wait(setting: dict[str, object]) ->
 
 
 def test_sequences_are_divided_beside_all_of_ours() -> None:
-    """A divided vocabulary and offload refused it, as nobody had tried."""
+    """A divided vocabulary and offload refused context parallelism, because it was untried."""
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     settings = SimpleNamespace(**sizes, transformer_impl="local", context_parallel_size=2)
     for options in (
@@ -237,7 +238,8 @@ def test_sequences_are_divided_beside_all_of_ours() -> None:
 
 
 def test_slices_of_ranks_that_share_sequences_look_no_further_ahead() -> None:
-    """Context parallelism was refused, and so were repeated layers and experts made again."""
+    """Slices refused context parallelism, repeated layers and recomputed experts. Only context
+    parallelism together with repeated layers is refused now."""
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": None}
     sliced = ScheduleOptions(slices=Slices(4))
     accepted: dict[str, object] = {

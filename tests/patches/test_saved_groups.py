@@ -1,4 +1,5 @@
-"""What a checkpoint has, besides tensors, of groups of parameters that global rank 0 has not."""
+"""Entries of a checkpoint, other than tensors, for groups of parameters that global rank 0
+lacks."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from megatron_ext.patches.megatron.core.optimizer.optimizer.saving import withou
 def test_empty_groups_are_not_saved(
     groups: list[list[str]], is_loading: bool, expected: dict[str, Any]
 ) -> None:
-    """Nobody could load what a V with Muon, or with --decoupled-lr, had saved: on global rank 0 the
-    embeddings' group is empty, and lists of other lengths cannot be merged."""
+    """A checkpoint of a V with Muon, or with --decoupled-lr, could not be loaded. On global rank 0
+    the embeddings' group is empty, and lists of other lengths cannot be merged."""
 
     def stock(optimizer: Any, model: Any, is_loading: bool) -> dict[str, Any]:
         return {"fp32_from_fp16_params": groups, "optimizer": {}}

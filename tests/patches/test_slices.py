@@ -441,7 +441,7 @@ def test_a_batch_that_was_cut_otherwise_is_refused() -> None:
 
 
 def gradients_in_fp32(model: GPTModel, run: Callable[[], Any]) -> dict[str, Tensor]:
-    """Of ``run``, summed in float32 as Megatron does."""
+    """Return the gradients of ``run``, summed in float32 as Megatron does."""
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
 
     def add(name: str) -> Callable[[Tensor], None]:
@@ -576,7 +576,8 @@ def test_transformer_engines_mask_is_aligned_to_the_bottom_right() -> None:
 
 
 def shared_by_transformer_engine(rank: int) -> tuple[Tensor, Tensor]:
-    """What both ranks attend to of sequences that they share, and what whole ones do."""
+    """Return the attention of both ranks over sequences that they share, and that over whole
+    sequences."""
     torch.manual_seed(1)
     drawn = torch.randn(3, SEQUENCE, 1, 2, 4).unbind()
     group = dist.group.WORLD
@@ -657,7 +658,7 @@ class OtherAttention(DotProductAttention):
 
 
 class Bare(torch.nn.Module):
-    """Of which its attributes are looked at alone."""
+    """A module that only carries attributes."""
 
 
 def bare(kind: type[torch.nn.Module]) -> Any:

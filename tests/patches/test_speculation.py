@@ -1,4 +1,4 @@
-"""Steps of Megatron's optimizers in pieces, beside a twin that takes stock's own.
+"""Steps of Megatron's optimizers in pieces, compared with a twin that takes stock's steps.
 
 Apex's and Transformer Engine's FusedAdam need a GPU. A stand-in keeps its states as theirs do: the
 count of steps in the group, an int that is exchanged, and moments that are written in place.
@@ -266,7 +266,7 @@ class Training:
             assert seed % 2 or any(group.param_gather_handle is not None for group in groups)
 
     def everything(self) -> dict[str, Any]:
-        """What a step may change: tensors as their bytes, values as they are."""
+        """Return all that a step may change: tensors as their bytes, values as they are."""
         with self._gathered():
             entries: dict[str, Any] = dict(self.model.named_parameters())
         for p, part in enumerate(self.parts):
@@ -419,7 +419,7 @@ def test_near_a_threshold_stocks_own_sums_decide() -> None:
 
 
 class Recorded:
-    """A `PostValidation` that notes what it is asked, and never settles by itself."""
+    """A `PostValidation` that records the calls to it, and never commits by itself."""
 
     def __init__(self) -> None:
         self.is_pending = False

@@ -1,4 +1,4 @@
-"""What a step that begins again puts back: random states."""
+"""Random states, which a restarted step restores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = "model-parallel-rng"
 
 
 def draw_from_states(tracker: CudaRNGStatesTracker) -> torch.Tensor:
-    """As Megatron's tracker is asked: a state is a tensor, exchanged after each draw."""
+    """Draw as under Megatron's tracker: a state is a tensor, exchanged after each draw."""
     with tracker.fork(NAME):
         return torch.rand(4)
 

@@ -1,4 +1,4 @@
-"""The local linear layers' split backward: what is put off to W, and what is not.
+"""The local linear layers' split backward: the weight gradients that W computes, and the others.
 
 Megatron's fused gradient accumulation has a stand-in for its kernel.
 """
@@ -37,8 +37,8 @@ def kernel_for(dtype: torch.dtype) -> Any:
 def test_w_adds_what_stocks_backward_adds(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """The output layer is a local one under any spec, so fusion beside Transformer Engine's layers
-    needs it here too. The kernel of main_grad's type must be taken."""
+    """The output layer is a local one under any spec, so fusion needs it here also with Transformer
+    Engine's layers. The kernel is that of main_grad's type."""
     kernels = SimpleNamespace(
         wgrad_gemm_accum_fp32=kernel_for(torch.float32),
         wgrad_gemm_accum_fp16=kernel_for(torch.bfloat16),
@@ -163,8 +163,8 @@ def test_where_there_is_nothing_to_put_off_stock_runs(
 
 @pytest.mark.skipif(len(NEWER) < 2, reason="before Megatron 0.20 a layer's output is of its type")
 def test_w_of_an_output_of_another_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits in fp32 of a head in bf16 (--logit-dtype): W took their gradient as it was, and its
-    product wants two operands of one type."""
+    """With logits in fp32 and weights in bf16 (--logit-dtype) W failed: it took the gradient in
+    fp32, and its product requires two operands of one type."""
     from megatron.core.extensions import transformer_engine
 
     def gemm(weight: Tensor, x: Tensor, out_dtype: torch.dtype, **_: Any) -> list[Tensor]:

@@ -1,8 +1,8 @@
-"""Tensor-parallel communication of a split backward: what hides it, and that all ranks have one
-order of it.
+"""Tensor-parallel communication of a split backward: the products that hide it, and one order of it
+on all ranks.
 
-A whole backward gathers a layer's input beside one product and reduces its input's gradient beside
-the other. Split, both had nothing beside them.
+A whole backward gathers a layer's input during one product, and reduces its input's gradient during
+the other. In a split backward neither had a product to hide it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Tensor-parallel layers of Transformer Engine under sequence parallelism.
 
-What they have gathered is kept in parts, and gathered again in W: whole, it was most of what a
-stage held from I to W. Where operands lie in Userbuffers layers keep whole backwards, and the rest
-splits; all of that was refused. Put off, such a layer's weight gradient would read what the next
-layer of its name has written to its buffer.
+The gathered input is kept in parts and gathered anew in W: whole, it was most of the bytes that a
+stage held from I to W. Layers whose operands lie in Userbuffers keep whole backwards, and the
+others split. All of these layers were refused. If such a layer deferred its weight gradient, W
+would read what the next layer of its name had written to its buffer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OVERLAPPED: dict[str, dict[str, bool]] = {
 
 
 def blocks(te: Any, way: str) -> torch.nn.Sequential:
-    """MLPs with Userbuffers, and a layer without beside each."""
+    """Return MLPs with Userbuffers, each followed by a layer without them."""
     common = {"device": "cpu", "params_dtype": torch.float32, "bias": False}
     parallel = common | {"tp_group": dist.group.WORLD, "tp_size": TP, "sequence_parallel": True}
     made = []

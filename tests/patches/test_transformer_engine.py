@@ -1,7 +1,7 @@
 """Transformer Engine's own layers, split: real classes in several versions, their GEMMs by torch.
 
-A version can be loaded once in a process, and not beside another. So all cases of a version run in
-one forked process, and each test looks at how its case ended there.
+A process can load one version only. So all cases of a version run in one forked process, and each
+test reads how its case ended there.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def experts_may_get_no_tokens(te: Te, name: str, how: str) -> None:
 
 @case_for(*[(name,) for name in LAYERS])
 def the_first_microbatch_overwrites(te: Te, name: str) -> None:
-    """What is in main_grad before a step's first weight gradient is lost, as with stock."""
+    """A step's first weight gradient overwrites main_grad, as with stock."""
     stock, ours = map(with_main_grad, same_layers(te, name, fuse_wgrad_accumulation=True))
     for layer in (stock, ours):
         plain = layer.forward
@@ -514,8 +514,8 @@ def megatrons_data_parallel_wrapper_is_content(
 
 @case_for(("Linear",), ("LayerNormLinear",))
 def an_output_layers_gradient_may_come_with_i(te: Te, name: str) -> None:
-    """Where W would hold the gradient of the logits for long. (MXFP8's output layer is a Linear.)
-    It waited all the same."""
+    """If W would hold the gradient of the logits for long, the output layer's weight gradient is
+    computed in I. (MXFP8's output layer is a Linear.) It used to wait for W all the same."""
     stock, ours = same_layers(te, name)
     whole(stock)
     with Split():
