@@ -5,7 +5,7 @@ python -m tests.faults lost-wait early-free  # these
 python -m tests.faults --list
 
 Where tests are made fewer or faster, these say whether they still see what they saw: a wrong sign,
-a wrong microbatch, memory freed too early, a wait that is gone, a refusal left out. The exit code
+a wrong microbatch, memory freed too early, a wait that is gone, a missing refusal. The exit code
 is 0 only when every fault was caught, by the tests that are named for it. The checkout is copied
 with its changes, as far as git knows the files.
 """

@@ -64,7 +64,7 @@ def _flags() -> str:
 
 
 def outputs() -> Subject:
-    """What commands print, with ``--json`` and without."""
+    """Return the outputs of commands, with ``--json`` and without."""
     write_inputs()
     said: Subject = {words: partial(_printed, words) for words in _PRINTED}
     data = {words: partial(_data, words, _OF_THE_CLOCK) for words in map(_as_json, _PRINTED)}

@@ -1,4 +1,4 @@
-"""What several subjects give to commands."""
+"""Inputs of commands that several subjects share."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _PAGE = Path(__file__).resolve().parents[2] / "docs" / "your-own-schedule.md"
 
 
 def run(command: str, *, with_stderr: bool = True) -> str:
-    """What ``megatron-ext`` prints, beneath its exit status where that is not 0, without progress.
+    """Return the output of ``megatron-ext`` without progress, beneath an exit status other than 0.
 
-    ``with_stderr``: or else only where there is nothing on stdout (libraries warn there).
+    ``with_stderr``: include stderr; else only if stdout is empty, as libraries warn on stderr.
     """
     result = CliRunner().invoke(app, command.split())
     if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -1,4 +1,4 @@
-"""Programs: families beside sizes, costs, limits and settings, as `simulate` makes them."""
+"""Programs of families with sizes, costs, limits and settings, as `simulate` builds them."""
 
 from __future__ import annotations
 

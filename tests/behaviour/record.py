@@ -41,7 +41,7 @@ def workplace() -> Iterator[None]:
 
 
 def taken(subject: Subject) -> Record:
-    """What the entries of ``subject`` say now."""
+    """Return the current texts of the entries of ``subject``."""
     return {name: _shortened(say()) for name, say in subject.items()}
 
 
@@ -80,7 +80,7 @@ def from_text(text: str) -> Record:
 
 
 def differences(before: Record, now: Record) -> list[str]:
-    """What is no longer as it was, in words: one text for each entry."""
+    """Return the differences in words: one text for each entry that has changed."""
     texts = [f"{name}: is no longer there" for name in sorted(before.keys() - now.keys())]
     texts += [f"{name}: is new" for name in sorted(now.keys() - before.keys())]
     for name in sorted(before.keys() & now.keys()):

@@ -1,4 +1,5 @@
-"""What is refused, in the words that a user reads: by the tables, and by what reads settings."""
+"""Refusals in the words that a user reads: those of the tables, and those of readers of
+settings."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def refusals_by_feature() -> Subject:
 
 
 def _row(refusal: RefusedSetting, group: RefusalGroup) -> str:
-    """Which values are refused, by which schedules, and the message of the first."""
+    """Return the refused values, the schedules that refuse them, and the message for the first."""
     values = [value for value in _VALUES if _is_refused(refusal, value)]
     names = [name for name in entries() if refusal.by(choose(name))]
     which = "whatever is true" if values == [value for value in _VALUES if value] else f"{values}"
@@ -100,7 +101,8 @@ def _megatrons(resolved: ResolvedSpec, settings: dict[str, Any]) -> SimpleNamesp
 
 
 def _of_features() -> Subject:
-    """By feature, which schedules want it, and with which settings. (`outputs` has its patches.)"""
+    """Return, by feature, the schedules that require it and their settings. (`outputs` has its
+    patches.)"""
     return {f"feature {feature.name}": partial(_wanted, feature.is_wanted) for feature in FEATURES}
 
 
@@ -121,7 +123,7 @@ def _wanted(is_wanted: Callable[[PipelineConfig], bool]) -> str:
 
 
 def _of_schedules() -> Subject:
-    """What `refuse` says of placements and chunks, and `refuse_order` of orders."""
+    """Return the refusals of placements and chunks by `refuse`, and of orders by `refuse_order`."""
     Path("uneven.csv").write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n")
     Path("turned.csv").write_text("1F0,1B0\n0F0,0B0\n")
     cases: dict[str, tuple[str, dict[str, Any], ScheduleOptions]] = {

@@ -1,4 +1,5 @@
-"""Low-rank adapters beside linear layers, and what of a model is trained beside frozen layers."""
+"""Low-rank adapters of linear layers, and models of which a part is trained and a part is
+frozen."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Adapted(torch.nn.Module):
 
 
 def adapt(chunk: Any, linear: Sequence[str] = LINEAR) -> None:
-    """Put an adapter beside each of these linear layers of ``chunk``'s layers."""
+    """Add an adapter to each of these linear layers of ``chunk``'s layers."""
     for module in list(chunk.decoder.modules()):
         for name in linear:
             if hasattr(module, name):
@@ -53,7 +54,7 @@ def is_adapter(name: str) -> bool:
 
 
 def layer_of(name: str) -> int:
-    """Of a parameter's layer, counted from 1; 0 before the layers, 99 after them."""
+    """Return the number of a parameter's layer, from 1; 0 before the layers, 99 after them."""
     where, *rest = name.split(".")
     if where == "decoder" and rest[0] == "layers":
         return int(rest[1])

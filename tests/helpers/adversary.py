@@ -1,9 +1,9 @@
 """Adversaries, which do on the CPU what a GPU may do and gloo never does.
 
-gloo is kind. It moves messages in threads of its own, so that one which cannot move yet holds up
-nobody but who waits for it; and between a message's start and its wait all is as if the message had
-moved already, or not yet. On a GPU what has been posted is a kernel that runs, any call of the host
-may stop behind it, and what is in a buffer before the wait is anybody's guess.
+gloo is kind. It moves messages in threads of its own, so a message that cannot move yet blocks only
+the rank that waits for it. Between a message's start and its wait its buffers look as if it had
+moved already, or not yet. On a GPU a posted message is a kernel that runs, any call of the host may
+stop behind it, and the contents of its buffer are unknown before the wait.
 
 `synchronising`: before each pass a rank waits until all that it has posted has ended, as behind a
 host call that waits for the device. Where something posted needs what the rank only does later, it
@@ -23,10 +23,10 @@ use it (`tests.helpers.streams`).
 
 The first two stand between the runtime and what moves tensors: in this process, and in ranks forked
 from it meanwhile. Messages of post-validation go from host to host, which no device holds up: they
-are left alone. Of what Megatron starts beside the passes, its reductions of gradients and gathers
-of parameters, the first waits for all, too. What it sends within passes, over the default group,
-goes through both; and as NCCL makes a communicator at the first message of two ranks, a rank fails
-where that is in a pass.
+are left alone. The first also waits for all that Megatron starts in parallel to the passes: its
+reductions of gradients and gathers of parameters. Messages that Megatron sends within passes, over
+the default group, go through both. NCCL makes a communicator at the first message of two ranks, so
+a rank fails if that message is in a pass.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 
 class Use(enum.Enum):
-    """What a message, or a collective, does with a tensor."""
+    """Use of a tensor by a message or a collective."""
 
     GIVEN = "it leaves"
     SPOILT = "it leaves, and what is in it afterwards is of no use"
@@ -186,7 +186,7 @@ def _adverse_collectives(post: Post) -> list[Substitute]:
 
 
 def _adverse_groups(post: Post) -> list[Substitute]:
-    """Of batches, on the pipeline's own group."""
+    """Return the substitutes for batches, which go over the pipeline's own group."""
 
     def adverse_start(start: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
         def started(
@@ -205,7 +205,8 @@ def _adverse_groups(post: Post) -> list[Substitute]:
 
 
 def _adverse_pairs(post: Post, current: Sequence[Action]) -> list[Substitute]:
-    """Of messages over the default group, ``current`` the pass that they are in."""
+    """Return the substitutes for messages over the default group; ``current`` is the pass that they
+    are in."""
     met: set[int] = set()
 
     def adverse(move: Callable[..., Any], use: Use) -> Callable[..., Any]:
@@ -369,7 +370,7 @@ class _LateWork:
 
 
 class _StandIn:
-    """What moves in place of a tensor, which it does not keep alive."""
+    """A copy that moves in place of a tensor, and does not keep that tensor alive."""
 
     def __init__(self, tensor: Tensor, use: Use) -> None:
         assert tensor.is_contiguous()

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 
 def closed() -> None:
-    """Nobody has it."""
+    """Close stderr, so that no process reads it."""
     _keep_for_the_test()
     os.close(2)
 
 
 def on_a_full_disk() -> None:
-    """A write fails, for want of space."""
+    """Let writes to stderr fail for lack of space."""
     _keep_for_the_test()
     _replace(os.open("/dev/full", os.O_WRONLY))
 

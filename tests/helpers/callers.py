@@ -20,7 +20,8 @@ Gradients = dict[str, torch.Tensor]
 def small_config(
     layers: int, ranks: int, kind: type[TransformerConfig] = TransformerConfig, **settings: Any
 ) -> TransformerConfig:
-    """Of a model with local layers and without dropout, on a pipeline of so many ranks."""
+    """Return the config of a model with local layers and without dropout, on so many pipeline
+    ranks."""
     common: dict[str, Any] = {
         "num_layers": layers,
         "hidden_size": 16,
@@ -44,7 +45,8 @@ def draw_by_name(parameters: Iterator[tuple[str, torch.nn.Parameter]]) -> None:
 
 
 def named_parameters(chunk: Any, model: Any = None) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Of ``chunk``, with the number that a layer of its language ``model`` has in the whole one."""
+    """Yield the parameters of ``chunk``. The number of a layer is its number in the whole language
+    ``model``."""
     model = model or chunk
     prefix = next(name for name, module in chunk.named_modules() if module is model.decoder)
     for name, parameter in chunk.named_parameters():

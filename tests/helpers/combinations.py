@@ -1,8 +1,8 @@
-"""Which settings meet in a test: by day each pair once, at night all of them.
+"""Combinations of settings in a test: by day each pair once, at night all of them.
 
-What one setting does to another shows when the two meet, whatever the third is. So a matrix of
-settings is run pair by pair, and a list of cases without those of which each pair is in another;
-``scripts/test.sh --nightly`` runs the full product and every case.
+An effect of one setting on another shows when the two meet, whatever the third is. So by day a
+matrix of settings runs pair by pair, and a list of cases runs without those whose pairs are all in
+other cases; ``scripts/test.sh --nightly`` runs the full product and every case.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def each_once(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def pairwise(product: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Of ``product`` so many that every pair of values that is in it is in one of them: time and
-    again the one with most pairs that none before it had."""
+    """Return combinations of ``product`` that contain every pair of values in it. Chosen next is
+    always the combination with most pairs that no earlier one has."""
     missing = {pair for combination in product for pair in _pairs(combination)}
     chosen = []
     while missing:

@@ -4,7 +4,7 @@ Megatron has it in Transformer Engine's kernels alone. Here keys and values of w
 gathered over the group and given to Megatron's local attention, with autograd through it all: like
 those kernels it has messages in F and in I. Everything else is Megatron's own.
 
-Slices gather keys and values themselves: beside them local attention need only be built.
+Slices gather keys and values themselves: with slices local attention need only be built.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ def install(patch: pytest.MonkeyPatch, attention: type[DotProductAttention] | No
 
 
 def places(lengths: Sequence[int], rank: int, ranks: int) -> Tensor:
-    """Where the tokens of ``rank`` stand among those of sequences of these ``lengths``, one behind
-    the other. Each is cut into 2 * ``ranks`` pieces, of which a rank has one from the front and one
-    from the back: then all have as much to look at.
-    """
+    """Return the positions of ``rank``'s tokens in concatenated sequences of these ``lengths``.
+    Each sequence is cut into 2 * ``ranks`` pieces. A rank has one piece from the front and one from
+    the back, so that all ranks attend to equally many tokens."""
     pieces = []
     for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
         size, rest = divmod(length, 2 * ranks)

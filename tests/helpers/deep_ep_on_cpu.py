@@ -37,7 +37,7 @@ def use_deep_ep() -> None:
 
 
 class _Event:
-    """Of what is done when the call returns."""
+    """Event of an operation that has ended when the call returns."""
 
     def __init__(self, handle: object = None) -> None:
         pass
@@ -48,14 +48,14 @@ class _Event:
 
 @dataclass
 class Handle:
-    """Where the tokens of one call went.
+    """Routes of the tokens of one call.
 
     Attributes:
         tokens: how many this rank had.
         sent: the numbers of those that went to each rank.
         received: how many have come from each.
         chosen: of those that have come, by local expert, whether it was chosen; HybridEP's.
-        uses: what it was used for, in order.
+        uses: the calls that used it, in order.
     """
 
     tokens: int
@@ -104,8 +104,8 @@ class _Exchange:
         return self._exchange(x[handle.rows], sizes, handle.received)
 
     def back(self, x: Tensor, handle: Handle) -> Tensor:
-        """Of all ranks' ``x``, which has a row for each that has come there, the sum for each token
-        of this rank."""
+        """Return, for each token of this rank, the sum of its rows in all ranks' ``x``, which has a
+        row for each token that came there."""
         sizes = [len(tokens) for tokens in handle.sent]
         returned = self._exchange(x, handle.received, sizes)
         return x.new_zeros(handle.tokens, x.shape[1]).index_add_(0, handle.rows, returned)
@@ -144,7 +144,8 @@ class Buffer(_Exchange):
     get_combine_config = get_dispatch_config
 
     def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int, **events: Any) -> Any:
-        """What `dispatch` asks for: of all this only which experts get a token."""
+        """Return the arguments of `dispatch`; the only one with content tells which experts get a
+        token."""
         is_chosen = torch.zeros(len(topk_idx), num_experts + 1, dtype=torch.bool)
         is_chosen.scatter_(1, topk_idx + 1, True)  # -1 is none
         return None, None, None, is_chosen[:, 1:], _Event()

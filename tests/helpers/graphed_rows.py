@@ -28,9 +28,10 @@ LAYERS = 2  # of a chunk
 
 
 class Layer(nn.Module):
-    """What is captured, and then a linear layer whose weight's gradient can wait.
+    """A captured module, and then a linear layer whose weight's gradient can wait.
 
-    Its sum with what came in hands the graph's gradient to that layer as it is.
+    The linear layer's output is added to its input, so the layer gets the gradient of the graph's
+    output unchanged.
     """
 
     cuda_graphs: Sequence[Callable[..., Any]] = ()
@@ -79,7 +80,8 @@ def gradients(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """Of all parameters and inputs, after two steps of ``row`` on chunks of layers of ``build``.
+    """Return the gradients of all parameters and inputs, after two steps of ``row`` on chunks of
+    layers of ``build``.
 
     Args:
         make: captures: `make_graphed_callables`.

@@ -43,8 +43,9 @@ class Pool:
         self._returned.clear()
 
     def ended_backward(self, layer: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
-        """What was left for a backward graph that has run is returned; what this one leaves is
-        when the one below it has run, or where it is a chunk's lowest, the next chunk's lowest."""
+        """Return the buffers that a backward graph has no use for any more. Its ``outputs`` are
+        returned now. The ``gradients`` that it wrote are returned when the graph below it has run;
+        those of a chunk's lowest layer, when the next chunk's lowest layer has run."""
         self._returned += outputs
         if self._above is not None and self._above[0] == layer + 1:
             self._returned += self._above[1]

@@ -1,9 +1,9 @@
-"""What a rank really holds in memory during a training step: counted, action by action.
+"""Bytes that a rank really holds during a training step, counted action by action.
 
 Counted are storages: every one that an operation has made during the step and that still lives,
-whoever keeps it (autograd, the queue of weight gradients, the executor, the model, a leak). That
-is what `torch.cuda.memory_allocated` says on a GPU, less what was there before the step:
-parameters, gradient buffers, cached masks. Not counted is what an action has freed by its end.
+whoever keeps it (autograd, the queue of weight gradients, the executor, the model, a leak). On a
+GPU `torch.cuda.memory_allocated` says the same, plus what was there before the step: parameters,
+gradient buffers, cached masks. Not counted is what an action has freed by its end.
 
 Tensors on their way are told apart: an output or a gradient from the pass that makes it until its
 send has been waited for, or until the next stage on the same rank takes it, and a receive from when
@@ -47,7 +47,7 @@ Microbatch = tuple[int, int]  # stage, microbatch
 
 @dataclass(frozen=True)
 class Sample:
-    """What a rank holds right after ``action``, in bytes.
+    """Bytes that a rank holds right after ``action``.
 
     Attributes:
         held: in all, but for what is on its way.
@@ -126,7 +126,8 @@ class _MeasuredExecution:
         return performed
 
     def hand_over(self, action: Action) -> None:
-        """What the neighbouring stage on this rank has made for ``action`` is its own now."""
+        """Count the tensor from the neighbouring stage on this rank as ``action``'s own from now
+        on."""
         stage, _, microbatch = action
         made = []
         if Kind.FORWARD in RULES[action.kind].covers:
@@ -312,5 +313,5 @@ def measure_stock_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def computing(samples: Iterable[Sample]) -> list[Sample]:
-    """Those after passes."""
+    """Return the samples taken after passes."""
     return [sample for sample in samples if is_compute(sample.action)]

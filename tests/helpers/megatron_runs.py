@@ -205,7 +205,7 @@ atexit.register(gc.unfreeze)
 
 @dataclass
 class Run:
-    """What one rank of a training recorded.
+    """Record of one rank of a training.
 
     ``losses`` and ``norms`` are per iteration, bit for bit as floats. ``state`` has a digest of
     each parameter and optimizer tensor, as `megatron-ext parity` records them: by names that say
@@ -346,7 +346,7 @@ def evaluations(runs: Sequence[Run]) -> list[float]:
 
 
 def predictions(runs: Sequence[Run]) -> list[list[float]]:
-    """What multi-token prediction came to, likewise."""
+    """Return the losses and counts of multi-token prediction, likewise."""
     return next((run.predictions for run in runs if run.predictions), [])
 
 

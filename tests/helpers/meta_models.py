@@ -38,7 +38,8 @@ _LOCAL = {
 
 @contextlib.contextmanager
 def fake_ranks(args: Any, pipeline_rank: int) -> Iterator[None]:
-    """Megatron's groups as the first rank of ``pipeline_rank`` has them, with nobody behind."""
+    """Make Megatron's groups as the first rank of ``pipeline_rank`` has them, without other
+    processes."""
     of_pipeline_rank = args.world_size // args.pipeline_model_parallel_size
     dist.init_process_group(
         "fake", store=FakeStore(), rank=pipeline_rank * of_pipeline_rank, world_size=args.world_size

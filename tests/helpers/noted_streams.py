@@ -1,8 +1,8 @@
-"""What Megatron's schedule plans, and our messages, would give a device, noted on the CPU.
+"""Work that Megatron's schedule plans and our messages would give a device, recorded on the CPU.
 
 A plan's nodes run on two streams, each behind the plan's event. On the CPU all runs at once and in
-the host's order. `note_streams` notes what a rank would have given its device, and `two_streams`
-looks at that.
+the host's order. `note_streams` records what a rank would have given its device, and `two_streams`
+checks that record.
 """
 
 from __future__ import annotations

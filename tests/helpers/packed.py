@@ -62,7 +62,8 @@ def _made_up_conversations() -> Iterator[None]:
 
 
 def packed_params(lengths: Sequence[int], padding: Sequence[int] | None = None) -> PackedSeqParams:
-    """Of sequences of these lengths, in tokens, and of as much ``padding`` behind each."""
+    """Return the parameters of sequences of these lengths, in tokens, with ``padding`` behind
+    each."""
     ends = _ends(lengths)
     padded = None if padding is None else _ends([*map(sum, zip(lengths, padding, strict=True))])
     longest = max(lengths)

@@ -1,4 +1,4 @@
-"""What is in a page of timelines."""
+"""Contents of a page of timelines."""
 
 import json
 import re

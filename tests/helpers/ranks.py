@@ -4,7 +4,7 @@ Forking costs tenths of a second where a launch costs ten: the parent has import
 whatever its test module imports, once. It must not have started a process group or a thread pool.
 
 Ranks are forked from the test process itself, or from a `Script`: those end as a training script
-does, by an exception that nobody catches and the interpreter's own shutdown. By day only rank 0 of
+does, by an uncaught exception and the interpreter's own shutdown. By day only rank 0 of
 a test's first case takes its modules apart at the end: that copies all of its parent's memory, and
 costs more than a second.
 """
@@ -61,7 +61,7 @@ class RankResult:
 
 @dataclass(frozen=True)
 class Request:
-    """What a rank is forked for. It leads a process group of its own."""
+    """Request for one forked rank, which leads a process group of its own."""
 
     rank: int
     ranks: int
@@ -132,7 +132,8 @@ class Parent(Protocol):
         ...
 
     def exit_code(self, pid: int) -> int | None:
-        """How that rank has ended; None while it runs. Not to be asked again once it has."""
+        """Return the rank's exit code, None while it runs. May not be called again once it has
+        ended."""
         ...
 
 
@@ -211,7 +212,7 @@ class RunningRanks:
         os.kill(self._pids[rank], signum)
 
     def stderr(self, rank: int) -> str:
-        """What the rank has said so far."""
+        """Return what the rank has written so far."""
         with contextlib.suppress(FileNotFoundError):
             return Path(f"{self._folder}/{rank}.stderr").read_text()
         return ""
@@ -346,8 +347,8 @@ _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 def agent_store() -> Iterator[int]:
     """The port of a new store for ranks to meet at, as torchrun's agent keeps one.
 
-    It listens before a rank is forked, at a port that the system gives to nobody else. One that is
-    only found to be free may be another's when rank 0 comes to listen there.
+    It listens before a rank is forked, at a port that the system gives to no other process. A
+    port that is only found to be free may be another's when rank 0 comes to listen there.
     """
     stores = _process_of_stores()
     stores.send(None)

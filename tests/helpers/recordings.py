@@ -30,7 +30,7 @@ def tensor(name: str, values: Sequence[float], index: tuple[int, ...] = ()) -> T
 
 @dataclass(frozen=True)
 class Course:
-    """What the ranks of a small training had, each iteration the tensors of its own."""
+    """Data that the ranks of a small training record; ``ranks`` are the tensors of an iteration."""
 
     losses: Sequence[float] = (3.0, 2.5, 2.0)
     norms: Sequence[float] = (1.5, 1.25, 1.125)

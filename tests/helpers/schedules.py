@@ -94,7 +94,7 @@ def names_of_stages(p: int, chunks: int) -> list[types.SimpleNamespace]:
 def drawn(timeline: Timeline, *, messages: bool = False) -> str:
     """``timeline``, whose costs are whole numbers, as a table: a column per unit of time.
 
-    ``.`` is idle time, ``=`` goes on with what is to its left. Stages are left out where each
+    ``.`` is idle time, ``=`` goes on with what is to its left. Stages are omitted if each
     rank has one. With ``messages``, a line per channel shows which microbatch is under way. A pair
     is ``3F1+3I0``.
     """

@@ -291,7 +291,7 @@ def world() -> dist.ProcessGroup:
 
 
 class CountingTransport:
-    """Writes down what a transport is asked to do."""
+    """Records the calls of a transport."""
 
     def __init__(self, transport: Transport | BatchedTransport, events: list[str]) -> None:
         self.transport = transport

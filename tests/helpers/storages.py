@@ -63,7 +63,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def storages(tree: object) -> list[torch.UntypedStorage]:
-    """Those in ``tree``, and of the tensors in it."""
+    """Return the storages in ``tree``, and those of the tensors in it."""
     leaves = tree_leaves(tree)
     return [
         leaf.untyped_storage() if isinstance(leaf, Tensor) else leaf
@@ -77,8 +77,8 @@ def addresses(tree: object) -> set[int]:
 
 
 def messages_on_their_way(row: Sequence[Action], placement: Placement) -> list[int]:
-    """How many boundary tensors a rank must hold after each action of its ``row``, beside what the
-    simulator counts."""
+    """Return how many boundary tensors a rank must hold after each action of its ``row``, in
+    addition to those that the simulator counts."""
     moving: set[tuple[Kind, int, int]] = set()
     counts = []
     for stage, kind, microbatch in row:

@@ -1,4 +1,4 @@
-"""What is in an SVG."""
+"""Contents of an SVG."""
 
 import xml.etree.ElementTree as ElementTree
 

@@ -75,8 +75,8 @@ class Training:
         return _RUNS[key]
 
     def saved(self, **more: object) -> Saved:
-        """Train from the initialisation, once for equal arguments, and return the folder with the
-        checkpoint beside what came of it."""
+        """Train from the initialisation, once for equal arguments, and return the results and the
+        folder with the checkpoint."""
         key = self._key(more)
         if key not in _SAVED:
             folder = lasting_folder()

@@ -68,7 +68,7 @@ def provide(
     config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:
-    """A stage. ``precision``: what is set on the config, whose flags want a GPU."""
+    """Return a stage. ``precision`` is set on the config, as its flags require a GPU."""
     from megatron.training import get_args
     from megatron.training.argument_utils import core_transformer_config_from_args
 

@@ -80,7 +80,7 @@ def load(folder: Path, capability: tuple[int, int] = (8, 0)) -> Any:
 
 
 class _Numbered(type):
-    """An enumeration such as ``CommOverlapType``, with whatever members are asked for."""
+    """An enumeration such as ``CommOverlapType``, with any members that a program reads."""
 
     numbers = itertools.count()
 

@@ -24,7 +24,7 @@ def dualpipe(ranks: int, microbatches: int) -> TwoCopies:
     half = ranks // 2
 
     def passes(near: int) -> Iterator[tuple[int, Kind]]:
-        """Of a rank ``near`` steps from its end."""
+        """Yield the passes of a rank that is ``near`` steps from its end of the pipeline."""
         far = half - near - 1
         yield from [(0, _F)] * (2 * far)
         yield from [(0, _F), (1, _F)] * (near + 1)

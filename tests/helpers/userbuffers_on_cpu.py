@@ -45,7 +45,8 @@ class Communicator:
 
 
 def initialize(rows: int, widths: dict[str, int]) -> None:
-    """What ``initialize_ub`` makes, by a layer's name: for its F, its dgrad and its wgrad."""
+    """Make the communicators of ``initialize_ub``, by a layer's name: for its F, its dgrad and its
+    wgrad."""
     base: Any = importlib.import_module("transformer_engine.pytorch.module.base")
     none = base.UserBufferQuantizationMode.NONE
     base._ub_communicators = {

@@ -20,7 +20,7 @@ RATE = 0.1
 
 @dataclass(frozen=True)
 class Course:
-    """What happens in some steps: by step, the first of the chain who knows that it is bad.
+    """Course of some steps: by step, the first rank of the chain that knows that the step is bad.
 
     Attributes:
         steps: their number.
@@ -39,7 +39,7 @@ class Course:
 def own_state(
     stages: Iterable[LinearStage], step: int, position: int, course: Course
 ) -> PartialState:
-    """Of the rank at ``position`` of the chain, which has ``stages``."""
+    """Return the state of the rank at ``position`` of the chain, which has ``stages``."""
     gradients = [gradient for stage in stages for gradient in stage.gradients]
     squared_norm = sum(float(gradient.double().square().sum()) for gradient in gradients)
     return PartialState(squared_norm, course.overflows.get(step) == position)
@@ -82,13 +82,13 @@ def chain_of(placement: Placement) -> list[int]:
 
 @dataclass
 class Synchronous:
-    """What comes of the same steps in one process, each of which knows all before it updates.
+    """Results of the same steps in one process, which validates each step before it updates.
 
     Attributes:
         stages: after the last step.
         losses: by step and microbatch.
         states: by step and position of the chain, what is passed on there.
-        limits: of the norm, by step: as the course wants it.
+        limits: of the norm, by step, as the course requires.
     """
 
     stages: list[LinearStage]

@@ -1,4 +1,5 @@
-"""A small model with its vocabulary divided over the ranks, and the same model in one process."""
+"""A small model with its vocabulary partitioned over the ranks, and the same model in one
+process."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ SHAPE = (2, 6)  # b, s
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained, and how it is divided."""
+    """A trained model, and the partition of its sequences."""
 
     dtype: torch.dtype = torch.float32
     is_tied: bool = False
@@ -63,7 +64,8 @@ def tokens_of(microbatch: int) -> tuple[Tensor, Tensor]:
 
 
 def weights_of(microbatch: int) -> Tensor:
-    """What each token counts: some nothing, the others not the same."""
+    """Return the weight of each token in the loss: 0 for some, and different ones for the
+    others."""
     draw = torch.Generator().manual_seed(1000 + microbatch)
     weights = torch.rand(SHAPE, generator=draw)
     return torch.where(weights < 0.3, 0.0, weights) / weights.numel()

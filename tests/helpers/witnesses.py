@@ -1,9 +1,9 @@
-"""Features that ran in a training, each told by a function that it alone calls.
+"""Features that ran in a training, each recognised by a function that it alone calls.
 
-Numbers do not tell: a reduction that overlaps, a layer that is recomputed or a gradient that is
+Numbers do not show it: a reduction that overlaps, a layer that is recomputed or a gradient that is
 checked gives the same ones. So a mark ``covers`` of such a setting holds only if its test, in a
-training under our schedule, has entered the setting's function. The interpreter tells of it
-(``sys.monitoring``), and nobody's function is replaced.
+training under our schedule, has entered the setting's function. The interpreter
+reports the call (``sys.monitoring``), so no function is replaced.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Cluster:
     environment: dict[str, str]
 
     def run(self, *words: str) -> str:
-        """What one of SLURM's commands prints; fails when it does."""
+        """Return the output of one of SLURM's commands; fails if the command does."""
         ended = subprocess.run(
             words, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=HANGS
         )

@@ -26,10 +26,11 @@ def kinds(schedules: Sequence[str]) -> tuple[str, ...]:
 def covers(
     grade: str, schedules: Sequence[str], flags: Mapping[str, Any], **more: Any
 ) -> list[pytest.MarkDecorator]:
-    """The mark of a training with ``flags``, as `model_flags` has them, through the launcher.
+    """Return the marks of a training with ``flags``, as `model_flags` has them, through the
+    launcher.
 
-    Flags that no recipe has are left out. ``more`` is on and has no flag. [] where no schedule
-    splits the backward.
+    Flags that no recipe has are ignored. ``more`` are settings that are on without a flag. The list
+    is empty if no schedule splits the backward.
     """
     of = kinds(schedules)
     if not of:

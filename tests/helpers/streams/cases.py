@@ -298,7 +298,8 @@ def _night(entry: FamilyEntry, settings: Sequence[str]) -> Callable[[], None]:
 
 
 def _go_together(entry: FamilyEntry, settings: Sequence[str]) -> bool:
-    """Whether nobody refuses it (`megatron_ext.schedule.problem.CONFLICTS`)."""
+    """Return whether no refusal forbids the settings
+    (`megatron_ext.schedule.problem.CONFLICTS`)."""
     options = {_OPTIONS[name] for name in settings if name in _OPTIONS}
     place = entry.place(2)
     return not (

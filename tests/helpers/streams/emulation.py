@@ -17,10 +17,10 @@ What it misses:
   nothing of deadlocks: for those see the other modes of `tests.helpers.adversary`.
 
 What it takes more strictly than torch: the next allocation counts, whatever its size; a view whose
-elements lie apart counts for all bytes between them; a work of NCCL's that nobody waits for keeps
-no memory. In what runs today that has found nothing which is not one.
+elements lie apart counts for all bytes between them; a work of NCCL's that is never waited for
+keeps no memory. In what runs today that has found nothing which is not one.
 
-What has looked like a finding, and is none: gloo's own operations on tensors, which are left out;
+What has looked like a finding, and is none: gloo's own operations on tensors, which are ignored;
 and what tests read of a model where Megatron logs, while its parameters are gathered.
 """
 

@@ -5,7 +5,7 @@ A collective, or a message, begins behind all that the current stream was given 
 collectives and one for the messages with each of its ranks. A group that is aborted has ended all
 it was given. Until the wait the work keeps its tensors alive, as NCCL's does
 (`stashed_for_allocator_safety_`): what is resized meanwhile is not safe. Here a work that is
-dropped keeps nothing; NCCL's watchdog would go on keeping it, on which nobody may count. A call
+dropped keeps nothing; NCCL's watchdog would keep it longer, and no program may rely on that. A call
 that is not known here fails.
 
 Groups of hosts have no streams: gloo's, made for tensors of the host.

@@ -1,8 +1,8 @@
 """Operations of torch, each on the current stream of its thread.
 
-What an operation reads and writes its schema says, as for `torch.cuda._sanitizer`. Views touch no
-memory. Some operations make the host wait for the stream: who asks for a number, and a copy to or
-from host memory that is not pinned.
+An operation's schema says what it reads and writes, as for `torch.cuda._sanitizer`. Views touch no
+memory. Some operations make the host wait for the stream: reading a number, and a copy to or from
+host memory that is not pinned.
 """
 
 from __future__ import annotations
