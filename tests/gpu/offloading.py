@@ -65,8 +65,8 @@ def _on_rank(rank: int, program: Program, device: torch.device, shape: tuple[int
 
 @dataclass(frozen=True)
 class Copies:
-    """GB/s to the host, from it and both at once; seconds of compute with copies beside it, and
-    alone."""
+    """Copies in GB/s, to the host, from it, and both at once; seconds of compute with copies in
+    parallel, and without."""
 
     to_host: float
     from_host: float

@@ -28,7 +28,7 @@ needs_four_gpus = pytest.mark.skipif(
 
 
 def torchrun(ranks: int, *words: str) -> str:
-    """What ``torchrun ... WORDS`` prints; fails with the end of it when a rank does."""
+    """Return the output of ``torchrun ... WORDS``; fails with the end of it when a rank does."""
     ended = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),

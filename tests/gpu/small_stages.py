@@ -183,8 +183,8 @@ class Gauge:
 
 
 def _active(figure: str) -> int:
-    """Of the allocator's active bytes: those that are allocated, and those that were freed while a
-    stream used them, as one of NCCL's may (`Tensor.record_stream`)."""
+    """Return the allocator's active bytes: those that are allocated, and those that were freed
+    while a stream used them, as one of NCCL's may (`Tensor.record_stream`)."""
     return int(torch.cuda.memory_stats()[f"active_bytes.all.{figure}"])
 
 
@@ -205,8 +205,8 @@ class GaugingRecorder(Recorder):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank has seen. ``held``: by stage, bytes from F to I and from I to W. ``left``: for
-    the host."""
+    """Findings of a rank. ``held``: by stage, bytes from F to I and from I to W. ``left``: bytes
+    offloaded to the host."""
 
     held: dict[int, tuple[int, int]]
     peak: int
@@ -262,7 +262,7 @@ def compiled_tanh(device: torch.device) -> Callable[[Tensor], Tensor]:
 def connect(
     program: Program, device: torch.device, boundary: Boundary, recorder: Recorder, by_host: bool
 ) -> Callable[[], Messages]:
-    """What makes the transport of a step."""
+    """Return a function that makes the transport of a step."""
     if program.problem.options.p2p is P2P.BATCHED:
         group = (HostGroup if by_host else PipelineGroup)(world(), device)
         return lambda: BatchedTransport(group, boundary, program, recorder)
@@ -334,7 +334,7 @@ def relative_errors(measured: Sequence[float], expected: Sequence[float]) -> lis
 
 
 def boundary_bytes(device: str) -> int:
-    """Of what passes between stages."""
+    """Return the bytes of a tensor between two stages."""
     samples, width = SHAPES[device]
     return 4 * samples * width
 

@@ -48,7 +48,8 @@ LAYERS: dict[str, Callable[..., Any]] = {
 
 
 def missing(precision: str) -> str:
-    """What this GPU or its Transformer Engine lacks for ``precision``; empty if nothing."""
+    """Return the reason why this GPU or its Transformer Engine cannot run ``precision``; empty if
+    it can."""
     if precision not in RECIPES:
         return ""
     recipe = RECIPES[precision]
@@ -61,7 +62,7 @@ def missing(precision: str) -> str:
 
 
 def differences(name: str, precision: str, fused: bool, kind: str = "cuda") -> list[str]:
-    """What is not bitwise the same when the layer's weight gradients wait for W."""
+    """Return the tensors that are not bitwise equal if the layer's weight gradients wait for W."""
     te = importlib.import_module("transformer_engine.pytorch")
     recipe = RECIPES[precision].make() if precision in RECIPES else None
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""Per-layer CUDA graphs, captured by Transformer Engine and replayed beside layers that are split.
-Trainings have not run yet, and rows not since their gradients are added as they come.
+"""Per-layer CUDA graphs, captured by Transformer Engine and replayed between layers that are split.
+Trainings have not run yet, and rows have not run since their gradients are added as they come.
 
 pytest tests/gpu            # a rank's row on one GPU, trainings on two or more
 """
@@ -35,7 +35,7 @@ def layer(te: Any) -> Layer:
 
 @pytest.mark.parametrize("schedule", row_cases("C"))
 def test_a_row_with_graphs_has_the_gradients_of_one_without(schedule: str) -> None:
-    """All of a rank's chunks are on one GPU, and messages are left out."""
+    """All of a rank's chunks are on one GPU, and there are no messages."""
     te = importlib.import_module("transformer_engine.pytorch")
     run = partial(
         gradients,

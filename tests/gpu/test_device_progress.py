@@ -1,4 +1,4 @@
-"""What the host knows of a real GPU: how far it may run ahead, and where the GPU is stuck."""
+"""Progress of a real GPU as its host knows it: the host's lead, and the action that is stuck."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SCRIPT = Path(__file__).with_name("pretrain_hybrid.py")
 
 
 def trained(schedule: str | None, stages: int, **more: str | int) -> tuple[str, ...]:
-    """Of a model that is alike however it is divided."""
+    """Return the losses of a model whose layers are the same for any number of stages."""
     layers = "M-*M" * RANKS
     own = len(layers) // stages
     return losses(

@@ -84,7 +84,7 @@ def test_nothing_is_synchronised(group: dist.ProcessGroup, monkeypatch: pytest.M
 
 
 def test_what_an_allocator_reserves_and_does_not_hand_out_is_told() -> None:
-    """Of a segment of 20 MiB, which is the least for a tensor over 1 MiB, 3 MiB are handed out."""
+    """A tensor over 1 MiB gets a segment of 20 MiB at least, of which 3 MiB are allocated here."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = reserved_beyond_allocated(torch.device("cuda"))

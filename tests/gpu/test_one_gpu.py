@@ -1,7 +1,7 @@
-"""Several ranks on one GPU, where NCCL cannot go: what the executor computes there, and holds.
+"""Several ranks on one GPU, which NCCL refuses: the executor's gradients and peak memory there.
 
-    pytest -rP tests/gpu/test_one_gpu.py    # by itself: ranks are forked, and CUDA wants that the
-                                            # process they come from has not used it
+    pytest -rP tests/gpu/test_one_gpu.py    # by itself: ranks are forked, and CUDA requires that
+                                            # the process they come from has not used it
 
 The CPU's cases run everywhere and show that the test itself works. Those on a GPU count all
 that the allocator has given at any moment of a step, also within a pass.

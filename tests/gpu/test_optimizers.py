@@ -39,8 +39,8 @@ SAVED_AT = 2
 @pytest.mark.parametrize("more", [{}, LOW, OFFLOADED], ids=["states fp32", "bf16", "half on host"])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_precision_aware(schedule: str, more: dict[str, Any], tmp_path: Any) -> None:
-    """Half of the parameters on the host, the others on the device: nobody has seen that beside our
-    schedules, as a machine without a GPU has all on the host."""
+    """Half of the parameters are on the host, the others on the device. That has not run under our
+    schedules yet, as a machine without a GPU has all parameters on the host."""
     pytest.importorskip("transformer_engine")
     _assert_stocks(schedule, str(tmp_path), **PRECISION_AWARE, **more)
 

@@ -1,5 +1,5 @@
-"""What layers' matrices take in 8 bits beside those in 16: by formula in the estimate, here by the
-allocator. Written without a GPU, and not run yet."""
+"""Bytes of layers' matrices in 8 bits, compared with those in 16: by formula in the estimate, here
+by the allocator. Written without a GPU, and not run yet."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What a kernel that spins on a stream of its own, as a posted receive does, holds up.
+"""Calls of the host that block behind a kernel that spins on a stream of its own, as a receive
+does.
 
 python -m tests.gpu.one_gpu.host_calls cuda|cpu CALL|gemm|queue
 
-A call of the host that comes back while the kernel still spins passes. One that comes back only
-with the kernel's end would hang a rank whose receive needs what this rank does later.
+A call of the host that returns while the kernel still spins passes. A call that returns only with
+the kernel's end would hang a rank whose receive needs what this rank does later.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def probe(name: str, device: torch.device) -> None:
 
 
 def gemm(device: torch.device) -> None:
-    """A product of two large matrices beside kernels that each own some SMs."""
+    """Time a product of two large matrices in parallel to kernels that each own some SMs."""
     size, products = (4096 if device.type == "cuda" else 256), 20
     matrix = torch.randn(size, size, device=device).bfloat16()
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count

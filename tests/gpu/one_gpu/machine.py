@@ -1,4 +1,4 @@
-"""What a table was made on: the device and the versions."""
+"""Device and versions under which a table was made."""
 
 from __future__ import annotations
 

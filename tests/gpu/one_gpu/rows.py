@@ -14,7 +14,7 @@ _MARK = "row: "
 
 
 class State(Enum):
-    """What a row says of its case."""
+    """Outcome of a case, in its row."""
 
     SHOWN = "shown"
     CANNOT_RUN = "cannot run"  # here: the machine lacks what it needs
@@ -50,7 +50,7 @@ def names_error(line: str) -> bool:
 
 
 class CannotRun(Exception):
-    """What this machine lacks for a case."""
+    """This machine lacks something that the case needs."""
 
 
 def tell(case: str, figure: str, is_good: bool = True) -> None:

@@ -105,7 +105,7 @@ def _run(case: Case, seconds: float, folder: Path) -> Iterator[Row]:
 
 
 def _rows(output: TextIO) -> Iterator[Row]:
-    """Those of the lines that are complete by now."""
+    """Yield the rows in the lines that are complete by now."""
     while True:
         begin = output.tell()
         line = output.readline()

@@ -1,4 +1,4 @@
-"""What stands in for CUDA where the probe is rehearsed on the CPU.
+"""Stand-ins for CUDA, with which the probe is rehearsed on the CPU.
 
 The spinning kernel is a thread, and `torch.cuda.synchronize` waits for it: so the probe has a call
 to find that waits, and calls that pass.

@@ -74,7 +74,8 @@ def experts(kind: str, spec: str, offload: str) -> None:
 
 
 def capture(kind: str) -> None:
-    """A graph is captured for a while, beside the watchdog of a step that has just ended."""
+    """Capture a graph for a while, with the watchdog of a step that has just ended in another
+    thread."""
     if kind == "cpu":
         raise CannotRun("graphs are captured on a GPU")
     watchdog.LOOK_SECONDS = 0.01

@@ -43,14 +43,14 @@ class RankFailed(RuntimeError):
 
 
 def folder() -> Path:
-    """What the cases of a part share."""
+    """Return the folder that the cases of a part share."""
     return Path(os.environ.get("ONE_GPU_FOLDER", tempfile.gettempdir()))
 
 
 def run_ranks(
     ranks: int, words: tuple[str, ...], name: str, environment: Mapping[str, str]
 ) -> list[str]:
-    """What ``ranks`` processes of ``python WORDS`` print, all on the first device.
+    """Return the outputs of ``ranks`` processes of ``python WORDS``, all on the first device.
 
     Raises:
         RankFailed: one has ended badly, and the others are ended with it; or they hang.
