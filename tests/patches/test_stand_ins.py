@@ -36,6 +36,14 @@ PACKAGES = {
     "transformer_engine": "transformer_engine",
     "verl": "verl",
 }
+PAGE = ROOT / "tests" / "README.md"
+WORDS = {  # by package, its name on the page
+    "mbridge": "mbridge",
+    "megatron-bridge": "Megatron-Bridge",
+    "megatron-core": "Megatron",
+    "transformer_engine": "Transformer Engine",
+    "verl": "verl",
+}
 
 
 def package_of(source: str) -> str:
@@ -144,3 +152,16 @@ def test_the_table_has_all_stand_ins() -> None:
     stand_ins |= {str(file.relative_to(ROOT)) for file in ROOT.glob("tests/helpers/*_on_cpu.py")}
     written = {ours.partition(":")[0] for ours in TABLE}
     assert stand_ins - {"tests/helpers/verl_on_cpu.py"} <= written  # it starts verl_actor.py
+
+
+def test_the_page_has_each_stand_in_with_its_packages() -> None:
+    """tests/README.md names the packages whose code stand_ins.toml has digests of."""
+    rows = re.findall(r"(?m)^\| (`(?:helpers|gpu)/.*?`) \| .*? \| (.*?) \|", PAGE.read_text())
+    page = {f"tests/{path}": told for paths, told in rows for path in re.findall(r"`(.*?)`", paths)}
+    assert not [path for path in page if not (ROOT / path).exists()]
+    packages: dict[str, set[str]] = {}
+    for ours, sources in TABLE.items():
+        packages.setdefault(ours.partition(":")[0], set()).update(map(package_of, sources))
+    for path, expected in packages.items():
+        if path.startswith("tests/"):
+            assert set(page[path].split(", ")) == {WORDS[package] for package in expected}, path
