@@ -146,16 +146,13 @@ def test_a_change_is_told_with_the_stand_in(
 
 
 def test_the_table_has_all_stand_ins() -> None:
+    """The page of tests names each stand-in of the table too, with the packages of its digests."""
     for ours in TABLE:
         assert digest(ROOT, ours), ours
     stand_ins = {f"tests/helpers/{name}.py" for name in ("verl_actor", "stand_ins")}
     stand_ins |= {str(file.relative_to(ROOT)) for file in ROOT.glob("tests/helpers/*_on_cpu.py")}
     written = {ours.partition(":")[0] for ours in TABLE}
     assert stand_ins - {"tests/helpers/verl_on_cpu.py"} <= written  # it starts verl_actor.py
-
-
-def test_the_page_has_each_stand_in_with_its_packages() -> None:
-    """tests/README.md names the packages whose code stand_ins.toml has digests of."""
     rows = re.findall(r"(?m)^\| (`(?:helpers|gpu)/.*?`) \| .*? \| (.*?) \|", PAGE.read_text())
     page = {f"tests/{path}": told for paths, told in rows for path in re.findall(r"`(.*?)`", paths)}
     assert not [path for path in page if not (ROOT / path).exists()]
