@@ -1,4 +1,11 @@
-"""Construction of a program from a choice or a schedule: family, transforms, proof."""
+"""Construction of a program: family, transforms, proof.
+
+    Problem -> family -> passes -> transforms -> Schedule -> prove -> Program
+
+`build_program` goes all the way, `complete` begins with passes, and `prove_built` only proves.
+Features take part by their hooks (`build_hooks`): in the costs, in what the family sees, in the
+memory limit of its passes, and in the actions inserted before and after the messages.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +51,7 @@ def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
         ValueError: this machine has too little memory to build so large a program.
     """
+    # Refusals that need no schedule.
     check_size(problem)
     _check_slices(resolved, problem)
     features = build_hooks_of(problem)
@@ -55,9 +63,11 @@ def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
         uncollected(),
         caching_proofs(),
     ):
+        # A feature may construct the program in a way of its own.
         for feature in features:
             if (program := feature.program(construction)) is not None:
                 return program
+        # The family's passes; transforms and proof.
         passes, schedule = construction.within_limit()
         return _proof(passes, construction.problem, schedule)
 
@@ -92,12 +102,16 @@ def complete(schedule: Schedule, problem: Problem) -> Program:
 
 @dataclass(frozen=True)
 class _Construction(Construction):
+    """Construction whose parts are the functions of this file."""
+
     @override
     def passes(self, limit: MemoryLimit | None) -> Schedule:
         alone, features = self.problem, build_hooks_of(self.problem)
+        # The problem as the family sees it.
         for feature in features:
             alone = feature.for_family(self.resolved, alone)
         alone = replace(alone, memory_limit=limit, first_trained_stage=0)
+        # The family, within the features that change its passes.
         family = self.resolved.build
         for feature in features:
             family = partial(feature.made, self.resolved, family)
@@ -249,13 +263,16 @@ def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has compute actions only, with all inserted actions."""
     features = build_hooks_of(problem)
     transforms: list[Transform] = []
+    # Passes of features.
     for feature in features:
         transforms += feature.before_messages(problem)
     if problem.forward_only:
         transforms.append(keep_forward)
+    # Sends and receives, their places in the rows, and the waits for sends.
     transforms += [communicate, order_messages, await_sends]
     if problem.first_trained_stage and not problem.forward_only:
         transforms.append(drop_frozen_prefix)
+    # Other actions of features: copies to the host, messages once a step.
     for feature in features if not problem.forward_only else ():
         transforms += feature.after_messages(problem)
     for transform in transforms:

@@ -77,7 +77,9 @@ def _one_forward_one_backward(problem: Problem, eager: bool) -> Schedule:
     def row(rank: int) -> Iterator[Action]:
         forwards, backwards = problem.forwards, problem.backwards
         warmup = (p - 1 - rank) * (1 + eager) + problem.slices.count - 1
+        # Warm-up: forwards alone.
         yield from (Action(rank, Kind.FORWARD, k) for k in forwards[:warmup])
+        # Steady state: one forward, one backward. Cool-down: backwards alone.
         for n, k in enumerate(backwards, start=warmup):
             yield from (Action(rank, Kind.FORWARD, later) for later in forwards[n : n + 1])
             yield Action(rank, Kind.FULL_BACKWARD, k)

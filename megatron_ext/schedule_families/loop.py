@@ -136,8 +136,8 @@ def _units(problem: Problem, u: int, backward: Kind) -> Rows:
             Action(stage, kind, k)
             for there, back in units_of
             for kind, directed, ks in (
-                (Kind.FORWARD, stages, there),
-                (backward, stages[::-1], back),
+                (Kind.FORWARD, stages, there),  # from the first chunk to the last
+                (backward, stages[::-1], back),  # and back
             )
             for stage in directed
             for k in ks
@@ -310,8 +310,8 @@ def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: K
     for stages, lead in zip(problem.placement.stages_of, ahead, strict=True):
         forwards = [Action(s, Kind.FORWARD, k) for ks in there for s in stages for k in ks]
         backwards = [Action(s, backward, k) for ks in back for s in reversed(stages) for k in ks]
-        row = forwards[:lead]
-        for n, action in enumerate(backwards):
+        row = forwards[:lead]  # warm-up
+        for n, action in enumerate(backwards):  # steady state; cool-down without forwards
             row += [action, *forwards[lead + n : lead + n + 1]]
         rows.append(tuple(row))
     if pass_graph(Schedule(name, problem.placement, tuple(rows)), problem.costs).stuck:

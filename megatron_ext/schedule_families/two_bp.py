@@ -34,7 +34,9 @@ def two_bp(problem: Problem, *, base: str = "1f1b") -> Schedule:
         raise ValueError(f"2bp: base is {base!r}; write base=1f1b or base=gpipe")
     rows = []
     for rank, row in enumerate(entries()[base].build(problem).rows):
+        # Forwards, and backward-p1 in place of the whole backwards.
         order = [Action(s, Kind.FORWARD if k is Kind.FORWARD else _I, n) for s, k, n in row]
+        # Backward-p2 of all microbatches.
         late = [Action(rank, Kind.BACKWARD_WEIGHT, n) for n in problem.backwards]
         rows.append((*order, *late))
     return Schedule("2bp", problem.placement, tuple(rows))

@@ -80,8 +80,8 @@ def _units(name: str, problem: Problem) -> Schedule:
     rows: list[list[tuple[int, Action]]] = [[] for _ in range(p)]
     for n, (there, back) in enumerate(zip(*problem.orders, strict=True)):
         unit, place = divmod(n, of_unit)
-        start = unit * slots + 2 * place
-        end = start + 2 * (placement.stages + slices - 1) - 1
+        start = unit * slots + 2 * place  # slot of F on the first stage
+        end = start + 2 * (placement.stages + slices - 1) - 1  # slot of B on the first stage
         for stage, rank in enumerate(placement.rank_of):
             rows[rank].append((start + stage, Action(stage, Kind.FORWARD, there)))
             rows[rank].append((end - stage, Action(stage, Kind.FULL_BACKWARD, back)))

@@ -57,12 +57,15 @@ def zb_v(problem: Problem) -> Schedule:
 
     def passes(device: int) -> Iterator[Pass]:
         backward_0, backward_1 = [(0, _I), (0, _W)], [(1, _I), (1, _W)]
+        # Warm-up: F of chunk 0, F of both chunks, then F, I and W of chunk 1.
         yield from [(0, _F)] * (2 * (p - device) - 1)
         yield from [(1, _F), (0, _F)] * (device + more)
         yield from [(1, _F), *backward_1] * (p - device)
+        # Steady state: F, I and W of each chunk, at the end without F of chunk 0.
         yield from [(0, _F), *backward_0, (1, _F), *backward_1] * (m - least + device)
         yield from [*backward_0, (1, _F), *backward_1] * (p - device - 1)
-        yield from [*backward_0, *backward_1] * more
+        yield from [*backward_0, *backward_1] * more  # the additional slices of the warm-up
+        # Cool-down: I first, then W that fill the end.
         yield from [(0, _I), (1, _I)] * device
         yield from backward_0 * (p - device)
         yield from [(1, _W)] * device
@@ -96,8 +99,8 @@ def v_half(problem: Problem) -> Schedule:
     p = problem.ranks
     t = 3 if p % 2 == 0 else 0
     block = {
-        _F: _per_stage(p, lambda i: 2 * i, lambda i: 3 * p - i - 2),
-        _I: _per_stage(p, lambda i: 6 * p + t - i - 2, lambda i: 3 * p + t + 2 * i - 1),
+        _F: _per_stage(p, lambda i: 2 * i, lambda i: 3 * p - i - 2),  # F0, F1
+        _I: _per_stage(p, lambda i: 6 * p + t - i - 2, lambda i: 3 * p + t + 2 * i - 1),  # B0, B1
     }
     return _from_block("v-half", problem, block, peak=(p + 2) // 2)
 
@@ -127,8 +130,8 @@ def v_min(problem: Problem) -> Schedule:
     p = problem.ranks
     t = 2 if p % 3 == 0 else 0
     block = {
-        _F: _per_stage(p, lambda i: i, lambda i: 2 * p - i - 1),
-        _I: _per_stage(p, lambda i: 4 * p + t - i - 1, lambda i: 2 * p + t + i),
+        _F: _per_stage(p, lambda i: i, lambda i: 2 * p - i - 1),  # F0, F1
+        _I: _per_stage(p, lambda i: 4 * p + t - i - 1, lambda i: 2 * p + t + i),  # B0, B1
     }
     return _from_block("v-min", problem, block, peak=(p + 4) // 3)
 
@@ -174,7 +177,8 @@ def dualpipe_v(problem: Problem) -> Schedule:
     microbatches.
 
     The original runs a compound of F and B. Here these are two passes, and each sends when it is
-    done, not when both are. With k slices, each chunk starts with k-1 more forwards.
+    done, not when both are. With k slices, each chunk starts with k-1 more forwards. The steps are
+    numbered as in DualPipe's source (dualpipe.py); its zero bubble (zb) is the split backward.
 
     With p = 2, m = 3:
 
@@ -192,16 +196,24 @@ def dualpipe_v(problem: Problem) -> Schedule:
         cool_down = [(1, _I), (0, _I)] * turns
         split = [*cool_down[turns:], *[(0, _I)] * ahead]
         weights = [(chunk, _W) for chunk, _ in split]
+        # Step 1: nF0.
         yield from [(0, _F)] * (2 * ahead)
+        # Step 2: nF0F1.
         yield from [(0, _F), (1, _F)] * (turns + more)
+        # Step 3: nB1W1F1 (zb).
         yield from [(1, _I), (1, _W), (1, _F)] * ahead
+        # Step 4, the main step: nF0B1F1B0.
         yield from [(0, _F), (1, _B), (1, _F), (0, _B)] * (m - least + turns)
+        # Step 5: nB1F1B0.
         yield from [(1, _B), (1, _F), (0, _B)] * ahead
-        yield from [(1, _B), (0, _B)] * more
+        yield from [(1, _B), (0, _B)] * more  # the additional slices of step 2
+        # Step 6: nB1B0, the second half zb.
         yield from [(chunk, _B) for chunk, _ in cool_down[:turns]]
         yield from split[:turns]
+        # Step 7: nWB0 (zb).
         for weight, backward in zip(weights, split[turns:], strict=False):
             yield from (weight, backward)
+        # Step 8: nW.
         yield from weights[ahead:]
 
     return _from_device_passes("dualpipe-v", problem, passes, least)

@@ -48,11 +48,14 @@ def hanayo(problem: Problem) -> Schedule:
     def make_ready(stage: int, kind: Kind, n: int) -> None:
         heapq.heappush(ready[rank_of[stage]][kind], (n, stage))
 
+    # The first microbatches enter.
     slices = problem.slices.count
     in_flight = 2 * placement.ranks + slices - 1
     for n in range(min(in_flight, problem.pieces)):
         make_ready(0, Kind.FORWARD, n)
     while True:
+        # Idle ranks begin their oldest possible pass of the kind whose turn it is, else of the
+        # other kind.
         for rank in sorted(idle):
             other = _other_kind(turn[rank])
             kind = turn[rank] if ready[rank][turn[rank]] else other
@@ -65,6 +68,7 @@ def hanayo(problem: Problem) -> Schedule:
                 turn[rank] = _other_kind(kind)
         if not running:
             return Schedule("hanayo", placement, tuple(map(tuple, rows)))
+        # Passes end, and make possible what needs them.
         now = running[0][0]
         while running and running[0][0] == now:
             _, (stage, kind, _), n = heapq.heappop(running)
@@ -73,9 +77,11 @@ def hanayo(problem: Problem) -> Schedule:
             to = placement.next(stage) if is_forward else placement.previous(stage)
             if to is not None:
                 make_ready(to, kind, n)
+            # The forward of a whole microbatch has ended: its slices turn round.
             elif is_forward and n % slices == slices - 1:
                 for turned in range(n - slices + 1, n + 1):
                     make_ready(stage, Kind.FULL_BACKWARD, turned)
+            # A microbatch has left: the next one enters.
             elif not is_forward and n + in_flight < problem.pieces:
                 make_ready(0, Kind.FORWARD, n + in_flight)
 

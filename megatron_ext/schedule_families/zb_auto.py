@@ -321,10 +321,12 @@ class _GreedyOrder:
         forward = self._forward_at[rank][f] if may_start else math.inf  # pieces in their order
         gradient = self._gradient_at[rank][self._backwards[i]] if i < m else math.inf
         coming = min(gradient, forward if fits_another else math.inf)
+        # I as soon as its gradient is there, else F, if the memory allows another.
         if gradient <= now:
             return Kind.BACKWARD_INPUT
         if forward <= now and fits_another:
             return Kind.FORWARD
+        # W if the memory is full, or if the gap before the next F or I is long enough.
         if w < i:
             k = self._backwards[w]
             seconds = self._seconds[Kind.BACKWARD_WEIGHT][rank][k % self._slices]

@@ -81,10 +81,13 @@ def _row(problem: Problem, rank: int, *, ahead: int, late: int) -> Iterator[Acti
     W ``late`` microbatches, or slices, later."""
     forwards, backwards = problem.forwards, problem.backwards
     warmup = ahead - 2 + problem.slices.count
+    # Warm-up: forwards alone.
     yield from (Action(rank, Kind.FORWARD, k) for k in forwards[:warmup])
+    # Steady state: F, I, and W of an earlier microbatch. Cool-down: I and W.
     for n, k in enumerate(backwards):
         yield from (Action(rank, Kind.FORWARD, later) for later in forwards[warmup + n :][:1])
         yield Action(rank, Kind.BACKWARD_INPUT, k)
         if n >= late:
             yield Action(rank, Kind.BACKWARD_WEIGHT, backwards[n - late])
+    # The deferred W fill the end.
     yield from (Action(rank, Kind.BACKWARD_WEIGHT, k) for k in backwards[max(n + 1 - late, 0) :])

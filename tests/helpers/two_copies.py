@@ -26,24 +26,31 @@ def dualpipe(ranks: int, microbatches: int) -> TwoCopies:
     def passes(near: int) -> Iterator[tuple[int, Kind]]:
         """Yield the passes of a rank that is ``near`` steps from its end of the pipeline."""
         far = half - near - 1
+        # Step 1: nF0.
         yield from [(0, _F)] * (2 * far)
+        # Step 2: nF0F1.
         yield from [(0, _F), (1, _F)] * (near + 1)
+        # Step 3: nB1W1F1 (zero bubble: the backward is split).
         yield from [(1, _I), (1, _W), (1, _F)] * far
+        # Step 4, the main step: nF0B1F1B0.
         yield from [(0, _F), (1, _B), (1, _F), (0, _B)] * (microbatches // 2 - ranks + near + 1)
+        # Step 5: nB1F1B0.
         yield from [(1, _B), (1, _F), (0, _B)] * far
-        late: list[tuple[int, Kind]] = []  # in step 6 the second half leaves W for later
+        # Step 6: nB1B0, the second half split.
+        late: list[tuple[int, Kind]] = []
         for number in range(near + 1):
             for direction in (1, 0):
-                # Halfway through, backwards are split.
                 if 2 * number + (direction == 0) >= near + 1:
                     late.append((direction, _W))
                     yield direction, _I
                 else:
                     yield direction, _B
+        # Step 7: nWB0 (split).
         for _ in range(far):
             yield late.pop(0)
             late.append((0, _W))
             yield 0, _I
+        # Step 8: nW.
         yield from late
 
     def row(rank: int) -> Iterator[Action]:
