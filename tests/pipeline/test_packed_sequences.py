@@ -160,7 +160,7 @@ def test_with_the_vocabulary_divided(schedule: str, variant: int, per_token: boo
     """Tokens that are not to be learned have a label outside every rank's part of the
     vocabulary."""
     more: Flags = {"position_embedding_type": "rope", "calculate_per_token_loss": per_token}
-    setting = training(2, 2, CONVERSATIONS | more)
+    setting = training(2, 2, CONVERSATIONS | more | {"micro_batch_size": 1})  # stock takes one pack
     reference, folder = setting.saved()
     ours: Flags = {"pipeline_schedule": schedule, "pipeline_vocab_parallel": variant}
     runs, _ = setting.saved(load=folder, ckpt_step=1, **ours)

@@ -40,7 +40,8 @@ from tests.helpers.callers import (
 )
 from tests.helpers.callers import assert_same as assert_same_step
 from tests.helpers.combinations import nightly
-from tests.helpers.drawn_models import drawn_by_name
+from tests.helpers.drawn_models import drawn_by_name, say_there_is_no_fp8
+from tests.helpers.latent_attention import take_local_attention
 from tests.helpers.megatron_runs import (
     EXPERTS,
     Run,
@@ -386,6 +387,13 @@ SLICED: Flags = {"pipeline_slices": 4}
 BALANCED: Flags = {"pipeline_slice_lengths": "balanced"}
 
 
+def on_the_cpu_drawn_by_name(*args: Any, **kwargs: Any) -> Any:
+    """Return a chunk of `drawn_by_name` whose latent attention has a core that runs on the CPU."""
+    take_local_attention()
+    say_there_is_no_fp8()
+    return drawn_by_name(*args, **kwargs)
+
+
 def run(model: str, **more: object) -> list[Run]:
     return run_on(MODELS[model][0], model, **more)
 
@@ -402,7 +410,7 @@ def run_on(ranks: int, model: str, **more: object) -> list[Run]:
         **more,
     }
     is_tied = flags["untie_embeddings_and_output_weights"] is None  # two names for one table
-    provider = None if is_tied else drawn_by_name
+    provider = None if is_tied else on_the_cpu_drawn_by_name
     return train(ranks, model_flags(**flags), model_provider=provider)
 
 
