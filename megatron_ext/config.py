@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.base.setting import (
+    ON_STOCK,
+    as_given,
+    as_path,
+    enumerated,
+    flag,
+    flag_with_value,
+    setting,
+    switch,
+)
 from megatron_ext.compile.auto_spec import is_open
 from megatron_ext.compile.registry import ResolvedSpec, choose
 from megatron_ext.race.contestants import Contestants, RaceThen, contestants
@@ -40,11 +49,6 @@ PREFIX = "pipeline_"  # of our settings among Megatron's arguments
 ALLOW_UNKNOWN = f"{VARIABLES}ALLOW_UNKNOWN"
 
 
-def flag(name: str) -> str:
-    """Return the flag of the setting ``name``."""
-    return f"--pipeline-{name.replace('_', '-')}"
-
-
 def variable(name: str) -> str:
     """Return the environment variable of the setting ``name``."""
     return VARIABLES + name.upper()
@@ -53,9 +57,6 @@ def variable(name: str) -> str:
 _TRACED = f"write {flag('trace')} DIR {flag('trace_iters')} 10:12 to trace 10 and 11"
 
 TRACED_OF_RUN = range(5, 8)  # iterations of a run that are traced by default
-
-# Metadata of a setting that also acts on Megatron's own pipeline.
-_ON_STOCK = {"on_stock": True}
 
 
 @dataclass(frozen=True)
@@ -90,17 +91,6 @@ class CostsSource:
 
 
 SliceLengths = Lengths | tuple[int, ...]
-
-# Parses a setting, given its name (for errors) and its value.
-Parse = Callable[[str, Any], Any]
-
-
-def _as_given(name: str, value: Any) -> Any:
-    return value
-
-
-def _path(name: str, text: str) -> Path:
-    return Path(text)
 
 
 def _source(name: str, text: str) -> CostsSource:
@@ -138,24 +128,6 @@ def _schedules(name: str, text: str) -> Contestants:
     return Contestants(tuple(text.split()))
 
 
-def _setting(parse: Parse, metavar: str, text: str) -> dict[str, Any]:
-    return {"parse": parse, "metavar": metavar, "help": text}
-
-
-def _one_of(values: type[enum.StrEnum], text: str) -> dict[str, Any]:
-    def parse(name: str, text: str) -> enum.StrEnum:
-        if text not in list(values):
-            *others, last = values
-            raise ValueError(f"{flag(name)} {text}: write {', '.join(others)} or {last}")
-        return values(text)
-
-    return _setting(parse, f"{{{','.join(values)}}}", text)
-
-
-def _switch(text: str) -> dict[str, Any]:
-    return {"parse": _as_given, "help": text}
-
-
 @dataclass(frozen=True)
 class PipelineConfig:
     """Pipeline settings of a run.
@@ -168,8 +140,8 @@ class PipelineConfig:
 
     schedule: str | None = field(
         default=None,
-        metadata=_setting(
-            _as_given,
+        metadata=setting(
+            as_given,
             "SPEC",
             "Pipeline schedule: NAME[:key=value,...] ('megatron-ext schedules' lists names), a CSV "
             "file of compute actions with a row per rank, a Python file with a family, auto or "
@@ -180,8 +152,8 @@ class PipelineConfig:
     )
     memory_limit: str | None = field(
         default=None,
-        metadata=_setting(
-            _as_given,
+        metadata=setting(
+            as_given,
             "LIMIT",
             "Most activations that a rank may store: 5 (those of 5 microbatches in all its "
             "stages), 0.5x (half of 1F1B's peak) or 60GiB. Default: no limit.",
@@ -189,7 +161,7 @@ class PipelineConfig:
     )
     costs: CostsSource = field(
         default=CostsSource(ESTIMATE),
-        metadata=_setting(
+        metadata=setting(
             _source,
             "COSTS",
             "Costs for which the schedule is made: estimate, profile, profile:FILE, FILE, or "
@@ -203,7 +175,7 @@ class PipelineConfig:
     )
     rank_speeds: RankSpeeds | None = field(
         default=None,
-        metadata=_setting(
+        metadata=setting(
             _rank_speeds,
             "S,S,...",
             "Speed of each pipeline rank relative to the costs: with 1,1,0.77,1 rank 2 takes 1.3 "
@@ -213,7 +185,7 @@ class PipelineConfig:
     )
     p2p: P2P = field(
         default=P2P.ASYNC,
-        metadata=_one_of(
+        metadata=enumerated(
             P2P,
             "Communicators for messages: async (the default) creates a process group for each pair "
             "of neighbouring ranks, direction and kind of message. batched uses Megatron's group "
@@ -223,7 +195,7 @@ class PipelineConfig:
     )
     vocab_parallel: VocabularyParallel = field(
         default=VocabularyParallel.NONE,
-        metadata=_one_of(
+        metadata=enumerated(
             VocabularyParallel,
             "Vocabulary parallelism: 1 or 2 partition the embedding and the output layer over all "
             "pipeline ranks, and schedule their passes. 1 stores two more microbatches, 2 stores "
@@ -232,7 +204,7 @@ class PipelineConfig:
     )
     activation_offload: Offload = field(
         default=Offload.NONE,
-        metadata=_one_of(
+        metadata=enumerated(
             Offload,
             "Activations to copy to host memory until they are needed: none (the default), half, "
             "full or fit. half copies those of the longer-lived half of a rank's chunks, full all "
@@ -242,7 +214,7 @@ class PipelineConfig:
     )
     recompute: Recompute = field(
         default=Recompute(),
-        metadata=_setting(
+        metadata=setting(
             _recompute,
             "{none,fit,first:N}",
             "Activations to recompute before their backward pass, in a bubble if there is one: "
@@ -253,7 +225,7 @@ class PipelineConfig:
     )
     slices: int = field(
         default=1,
-        metadata=_setting(
+        metadata=setting(
             _count,
             "K",
             "Number of slices into which each sequence is cut. Slices go through the pipeline one "
@@ -264,7 +236,7 @@ class PipelineConfig:
     )
     slice_lengths: SliceLengths = field(
         default=Lengths.EVEN,
-        metadata=_setting(
+        metadata=setting(
             _slice_lengths,
             "{even,balanced,N,N,...}",
             "Lengths of the slices: even (the default), balanced (equal work: later slices are "
@@ -273,7 +245,7 @@ class PipelineConfig:
     )
     post_validation: bool = field(
         default=False,
-        metadata=_switch(
+        metadata=switch(
             "Experimental: overlap consecutive steps. The optimizer updates parameters before the "
             "global gradient norm is known, and checks the norm during the next step's warm-up. An "
             "update that should have been clipped or skipped is then undone and repeated exactly."
@@ -281,8 +253,8 @@ class PipelineConfig:
     )
     microbatch_order: MicrobatchOrder = field(
         default=MicrobatchOrder.ARRIVAL,
-        metadata=_ON_STOCK
-        | _one_of(
+        metadata=ON_STOCK
+        | enumerated(
             MicrobatchOrder,
             "Order of a step's microbatches: arrival (the default), or small-ends (the most costly "
             "microbatches in the middle), which shortens the waits of all schedules, Megatron's "
@@ -292,8 +264,8 @@ class PipelineConfig:
     )
     deal_microbatches: bool = field(
         default=False,
-        metadata=_ON_STOCK
-        | _switch(
+        metadata=ON_STOCK
+        | switch(
             "Deal the microbatches of the global batch to data-parallel replicas by their cost, so "
             "that all replicas take about as long. The number of microbatches of a replica stays "
             "the same. Requires --dataloader-inter-document-masking."
@@ -301,9 +273,9 @@ class PipelineConfig:
     )
     microbatch_weights: Path | None = field(
         default=None,
-        metadata=_ON_STOCK
-        | _setting(
-            _path,
+        metadata=ON_STOCK
+        | setting(
+            as_path,
             "FILE.npy",
             "Costs of samples, by which microbatches are ordered and dealt: a numpy array of "
             "positive numbers, indexed as the training data set is. Default: the sum of the "
@@ -312,7 +284,7 @@ class PipelineConfig:
     )
     report_split: bool = field(
         default=False,
-        metadata=_switch(
+        metadata=switch(
             "After the first step, print the share of the weight gradients that are computed in "
             "passes of their own (W), for each rank of the pipeline with global rank 0. Also print "
             "which layers compute weight gradients together with input gradients, and why."
@@ -320,8 +292,8 @@ class PipelineConfig:
     )
     metrics: bool = field(
         default=False,
-        metadata=_ON_STOCK
-        | _switch(
+        metadata=ON_STOCK
+        | switch(
             "Log pipeline metrics as often as Megatron logs, also to TensorBoard and W&B: bubble "
             "and step time (each measured and predicted), slowest rank, and peak memory. They "
             "describe the pipeline (data-parallel replica) with the last global rank. The training "
@@ -330,9 +302,9 @@ class PipelineConfig:
     )
     trace: Path | None = field(
         default=None,
-        metadata=_ON_STOCK
-        | _setting(
-            _path,
+        metadata=ON_STOCK
+        | setting(
+            as_path,
             "DIR",
             "Write DIR/trace.json for Perfetto: measured and predicted times of each pass, for the "
             "pipeline (data-parallel replica) with the last global rank. Without "
@@ -342,8 +314,8 @@ class PipelineConfig:
     )
     trace_iters: range | None = field(
         default=None,
-        metadata=_ON_STOCK
-        | _setting(
+        metadata=ON_STOCK
+        | setting(
             _iterations,
             "A:B",
             "Training iterations to trace: A to B-1, as Megatron's log counts them. Default: the "
@@ -352,7 +324,7 @@ class PipelineConfig:
     )
     race: Contestants | None = field(
         default=None,
-        metadata=_setting(
+        metadata=setting(
             _schedules,
             "SPECS",
             "Schedules to time against a baseline, and against each other, in turns of a few "
@@ -364,7 +336,7 @@ class PipelineConfig:
     )
     race_then: RaceThen = field(
         default=RaceThen.WINNER,
-        metadata=_one_of(
+        metadata=enumerated(
             RaceThen,
             "Schedule under which the training goes on after a race: the fastest one with winner "
             "(the default), the baseline with report.",
@@ -618,8 +590,3 @@ def default_text(setting: Field[Any]) -> str | bool | None:
     """Return the default of ``setting``, as a user would write it."""
     default = setting.default
     return default if default is None or default is False else str(default)
-
-
-def flag_with_value(name: str, value: object) -> str:
-    """Return the setting ``name`` with ``value``, as written on a command line."""
-    return flag(name) + ("" if value is True else f" {value}")

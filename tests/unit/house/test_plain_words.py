@@ -152,7 +152,7 @@ def rules_of(text: str, *, strings: bool = True) -> list[str]:
         (f'option(help="{"word " * 36}.")', [LONG_HELP]),
         (f'option(help="{"word " * 30}. {"word " * 30}.")', []),
         (f'text(told="{"word " * 36}.")', []),
-        (f'field(metadata=_setting(parse, "N", "{"word " * 36}."))', [LONG_HELP]),
+        (f'field(metadata=setting(parse, "N", "{"word " * 36}."))', [LONG_HELP]),
         (
             f'def f(x: Annotated[int, typer.Option()]):\n    """Print {"word " * 36}."""',
             [LONG_HELP],

@@ -147,7 +147,7 @@ _FLAG: tuple[Edit, ...] = (
         "config.py",
         "    report_split: bool = field(",
         "    late_weights: bool = field(\n"
-        '        default=False, metadata=_switch("Compute weight gradients last.")\n'
+        '        default=False, metadata=switch("Compute weight gradients last.")\n'
         "    )\n",
     ),
     (

@@ -1,0 +1,57 @@
+"""Declarations of settings: the metadata of the fields of `PipelineConfig`."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+# Parses a setting, given its name (for errors) and its value.
+Parse = Callable[[str, Any], Any]
+
+Metadata = Mapping[str, Any]  # of a field: how it is parsed, its help, and the word for its value
+
+ON_STOCK: dict[str, Any] = {"on_stock": True}  # the setting also acts on Megatron's own pipeline
+
+
+def flag(name: str) -> str:
+    """Return the flag of the setting ``name``."""
+    return f"--pipeline-{name.replace('_', '-')}"
+
+
+def flag_with_value(name: str, value: object) -> str:
+    """Return the setting ``name`` with ``value``, as written on a command line."""
+    return flag(name) + ("" if value is True else f" {value}")
+
+
+def as_given(name: str, value: Any) -> Any:
+    """Parse a setting whose value is what the user wrote."""
+    return value
+
+
+def as_path(name: str, text: str) -> Path:
+    """Parse a setting that is a path."""
+    return Path(text)
+
+
+def setting(parse: Parse, metavar: str, help: str) -> dict[str, Any]:
+    """Declare a setting whose value ``parse`` reads and the help calls ``metavar``."""
+    return {"parse": parse, "metavar": metavar, "help": help}
+
+
+def enumerated(values: type[enum.StrEnum], help: str) -> dict[str, Any]:
+    """Declare a setting that has one of a few ``values``."""
+
+    def parse(name: str, text: str) -> enum.StrEnum:
+        if text not in list(values):
+            *others, last = values
+            raise ValueError(f"{flag(name)} {text}: write {', '.join(others)} or {last}")
+        return values(text)
+
+    return setting(parse, f"{{{','.join(values)}}}", help)
+
+
+def switch(help: str) -> dict[str, Any]:
+    """Declare a setting that is on or off."""
+    return {"parse": as_given, "help": help}
