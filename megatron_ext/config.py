@@ -19,6 +19,7 @@ from megatron_ext.base.setting import (
     switch,
 )
 from megatron_ext.compile.auto_spec import is_open
+from megatron_ext.compile.feature_settings import DECLARED
 from megatron_ext.compile.registry import ResolvedSpec, choose
 from megatron_ext.race.contestants import Contestants, RaceThen, contestants
 from megatron_ext.schedule.costs import Costs
@@ -282,14 +283,7 @@ class PipelineConfig:
             "squared lengths of a sample's documents.",
         ),
     )
-    report_split: bool = field(
-        default=False,
-        metadata=switch(
-            "After the first step, print the share of the weight gradients that are computed in "
-            "passes of their own (W), for each rank of the pipeline with global rank 0. Also print "
-            "which layers compute weight gradients together with input gradients, and why."
-        ),
-    )
+    report_split: bool = field(default=False, metadata=DECLARED["report_split"])
     metrics: bool = field(
         default=False,
         metadata=ON_STOCK

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.adapter.observers.hooks import (
-    MetricsHooks,
-    ProfileHooks,
-    SplitReportHooks,
-    TraceHooks,
-)
+from megatron_ext.adapter.observers.hooks import MetricsHooks, ProfileHooks, TraceHooks
 from megatron_ext.adapter.offload.hooks import OffloadHooks
 from megatron_ext.adapter.pairs.hooks import OverlapHooks
 from megatron_ext.adapter.post_validation.hooks import PostValidationHooks
@@ -19,6 +14,7 @@ from megatron_ext.adapter.step.training_hooks import TrainingHooks
 from megatron_ext.adapter.transformer_engine.graph_hooks import LayerGraphsHooks
 from megatron_ext.adapter.vocabulary.hooks import VocabularyHooks
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.split_report.adapter import SplitReportHooks
 
 FEATURES: tuple[type[TrainingHooks], ...] = (
     PostValidationHooks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,20 @@ Parse = Callable[[str, Any], Any]
 Metadata = Mapping[str, Any]  # of a field: how it is parsed, its help, and the word for its value
 
 ON_STOCK: dict[str, Any] = {"on_stock": True}  # the setting also acts on Megatron's own pipeline
+
+
+@dataclass(frozen=True)
+class FeatureSettings:
+    """Settings of one feature.
+
+    Attributes:
+        declared: the metadata of each field of `PipelineConfig` that is a setting of the feature,
+            by the field's name.
+        only_watches: whether the feature watches steps, and changes nothing of them.
+    """
+
+    declared: Mapping[str, Metadata]
+    only_watches: bool = False
 
 
 def flag(name: str) -> str:

@@ -24,6 +24,7 @@ from megatron_ext.adapter.observers.observer import (
     of_all_steps,
 )
 from megatron_ext.adapter.training_globals import training_global
+from megatron_ext.compile.feature_settings import WATCHING
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch.script import Chosen, launch
 from megatron_ext.patches.engine import apply
@@ -304,7 +305,7 @@ def _refuse(config: PipelineConfig) -> None:
     """Raise ValueError for settings that other ranks would have to take part in, some of which the
     command drops."""
     refuse_untried_settings(config)
-    for name in ("trace", "metrics", "report_split"):
+    for name in ("trace", "metrics", *WATCHING):
         if getattr(config, name):
             raise ValueError(f"{flag(name)} is not rehearsed: drop it")
     if config.costs.profile is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_ext.adapter.pairs.overlap_setting import FLAG as PAIRS
 from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
 from megatron_ext.base.words import argument_flag
+from megatron_ext.compile.feature_settings import WATCHING
 from megatron_ext.config import PipelineConfig, flag, variable
 from megatron_ext.launch.script import without
 from megatron_ext.written_settings import given_in_environment, words_of
@@ -27,7 +28,7 @@ _FILES = (
 )
 _LENGTH = ("--rampup-batch-size", "--exit-interval", "--eval-iters")
 # What a rank alone must not do: watch other ranks, search, write.
-_OURS = ("costs", "trace", "trace_iters", "metrics", "report_split")
+_OURS = ("costs", "trace", "trace_iters", "metrics", *WATCHING)
 _UNTRIED = "is not tried in a rehearsal"
 
 

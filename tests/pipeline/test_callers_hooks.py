@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.modules import module as global_hooks
 
 import megatron_ext
-from megatron_ext.adapter.observers.split_report import split_report
+from megatron_ext.features.split_report.adapter import split_report
 from megatron_ext.adapter.splitting import Split
 from megatron_ext.adapter.step import callers_hooks as of_callers
 from megatron_ext.adapter.step.callers_hooks import CallersHooks, callers_hooks

@@ -7,7 +7,6 @@ from typing import Any, override
 
 from megatron_ext.adapter.observers.file_checks import check_profile, check_trace
 from megatron_ext.adapter.observers.observer import ObservedStep, Step, StepObserver
-from megatron_ext.adapter.observers.split_report import SplitReport
 from megatron_ext.adapter.observers.step_metrics import StepMetrics
 from megatron_ext.adapter.observers.step_profile import StepProfile, costs_path
 from megatron_ext.adapter.observers.step_trace import StepTrace
@@ -15,19 +14,6 @@ from megatron_ext.adapter.step.training_hooks import TrainingHooks
 from megatron_ext.adapter.training_globals import training_global
 from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.dealing import MicrobatchOrder
-
-
-class SplitReportHooks(TrainingHooks):
-    """Report of the weight gradients that wait for W passes."""
-
-    @override
-    @classmethod
-    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
-        return ours.report_split
-
-    @override
-    def observers(self) -> Sequence[StepObserver[Step]]:
-        return [SplitReport(splits=self._config.splits_backward)]
 
 
 class MetricsHooks(TrainingHooks):

@@ -28,7 +28,7 @@ import pytest
 from tests.helpers.streams.groups import EmulatedWork
 
 ROOT = Path(__file__).resolve().parents[3]
-FOLDERS = ("megatron_ext/runtime", "megatron_ext/adapter", "patches")
+FOLDERS = ("megatron_ext/runtime", "megatron_ext/adapter", "megatron_ext/features", "patches")
 
 _BETWEEN_HOSTS = "the message goes from host to host, over a group that is made for hosts"
 _ON_CPU = "the host waits for a gather of gloo, which has no streams"

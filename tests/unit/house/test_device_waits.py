@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+RUNNING = ("megatron_ext/runtime", "megatron_ext/adapter", "megatron_ext/features", "patches")
 
 # Of torch: calls that wait for the device, for a stream, or for an event on one.
 WAITING = {
@@ -308,11 +309,7 @@ def is_number(call: ast.Call) -> bool:
 
 def found() -> set[tuple[str, str, str]]:
     """In all of our code that runs while Megatron trains."""
-    files = [
-        path
-        for folder in ("megatron_ext/runtime", "megatron_ext/adapter", "patches")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-    ]
+    files = [path for folder in RUNNING for path in sorted((ROOT / folder).rglob("*.py"))]
     return {
         (str(path.relative_to(ROOT)), function, call)
         for path in files

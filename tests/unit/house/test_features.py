@@ -22,7 +22,7 @@ OF_FEATURES = (
         "adapter.observers.step_profile",
         "adapter.observers.step_trace",
     ),
-    *("adapter.observers.split_report", "adapter.observers.hooks"),
+    *("adapter.observers.hooks", "features"),
 )
 CORE = (
     *(

@@ -2,7 +2,8 @@
 
 A public function of a module has a name of its own in megatron_ext and patches, and a file in
 megatron_ext, or names.toml lists the name with the number of files and a reason. Excepted are
-`patches`, which each file of patches/ defines, and file names there, which mirror other people's.
+`patches`, which each file of patches/ defines, file names there, which mirror other people's, and
+the parts of features.
 Names of classes, aliases and all that files bind are counted in test_plain_words.py.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.plain_words import old_words
+from tests.unit.house.test_walls import LEVELS
 
 ROOT = Path(__file__).resolve().parents[3]
 LIST = Path(__file__).with_name("names.toml")
@@ -31,6 +33,11 @@ def files(*tops: str) -> list[Path]:
         for path in (ROOT / top).rglob("*.py")
         if PATCHES not in path.relative_to(ROOT / top).parts  # a link
     ]
+
+
+def is_named_by_its_place(path: Path) -> bool:
+    """Whether ``path`` is a package's own file, or a part of a feature."""
+    return path.stem == "__init__" or (path.stem in LEVELS and path.parts[-3] == "features")
 
 
 def functions(text: str) -> list[str]:
@@ -65,7 +72,7 @@ def test_a_public_function_has_a_name_of_its_own() -> None:
 
 
 def test_a_file_has_a_name_of_its_own() -> None:
-    names = (path.stem for path in files("megatron_ext") if path.stem != "__init__")
+    names = (path.stem for path in files("megatron_ext") if not is_named_by_its_place(path))
     assert not differences(repeated(names), listed("files"))
 
 

@@ -4,6 +4,8 @@
       -> viz -> planner -> observe, race, cost_model -> schedule_families -> search -> compile
       -> schedule
 
+A part of a feature counts as a module of its level (`LEVELS`).
+
 Schedules are pure data that any machine can make and prove without torch; the runtime executes
 them without Megatron; the adapter speaks Megatron's words; whatever touches other people's code is
 in patches/ and nowhere else. An import of the wrong kind breaks nothing on the day it is written,
@@ -91,8 +93,33 @@ def _last_name(function: ast.expr) -> str:
     return ""
 
 
+LEVELS = {  # by part of a feature
+    "settings": "compile",
+    "schedule": "compile",
+    "report": "observe",
+    "refusals": "adapter",
+    "runtime": "runtime",
+    "adapter": "adapter",
+}
+# The list of parts on each level; parts of runtime are only its own feature's.
+LISTS = {
+    "settings": "megatron_ext.compile.feature_settings",
+    "schedule": "megatron_ext.compile.features",
+    "refusals": "megatron_ext.adapter.refusals",
+    "adapter": "megatron_ext.adapter.features",
+}
+_PART = re.compile(rf"megatron_ext\.features\.(\w+)\.({'|'.join(LEVELS)})\b")
+
+
+def level_of(name: str) -> str:
+    """Return the ``name`` that a part of a feature would have as a module of its level: of
+    ``megatron_ext.features.x.runtime.y``, ``megatron_ext.runtime.x.y``."""
+    return _PART.sub(lambda match: f"megatron_ext.{LEVELS[match[2]]}.{match[1]}", name)
+
+
 def within(name: str, *tops: str) -> bool:
     """Whether ``name`` is one of the modules ``tops`` or below one."""
+    name = level_of(name)
     return any(name == top or name.startswith((f"{top}.", f"{top}:")) for top in tops)
 
 
@@ -113,6 +140,7 @@ PURE = (
     *("megatron_ext.viz", "megatron_ext.planner", "megatron_ext.observe", "megatron_ext.race"),
     *("megatron_ext.cost_model", "megatron_ext.schedule_families", "megatron_ext.search"),
     *("megatron_ext.compile", "megatron_ext.schedule", "megatron_ext.base"),
+    "megatron_ext.features",  # the packages, which are empty
 )
 
 
@@ -174,6 +202,7 @@ ROOMS = (
     ("megatron_ext.compile.program",),
     ("megatron_ext.schedule",),
     ("megatron_ext.base",),
+    ("megatron_ext.features",),
 )
 # By name, at run time, which is how a family is found and a command line asks for a plan.
 LAZY = {("megatron_ext.compile.registry", "megatron_ext.schedule_families")}
@@ -194,6 +223,18 @@ def runs_one_way(module: str, use: Use) -> bool:
     if use.lazy and any(module == user and within(use.name, used) for user, used in LAZY):
         return True
     return room_of(use.name) >= room_of(module)
+
+
+def may_use_part(module: str, use: Use) -> bool:
+    part = _PART.match(use.name)
+    if use.how == "string" or part is None:
+        return True
+    feature, kind = part.groups()
+    if module.startswith(f"megatron_ext.features.{feature}.") or module == LISTS.get(kind):
+        return True
+    if module == "megatron_ext.patches.features":
+        return kind in ("refusals", "adapter")
+    return kind == "adapter" and within(module, "megatron_ext.patches")
 
 
 def in_base(module: str) -> bool:
@@ -264,6 +305,12 @@ WALLS = {
         "missing",
         in_base,
         loads_without_torch,
+    ),
+    "features": Wall(
+        "a part of a feature is imported by higher parts of the feature, by the list of its level, "
+        "and by patches (parts of adapter; features.py also those of refusals) only",
+        in_package,
+        may_use_part,
     ),
     "siblings": Wall(
         "families and transforms don't import each other: one reaches another through the "
@@ -406,11 +453,13 @@ def test_no_package_is_a_fifth_of_the_product() -> None:
     sizes: Counter[str] = Counter()
     for file in files():
         if in_package(file.module):
-            sizes[".".join(file.module.split(".")[:2])] += statements(file.text)
+            is_feature = file.module.startswith("megatron_ext.features.")
+            sizes[".".join(file.module.split(".")[: 2 + is_feature])] += statements(file.text)
     ((largest, size),) = sizes.most_common(1)
     assert size < sizes.total() / 5, largest
 
 
+X, Y = "megatron_ext.features.x", "megatron_ext.features.y"
 MOST_FILES = 21  # of a folder, with __init__.py: what one takes in at a glance
 
 
@@ -436,6 +485,14 @@ def test_no_room_is_crowded() -> None:
         ("runtime", "megatron_ext.runtime.executor", "import megatron_ext.config"),
         ("base", "megatron_ext.config", "import torch"),
         ("base", "megatron_ext.cli", "from megatron_ext.runtime import bench"),
+        ("features", "megatron_ext.config", f"from {X}.settings import X"),
+        ("features", f"{Y}.adapter", f"import {X}.adapter"),
+        ("features", "megatron_ext.patches.engine", f"from {X} import refusals"),
+        ("features", "megatron_ext.adapter.features", f"from {X}.runtime import owner"),
+        ("one way", f"{X}.runtime.y", f"from {X}.adapter import hooks"),
+        ("one way", f"{X}.settings", "from megatron_ext.config import PipelineConfig"),
+        ("pure", f"{X}.report", "import torch"),
+        ("runtime", f"{X}.runtime.y", "import megatron.core"),
         ("siblings", f"{FAMILIES}.zero_bubble", "from .line import one_forward_one_backward"),
         ("siblings", f"{FAMILIES}.zero_bubble", f"def f():\n    from {TRANSFORMS} import offload"),
         ("siblings", f"{TRANSFORMS}.offload", f"import {FAMILIES}.line"),
@@ -486,6 +543,10 @@ def test_breach_is_seen(name: str, module: str, source: str) -> None:
         ("megatron_ext.launch.doctor.doctor", "NAMES = ('megatron.training', 'torch.nn')"),
         ("megatron_ext.compile.registry", "def f():\n    from ..schedule_families import line"),
         ("megatron_ext.adapter.step", "from megatron.core import parallel_state"),
+        (f"{X}.adapter.hooks", f"import megatron.core, {X}.runtime, {X}.settings"),
+        ("megatron_ext.adapter.features", f"from {X}.adapter.hooks import XHooks"),
+        ("megatron_ext.patches.megatron.core.x", f"from {X}.adapter import y"),
+        ("megatron_ext.patches.features", f"from {X}.refusals import X"),
         ("megatron_ext.config", "IMPLEMENTATION = 'transformer_engine'"),
         ("megatron_ext.patches.features", "import_module('megatron_ext.patches.cpu')"),
         ("megatron_ext.patches.features", "TARGET = 'megatron.training.training:train_step'"),

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.house.test_device_waits import RUNNING
+
 ROOT = Path(__file__).resolve().parents[3]
 
 # torch.distributed's collectives, with the number of positional arguments before the group.
@@ -113,7 +115,7 @@ def _worlds(tree: ast.AST) -> frozenset[str]:
 def found() -> dict[tuple[str, str], set[str]]:
     """In all of our code that runs while Megatron trains: the calls, by file and function."""
     calls: dict[tuple[str, str], set[str]] = {}
-    for folder in ("megatron_ext/runtime", "megatron_ext/adapter", "patches"):
+    for folder in RUNNING:
         for path in sorted((ROOT / folder).rglob("*.py")):
             for function, name in over_the_world(path.read_text()):
                 calls.setdefault((str(path.relative_to(ROOT)), function), set()).add(name)

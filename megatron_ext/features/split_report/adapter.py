@@ -7,6 +7,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import Any, override
 
 import torch
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
@@ -17,9 +18,24 @@ from megatron_ext.adapter.model_parts import unused_heads
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.programs import gather
 from megatron_ext.adapter.splitting import Split
+from megatron_ext.adapter.step.training_hooks import TrainingHooks
 from megatron_ext.adapter.transformer_engine.captured import captured_parameters, captures
 from megatron_ext.base.logger import logger
+from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.weight_gradients import queue
+
+
+class SplitReportHooks(TrainingHooks):
+    """Report of the weight gradients that wait for W passes."""
+
+    @override
+    @classmethod
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
+        return ours.report_split
+
+    @override
+    def observers(self) -> Sequence[StepObserver[Step]]:
+        return [SplitReport(splits=self._config.splits_backward)]
 
 
 class SplitReport(StepObserver[Step]):

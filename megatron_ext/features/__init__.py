@@ -1,0 +1,1 @@
+"""Features that a folder holds whole, in parts by level."""

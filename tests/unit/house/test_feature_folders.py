@@ -1,0 +1,133 @@
+"""Features that a folder holds whole: little else names them, and one can be deleted."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.base.setting import FeatureSettings, flag
+from megatron_ext.compile.feature_settings import DECLARED
+from megatron_ext.config import PipelineConfig, variable
+from tests.helpers.fetched import megatron_sources
+from tests.unit.house.test_walls import LISTS
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = {path.parent.name: path.parent for path in ROOT.glob("megatron_ext/features/*/adapter*")}
+PURE_PARTS = ("settings", "schedule", "report", "refusals")
+
+# Files outside a feature's folder in which a name or a text of its declaration occurs, at most.
+AT_MOST = {"split_report": 1}
+LOOKED_AT = ("adapter", "runtime", "compile", "commands", "viz", "observe", "launch", "config.py")
+NOT_LOOKED_AT = ("compile/program", "launch/planner", "adapter/features.py", "compile/features.py")
+
+
+def modules_of(part: str) -> list[str]:
+    """Return the modules of this ``part`` of all features."""
+    package = ROOT / "megatron_ext"
+    files = [*package.glob(f"features/*/{part}.py"), *package.glob(f"features/*/{part}/**/*.py")]
+    return [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(files)]
+
+
+def test_parts_that_are_pure_need_neither_torch_nor_megatron() -> None:
+    modules = [module for part in PURE_PARTS for module in modules_of(part)]
+    assert len(modules) >= len(FOLDERS)
+    hidden = "for name in ('torch', 'megatron', 'transformer_engine'): sys.modules[name] = None"
+    code = f"import importlib, sys\n{hidden}\nfor name in {modules}: importlib.import_module(name)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_setting_of_a_feature_is_a_field_and_has_one_declaration() -> None:
+    fields = PipelineConfig.__dataclass_fields__
+    for name, metadata in DECLARED.items():
+        assert fields[name].metadata == metadata
+    assert len(DECLARED) == sum(len(names_in_declaration(feature)) for feature in FOLDERS)
+
+
+def names_in_declaration(feature: str) -> list[str]:
+    """Return the names of the settings that a ``feature`` declares."""
+    part = importlib.import_module(f"megatron_ext.features.{feature}.settings")
+    (declared,) = (value for value in vars(part).values() if isinstance(value, FeatureSettings))
+    return list(declared.declared)
+
+
+def mentions(text: str, names: list[str]) -> Iterator[str]:
+    """Yield what in a module with this ``text`` is one of the settings ``names``: attributes and
+    keywords of that name, and strings that are it or contain its flag or variable."""
+    written = re.compile("|".join(rf"{word}(?![\w-])" for name in names for word in words(name)))
+    tree = ast.parse(text)
+    docstrings = {
+        ast.get_docstring(node, clean=False)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) | ast.keyword(arg=name) if name in names:
+                yield f"line {node.lineno}: {name}"
+            case ast.Constant(value=str(value)) if value in names or (
+                written.search(value) and value not in docstrings
+            ):
+                yield f"line {node.lineno}: {value}"
+
+
+def words(name: str) -> tuple[str, str]:
+    return flag(name), variable(name)
+
+
+@pytest.mark.parametrize("feature", FOLDERS)
+def test_little_outside_its_folder_names_a_feature(feature: str) -> None:
+    package, names = ROOT / "megatron_ext", names_in_declaration(feature)
+    found = {}
+    for top in LOOKED_AT:
+        for path in sorted((package / top).rglob("*.py")) or [package / top]:
+            name = path.relative_to(package).as_posix()
+            places = [*mentions(path.read_text(), names)]
+            if places and not name.startswith(NOT_LOOKED_AT):
+                found[name] = places
+    fields = found.pop("config.py")  # its field, which is not counted
+    assert len(fields) >= len(names)
+    assert len(found) <= AT_MOST[feature], found
+
+
+def test_a_name_of_a_feature_is_found() -> None:
+    text = '"""--pipeline-race in a docstring."""\nconfig.race\nf(race=1)\nrace = 1\ny = "race"\n'
+    assert len([*mentions(text, ["race"])]) == 3
+    assert [*mentions("x = f'give --pipeline-race {x}'", ["race"])]
+    assert not [*mentions("x = 'write --pipeline-race-then'", ["race"])]
+
+
+def test_split_report_can_be_deleted(tmp_path: Path) -> None:
+    """Its folder goes, its lines in the lists of features and its field of the config; types,
+    walls and trainings then are as before."""
+    for name in ("megatron_ext", "patches", "scripts", "examples", "tests", ".mypy_cache"):
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, tmp_path / name, symlinks=True)
+    for file in ROOT.glob("*.*"):
+        if file.suffix in (".toml", ".py", ".md"):
+            shutil.copy2(file, tmp_path)
+    shutil.rmtree(tmp_path / "megatron_ext/features/split_report")
+    lines = re.compile(r".*(split_?report|report_split).*\n", re.IGNORECASE)
+    for module in (*LISTS.values(), "megatron_ext.config"):
+        file = tmp_path / f"{module.replace('.', '/')}.py"
+        file.write_text(lines.sub("", file.read_text()))
+
+    def passes(*words: str) -> None:
+        env = os.environ | {"MEGATRON_LM_DIR": str(megatron_sources())}
+        done = subprocess.run(
+            [sys.executable, "-m", *words], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    passes("mypy", "megatron_ext")
+    training = "test_resumed_training_is_stock_to_the_last_bit[pp2-zb-h1]"
+    walls = "tests/unit/house/test_walls.py"
+    passes("pytest", "-q", walls, f"tests/pipeline/test_placements.py::{training}")
