@@ -19,9 +19,9 @@ from megatron_ext.base.setting import (
     switch,
 )
 from megatron_ext.compile.auto_spec import is_open
-from megatron_ext.compile.feature_settings import DECLARED
+from megatron_ext.compile.contestants import Contestants, RaceThen, contestants
+from megatron_ext.compile.feature_settings import DECLARED, FEATURES, WATCHING_STOCK
 from megatron_ext.compile.registry import ResolvedSpec, choose
-from megatron_ext.race.contestants import Contestants, RaceThen, contestants
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.dealing import MicrobatchOrder
 from megatron_ext.schedule.limit import parse_limit
@@ -53,11 +53,6 @@ ALLOW_UNKNOWN = f"{VARIABLES}ALLOW_UNKNOWN"
 def variable(name: str) -> str:
     """Return the environment variable of the setting ``name``."""
     return VARIABLES + name.upper()
-
-
-_TRACED = f"write {flag('trace')} DIR {flag('trace_iters')} 10:12 to trace 10 and 11"
-
-TRACED_OF_RUN = range(5, 8)  # iterations of a run that are traced by default
 
 
 @dataclass(frozen=True)
@@ -99,13 +94,6 @@ def _source(name: str, text: str) -> CostsSource:
     return CostsSource(text, Path(path or COSTS_FILE) if method == PROFILE else None)
 
 
-def _iterations(name: str, text: str) -> range:
-    first, _, end = text.partition(":")
-    if not (first.isdecimal() and end.isdecimal()):
-        raise ValueError(f"{flag(name)} {text} is not A:B with 1 <= A < B; {_TRACED}")
-    return range(int(first), int(end))
-
-
 def _recompute(name: str, text: str) -> Recompute:
     return parse_recompute(text, flag(name))
 
@@ -123,10 +111,6 @@ def _slice_lengths(name: str, text: str) -> SliceLengths:
 
 def _rank_speeds(name: str, text: str) -> RankSpeeds:
     return parse_rank_speeds(text, flag(name))
-
-
-def _schedules(name: str, text: str) -> Contestants:
-    return Contestants(tuple(text.split()))
 
 
 @dataclass(frozen=True)
@@ -284,58 +268,11 @@ class PipelineConfig:
         ),
     )
     report_split: bool = field(default=False, metadata=DECLARED["report_split"])
-    metrics: bool = field(
-        default=False,
-        metadata=ON_STOCK
-        | switch(
-            "Log pipeline metrics as often as Megatron logs, also to TensorBoard and W&B: bubble "
-            "and step time (each measured and predicted), slowest rank, and peak memory. They "
-            "describe the pipeline (data-parallel replica) with the last global rank. The training "
-            "never waits for them. Without --pipeline-schedule they describe Megatron's own step."
-        ),
-    )
-    trace: Path | None = field(
-        default=None,
-        metadata=ON_STOCK
-        | setting(
-            as_path,
-            "DIR",
-            "Write DIR/trace.json for Perfetto: measured and predicted times of each pass, for the "
-            "pipeline (data-parallel replica) with the last global rank. Without "
-            "--pipeline-schedule Megatron's own step is traced, and the log lists the predicted "
-            "step times of our schedules. See 'megatron-ext trace DIR'.",
-        ),
-    )
-    trace_iters: range | None = field(
-        default=None,
-        metadata=ON_STOCK
-        | setting(
-            _iterations,
-            "A:B",
-            "Training iterations to trace: A to B-1, as Megatron's log counts them. Default: the "
-            "fifth to the seventh iteration of the run.",
-        ),
-    )
-    race: Contestants | None = field(
-        default=None,
-        metadata=setting(
-            _schedules,
-            "SPECS",
-            "Schedules to time against a baseline, and against each other, in turns of a few "
-            "iterations of this training, whose numbers do not change. Write names separated by "
-            'spaces, as "zb-h1 zb-1p". All have to place stages on the same ranks. Their placement '
-            "decides the baseline: 1f1b for a line, interleaved for a loop, 1f1b-v for a V, hanayo "
-            "for a wave. --pipeline-schedule is not needed; if given, its schedule races too.",
-        ),
-    )
-    race_then: RaceThen = field(
-        default=RaceThen.WINNER,
-        metadata=enumerated(
-            RaceThen,
-            "Schedule under which the training goes on after a race: the fastest one with winner "
-            "(the default), the baseline with report.",
-        ),
-    )
+    metrics: bool = field(default=False, metadata=DECLARED["metrics"])
+    trace: Path | None = field(default=None, metadata=DECLARED["trace"])
+    trace_iters: range | None = field(default=None, metadata=DECLARED["trace_iters"])
+    race: Contestants | None = field(default=None, metadata=DECLARED["race"])
+    race_then: RaceThen = field(default=RaceThen.WINNER, metadata=DECLARED["race_then"])
 
     @classmethod
     def parse(cls, **settings: str | bool | None) -> PipelineConfig:
@@ -368,7 +305,7 @@ class PipelineConfig:
         return cls(**parsed)
 
     def __post_init__(self) -> None:
-        self._check_traces()
+        self._check_features(only_watch=True)
         if self.microbatch_weights is not None and not self.arranges_microbatches:
             raise ValueError(
                 f"{flag('microbatch_weights')} {self.microbatch_weights}: no microbatches are "
@@ -388,8 +325,17 @@ class PipelineConfig:
         if (conflict := self.options.conflict) is not None:
             first, second = map(setting_of, conflict.options)
             raise ValueError(conflict.text(self._as_written(first), self._as_written(second)))
-        self._check_profile()
-        self._check_race()
+        if self.costs.text == f"{PROFILE}:":
+            raise ValueError(
+                f"{flag('costs')} {self.costs} names no file: write {PROFILE}:FILE, or {PROFILE} "
+                f"for {COSTS_FILE} in the folder of --save"
+            )
+        self._check_features(only_watch=False)
+
+    def _check_features(self, *, only_watch: bool) -> None:
+        for feature in FEATURES:
+            if feature.only_watches == only_watch:
+                feature.check(self)
 
     def _check_offload(self) -> None:
         method, costs = self.activation_offload, self.costs.text
@@ -419,76 +365,13 @@ class PipelineConfig:
                 f"are not cut; add {flag('slices')} K, or drop {flag('slice_lengths')}"
             )
 
-    def _check_traces(self) -> None:
-        iterations = self.trace_iters
-        if self.trace is None and iterations is not None:
-            raise ValueError(
-                f"{flag('trace_iters')} has no folder to write to, as {flag('trace')} is missing; "
-                f"{_TRACED}"
-            )
-        if iterations is not None and not 1 <= iterations.start < iterations.stop:
-            raise ValueError(
-                f"{flag('trace_iters')} {iterations.start}:{iterations.stop} is not A:B with "
-                f"1 <= A < B; {_TRACED}"
-            )
-
-    def _check_profile(self) -> None:
-        if self.costs.text == f"{PROFILE}:":
-            raise ValueError(
-                f"{flag('costs')} {self.costs} names no file: write {PROFILE}:FILE, or {PROFILE} "
-                f"for {COSTS_FILE} in the folder of --save"
-            )
-        if self.post_validation and self.costs.profile is not None:
-            self._refuse(
-                "post_validation",
-                "costs",
-                f"steps that overlap cannot be measured one by one; profile without "
-                f"{flag('post_validation')}, then launch with it and the written costs file",
-            )
-        if self.rank_speeds is not None and self.costs.profile is not None:
-            self._refuse(
-                "rank_speeds",
-                "costs",
-                f"measured costs contain the speeds of the ranks; drop {flag('rank_speeds')}",
-            )
-        if self.slices > 1 and self.costs.profile is not None:
-            self._refuse(
-                "slices",
-                "costs",
-                f"only whole microbatches are measured; profile without {flag('slices')}, then "
-                f"launch with it and the written costs file",
-            )
-
-    def _check_race(self) -> None:
-        if self.race is None:
-            if self.race_then is not RaceThen.WINNER:
-                raise ValueError(
-                    f"{flag('race_then')} {self.race_then} is given without {flag('race')}: there "
-                    f"is no race to end; add {flag('race')}, or drop {flag('race_then')}"
-                )
-        elif self.post_validation:
-            self._refuse(
-                "race",
-                "post_validation",
-                "steps that overlap cannot be timed one by one; race without "
-                f"{flag('post_validation')}",
-            )
-        elif self.slices > 1:
-            self._refuse(
-                "race", "slices", f"races of slices are untried; race without {flag('slices')}"
-            )
-
-    def _refuse(self, name: str, other: str, why: str) -> None:
-        words = self._as_written(name), self._as_written(other)
-        raise ValueError(f"{words[0]} does not go with {words[1]}: {why}")
-
     def _as_written(self, name: str) -> str:
         return flag_with_value(name, getattr(self, name))
 
     @property
     def watches_stock(self) -> bool:
         """Whether Megatron's own pipeline runs and is observed."""
-        return self.schedule is None and (self.metrics or self.trace is not None)
+        return self.schedule is None and any(getattr(self, name) for name in WATCHING_STOCK)
 
     @property
     def changes_launch(self) -> bool:
@@ -518,6 +401,13 @@ class PipelineConfig:
                 f"'megatron-ext {tells}' says which"
             )
         return choose(self.schedule)
+
+    @property
+    def specs(self) -> tuple[str, ...]:
+        """All schedules under which steps may run, as users write them; none under Megatron's."""
+        if self.race is not None:
+            return self.race.specs
+        return () if self.schedule is None else (self.schedule,)
 
     @property
     def resolved_specs(self) -> tuple[ResolvedSpec, ...]:

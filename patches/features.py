@@ -6,8 +6,13 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_ext.adapter.handled_settings.feature_refusals import FeatureRefusals
 from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.metrics.refusals import METRICS_REFUSALS
+from megatron_ext.features.profile.refusals import PROFILE_REFUSALS
+from megatron_ext.features.race.refusals import RACE_REFUSALS
+from megatron_ext.features.trace.refusals import TRACE_REFUSALS
 from megatron_ext.patches.engine import Patch, PatchError
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
@@ -44,6 +49,19 @@ class Feature:
             raise PatchError(f"{self.name}: what its patches need is missing: {reason}") from error
         return [patch for module in modules for patch in module.patches(config)]
 
+
+def _in_a_folder(part: FeatureRefusals) -> Feature:
+    """Return a feature that its folder holds whole. Launches under any schedule may have it."""
+    return Feature(part.name, part.patches, lambda resolved: True, part.may_be_on)
+
+
+# Features that have work to do after the last step.
+_FINISHING: tuple[FeatureRefusals, ...] = (
+    METRICS_REFUSALS,
+    TRACE_REFUSALS,
+    PROFILE_REFUSALS,
+    RACE_REFUSALS,
+)
 
 FEATURES = (
     Feature("flags", ("megatron.training.arguments",), None),
@@ -168,19 +186,9 @@ FEATURES = (
         "the end of what is measured",
         ("megatron.training.training.training_end",),
         None,
-        asked_for=lambda config: (
-            config.costs.profile is not None
-            or config.trace is not None
-            or config.metrics
-            or config.race is not None
-        ),
+        asked_for=lambda config: any(feature.may_be_on(config) for feature in _FINISHING),
     ),
-    Feature(
-        "a race",
-        ("megatron.training.training.timed_saving",),
-        lambda resolved: True,
-        asked_for=lambda config: config.race is not None,
-    ),
+    _in_a_folder(RACE_REFUSALS),
     Feature(
         "vocabulary parallelism",
         ("megatron.core.models.gpt.gpt_model.tables",),

@@ -7,9 +7,9 @@ from typing import Any
 
 from megatron_ext.adapter.handled_settings.microbatch_groups import with_megatrons_group
 from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_requested_pairs
-from megatron_ext.adapter.refusals import GRAPHS, REFUSALS, RefusalGroup
+from megatron_ext.adapter.refusals import REFUSALS, RefusalGroup
 from megatron_ext.adapter.transformer_engine.capture_order import capture_order, check_capture
-from megatron_ext.adapter.transformer_engine.captured import captures
+from megatron_ext.adapter.transformer_engine.captured import GRAPHS, captures
 from megatron_ext.base.words import counted
 from megatron_ext.compile.registry import ResolvedSpec, with_option
 from megatron_ext.schedule.action import Action, Kind

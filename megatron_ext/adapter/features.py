@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.adapter.observers.hooks import MetricsHooks, ProfileHooks, TraceHooks
 from megatron_ext.adapter.offload.hooks import OffloadHooks
 from megatron_ext.adapter.pairs.hooks import OverlapHooks
 from megatron_ext.adapter.post_validation.hooks import PostValidationHooks
-from megatron_ext.adapter.race.hooks import RaceHooks
 from megatron_ext.adapter.slices.hooks import SlicesHooks
 from megatron_ext.adapter.step.training_hooks import TrainingHooks
 from megatron_ext.adapter.transformer_engine.graph_hooks import LayerGraphsHooks
 from megatron_ext.adapter.vocabulary.hooks import VocabularyHooks
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.metrics.adapter.hooks import MetricsHooks
+from megatron_ext.features.profile.adapter.hooks import ProfileHooks
+from megatron_ext.features.race.adapter.hooks import RaceHooks
 from megatron_ext.features.split_report.adapter import SplitReportHooks
+from megatron_ext.features.trace.adapter.hooks import TraceHooks
 
 FEATURES: tuple[type[TrainingHooks], ...] = (
     PostValidationHooks,

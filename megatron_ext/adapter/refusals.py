@@ -16,7 +16,7 @@ import megatron.core
 from megatron_ext.adapter import document_masks
 from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_requested_pairs
 from megatron_ext.adapter.transformer_engine import installed
-from megatron_ext.adapter.transformer_engine.captured import IMPLEMENTATION, captures
+from megatron_ext.adapter.transformer_engine.captured import GRAPHS, IMPLEMENTATION, captures
 from megatron_ext.base.words import argument_flag
 from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.config import flag, flag_with_value, setting_of
@@ -675,7 +675,6 @@ _NO_OPTIONS = ScheduleOptions()
 # Returns the flags that request a feature, None if it is absent: of settings, resolved spec and
 # options.
 Requested = Callable[[Any, ResolvedSpec, ScheduleOptions], str | None]
-GRAPHS = f"--cuda-graph-impl {IMPLEMENTATION}"
 
 
 @dataclass(frozen=True)

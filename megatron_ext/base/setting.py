@@ -23,10 +23,15 @@ class FeatureSettings:
     Attributes:
         declared: the metadata of each field of `PipelineConfig` that is a setting of the feature,
             by the field's name.
+        check: refuses a `PipelineConfig` by a ValueError, if settings of the feature do not go
+            together, or not with others. Options of a schedule are compared elsewhere.
+        values: values of another setting by which the feature is requested.
         only_watches: whether the feature watches steps, and changes nothing of them.
     """
 
     declared: Mapping[str, Metadata]
+    check: Callable[[Any], None] = lambda config: None
+    values: tuple[str, ...] = ()
     only_watches: bool = False
 
 
@@ -38,6 +43,12 @@ def flag(name: str) -> str:
 def flag_with_value(name: str, value: object) -> str:
     """Return the setting ``name`` with ``value``, as written on a command line."""
     return flag(name) + ("" if value is True else f" {value}")
+
+
+def conflicting(config: Any, name: str, other: str, why: str) -> ValueError:
+    """Return the error that two settings of ``config`` do not go together, and ``why``."""
+    first, second = (flag_with_value(each, getattr(config, each)) for each in (name, other))
+    return ValueError(f"{first} does not go with {second}: {why}")
 
 
 def as_given(name: str, value: Any) -> Any:

@@ -32,7 +32,7 @@ class SimulationFiles:
     csv: Path | None
     torch_csv: Path | None
     program: Path | None
-    trace: Path | None
+    perfetto: Path | None
     plot: Path | None
     page: Path | None
 
@@ -60,8 +60,8 @@ class SimulationFiles:
             write_text_file(self.torch_csv, to_torch_csv(program.schedule))
         if self.program is not None:
             write_text_file(self.program, program.text)
-        if self.trace is not None:
-            write_trace(_steps(program, steps), self.trace)
+        if self.perfetto is not None:
+            write_trace(_steps(program, steps), self.perfetto)
         if self.plot is None and self.page is None:
             return
         reference = _reference_program(resolved, problem)

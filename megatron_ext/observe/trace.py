@@ -51,6 +51,7 @@ _BEGIN = f'{{"displayTimeUnit": "ms", "version": {_VERSION}, "traceEvents": ['
 _END = "\n]}\n"
 _LARGEST = 2**31  # bytes of a trace that is read
 LARGEST_WRITTEN = 2**30  # by a training
+TRACED_OF_RUN = range(5, 8)  # iterations of a run that are traced by default
 
 
 _PASS, _PREDICTED_PASS, _REDUCTION = "compute", "predicted compute", "reduction"  # categories

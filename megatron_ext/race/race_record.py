@@ -16,7 +16,7 @@ from megatron_ext.base.text_file import (
     write_text_file,
 )
 from megatron_ext.base.words import shown
-from megatron_ext.race.contestants import Contestants
+from megatron_ext.compile.contestants import Contestants
 from megatron_ext.race.rounds import TURNS, Race, Round
 
 NAME = "race.json"  # in the folder of the checkpoints

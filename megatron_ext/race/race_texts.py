@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from megatron_ext.base.words import bytes_text, counted
-from megatron_ext.race.contestants import Contestants
+from megatron_ext.compile.contestants import Contestants
 from megatron_ext.race.race_record import NAME, RaceFigures
 from megatron_ext.race.rounds import ROUNDS, Race
 

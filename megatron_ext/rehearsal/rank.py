@@ -305,7 +305,7 @@ def _refuse(config: PipelineConfig) -> None:
     """Raise ValueError for settings that other ranks would have to take part in, some of which the
     command drops."""
     refuse_untried_settings(config)
-    for name in ("trace", "metrics", *WATCHING):
+    for name in WATCHING:
         if getattr(config, name):
             raise ValueError(f"{flag(name)} is not rehearsed: drop it")
     if config.costs.profile is not None:

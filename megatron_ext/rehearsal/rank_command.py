@@ -28,7 +28,7 @@ _FILES = (
 )
 _LENGTH = ("--rampup-batch-size", "--exit-interval", "--eval-iters")
 # What a rank alone must not do: watch other ranks, search, write.
-_OURS = ("costs", "trace", "trace_iters", "metrics", *WATCHING)
+_OURS = ("costs", *WATCHING)
 _UNTRIED = "is not tried in a rehearsal"
 
 

@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 from torch import Tensor
 
 from megatron_ext.adapter.model_parts import language_model
-from megatron_ext.adapter.observers import step_trace
+from megatron_ext.features.trace.adapter import step_trace
 from megatron_ext.runtime.measure.clocks import Offset
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import HostClock

@@ -9,7 +9,6 @@ import pytest
 from megatron.core.pipeline_parallel import schedules
 
 import megatron_ext
-from megatron_ext.adapter.observers.step_trace import _other_order
 from megatron_ext.adapter.stock.stock_order import family_of, why_unseen
 from megatron_ext.adapter.stock.stock_passes import (
     StockPasses,
@@ -18,6 +17,7 @@ from megatron_ext.adapter.stock.stock_passes import (
     watching,
 )
 from megatron_ext.adapter.stock.stock_step import StockStep
+from megatron_ext.features.trace.adapter.step_trace import _other_order
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import HostClock
 from megatron_ext.schedule.placement import loop

@@ -29,11 +29,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_ext
-from megatron_ext.adapter.race import step_race, turn
-from megatron_ext.adapter.race.hooks import RaceHooks
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.tied import tied_weights
 from megatron_ext.compile.registry import choose
+from megatron_ext.features.race.adapter import step_race, turn
+from megatron_ext.features.race.adapter.hooks import RaceHooks
 from megatron_ext.observe.trace import NAME, read_trace
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn.modules import module as global_hooks
 
 import megatron_ext
-from megatron_ext.features.split_report.adapter import split_report
 from megatron_ext.adapter.splitting import Split
 from megatron_ext.adapter.step import callers_hooks as of_callers
 from megatron_ext.adapter.step.callers_hooks import CallersHooks, callers_hooks
 from megatron_ext.adapter.step.checkpointed_forward import hooked_around_layers
 from megatron_ext.adapter.step.recomputed_decoder import decoder_to_recompute
+from megatron_ext.features.split_report.adapter import split_report
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.weight_gradients import queue

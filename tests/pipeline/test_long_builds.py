@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from megatron_ext.adapter import arguments, programs
 from megatron_ext.adapter.job import Job, job_costs
-from megatron_ext.adapter.race import step_race
 from megatron_ext.base import logger
 from megatron_ext.base.logger import telling_of_long_work
 from megatron_ext.base.progress import reporting, task
 from megatron_ext.compile import build
 from megatron_ext.config import CostsSource
+from megatron_ext.features.race.adapter import step_race
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule

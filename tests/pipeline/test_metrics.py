@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_ext.adapter.observers.pipelines import Pipelines
-from megatron_ext.adapter.observers.step_metrics import _Log
 from megatron_ext.base.logger import logger
 from megatron_ext.compile.registry import choose
+from megatron_ext.features.metrics.adapter.pipelines import Pipelines
+from megatron_ext.features.metrics.adapter.step_metrics import _Log
 from megatron_ext.observe.metrics import RankSums
 from megatron_ext.observe.trace import read_trace
 from megatron_ext.runtime.measure.exchange import AsyncAllGather

@@ -20,7 +20,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_ext
 from megatron_ext.adapter import programs as programs_module
-from megatron_ext.adapter.observers import step_profile as profile_observer
 from megatron_ext.adapter.programs import Programs
 from megatron_ext.adapter.step import pipeline_training
 from megatron_ext.compile.build import build_program
@@ -30,6 +29,7 @@ from megatron_ext.cost_model.measured.places import (
     measured_places,
     seconds_by_place,
 )
+from megatron_ext.features.profile.adapter import step_profile as profile_observer
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.measure import profile

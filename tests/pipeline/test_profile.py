@@ -19,8 +19,6 @@ from typer.testing import CliRunner
 
 import megatron_ext
 from megatron_ext.adapter import programs as programs_module
-from megatron_ext.adapter.observers import step_profile as observer
-from megatron_ext.adapter.observers.step_profile import costs_path
 from megatron_ext.adapter.programs import Programs, StepKey
 from megatron_ext.cli import app
 from megatron_ext.compile.output_layer import place_output_layer
@@ -33,6 +31,8 @@ from megatron_ext.cost_model.gpus import GPUS
 from megatron_ext.cost_model.measured.layer_costs import Basis
 from megatron_ext.cost_model.model import Model, stages_of
 from megatron_ext.cost_model.operations.operation import Exchange, Group, Passes, linear
+from megatron_ext.features.profile.adapter import step_profile as observer
+from megatron_ext.features.profile.adapter.step_profile import costs_path
 from megatron_ext.observe.trace import read_trace
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply

@@ -20,13 +20,13 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ext.adapter.programs import Programs
-from megatron_ext.adapter.race import step_race, turn
 from megatron_ext.adapter.step import pipeline_training
 from megatron_ext.adapter.training_globals import current_iteration
 from megatron_ext.compile.program.simulate import step_seconds
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.race.adapter import step_race, turn
 from megatron_ext.race import race_texts, rounds
 from megatron_ext.race.race_record import RaceFigures
 from megatron_ext.runtime.host import host_memory as host_memory

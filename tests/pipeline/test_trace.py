@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from megatron_ext.adapter.observers import step_trace
 from megatron_ext.cli import app
 from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.features.trace.adapter import step_trace
 from megatron_ext.observe.trace import NAME, TracedStep, read_trace, traced_step
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, override
 
 from megatron_ext.adapter.pairs.callers import refuse_unplanned, takes_plans
-from megatron_ext.adapter.pairs.overlap_setting import refuse_measuring, requests_pairs
+from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
 from megatron_ext.adapter.pairs.planned_stage import PlannedStage
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
@@ -26,19 +26,10 @@ class OverlapHooks(TrainingHooks):
 
     @override
     @classmethod
-    def check_arguments(cls, args: Any, ours: PipelineConfig) -> None:
-        refuse_measuring(args, ours)
-
-    @override
-    @classmethod
     def requested_options(cls, settings: Any, microbatches: int | None) -> Mapping[str, Any]:
         # Passes of one microbatch depend on each other, and a caller with varying batches may have
         # such a step.
         return {"pairs": True} if microbatches != 1 else {}
-
-    @override
-    def check_call(self, call: Call) -> None:
-        refuse_measuring(call.config, self._config)
 
     @override
     def check_new_program(self, call: Call) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ext.base.words import argument_flag
-from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.config import flag
 from megatron_ext.schedule.problem import ScheduleOptions
 
 SETTING = "overlap_moe_expert_parallel_comm"
@@ -39,14 +39,3 @@ def with_requested_pairs(options: ScheduleOptions, settings: Any) -> ScheduleOpt
         (other,) = set(conflict.options) - {"pairs"}
         raise ValueError(conflict.text(FLAG, flag(other)))
     return options
-
-
-def refuse_measuring(settings: Any, ours: PipelineConfig) -> None:
-    """Raise ValueError if ``settings`` request overlapped passes but ``ours`` measure single
-    passes."""
-    if requests_pairs(settings) and ours.costs.profile is not None:
-        raise ValueError(
-            f"{FLAG} does not go with {flag('costs')} {ours.costs}: passes are measured one by "
-            "one, and the times of two overlapped passes cannot be told apart; write 'estimate', "
-            "or a costs file"
-        )

@@ -100,9 +100,8 @@ def _words(value: object) -> str:
 
 def _files(config: PipelineConfig) -> Iterator[Path]:
     """Yield the files from which the schedule and its costs are read."""
-    specs = [config.schedule] if config.race is None else config.race.specs
-    for spec in specs:
-        if spec is not None and (schedule := file_of(spec)) is not None:
+    for spec in config.specs:
+        if (schedule := file_of(spec)) is not None:
             yield schedule
     costs = config.costs
     if not costs.is_estimate and "=" not in costs.text:

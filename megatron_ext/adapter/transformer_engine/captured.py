@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 IMPLEMENTATION = "transformer_engine"
+GRAPHS = f"--cuda-graph-impl {IMPLEMENTATION}"
 _WHOLE_LAYERS = frozenset({"attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"})
 
 

@@ -14,7 +14,7 @@ from megatron_ext.adapter.step.training_hooks import TrainingHooks
 from megatron_ext.adapter.transformer_engine.captured import captures, left_to_w
 from megatron_ext.adapter.transformer_engine.layer_graphs import layer_graphs
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.weight_gradients import Lent
 
 
@@ -25,24 +25,6 @@ class LayerGraphsHooks(TrainingHooks):
     @classmethod
     def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
         return captures(settings)
-
-    @override
-    @classmethod
-    def check_arguments(cls, args: Any, ours: PipelineConfig) -> None:
-        """Refuse schedules that may change, since CUDA graphs are captured once, in the first
-        steps' order."""
-        graphs = "--cuda-graph-impl transformer_engine"
-        if ours.race is not None:
-            raise ValueError(
-                f"{flag('race')} does not go with {graphs}: graphs are captured in the order of "
-                f"one schedule; race without graphs, then train with graphs under the winner"
-            )
-        if ours.costs.profile is not None:
-            raise ValueError(
-                f"{flag('costs')} {ours.costs} does not go with {graphs}: measured costs may "
-                f"change the order of passes after it was captured; write 'estimate', or a costs "
-                f"file"
-            )
 
     @override
     def log_lines(self, call: Call) -> Sequence[str]:

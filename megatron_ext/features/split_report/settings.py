@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_ext.base.setting import FeatureSettings, switch
 
-SPLIT_REPORT = FeatureSettings(
+SPLIT_REPORT_SETTINGS = FeatureSettings(
     {
         "report_split": switch(
             help="After the first step, print the share of the weight gradients that are computed "

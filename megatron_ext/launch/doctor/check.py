@@ -18,10 +18,11 @@ from megatron_ext.adapter.untried import untried
 from megatron_ext.base.secrets import masked
 from megatron_ext.base.text_file import LARGEST_SCRIPT
 from megatron_ext.base.words import bytes_text, counted
+from megatron_ext.compile.contestants import Contestants
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate, step_seconds
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.config import TRACED_OF_RUN, PipelineConfig, flag
+from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.cost_model.assumptions import assumptions
 from megatron_ext.cost_model.gpus import GPUS, USABLE, FreeMemory, free_memory
 from megatron_ext.cost_model.measured.file import measured_reserve
@@ -51,10 +52,9 @@ from megatron_ext.launch.doctor.paths import check_checkpoints, check_data, chec
 from megatron_ext.launch.doctor.scale_limits import scale_limits
 from megatron_ext.launch.script import without
 from megatron_ext.observe.program_summary import stock_1f1b
-from megatron_ext.observe.trace import LARGEST_WRITTEN, bytes_of_step
+from megatron_ext.observe.trace import LARGEST_WRITTEN, TRACED_OF_RUN, bytes_of_step
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.candidate import VocabMethod
-from megatron_ext.race.contestants import Contestants
 from megatron_ext.race.rounds import Race
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Offload, VocabularyParallel

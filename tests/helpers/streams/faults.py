@@ -45,7 +45,7 @@ HOST_WAITS: dict[tuple[str, str], str] = {
     },
     ("megatron_ext/runtime/measure/exchange.py", "AsyncAllGather.wait"): _FIGURES,
     ("megatron_ext/runtime/recording.py", "RecordedReduction.wait_for_ends"): _FIGURES,
-    ("megatron_ext/adapter/observers/step_metrics.py", "StepMetrics.finish"): _FIGURES,
+    ("megatron_ext/features/metrics/adapter/step_metrics.py", "StepMetrics.finish"): _FIGURES,
     ("patches/cpu.py", "_single_gathers"): _ON_CPU,
 }
 

@@ -170,7 +170,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "torch.tensor(tokens, dtype=torch.int, device=torch.cuda.current_device())",
         ),
         (
-            "megatron_ext/adapter/observers/step_trace.py",
+            "megatron_ext/features/trace/adapter/step_trace.py",
             "StepTrace.end",
             "dist.all_gather_object(gathered, of_rank, group=pipeline)",
         ),
@@ -260,6 +260,7 @@ NO_TENSORS = {
     ("megatron_ext/adapter/compatibility.py", "refuse_order"),
     ("megatron_ext/adapter/parity/result_recorder.py", "ParityRecorder.begin"),
     ("megatron_ext/adapter/programs.py", "Programs._compare"),
+    ("megatron_ext/features/trace/settings.py", "_iterations"),
     ("megatron_ext/runtime/host/copies.py", "pinned"),
     ("megatron_ext/runtime/measure/operation_time.py", "sustained_seconds"),
     ("megatron_ext/runtime/measure/operation_time.py", "_collective_seconds"),

@@ -13,16 +13,11 @@ AT_MOST = 26  # modules of ours that pipeline_training.py imports; it may only f
 
 # Folders and files of features, by the module's name.
 OF_FEATURES = (
-    *("adapter.slices", "adapter.pairs", "adapter.post_validation", "adapter.race"),
+    *("adapter.slices", "adapter.pairs", "adapter.post_validation"),
     *("adapter.transformer_engine", "adapter.vocabulary"),
     *("adapter.offload", "adapter.step.end_stage", "adapter.step.sliced_stage"),
     *("runtime.slices", "runtime.vocabulary", "runtime.post_validation", "runtime.host.offload"),
-    *(
-        "adapter.observers.step_metrics",
-        "adapter.observers.step_profile",
-        "adapter.observers.step_trace",
-    ),
-    *("adapter.observers.hooks", "features"),
+    "features",
 )
 CORE = (
     *(
@@ -61,10 +56,10 @@ def test_core_files_import_no_feature(path: str) -> None:
 
 
 def test_a_feature_that_is_imported_is_found() -> None:
-    inside = "def f():\n    from megatron_ext.adapter.race.hooks import RaceHooks\n"
-    assert of_features(inside) == {"adapter.race.hooks.RaceHooks"}
-    assert of_features("from megatron_ext.adapter import race") == {"adapter.race"}
-    assert of_features("import megatron_ext.adapter.race.hooks") == {"adapter.race.hooks"}
+    inside = "def f():\n    from megatron_ext.features.race.adapter.hooks import RaceHooks\n"
+    assert of_features(inside) == {"features.race.adapter.hooks.RaceHooks"}
+    assert of_features("from megatron_ext.features import race") == {"features.race"}
+    assert of_features("import megatron_ext.adapter.pairs.hooks") == {"adapter.pairs.hooks"}
 
 
 def test_only_trainings_import_the_list_of_features() -> None:

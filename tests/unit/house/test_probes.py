@@ -263,7 +263,7 @@ import json
 from types import SimpleNamespace
 from typer.testing import CliRunner
 from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.race.fingerprint import _settings
+from megatron_ext.features.race.adapter.fingerprint import _settings
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.action import Kind

@@ -46,13 +46,13 @@ REACHED: dict[str, set[tuple[str, str]]] = {
     },
     "the first training step": {
         ("megatron_ext/runtime/host/host_memory.py", "HostMemory._begin"),
-        ("megatron_ext/adapter/race/step_race.py", "StepRace._recall"),
+        ("megatron_ext/features/race/adapter/step_race.py", "StepRace._recall"),
     },
     "a training step whose number all ranks know, where they have met before or begun": {
-        ("megatron_ext/adapter/race/step_race.py", "StepRace._meet"),
-        ("megatron_ext/adapter/race/step_race.py", "StepRace._why_not"),
-        ("megatron_ext/adapter/observers/step_profile.py", "StepProfile._meet"),
-        ("megatron_ext/adapter/observers/step_profile.py", "StepProfile._use"),
+        ("megatron_ext/features/race/adapter/step_race.py", "StepRace._meet"),
+        ("megatron_ext/features/race/adapter/step_race.py", "StepRace._why_not"),
+        ("megatron_ext/features/profile/adapter/step_profile.py", "StepProfile._meet"),
+        ("megatron_ext/features/profile/adapter/step_profile.py", "StepProfile._use"),
     },
 }
 

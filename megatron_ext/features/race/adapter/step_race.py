@@ -20,19 +20,19 @@ from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.programs import BatchShape, Programs
-from megatron_ext.adapter.race.fingerprint import run_fingerprint
-from megatron_ext.adapter.race.turn import Turn
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.training_globals import checkpoint_folder, training_global
 from megatron_ext.base.logger import logger
+from megatron_ext.compile.contestants import RaceThen
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.race.adapter.fingerprint import run_fingerprint
+from megatron_ext.features.race.adapter.turn import Turn
 from megatron_ext.observe.prediction import Comparison
 from megatron_ext.race import race_texts
-from megatron_ext.race.contestants import RaceThen
 from megatron_ext.race.eligibility import check_microbatch_order
 from megatron_ext.race.race_record import (
     NAME,

@@ -8,12 +8,14 @@ from typing import Any, override
 
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.programs import BatchShape, Programs
-from megatron_ext.adapter.race.step_race import StepRace
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.step.training_hooks import TrainingHooks
+from megatron_ext.adapter.transformer_engine.captured import GRAPHS, captures
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.config import PipelineConfig
+from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.features.race.adapter.step_race import StepRace
+from megatron_ext.features.race.refusals import RACE_REFUSALS
 from megatron_ext.runtime.interruption import heard_if_it_fails
 
 
@@ -27,7 +29,16 @@ class RaceHooks(TrainingHooks):
     @override
     @classmethod
     def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
-        return ours.race is not None
+        return RACE_REFUSALS.may_be_on(ours)
+
+    @override
+    @classmethod
+    def check_arguments(cls, args: Any, ours: PipelineConfig) -> None:
+        if captures(args):
+            raise ValueError(
+                f"{flag('race')} does not go with {GRAPHS}: graphs are captured in the order of "
+                f"one schedule; race without graphs, then train with graphs under the winner"
+            )
 
     @override
     def observers(self) -> Sequence[StepObserver[Step]]:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.adapter.observers.observer import ObservedStep, StepObserver
-from megatron_ext.adapter.observers.pipelines import Pipelines
 from megatron_ext.adapter.observers.writers import log_step
 from megatron_ext.adapter.training_globals import (
     current_iteration,
@@ -27,6 +26,7 @@ from megatron_ext.adapter.training_globals import (
 from megatron_ext.base.logger import logger
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
+from megatron_ext.features.metrics.adapter.pipelines import Pipelines
 from megatron_ext.observe.metrics import Departure, RankSums, metrics_of
 from megatron_ext.observe.slow_ranks import PipelineTimes, SlowRanks
 from megatron_ext.runtime.measure.exchange import AsyncAllGather

@@ -19,8 +19,14 @@ from megatron_ext.adapter.training_globals import current_iteration, log_interva
 from megatron_ext.base.logger import logger
 from megatron_ext.compile.program.simulate import simulate_steps
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.config import TRACED_OF_RUN
-from megatron_ext.observe.trace import LARGEST_WRITTEN, NAME, TracedStep, TraceFile, traced_steps
+from megatron_ext.observe.trace import (
+    LARGEST_WRITTEN,
+    NAME,
+    TRACED_OF_RUN,
+    TracedStep,
+    TraceFile,
+    traced_steps,
+)
 from megatron_ext.observe.trace_report import trace_report
 from megatron_ext.observe.trace_text import summary
 from megatron_ext.observe.what_if import weight_shares

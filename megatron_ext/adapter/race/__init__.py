@@ -1,1 +1,0 @@
-"""Race of schedules within a training (``--pipeline-race``)."""

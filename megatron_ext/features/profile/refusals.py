@@ -1,0 +1,7 @@
+"""Launches that measure costs."""
+
+from __future__ import annotations
+
+from megatron_ext.adapter.handled_settings.feature_refusals import FeatureRefusals
+
+PROFILE_REFUSALS = FeatureRefusals(lambda config: config.costs.profile is not None)

@@ -1,0 +1,11 @@
+"""Launches in which schedules race."""
+
+from __future__ import annotations
+
+from megatron_ext.adapter.handled_settings.feature_refusals import FeatureRefusals
+
+RACE_REFUSALS = FeatureRefusals(
+    may_be_on=lambda config: config.race is not None,
+    name="a race",
+    patches=("megatron.training.training.timed_saving",),
+)

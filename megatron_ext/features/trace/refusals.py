@@ -1,0 +1,7 @@
+"""Launches that are traced."""
+
+from __future__ import annotations
+
+from megatron_ext.adapter.handled_settings.feature_refusals import FeatureRefusals
+
+TRACE_REFUSALS = FeatureRefusals(lambda config: config.trace is not None)
