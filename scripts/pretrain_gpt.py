@@ -32,6 +32,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import (
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
@@ -78,12 +79,6 @@ def refuse_unserved(args: Namespace) -> None:
                 f"--{name.replace('_', '-')} {value}: scripts/pretrain_gpt.py trains a GPT "
                 "without it; use the pretrain_gpt.py of Megatron-LM, or leave the flag out"
             )
-    if core_transformer_config_from_args(args).mtp_standalone:
-        raise ValueError(
-            f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}: "
-            "scripts/pretrain_gpt.py has multi-token prediction on the last stage only; use the "
-            "pretrain_gpt.py of Megatron-LM, or put the m's into the last segment"
-        )
 
 
 def is_packed() -> bool:
@@ -98,7 +93,9 @@ def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
     args = get_args()
     boundaries = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
     fields = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *boundaries)
-    is_inner = not is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage"))
+    predicts_further = get_attr_wrapped_model(model, "mtp_process")
+    is_end = is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage"))
+    is_inner = not (is_end or predicts_further)
     if is_inner and not is_packed():
         return dict.fromkeys(fields)
     tp_rank = mpu.get_tensor_model_parallel_rank()
@@ -119,7 +116,7 @@ def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=get_attr_wrapped_model(model, "mtp_process"),
+        mtp_on_this_rank=predicts_further,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
@@ -198,7 +195,17 @@ def forward_step(
 
 
 def needs_data(vp_stage: int | None) -> bool:
-    reads = is_packed() or is_first_or_last_pipeline_stage(vp_stage)
+    config = core_transformer_config_from_args(get_args())
+    reads = (
+        is_packed()
+        or is_first_or_last_pipeline_stage(vp_stage)
+        or mtp_on_this_rank(
+            config.pipeline_model_parallel_layout,
+            config.mtp_num_layers,
+            ignore_virtual=False,
+            vp_stage=vp_stage,
+        )
+    )
     return mpu.get_tensor_model_parallel_rank() == 0 and reads
 
 
@@ -278,6 +285,15 @@ def model_provider(
     )
 
 
+def embedding_ranks(pipeline: list[int]) -> list[int]:
+    """Return the ranks of ``pipeline`` that have the embedding or a copy of it."""
+    args = get_args()
+    ranks = {pipeline[0], *get_mtp_ranks(pipeline, core_transformer_config_from_args(args))}
+    if not args.untie_embeddings_and_output_weights:
+        ranks.add(pipeline[-1])
+    return sorted(ranks)
+
+
 def keep_compiled_helpers() -> None:
     """Skip the compilation of Megatron's dataset helpers if they are compiled and there is no
     Makefile, as in its wheel. Megatron runs make at each start, and ends if that fails."""
@@ -297,6 +313,7 @@ def main() -> None:
         model_type=ModelType.encoder_or_decoder,
         forward_step_func=forward_step,
         model_provider=model_provider,
+        get_embedding_ranks=embedding_ranks,
     )
 
 

@@ -249,7 +249,7 @@ FAULTS = (
     Fault(
         "predictions-copy-of-the-embedding-is-forgotten",
         f"{ADAPTER}/tied.py",
-        'is_tied or getattr(last.config, "mtp_num_layers", None)',
+        'is_tied or getattr(last, "mtp_process", False)',
         "is_tied",
         (PREDICTION,),
     ),

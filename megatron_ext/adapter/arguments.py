@@ -11,7 +11,11 @@ from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.features import features_of, requested_options
 from megatron_ext.adapter.handled_settings.microbatch_groups import with_megatrons_group
 from megatron_ext.adapter.job import job_costs, of_arguments
-from megatron_ext.adapter.layers import SEGMENT_END, predicts_before_last_stage, segments_of_stages
+from megatron_ext.adapter.layers import (
+    SEGMENT_END,
+    refuse_prediction_on_first_rank,
+    segments_of_stages,
+)
 from megatron_ext.adapter.layout_arguments import ENDS, PATTERN, VIRTUAL_STAGES
 from megatron_ext.adapter.step_sizes import evaluated_microbatches, step_sizes
 from megatron_ext.base.logger import telling_of_long_work
@@ -188,7 +192,8 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
         )
     for contender in config.resolved_specs:
         refuse(args, contender, config.options)
-    _refuse_multi_token_prediction(args, config)
+        refuse_prediction_on_first_rank(args, contender.place(ranks))
+    _refuse_saving_tied_prediction(args)
     check_features(args, config)
     _refuse_checkpoints_of_one_placement(args, resolved.place(ranks))
 
@@ -266,14 +271,7 @@ def problems(
     ]
 
 
-def _refuse_multi_token_prediction(args: Any, config: PipelineConfig) -> None:
-    layout = args.pipeline_model_parallel_layout
-    if layout is not None and predicts_before_last_stage(layout):
-        raise ValueError(
-            f"--pipeline-schedule {config.schedule} does not go with multi-token prediction on a "
-            f"stage without the loss, as in --pipeline-model-parallel-layout {layout}: put the m's "
-            f"into the last segment, before the L"
-        )
+def _refuse_saving_tied_prediction(args: Any) -> None:
     is_tied = args.mtp_num_layers and not args.untie_embeddings_and_output_weights
     if is_tied and args.save and args.ckpt_format == "torch_dist":
         raise ValueError(

@@ -133,22 +133,36 @@ def prediction_depths(settings: Any) -> int:
 def depths_of_stages(settings: Any) -> list[int] | None:
     """Return the depths of multi-token prediction on each stage of the layout in ``settings``; None
     without a layout: all are on the last stage."""
-    layout = settings.pipeline_model_parallel_layout
+    layout = getattr(settings, "pipeline_model_parallel_layout", None)
     if layout is None:
         return None
     return [segment.count(LayerType.mtp) for segment in _segments_of(layout)]
+
+
+def refuse_prediction_on_first_rank(settings: Any, placement: Placement) -> None:
+    """Raise ValueError if multi-token prediction is on the first rank of a loop, but not on the
+    first stage.
+
+    Megatron takes that rank for the first stage's, whose embedding it initialises and whose
+    gradients it sums; the copy of multi-token prediction stays zero.
+    """
+    if not is_stock_placement(placement):
+        return
+    depths = depths_of_stages(settings) or []
+    for stage, (count, rank) in enumerate(zip(depths, placement.rank_of, strict=False)):
+        if count and stage > 0 and rank == 0:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {settings.pipeline_model_parallel_layout}: "
+                "multi-token prediction is on the first pipeline rank, where Megatron neither "
+                "initialises its copy of the embedding nor sums its gradients: move the m's to the "
+                "last segment, or take a V, such as zb-v"
+            )
 
 
 def layout_of(layers: Sequence[int], depths: int) -> str:
     """Return Megatron's text of a layout with ``layers`` layers per stage, and ``depths`` of
     multi-token prediction on the last stage: ``Ett|tt|tt|ttmL``."""
     return "E" + "|".join("t" * count for count in layers) + "m" * depths + "L"
-
-
-def predicts_before_last_stage(layout: str) -> bool:
-    """Whether ``layout`` has multi-token prediction on a stage other than the last."""
-    *segments, _ = PipelineParallelLayerLayout.parse_str_to_list(layout)
-    return any(LayerType.mtp in segment for segment in segments)
 
 
 def even_layout_text(layers: int, stages: int, depths: int) -> str:

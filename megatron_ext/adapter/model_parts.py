@@ -73,8 +73,16 @@ def find_output_layer(chunk: torch.nn.Module) -> Any | None:
 
 
 def predicts_further(chunk: torch.nn.Module) -> bool:
-    """Whether ``chunk`` has multi-token prediction."""
+    """Whether ``chunk`` has the layers of multi-token prediction."""
     return getattr(language_model(chunk), "mtp_process", False)
+
+
+def shifts_tokens(chunk: torch.nn.Module) -> bool:
+    """Whether ``chunk`` shifts tokens or labels by a position: it has the layers of multi-token
+    prediction, or its losses."""
+    model: Any = language_model(chunk)
+    depths: int = getattr(getattr(model, "config", None), "mtp_num_layers", None) or 0
+    return predicts_further(chunk) or (depths > 0 and model.post_process is True)
 
 
 def head_is_looked_up(chunk: torch.nn.Module) -> bool:

@@ -167,12 +167,6 @@ SCHEDULE_REFUSALS = (
         "drop --overlap-p2p-communication-warmup-flush: receives are posted in time anyway",
     ),
     RefusedSetting(
-        "mtp_standalone",
-        bool,
-        "put the layout's m into its last segment, before the L: multi-token prediction on a stage "
-        "without the loss is not supported",
-    ),
-    RefusedSetting(
         "fake_process_group",
         bool,
         "a rank alone receives nothing: drop --fake-process-group, and write megatron-ext rehearse "

@@ -1,19 +1,25 @@
-"""Two copies of an embedding on one rank.
+"""Copies of an embedding on a V or wave, whose first and last stage are on one rank.
 
 The last stage has a copy of the first stage's embedding if the output layer is tied to it, or if
-multi-token prediction looks up tokens.
+multi-token prediction there looks up tokens. If multi-token prediction is on an earlier stage, that
+has a copy too, on another rank, and Megatron sums the gradients over a group of both ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_ext.adapter.layers import depths_of_stages
+from megatron_ext.adapter.model_parts import language_model, predicts_further
+from megatron_ext.adapter.parity.digest import bits_of
 from megatron_ext.adapter.programs import gather
 from megatron_ext.compile.registry import ResolvedSpec
+from megatron_ext.schedule.placement import Placement
 
 
 def tied_weights(
@@ -34,53 +40,92 @@ def tied_weights(
     if not (first.pre_process and last.post_process):
         return None
     is_tied = getattr(last, "share_embeddings_and_output_weights", False)
-    if not (is_tied or getattr(last.config, "mtp_num_layers", None)):
+    if not (is_tied or getattr(last, "mtp_process", False)):
         return None
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
 
 
 def equalize_copies(model: Sequence[torch.nn.Module]) -> None:
-    """Copy the first stage's embedding to the last stage's copy, if this rank has both."""
-    tied = tied_weights(model)
-    if tied is not None:
-        first, last = tied
-        with torch.no_grad():
+    """Copy the first stage's embedding to all copies. Collective over the embedding group, if
+    multi-token prediction is on a rank of its own.
+
+    Megatron takes the last chunk of the first stage's rank for the one with the copy: where it
+    builds the model, multi-token prediction gets that chunk's table.
+    """
+    with torch.no_grad():
+        for chunk, table in _shared_tables(model):
+            if not chunk.pre_process:
+                table.zero_()
+            table.data = table.data.cuda()
+            dist.all_reduce(table.data, group=chunk.embd_group)
+        tied = tied_weights(model)
+        if tied is not None:
+            first, last = tied
             last.copy_(first)
 
 
-def copies_differ(model: Sequence[torch.nn.Module]) -> bool:
-    """Whether this rank has both copies and they are unequal."""
-    tied = tied_weights(model)
-    return tied is not None and not torch.equal(*tied)
+def _shared_tables(
+    model: Sequence[torch.nn.Module],
+) -> Iterator[tuple[Any, torch.nn.Parameter]]:
+    """Yield the chunks of this rank that look up tokens, with their tables, if they do so on two
+    ranks."""
+    for chunk in model:
+        language: Any = language_model(chunk)
+        looks_up = getattr(language, "pre_process", False) or predicts_further(chunk)
+        group = getattr(language, "embd_group", None)
+        if looks_up and group is not None and group.size() > 1:
+            yield language, language.shared_embedding_or_output_weight()
 
 
 def refuse_different_copies(pipeline: dist.ProcessGroup, model: Sequence[torch.nn.Module]) -> None:
-    """Raise ValueError if a rank of ``pipeline`` has unequal copies. Collective over
+    """Raise ValueError if the copies on the ranks of ``pipeline`` differ. Collective over
     ``pipeline``."""
-    if any(gather(pipeline, copies_differ(model))):
+    tables = [*(tied_weights(model) or ()), *(table for _, table in _shared_tables(model))]
+    sums = {_checksum(table) for table in tables}
+    if len(set().union(*gather(pipeline, sums))) > 1:
         raise ValueError(
-            "the last pipeline rank holds both copies of the embedding, and they differ: a model "
-            "built or loaded without Megatron's own functions starts with different copies; copy "
-            "model[0].shared_embedding_or_output_weight() to model[-1]'s on that rank"
+            "the copies of the embedding differ: a model built or loaded without Megatron's own "
+            "functions starts with different copies; copy "
+            "model[0].shared_embedding_or_output_weight() of the last pipeline rank to model[-1]'s "
+            "on that rank, and to that of multi-token prediction on another"
         )
 
 
+def _checksum(table: torch.Tensor) -> int:
+    return int(bits_of(table).sum(dtype=torch.int64))
+
+
+def embedding_ranks(settings: Any, placement: Placement) -> list[int]:
+    """Return the pipeline ranks that have a copy of the embedding, on a ``placement`` with both
+    ends on one rank: that rank, and the one of multi-token prediction on an earlier stage.
+
+    ``settings`` are Megatron's arguments or a TransformerConfig.
+    """
+    depths = depths_of_stages(settings) or []
+    predicting = [stage for stage, count in enumerate(depths) if count]
+    return list(dict.fromkeys(placement.rank_of[stage] for stage in (0, *predicting)))
+
+
 def check_embedding_group(
-    group: dist.ProcessGroup | None, pipeline: dist.ProcessGroup, resolved: ResolvedSpec
+    group: dist.ProcessGroup | None,
+    pipeline: dist.ProcessGroup,
+    resolved: ResolvedSpec,
+    settings: Any,
 ) -> None:
-    """Raise ValueError if ``group`` has ranks without a copy of the embedding."""
-    if group is None or pipeline.size() == 1:
+    """Raise ValueError if ``group`` has ranks without a copy of the embedding, or if one of several
+    ranks with a copy is not in it. ``settings`` as in `embedding_ranks`."""
+    if pipeline.size() == 1:
         return
-    ranks = dist.get_process_group_ranks(group)
-    if dist.get_rank() not in ranks:
-        return
-    rank_of = resolved.place(pipeline.size()).rank_of
+    ranks = [] if group is None else dist.get_process_group_ranks(group)
     pipeline_ranks = dist.get_process_group_ranks(pipeline)
-    holders = {pipeline_ranks[rank_of[0]], pipeline_ranks[rank_of[-1]]}
-    if not set(ranks) <= holders:
+    holders = [
+        pipeline_ranks[rank] for rank in embedding_ranks(settings, resolved.place(pipeline.size()))
+    ]
+    is_missing = len(holders) > 1 and dist.get_rank() in holders and not {*holders} <= {*ranks}
+    if is_missing or (dist.get_rank() in ranks and not {*ranks} <= {*holders}):
         raise ValueError(
             f"the embedding group has ranks {ranks}, but under schedule {resolved.spec} the "
             f"embedding lies on {sorted(holders)}: install the schedule before "
             "initialize_model_parallel makes the group, or set pg_collection.embd to a group of "
-            "that rank alone (and to None on the other ranks)"
+            "these ranks alone (and to None on the other ranks)"
         )

@@ -568,7 +568,7 @@ def test_copies_that_differ_are_refused_before_the_first_pass(
             if copies is not None:
                 with torch.no_grad():
                     copies[1].zero_()  # as Megatron's model leaves it
-            differ = "both copies of the embedding, and they differ"
+            differ = "the copies of the embedding differ"
             with pytest.raises(ValueError, match=differ):
                 run_step(chunks)
             if copies is not None:

@@ -137,6 +137,82 @@ def test_it_is_stock_to_the_last_bit(
     RESULTS[model, placement] = "bitwise"
 
 
+# On a stage before the loss's, which has the output layer alone. On a V the copies of the embedding
+# are on two ranks; tied they are three, whose gradients Megatron adds in another order.
+
+SEPARATED = Training(
+    3,
+    {
+        "pipeline_model_parallel_size": 3,
+        "num_layers": 4,
+        "position_embedding_type": "rope",
+        "train_iters": 3,
+        "global_batch_size": 6,
+    },
+    build=drawn_by_name,
+)
+ON_LINE: Flags = {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_layout": "Ettt|t{m}|L"}
+ON_LOOP: Flags = {
+    "pipeline_schedule": "interleaved-zb",
+    "pipeline_model_parallel_layout": "Et|t|t|t|{m}|L",
+}
+ON_V: Flags = {**ON_LOOP, "pipeline_schedule": "zb-v"}
+ON_WAVE: Flags = {
+    "pipeline_schedule": "hanayo",
+    "pipeline_model_parallel_layout": "Et|t|t|t|||||||{m}|L",
+}
+WITH_EMBEDDING: Flags = {**ON_LINE, "pipeline_model_parallel_layout": "Etttt{m}||L"}
+TWO_SAMPLES: Flags = {"micro_batch_size": 2, "global_batch_size": 12}
+SEPARATED_CASES = [
+    ("tied, 1 depth", "line", {**ON_LINE, **TWO_SAMPLES}),
+    ("untied, 2 depths, full recompute, bf16", "V", ON_V),
+    *at_night(
+        ("tied, 1 depth", "loop", ON_LOOP),
+        ("tied, repeated layer, full recompute", "line", ON_LINE),
+        ("untied, repeated layer, full recompute", "loop", ON_LOOP),
+        ("untied, 1 depth, experts", "V", ON_V),
+        ("untied, 2 detached depths, loss per token", "first stage", WITH_EMBEDDING),
+        ("untied, 1 depth", "wave", ON_WAVE),
+        ("untied, 1 depth", "line, R", {**ON_LINE, "pipeline_recompute": "first:3"}),
+        ("untied, 1 depth", "V, R", {**ON_V, "pipeline_recompute": "first:6"}),
+        ("untied, 1 depth", "V, batched", {**ON_V, "pipeline_p2p": "batched"}),
+    ),
+]
+
+
+def separated(model: str, ours: Flags) -> tuple[Training, Flags]:
+    """The training of ``model`` with multi-token prediction apart, and the rest of ``ours``."""
+    layout = str(ours["pipeline_model_parallel_layout"])
+    depths = "m" * int(str(MODELS[model]["mtp_num_layers"]))
+    flags = {name: value for name, value in ours.items() if not name.startswith("pipeline_")}
+    flags["pipeline_model_parallel_layout"] = layout.format(m=depths)
+    return SEPARATED.but(**MODELS[model], **flags), {
+        name: value for name, value in ours.items() if name not in flags
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "ours"),
+    [pytest.param(model, ours, id=f"{model}, {where}") for model, where, ours in SEPARATED_CASES],
+)
+def test_apart_from_the_loss_it_is_stock_to_the_last_bit(model: str, ours: Flags) -> None:
+    """It was refused: Megatron sends the shape of each message before it."""
+    training, ours = separated(model, ours)
+    runs = training.start_as_stock(**ours)
+    assert len(losses(runs)) == len(predictions(runs)) == 3
+
+
+@nightly("test_it_is_stock_to_the_last_bit has two copies on one rank of a V")
+def test_three_copies_on_two_ranks_of_a_v_stay_equal() -> None:
+    training, ours = separated("tied, 1 depth", ON_V)
+    whole, runs = training.beside(training, **ours)
+    assert losses(runs) == pytest.approx(losses(whole), rel=1e-6)
+    assert losses(runs)[0] == losses(whole)[0]
+    name = "embedding.word_embeddings.weight"
+    for first, second in zip(runs[1].tables, runs[2].tables, strict=True):
+        assert first[name] == second[name] == second["output_layer.weight"]
+
+
 # Megatron's own builder, initialisation and checkpoints.
 
 SAVED_AT = 1
@@ -225,6 +301,39 @@ def test_the_copies_start_equal_on_a_v() -> None:
     runs = STARTED.run(train_iters=1, pipeline_schedule="zb-v")
     for moment in runs[1].tables:
         assert moment.keys() == {"embedding.word_embeddings.weight", "output_layer.weight"}
+
+
+SEPARATED_SAVED = Training(3, {**SEPARATED.flags, **SAVED}, SAVED_AT)
+LAYOUT: Flags = {"pipeline_model_parallel_layout": "Et|t|t|t|mm|L"}
+WAVE_LAYOUT: Flags = {"pipeline_model_parallel_layout": "Et|t|t|t|||||||mm|L"}
+
+
+def test_the_copies_start_equal_on_two_ranks_of_a_v() -> None:
+    """Megatron sums the zeros of multi-token prediction's copy with the last chunk of the first
+    stage's rank, which is the output layer."""
+    runs = SEPARATED_SAVED.but(**LAYOUT).run(train_iters=1, pipeline_schedule="zb-v")
+    name = "embedding.word_embeddings.weight"
+    begun, trained = zip(*(run.tables for run in runs[1:]), strict=True)
+    for first, second in (begun, trained):
+        assert first[name] == second[name]
+    assert begun[0][name] != trained[0][name]
+
+
+@nightly(
+    "SEPARATED_CASES have other layouts, and test_a_checkpoint_is_trained_on_anywhere checkpoints"
+)
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-zb", "hanayo"])
+def test_a_checkpoint_of_stages_apart_is_trained_on(schedule: str) -> None:
+    layout = WAVE_LAYOUT if schedule == "hanayo" else LAYOUT
+    runs = SEPARATED_SAVED.but(**layout).resume_as_stock(pipeline_schedule=schedule)
+    assert predictions(runs) and evaluations(runs)
+
+
+@nightly("SEPARATED_CASES have one replica")
+def test_two_replicas_of_stages_apart() -> None:
+    overlaps = PARALLEL["DP2, distributed optimizer, both overlaps"]
+    replicas = replace(SEPARATED_SAVED.but(**LAYOUT, **overlaps), ranks=6)
+    replicas.resume_as_stock(pipeline_schedule="zb-v")
 
 
 def test_the_table_in_the_docs_is_of_these_runs() -> None:

@@ -225,13 +225,15 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         {"pipeline_vocab_parallel": 2, "fp16": True, "fp16_lm_cross_entropy": True},
         "--pipeline-vocab-parallel 2 does not go with fp16_lm_cross_entropy=True: drop",
     ),
-    "multi-token prediction on a stage of its own": (
+    "multi-token prediction on the first rank of a loop": (
         {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "interleaved-zb",
             "mtp_num_layers": 1,
             "position_embedding_type": "rope",
             "pipeline_model_parallel_layout": "Ett|tt|m|L",
         },
-        "as in --pipeline-model-parallel-layout Ett|tt|m|L: put the m's into the last segment",
+        "Ett|tt|m|L: multi-token prediction is on the first pipeline rank, where Megatron neither",
     ),
     "multi-token prediction, tied and saved": (
         {

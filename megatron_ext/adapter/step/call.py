@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core.process_groups_config import (
 )
 
 from megatron_ext.adapter.compatibility import refuse
+from megatron_ext.adapter.layers import depths_of_stages, refuse_prediction_on_first_rank
 from megatron_ext.adapter.step.model_stage import StepCall
 from megatron_ext.base.words import counted
 from megatron_ext.config import PipelineConfig, flag
@@ -70,7 +72,7 @@ class Call(StepCall):
 
     def boundary(self) -> Boundary:
         """Return the shape and type of the tensor that passes between stages; if the shape varies,
-        the largest."""
+        the largest. Behind multi-token prediction it has the hidden states of all depths."""
         shapes = schedules.get_tensor_shapes(
             seq_length=self.seq_length,
             micro_batch_size=self.micro_batch_size,
@@ -79,7 +81,12 @@ class Call(StepCall):
             tp_group=self.groups.tp,
             cp_group=self.groups.cp,
         )
-        return Boundary(tuple(shapes[0]), self.config.pipeline_dtype)
+        states: tuple[int, ...] = ()
+        if getattr(self.config, "mtp_standalone", False):
+            depths = depths_of_stages(self.config)
+            assert depths is not None, "only a layout has multi-token prediction elsewhere"
+            states = tuple(1 + depths for depths in accumulate(depths))
+        return Boundary(tuple(shapes[0]), self.config.pipeline_dtype, states=states)
 
 
 def refuse_call(
@@ -107,9 +114,12 @@ def refuse_call(
 
 
 def refuse_chunks(ours: PipelineConfig, call: Call) -> None:
-    """Raise ValueError unless there is one chunk and one iterator for each stage of this rank."""
+    """Raise ValueError unless there is one chunk and one iterator for each stage of this rank, or
+    if multi-token prediction is where Megatron cannot have it."""
     resolved = ours.resolved_spec
-    chunks = resolved.place(call.pipeline.size()).chunks
+    placement = resolved.place(call.pipeline.size())
+    refuse_prediction_on_first_rank(call.config, placement)
+    chunks = placement.chunks
     if len(call.models) != chunks:
         raise ValueError(
             f"--pipeline-schedule {resolved.spec} puts {counted(chunks, 'stage')} on each "

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from megatron_ext.adapter.gpu_notice import say_unverified
-from megatron_ext.adapter.model_parts import predicts_further
+from megatron_ext.adapter.model_parts import shifts_tokens
 from megatron_ext.compile.program.graph import channels
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
@@ -83,6 +83,6 @@ def connect_token_shifts(
     makes a communicator for two ranks at their first message: within a pass, while messages of the
     pipeline are posted. So one message is exchanged here, where all other connections are made.
     """
-    if context_parallel.size() > 1 and any(map(predicts_further, models)):
+    if context_parallel.size() > 1 and any(map(shifts_tokens, models)):
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=torch.cuda.current_device())
         roll_tensor(tokens, cp_group=context_parallel)

@@ -239,7 +239,8 @@ class PipelineTraining:
         with self._heard_if_it_fails("the check of a model"):
             for feature in hooks:
                 feature.check_models(call)
-            refuse_different_copies(call.pipeline, call.models)
+            if self._programs.resolved_spec.moves_first_stage:
+                refuse_different_copies(call.pipeline, call.models)
             if self._connections is not None:  # connections of the first model include its own
                 connect_token_shifts(call.models, call.groups.cp)
         self._checked.add(call.models[0])

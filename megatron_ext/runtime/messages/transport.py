@@ -15,7 +15,8 @@ from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.peer_call import PeerCall
 from megatron_ext.runtime.recorder import Closable, Recorder
 from megatron_ext.schedule.action import Action, Kind, Slice
-from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.placement import Neighbour, Placement
 
 MAX_DIMENSIONS = 7
 
@@ -25,20 +26,29 @@ class Boundary:
     """Tensor that passes between stages.
 
     Attributes:
-        shape: None if it varies by microbatch.
+        shape: of one hidden state; None if it varies by microbatch.
         lengths: sizes of the first dimension by slice, if microbatches are cut into slices.
+        states: by stage, the number of hidden states that its output concatenates in the first
+            dimension, as multi-token prediction before the last stage does; () if all have one.
     """
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype
     lengths: tuple[int, ...] = ()
+    states: tuple[int, ...] = ()
 
     def shape_of(self, action: Action) -> tuple[int, ...] | None:
         """Return the shape of the tensor that ``action`` sends or receives."""
-        if self.shape is None or not self.lengths:
-            return self.shape
-        assert isinstance(action.microbatch, Slice), f"{action} names no slice"
-        return (self.lengths[action.microbatch.slice], *self.shape[1:])
+        if self.shape is None:
+            return None
+        length, *rest = self.shape
+        if self.lengths:
+            assert isinstance(action.microbatch, Slice), f"{action} names no slice"
+            length = self.lengths[action.microbatch.slice]
+        if self.states:
+            is_after = RULES[action.kind].neighbour is Neighbour.NEXT
+            length *= self.states[action.stage if is_after else action.stage - 1]
+        return (length, *rest)
 
 
 class Connection(Closable, Protocol):

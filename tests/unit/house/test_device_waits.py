@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "gather",
             "dist.all_gather_object(values, value, group=group)",
         ),
-        ("megatron_ext/adapter/tied.py", "copies_differ", "torch.equal(*tied)"),
+        ("megatron_ext/adapter/tied.py", "_checksum", "int(bits_of(table).sum(dtype=torch.int64))"),
     },
     "of numbers in numpy's arrays, which no device has": {
         (

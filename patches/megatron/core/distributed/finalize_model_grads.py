@@ -1,7 +1,8 @@
 """Sum of the gradients of tied embeddings whose two copies are on one rank.
 
 If the copies are on two ranks, Megatron all-reduces the gradients over the embedding group. On a V
-that group has one rank, and Megatron does nothing.
+that group has one rank, and Megatron does nothing; with multi-token prediction on a stage of its
+own it has two ranks, and Megatron reduces the first stage's gradient.
 
 Not patched: `_allreduce_position_embedding_grads` (one stage has position embeddings).
 """
@@ -40,14 +41,15 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def sum_gradients(
     original: Callable[..., None], model: list[torch.nn.Module], *args: Any, **kwargs: Any
 ) -> None:
-    """Set both copies' gradients to their sum, computed in the order of Megatron's all-reduce."""
-    original(model, *args, **kwargs)
-    tied = tied_weights(model)
-    if tied is None:
-        return
-    first, last = (_gradient(weight) for weight in tied)
-    if first is not None and last is not None:  # None: frozen
+    """Set both copies' gradients to their sum, computed in the order of Megatron's all-reduce. If
+    multi-token prediction has a copy on another rank, Megatron adds its gradient to the sum."""
+    gradients = [_gradient(weight) for weight in tied_weights(model) or ()]
+    copies = [gradient for gradient in gradients if gradient is not None]  # None: frozen
+    if len(copies) == 2:
+        first, last = copies
         first.add_(last)
+    original(model, *args, **kwargs)
+    if len(copies) == 2:
         last.copy_(first)
 
 

@@ -1,7 +1,8 @@
 """Rank of the first stage for all global queries, and the ranks that share the embedding's weight.
 
 The ranks of the embedding groups are overridden for every caller: pretrain_gpt.py passes a function
-of its own, which only knows the first and the last rank.
+of its own, which takes the first and the last rank for the first and the last stage's. Multi-token
+prediction on a rank of its own is known from the arguments of Megatron's training loop.
 
 Not patched: `is_pipeline_last_stage`; `is_rank_in_embedding_group` (it calls the others).
 """
@@ -14,6 +15,8 @@ from typing import Any
 
 from megatron.core import parallel_state
 
+from megatron_ext.adapter.tied import embedding_ranks
+from megatron_ext.adapter.training_globals import training_global
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
@@ -51,10 +54,11 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                     f"number, or none"
                 )
             call.arguments["virtual_pipeline_model_parallel_size"] = placement.chunks
-            first, last = placement.rank_of[0], placement.rank_of[-1]
+            first = placement.rank_of[0]
             if first != 0:
+                copies = embedding_ranks(training_global("_GLOBAL_ARGS"), placement)
                 call.arguments["get_embedding_ranks"] = lambda pipeline: [
-                    pipeline[rank] for rank in dict.fromkeys((first, last))
+                    pipeline[rank] for rank in copies
                 ]
                 call.arguments["get_position_embedding_ranks"] = lambda pipeline: [pipeline[first]]
         original(*call.args, **call.kwargs)
@@ -69,6 +73,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_STATE}:initialize_model_parallel",
             initialize,
-            reason="the embedding's ranks are those of the first and the last stage",
+            reason="the embedding's ranks are those of the stages that have it",
         ),
     )

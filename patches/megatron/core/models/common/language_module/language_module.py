@@ -2,7 +2,8 @@
 
 Megatron's own groups are created where `parallel_state` is patched. A caller's pg_collection may
 have an embedding group of the first and the last rank, as Megatron's own: on a V the last rank
-would wait in that group for the first, which has no copy.
+would wait in that group for the first, which has no copy. If multi-token prediction has a stage of
+its own, a group without that rank would leave its copy as it is.
 
 Not patched: the setup; with a group that fits, Megatron does the right thing.
 """
@@ -23,7 +24,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
     def check_and_set_up(original: Callable[..., None], model: Any) -> None:
         if model.share_embeddings_and_output_weights or model.config.mtp_num_layers:
-            check_embedding_group(model.embd_group, model.pp_group, resolved)
+            check_embedding_group(model.embd_group, model.pp_group, resolved, model.config)
         original(model)
 
     return (
