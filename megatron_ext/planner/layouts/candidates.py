@@ -22,7 +22,7 @@ from megatron_ext.planner.layouts.minimax import (
     with_even_ranks,
 )
 from megatron_ext.planner.layouts.recompute import LayerRecompute
-from megatron_ext.planner.layouts.stage_figures import Figure, StageFigures, busy
+from megatron_ext.planner.layouts.stage_figures import End, Figure, StageFigures, busy
 from megatron_ext.planner.layouts.work import LONG_STEP, STEADY, Evaluated, Work, evaluate
 from megatron_ext.planner.limits import least_step
 from megatron_ext.schedule.placement import Placement, is_line_or_v
@@ -71,6 +71,12 @@ class Candidates:
         self._work, self._bound, self._rule = works[0], bound, rule
         self._permits, self._search, self._progress = permits, search, progress
         self._figures = sorted(map(StageFigures, works), key=_least_work)
+        self._separating = [
+            StageFigures(work, separates_prediction=True)
+            for work in works
+            if work.may_separate_prediction
+        ]
+        self._separating.sort(key=_least_work)
         self._orders: dict[str, Timed] = {}
         self._dividing: list[tuple[str, LayerRecompute]] = []
         self.made: list[Evaluated] = []
@@ -80,7 +86,7 @@ class Candidates:
 
     def by_rule(self, specs: Iterable[str]) -> list[Evaluated]:
         """Return the best of ``specs`` with Megatron's own layouts."""
-        starts = [self._start([spec], self._by_rule) for spec in specs]
+        starts = [self._start([spec], self._by_rule, self._figures) for spec in specs]
         made = self._exactly([start for start in starts if start], 1)
         self._tell(made)
         return made
@@ -97,6 +103,8 @@ class Candidates:
         """
 
         def layouts(placement: Placement, figures: StageFigures) -> list[Layout]:
+            if figures.separates_prediction and not _has_prediction_stage(placement):
+                return []
             layers, microbatches = len(self._work.model.layers), self._work.microbatches
             made: list[Layout] = []
             for balanced_by in dict.fromkeys([figures, figures.after_overlap]):
@@ -104,13 +112,17 @@ class Candidates:
                 even = with_even_ranks(balanced, placement, microbatches, balanced_by)
                 made += [even, balanced]
             of_known = [
-                Layout(candidate.layout.layers)  # multi-token prediction on the last stage
+                figures.layout(candidate.layout.layers)
                 for candidate in known
                 if candidate.layout.stages == placement.stages
             ]
             return list(dict.fromkeys([*made, *self._by_rule(placement, figures), *of_known]))
 
-        tried = (self._start(list(self._permitted(ladder)), layouts) for ladder in ladders)
+        tried = (
+            self._start(list(self._permitted(ladder)), layouts, of_kind)
+            for ladder in ladders
+            for of_kind in (self._figures, self._separating)
+        )
         starts = [start for start in tried if start]
         self._dividing = [(start.spec, start.figures.work.recompute) for start in starts]
         ahead = sorted(starts, key=_about)[:_PLACEMENTS]
@@ -174,6 +186,8 @@ class Candidates:
         return near if is_quick else near[:1]
 
     def _by_rule(self, placement: Placement, figures: StageFigures) -> list[Layout]:
+        if figures.separates_prediction:
+            return []
         try:
             return [self._rule(placement.stages)]
         except ValueError:  # layers do not divide so
@@ -186,7 +200,7 @@ class Candidates:
         its way to the last one."""
         placement, figures = choose(spec).place(self._work.ranks), self._of(recompute)
         layers = len(self._work.model.layers)
-        all_layers = figures.piece(0, layers, is_first=True, is_last=True)
+        all_layers = figures.piece(0, layers, is_first=True, behind=End.LOSS)
         share = (
             self._work.microbatches * busy(all_layers) / sum(self._work.speeds or [placement.ranks])
         )
@@ -204,11 +218,13 @@ class Candidates:
     def _of(self, recompute: LayerRecompute) -> StageFigures:
         return next(f for f in self._figures if f.work.recompute == recompute)
 
-    def _start(self, ladder: Sequence[str], layouts: Layouts) -> Start | None:
+    def _start(
+        self, ladder: Sequence[str], layouts: Layouts, by_recompute: Sequence[StageFigures]
+    ) -> Start | None:
         """Return the best of ``ladder`` with its best recompute. The one that takes the least time
         is tried first, and if memory limits nothing, no other is tried."""
         best: Start | None = None
-        for figures in self._figures:
+        for figures in by_recompute:
             start = self._start_by(figures, ladder, layouts, best)
             best = min(filter(None, (best, start)), key=_about, default=None)
             if start and start.spec == ladder[0] and start.fullest < _ROOMY:
@@ -370,6 +386,12 @@ def leanest_of(made: Sequence[Evaluated]) -> Evaluated:
 
 def _holds(made: Evaluated) -> float:
     return made.candidate.holds
+
+
+def _has_prediction_stage(placement: Placement) -> bool:
+    """Return whether ``placement`` has a stage before the last one for multi-token prediction. The
+    first stage's rank has no other copy of the embedding in Megatron's loops."""
+    return placement.stages > 2 and placement.rank_of[-2] != placement.rank_of[0]
 
 
 def _least_work(figures: StageFigures) -> float:

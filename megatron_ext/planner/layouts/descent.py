@@ -129,7 +129,7 @@ class Timed:
             if scores[best] >= score * _BETTER:
                 break
             counts, score = tried[best], scores[best]
-        return Layout(tuple(counts.tolist()))
+        return self._figures.layout(counts.tolist())
 
     def _scores(self, counts: Counts) -> Floats:
         """Return the seconds of a step by layout, plus a little of the work of other ranks, so that

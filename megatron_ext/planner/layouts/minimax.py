@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_ext.planner.layouts.layout import Layout
-from megatron_ext.planner.layouts.stage_figures import Counts, Figure, StageFigures, busy
+from megatron_ext.planner.layouts.stage_figures import Counts, End, Figure, StageFigures, busy
 from megatron_ext.schedule.action_arrays import Floats
 from megatron_ext.schedule.placement import Placement
 
@@ -35,12 +35,18 @@ def least_slowest_stage(
     first, last = figures.tower_seconds, 0.0
     if with_ends:
         first = float(busy(figures.piece(0, 1, is_first=True)) - alone[0])
-        last = float(busy(figures.piece(layers - 1, layers, is_last=True)) - alone[-1])
+        behind = End.PREDICTION if figures.separates_prediction else End.LOSS
+        last = float(busy(figures.piece(layers - 1, layers, behind=behind)) - alone[-1])
     upto = np.concatenate([[0.0], np.cumsum(np.array(alone) - of_stage)])
     starts, ends = np.ogrid[: layers + 1, : layers + 1]
     work = np.where(ends > starts, of_stage + upto[ends] - upto[starts], np.inf)
     of_last = of_stage + upto[-1] - upto + last
-    parts = [work[0] + first, *[work] * (placement.stages - 2), of_last]
+    if figures.separates_prediction:  # the last stage with layers is the one before the loss's
+        loss = float(busy(figures.piece(layers, layers, behind=End.LOSS)))
+        of_last = np.where(np.arange(layers + 1) == layers, loss, np.inf)
+        parts = [work[0] + first, *[work] * (placement.stages - 3), work + last, of_last]
+    else:
+        parts = [work[0] + first, *[work] * (placement.stages - 2), of_last]
     slowness = figures.slowness(placement)
     if slowness is not None:
         parts = [part * slower for part, slower in zip(parts, slowness, strict=True)]
@@ -48,7 +54,7 @@ def least_slowest_stage(
     # Of all with that, the one where the others are most alike.
     squares = [np.where(part <= least * (1 + _SAME), part**2, np.inf) for part in parts]
     _, counts = _partition(squares, np.add)
-    return Layout(counts)
+    return figures.layout(counts)
 
 
 def _partition(parts: Sequence[Floats], joined: np.ufunc) -> tuple[float, tuple[int, ...]]:
@@ -91,7 +97,7 @@ def with_even_ranks(
         if scores[best] >= score * (1 - _SAME):
             break
         counts, score = moved[best], scores[best]
-    return Layout(tuple(counts.tolist()))
+    return figures.layout(counts.tolist())
 
 
 def moves(counts: Counts) -> Counts:

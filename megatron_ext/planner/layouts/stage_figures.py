@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import cached_property
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.cost_model.model import Stage
+from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.overlap_saving import OverlapSaving
 from megatron_ext.planner.layouts.work import Work
 from megatron_ext.schedule.action import Kind
@@ -20,6 +22,16 @@ from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.rank_speeds import slowness_of
 
 Counts = NDArray[np.int64]  # layers of each stage; by layout where there are several
+
+_NEVER = 1e9  # seconds of a stage that Megatron does not build
+
+
+class End(IntEnum):
+    """Parts of the model behind the layers of a stage."""
+
+    NOTHING = 0
+    LOSS = 1  # the output layer with the loss, with multi-token prediction unless that has a stage
+    PREDICTION = 2  # multi-token prediction on another stage than the loss
 
 
 class Figure(IntEnum):
@@ -48,16 +60,21 @@ class StageFigures:
         overlap_saving: seconds that overlapped passes hide, by their rows.
 
     Args:
+        separates_prediction: whether multi-token prediction is on the stage before the loss's,
+            which then has no layers.
         is_after_overlap: whether the weight gradient of a stage is without the time that its F
             hides if it overlaps with its own backward pass: layers are balanced by that.
     """
 
-    def __init__(self, work: Work, *, is_after_overlap: bool = False) -> None:
+    def __init__(
+        self, work: Work, *, separates_prediction: bool = False, is_after_overlap: bool = False
+    ) -> None:
         self.work = work
+        self.separates_prediction = separates_prediction
         self._is_after_overlap = is_after_overlap
         size = len(work.model.layers) + 1
-        # The row of a stage by whether it is the first, or the last, and where it starts and ends.
-        self._rows = np.full((2, 2, size, size), -1, dtype=np.int64)
+        # The row of a stage by whether it is the first, by its end, and by the layers between.
+        self._rows = np.full((2, len(End), size, size), -1, dtype=np.int64)
         self._row_of: dict[Stage, int] = {}
         self._stages: list[Stage] = []
         self.overlap_saving = OverlapSaving(work, self._stages)
@@ -83,9 +100,12 @@ class StageFigures:
         """Return the rows of stages by layout and stage; equal stages have the same row."""
         ends = np.cumsum(counts, axis=1)
         starts = ends - counts
-        is_first, is_last = np.zeros_like(counts), np.zeros_like(counts)
-        is_first[:, 0] = is_last[:, -1] = 1
-        where = is_first, is_last, starts, ends
+        is_first, of_ends = np.zeros_like(counts), np.zeros_like(counts)
+        is_first[:, 0] = 1
+        of_ends[:, -1] = End.LOSS
+        if self.separates_prediction:
+            of_ends[:, -2] = End.PREDICTION
+        where = is_first, of_ends, starts, ends
         unknown = self._rows[where] < 0
         if unknown.any():
             for key in set(zip(*(part[unknown].tolist() for part in where), strict=True)):
@@ -95,7 +115,18 @@ class StageFigures:
     @cached_property
     def after_overlap(self) -> StageFigures:
         """Figures to balance layers by: the same, or with the time that overlapped passes hide."""
-        return StageFigures(self.work, is_after_overlap=True) if self.work.pairs else self
+        if not self.work.pairs:
+            return self
+        return StageFigures(
+            self.work, separates_prediction=self.separates_prediction, is_after_overlap=True
+        )
+
+    def layout(self, counts: Sequence[int]) -> Layout:
+        """Return the layout with ``counts`` layers on its stages."""
+        depths: tuple[int, ...] = ()
+        if self.separates_prediction:
+            depths = (*[0] * (len(counts) - 2), self.work.model.mtp_num_layers, 0)
+        return Layout(tuple(counts), depths)
 
     @cached_property
     def tower_seconds(self) -> float:
@@ -106,22 +137,26 @@ class StageFigures:
         return 0.0 if tower is None else sum(tower.seconds)
 
     def piece(
-        self, start: int, end: int, *, is_first: bool = False, is_last: bool = False
+        self, start: int, end: int, *, is_first: bool = False, behind: End = End.NOTHING
     ) -> Floats:
-        """Return the figures of one stage with the layers from ``start`` to before ``end``."""
-        key = int(is_first), int(is_last), start, end
+        """Return the figures of one stage with the layers from ``start`` to before ``end``, and
+        what is ``behind`` them."""
+        key = int(is_first), int(behind), start, end
         if self._rows[key] < 0:
             self._rows[key] = self._row(*key)
         return np.asarray(self._table[self._rows[key]])
 
-    def _row(self, is_first: int, is_last: int, start: int, end: int) -> int:
+    def _row(self, is_first: int, behind: int, start: int, end: int) -> int:
         model = self.work.model
         has_all = model.mtp_num_layers > 0 and end == len(model.layers) > start
+        is_last = behind == End.LOSS
+        predicts = behind == (End.PREDICTION if self.separates_prediction else End.LOSS)
         stage = Stage(
             model.layers[start:end],
             embedding=bool(is_first),
-            depths=model.mtp_num_layers if is_last else 0,
-            output_layer=bool(is_last),
+            depths=model.mtp_num_layers if predicts else 0,
+            output_layer=is_last,
+            earlier_depths=model.mtp_num_layers if is_last and not predicts else 0,
             ends_layers=has_all and not is_last,
         )
         if stage not in self._row_of:
@@ -140,6 +175,8 @@ class StageFigures:
         *_, of_model = self.work.bytes_of(stages, line(len(stages)), VocabularyParallel.NONE)
         figures[Figure.MODEL] = of_model.stored
         figures[Figure.BESIDES] = of_model.total - of_model.stored
+        if stage.earlier_depths and stage.layers:
+            figures[Figure.FORWARD] = _NEVER
         return figures
 
 

@@ -45,6 +45,8 @@ class Work:
         speeds: of the ranks, relative to those that ``costs_of`` is for; () if all are alike.
         slices: slices of each microbatch.
         stock: how Megatron runs its own schedules.
+        may_separate_prediction: whether multi-token prediction may be on another stage than the
+            loss.
     """
 
     model: Model
@@ -60,6 +62,7 @@ class Work:
     speeds: tuple[float, ...] = ()
     slices: Slices = UNCUT
     stock: StockExecutor = STOCK_EXECUTOR
+    may_separate_prediction: bool = False
 
     def variant(
         self, spec: str, layout: Layout, method: VocabMethod = VocabMethod.NAIVE

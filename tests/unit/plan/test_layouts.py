@@ -121,9 +121,17 @@ def test_counts_of_the_ends_where_they_say_all(
 
 
 @pytest.mark.parametrize("speeds", [(), (1.0, 0.5, 1.0, 0.8)], ids=["ranks alike", "slow ranks"])
-@pytest.mark.parametrize("model", [GPT.model, MIXED], ids=["alike", "mixed"])
-def test_no_layout_has_a_faster_slowest_stage(model: Model, speeds: tuple[float, ...]) -> None:
-    figures = StageFigures(replace(work(model), speeds=speeds))
+@pytest.mark.parametrize(
+    ("model", "separates_prediction"),
+    [(GPT.model, False), (MIXED, False), (replace(GPT.model, mtp_num_layers=2), True)],
+    ids=["alike", "mixed", "multi-token prediction apart"],
+)
+def test_no_layout_has_a_faster_slowest_stage(
+    model: Model, separates_prediction: bool, speeds: tuple[float, ...]
+) -> None:
+    figures = StageFigures(
+        replace(work(model), speeds=speeds), separates_prediction=separates_prediction
+    )
     layers = len(model.layers)
     found = least_slowest_stage(layers, line(4), figures)
     all_layouts = [
@@ -134,6 +142,7 @@ def test_no_layout_has_a_faster_slowest_stage(model: Model, speeds: tuple[float,
     slowest = busy(figures.of(np.array(all_layouts), line(4))).max(axis=1)
     of_found = busy(figures.of(np.array([found.layers]), line(4))).max()
     assert of_found == pytest.approx(slowest.min(), rel=1e-9)
+    assert found.depths == ((0, 0, 2, 0) if separates_prediction else ())
 
 
 def test_ranks_of_several_chunks_are_balanced() -> None:

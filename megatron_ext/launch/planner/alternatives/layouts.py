@@ -75,7 +75,14 @@ def work_of(
         steps_overlap=config is not None and config.post_validation,
     )
     speeds = () if config is None or config.rank_speeds is None else config.rank_speeds.values
-    return replace(work, costs_of=costs_of, pairs=requests_pairs(args), speeds=speeds, stock=stock)
+    return replace(
+        work,
+        costs_of=costs_of,
+        pairs=requests_pairs(args),
+        speeds=speeds,
+        stock=stock,
+        may_separate_prediction=model.mtp_num_layers > 0 and getattr(args, PATTERN, None) is None,
+    )
 
 
 def own_layout(args: Any, spec: str) -> tuple[str, Layout]:
