@@ -81,8 +81,8 @@ def counted(model: Model, run: Execution) -> float:
 
 @pytest.mark.parametrize("symbol", "*-EGM")
 def test_layers_of_hybrid_models_have_megatrons_operations(symbol: str) -> None:
-    """One forward pass and two passes' work backward. Megatron's count omits the router and Mamba's
-    convolution, less than 1 %."""
+    """The backward pass has twice the operations of the forward pass. Megatron's count omits the
+    router and Mamba's convolution, less than 1 % of all."""
     args = megatron_arguments.parse_arguments(model_flags(**HYBRID)).args
     args.hybrid_layer_pattern = 3 * symbol
     args.padded_vocab_size = 64

@@ -236,8 +236,8 @@ def test_what_is_compressed_and_expanded_again() -> None:
 
 
 def test_what_experts_make_again_is_not_stored() -> None:
-    """A recomputed activation of the experts, a recomputed shared expert, or all between router and
-    sum."""
+    """Recompute frees the output of the experts' activation, of a shared expert, or of all between
+    router and sum."""
     model = gpt(("*E",), moe_shared_expert_intermediate_size=512, **EXPERTS)
     kept = [
         held(costs_of((1,), model=model, recompute_modules=frozenset(again)), Held.ACTIVATION)[0]

@@ -295,8 +295,8 @@ def test_a_schedule_takes_less_memory_than_its_order_needs(
 
 
 def test_with_a_divided_vocabulary() -> None:
-    """The vocabulary's passes hold up to two more microbatches; recompute fits the schedule into
-    the limit."""
+    """With a split vocabulary a schedule holds more microbatches, and recompute fits it into the
+    limit. An evaluation recomputes nothing."""
     placement = v(4)
     costs = parse_costs("f=10,i=12,w=8,comm=1,output_layer=6/6/6,embedding=1/1", placement)
     problem = Problem(
