@@ -201,7 +201,8 @@ def test_two_groups_are_refused() -> None:
 
 
 def test_megatrons_parser_reads_what_a_launch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was written into the script's own ``sys.argv``. Checkpoints keep what the parser reads."""
+    """Flags that a launch adds were written into the script's own ``sys.argv``. Now Megatron's
+    parser gets them, so checkpoints keep them too."""
     words = ["--num-layers", "4", "--seq-length", "16", "--micro-batch-size", "1"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     edited = parsing(lambda argv: [*launch.without(argv, ["--seq-length"]), "--pipeline-p2p", "x"])

@@ -123,7 +123,8 @@ def command(*words: str) -> Result:
 
 
 def test_a_launch_with_virtual_stages() -> None:
-    """It was refused: a line has one chunk a rank, a V two, and what is launched four."""
+    """A launch with four chunks a rank was refused by the plan, as a line has one chunk and a V
+    two. Now schedules with other numbers of chunks are compared with it."""
     plan = made()
     assert plan.job.startswith("16 layers on 4 ranks (PP 2 x DP 2), 4 microbatches of 1 x 1024")
     assert plan.job.endswith("under interleaved:vpp=4")

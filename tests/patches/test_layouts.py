@@ -145,8 +145,8 @@ def test_a_launch_takes_what_is_written_for_it(name: str, monkeypatch: pytest.Mo
 
 
 def test_a_launch_is_compared_as_its_layout_has_multi_token_prediction() -> None:
-    """It was compared as if that were on the last stage, with other bytes and seconds than the
-    launch has."""
+    """A launch whose layout has multi-token prediction before the last stage was compared as if it
+    were on the last stage, with other bytes and seconds than the launch has."""
     name = "depths before the loss"
     made, all_written = laid_out(name)
     assert made.baseline.layout.text() == LAUNCHES[name]["pipeline_model_parallel_layout"]

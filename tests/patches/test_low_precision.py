@@ -349,7 +349,8 @@ def a_v_s_history_is_of_all_its_passes(te: Te, name: str) -> None:
 
 @case_for("nvfp4")
 def a_v_rounds_by_other_chances(te: Te, name: str) -> None:
-    """They are drawn in the order of the rank's backward passes."""
+    """Random numbers of stochastic rounding are drawn in the order of the rank's backward passes,
+    which is another one on a V."""
     assert not is_stocks(te, Case(PRECISIONS[name]), V)
     nearest = dataclasses.replace(PRECISIONS[name], options={"disable_stochastic_rounding": True})
     assert is_stocks(te, Case(nearest), V)
@@ -363,7 +364,8 @@ def a_recompute_leaves_scales_alone(te: Te, name: str) -> None:
 
 @case_for("delayed, max")
 def a_recompute_is_a_pass_of_the_history(te: Te, name: str) -> None:
-    """It moves the forward passes' history on: the order of F and I counts."""
+    """A recomputed forward pass advances the history of the forward passes, so the order of F and I
+    counts."""
     case = Case(PRECISIONS[name], recomputes=True)
     assert is_stocks(te, Case(PRECISIONS[name]), AHEAD)
     assert not is_stocks(te, case, AHEAD)

@@ -130,7 +130,8 @@ def test_steps_that_cannot_overlap_are_remarked_on(
 
 
 def test_a_launch_reads_the_weights_of_samples_first(capsys: pytest.CaptureFixture[str]) -> None:
-    """It ended as it read its data, with a traceback on each rank; doctor had named the file."""
+    """A launch with an unreadable file of weights ended when it read its data, with a traceback on
+    each rank, although doctor had named the file. Now the launch ends with doctor's sentence."""
     flags: Flags = {"pipeline_microbatch_order": "small-ends"}
     flags |= {"pipeline_microbatch_weights": "weights.npy"}
     (why,) = by_doctor(launch_of(RANKS, flags)).whys

@@ -48,7 +48,8 @@ def test_stages_between_the_ends_have_documents_to_read(monkeypatch: pytest.Monk
 
 
 def test_global_rank_0_builds_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It got a loader, and its data-parallel peers none: whatever they did together hung."""
+    """Global rank 0 got a loader for its datasets, and its data-parallel peers got none. The first
+    operation of all of them hung."""
     assert built_and_given(monkeypatch, 0, 0) == (True, False)
     assert built_and_given(monkeypatch, 0, 0, inter_document_masking=True) == (True, True)
 

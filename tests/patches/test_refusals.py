@@ -266,7 +266,8 @@ def test_offload_refuses_what_nobody_has_tried(setting: dict[str, object]) -> No
 
 
 def test_a_v_refuses_other_formats_where_something_is_loaded_or_saved() -> None:
-    """It was refused even where there is no checkpoint."""
+    """A V refused checkpoint formats other than torch_dist even in a run without a checkpoint. Now
+    it refuses them only if the run loads or saves one."""
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     settings = {**sizes, "transformer_impl": "local", "ckpt_format": "torch"}
     refuse(SimpleNamespace(**settings, load=None, save=None), choose("zb-v"))

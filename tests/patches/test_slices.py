@@ -418,7 +418,8 @@ def test_ranks_that_share_sequences_have_part_of_each_slice(
 
 
 def test_a_batch_that_was_cut_otherwise_is_refused() -> None:
-    """It has as many tokens: the model would train on wrong numbers without a word."""
+    """A batch that was cut into other slices has as many tokens, so a model would train on wrong
+    numbers without an error."""
     (first, _) = shared = spans((8, 8), 0, 2)
     tokens = {"input_ids": torch.ones(1, 8), "position_ids": torch.ones(1, 8)}
     with (
@@ -714,7 +715,7 @@ def test_what_predicts_further_tokens_is_looked_at_too() -> None:
 def test_a_model_that_is_not_known_is_refused(
     kind: type[torch.nn.Module], mixer: Callable[[], torch.nn.Module], why: str
 ) -> None:
-    """It would train on wrong numbers without a word."""
+    """A model whose token mixing is unknown would train on wrong numbers without an error."""
     with pytest.raises(ValueError, match=why):
         refuse_unknown([chunk_of(kind, mixer())])
 

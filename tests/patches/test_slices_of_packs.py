@@ -272,7 +272,7 @@ def fused_positions(rank: int) -> None:
 
 
 def test_the_fused_kernel_of_positions_sees_one_document() -> None:
-    """It cannot begin at another place than the first."""
+    """The fused kernel of rotary positions can begin at the first position only."""
     with (
         mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb", object()),
         mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", fused_kernel),

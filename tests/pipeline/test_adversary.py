@@ -264,7 +264,8 @@ def beginning_with(program: Program, first: str, rank: int) -> Program:
 
 
 def test_a_receive_posted_too_early() -> None:
-    """It needs what this rank sends after its pass. gloo does not mind."""
+    """A receive is posted early that needs what this rank sends after its pass. gloo runs it
+    without an error; a device would hang."""
     program = program_for(choose("gpipe"), 2, 2)
     spoilt = beginning_with(program, "0RECV_B0", rank=0)
 

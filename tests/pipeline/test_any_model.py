@@ -134,7 +134,8 @@ OWN = ("1f1b", "zb-h1", "interleaved", "interleaved-zb", "zb-v")
 
 
 def test_a_module_of_the_callers_own() -> None:
-    """It ended with `_get_attr_wrapped_model couldn't find attribute decoder`."""
+    """A caller's own module ended the training with `_get_attr_wrapped_model couldn't find
+    attribute decoder`."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -464,8 +465,9 @@ def case(name: str, trained: str, schedules: tuple[str, ...]) -> Any:
     ("name", "trained", "schedules"), [case(*names) for names in (*BY_DAY, *at_night(*BY_NIGHT))]
 )
 def test_a_tower_on_the_first_stage(name: str, trained: str, schedules: tuple[str, ...]) -> None:
-    """It ended with `_get_attr_wrapped_model couldn't find attribute decoder`. Under a V LLaVA's
-    tower then had as many layers as the language model's layout has on that stage, in silence."""
+    """A model with a tower ended the training with `_get_attr_wrapped_model couldn't find attribute
+    decoder`. Under a V LLaVA's tower then had as many layers as the language model's layout has on
+    that stage, without an error."""
     is_frozen = TRAINED[trained]
 
     def on_rank(rank: int) -> None:

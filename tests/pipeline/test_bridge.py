@@ -321,7 +321,7 @@ def test_bridge_trains_to_the_same_bits_under_our_schedule(
 
 @nightly("test_slices_of_packs.py has Megatron's own packs")
 def test_packs_are_cut_into_slices() -> None:
-    """They were refused."""
+    """Packs of Megatron-Bridge were refused under slices."""
     theirs, ours = runs("packed"), runs("packed/slices")
     assert {run.schedule for run in ours} == {"PipelineStep"}
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-6) and len(losses(ours)) == 4

@@ -257,8 +257,8 @@ SECOND = (1, 3)  # global ranks of the second pipeline of two
 
 
 def test_offload_takes_programs_that_only_one_pipeline_comes_to() -> None:
-    """It told all ranks what each new program would take of the hosts, and the second pipeline was
-    alone with one."""
+    """All ranks together were told what each new program takes of the hosts' memory. If only one of
+    two pipelines had a new program, its ranks waited for the others."""
 
     def differing(rank: int) -> list[str]:
         told: list[str] = []
@@ -527,9 +527,11 @@ COPIES = pytest.mark.parametrize(
 def test_an_embedding_group_that_does_not_fit_a_v_is_refused(
     own_groups: bool, layout: list[list[str]], tied: bool, depths: int | None
 ) -> None:
-    """It was made before the schedule was installed, or by the caller: of both ends' ranks.
+    """The embedding group was made before the schedule was installed, or by the caller: it has the
+    ranks of both ends of a line.
 
-    The last rank, which would wait in it, refuses it; the others have no end of the model.
+    The last rank, which would wait in that group, refuses it. The other ranks have no end of the
+    model.
     """
 
     def refused(rank: int) -> None:

@@ -293,8 +293,9 @@ def sums_so_far(kind: str, records: dict[str, list[Tensor]], chunk: Any) -> None
 
 @pytest.mark.parametrize("kind", ["before", "behind"])
 def test_hooks_of_a_modules_backward_pass_find_stocks_gradients(kind: str) -> None:
-    """They ran in I. Gradients that W had not added yet were missing: of this microbatch behind the
-    module's backward pass, and of earlier ones before it."""
+    """A user's hooks of a module's backward pass ran in I, and found gradients without what W adds
+    later: of this microbatch for hooks after the pass, and of earlier microbatches for hooks before
+    it."""
 
     def recorded() -> dict[str, list[Tensor]]:
         own: dict[str, list[Tensor]] = {}

@@ -186,8 +186,9 @@ def backward_of_the_stage(chunk: Any) -> None:
 def test_a_callers_own_backward_pass_inside_a_forward_pass_is_stocks(
     change: Callable[[Any], object],
 ) -> None:
-    """It ended in an AssertionError: no W follows it. To the leaves it adds gradients of weights at
-    once; `torch.autograd.grad` adds none. The order of sums is not stock's, where W comes later."""
+    """A caller's own backward pass inside a forward pass ended with an AssertionError, as no W
+    follows it. Now it adds gradients of weights to the leaves at once, and `torch.autograd.grad`
+    adds none. The order of sums differs from stock's if W comes later."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -207,7 +208,8 @@ def test_a_callers_own_backward_pass_inside_a_forward_pass_is_stocks(
 
 
 def test_a_callers_second_derivatives_are_refused_by_name() -> None:
-    """They would lack the weights, which autograd does not see."""
+    """Second derivatives would lack the weights' part, which autograd does not see, so they are
+    refused."""
 
     def penalize(chunk: Any) -> None:
         def own(module: Any, hidden: torch.Tensor) -> torch.Tensor:

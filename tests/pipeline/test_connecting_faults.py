@@ -138,8 +138,8 @@ def test_every_rank_hears_of_one_that_fails_while_it_connects(script: Script, wh
 def test_one_that_is_killed_while_it_connects_is_named(
     script: Script, where: str, waits: dict[int, str]
 ) -> None:
-    """It can say nothing itself. After a minute the others say for whom they wait, and by which
-    connection; and when a launcher ends them."""
+    """A killed rank reports nothing itself. After a minute, and when a launcher ends them, the
+    other ranks name the rank and the connection that they wait for."""
     with agent_store() as port:
         run = Training(RANKS, port, flags_of(where), WhileConnecting(where, kill))
         with running_ranks(RANKS, run, script, connect=False) as running:

@@ -83,7 +83,7 @@ def test_a_schedule_that_does_not_exist() -> None:
 
 
 def test_steps_in_a_row_with_post_validation(capsys: Output) -> None:
-    """They overlap, so that the ideal of a step is its span."""
+    """Post-validated steps overlap, so the ideal time of a step is its span."""
     rows = report_of(capsys, "--schedules", "zb-2p", "--post-validation", "--steps", "4")["rows"]
     at_once, afterwards = rows["megatron-ext zb-2p"], rows["megatron-ext zb-2p, post-validation"]
     assert at_once["ideal"] == pytest.approx(0.052)

@@ -216,7 +216,8 @@ def check_words(rank: int, result: RankResult, failed: int = 1) -> None:
     ],
 )
 def test_every_rank_ends_when_one_fails(script: Script, step: Step, is_interrupted: bool) -> None:
-    """They waited for torch's timeout: no wait of theirs ended by an error."""
+    """The other ranks waited until torch's timeout, because no error ended their waits when one
+    rank failed."""
     with running_ranks(RANKS, step, script) as running:
         results = running.wait()
     failed = results[1]
@@ -246,7 +247,8 @@ class CannotSay:
 def test_a_rank_that_can_say_nothing_ends_with_the_others(
     script: Script, broken: Callable[[], None]
 ) -> None:
-    """It said first that another had failed, and only then acted on it: never, if it could not."""
+    """A rank wrote first that another rank had failed, and ended after that. If stderr could not be
+    written, it never ended."""
     with running_ranks(RANKS, CannotSay(broken), script) as running:
         results = running.wait(timeout=15)
     assert [result.exit_code for result in results] == [1, 1, 1]

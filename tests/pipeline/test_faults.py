@@ -289,8 +289,8 @@ class CannotSay:
 def test_sigterm_ends_a_rank_that_can_say_nothing(
     script: Script, broken: Callable[[], None]
 ) -> None:
-    """It says before that it may hang. The watchdog's thread ended with that, or stayed in the
-    write, and the SIGTERM that it should have acted on was swallowed."""
+    """A rank whose stderr could not be written ignored SIGTERM. The watchdog's thread, which acts
+    on the signal, had ended or was blocked when it wrote that the rank may hang."""
     with running_ranks(RANKS, CannotSay(broken), script) as running:
         running.wait_until_it_says(2, "it may hang")  # and so does rank 0, or it tries to
         time.sleep(0.5)

@@ -123,7 +123,8 @@ def test_every_rank_hears_of_one_that_fails_between_steps(
 def test_every_rank_hears_of_one_that_is_killed_between_steps(
     script: Script, tmp_path: Path, where: str, call: int
 ) -> None:
-    """It says nothing. The first that is cut off from it tells the others when and where it was."""
+    """A killed rank reports nothing. The first rank that loses its connection tells the others when
+    and where that was."""
     results = end_of(script, flags_of(where, tmp_path), BetweenSteps(where, kill, call))
     assert results[FAILING].exit_code == -signal.SIGKILL
     others = [results[rank] for rank in range(RANKS) if rank != FAILING]

@@ -194,7 +194,8 @@ FROZEN = replace(PIPELINE.but(**EMBEDDINGS["untied"]), build=with_frozen_weights
 
 @pytest.mark.parametrize("schedule", ["zb-auto", "zb-v", "interleaved-zb"])
 def test_frozen_weights(schedule: str) -> None:
-    """They have no W; the first layer's input has no gradient, so its linears have none either."""
+    """Frozen weights have no W. The first layer's input has no gradient, so its linear layers have
+    none either."""
     FROZEN.resume_as_stock(pipeline_schedule=schedule)
 
 

@@ -9,7 +9,8 @@ from tests.helpers.ranks import run_ranks, values
 
 
 def test_what_making_a_schedule_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    """It forgot to order the messages, and every proof refused."""
+    """The script that measures the making of schedules forgot to order the messages, so every proof
+    refused."""
     words = ["--family", "zb-h1", "v-min", "--ranks", "4", "--microbatches", "8"]
     assert schedules.main(words) == 0
     lines = (line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines())

@@ -63,9 +63,9 @@ MEASURED: Flags = {"pipeline_metrics": True}
 def test_a_run_with_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is the same training. Of two pipelines the last is told of: in a line as often as Megatron
-    prints one, to the writers as often as it writes to them. The first iteration is not measured;
-    memory is not, without a GPU."""
+    """A run with metrics trains to the same numbers. The last of two pipelines is reported: in a
+    line as often as Megatron prints one, and to the writers as often as Megatron writes to them.
+    The first iteration is not measured, nor is memory without a GPU."""
     reference = run(4, {})
     capfd.readouterr()
     script = tmp_path / "script.py"
@@ -109,7 +109,7 @@ def test_the_figures_are_those_of_a_trace(
 
 
 def test_steps_that_overlap(capfd: pytest.CaptureFixture[str]) -> None:
-    """They are told by their span, and still overlap."""
+    """Steps that overlap are reported by their span, and still overlap."""
     flags: Flags = {"pipeline_post_validation": True, "rerun_mode": "disabled"}
     reference = run(2, flags)
     capfd.readouterr()

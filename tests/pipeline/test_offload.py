@@ -431,7 +431,8 @@ class Steps:
 
 
 def test_memory_is_registered_between_steps() -> None:
-    """It was when the first microbatch left, with receives posted, for which a driver may wait."""
+    """Host memory was registered when the first microbatch was offloaded. Receives were posted
+    then, for which a driver may wait."""
     steps = Steps()
     for _ in range(3):
         steps.step(1024, 1024)

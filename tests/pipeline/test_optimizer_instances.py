@@ -88,7 +88,8 @@ def note_reductions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("instances", [1, 2])
 def test_a_reduction_of_a_step_that_failed_is_not_the_next_steps(instances: int) -> None:
-    """It was taken for that of the next step, whose gradients were not reduced, in silence."""
+    """The reduction of a failed step was taken for that of the next step, whose gradients were then
+    not reduced, without an error."""
     assert means_after_a_failed_step(instances) == [[2.0, 2.0]] * 2
 
 

@@ -213,8 +213,8 @@ def test_parallel_besides(setting: str, schedule: str, tmp_path: Path) -> None:
     ],
 )
 def test_the_upstream_script(data: Flags, schedule: str, tmp_path: Path) -> None:
-    """It builds datasets of documents for the first and the last stage; of a loop the others had
-    nothing to read."""
+    """The upstream script builds datasets of documents for the first and the last stage only. The
+    other chunks of a loop had nothing to read."""
     script = megatron_sources() / "pretrain_gpt.py"
     common: Flags = {**data, **PER_TOKEN, **PREDICTING}
     reference = train(2, flags(**common, save=tmp_path, save_interval=1), script)
@@ -380,7 +380,8 @@ def test_losses_and_gradients_of_a_callers_model(lengths: list[list[int]]) -> No
     ],
 )
 def test_a_callers_model_with_the_vocabulary_divided(schedule: str, variant: str) -> None:
-    """It was refused. Sums over parts have an order of their own: close, and not bitwise."""
+    """A split vocabulary was refused for a caller's packed model. Sums over shards have another
+    order: close, and not bitwise."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):

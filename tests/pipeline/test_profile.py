@@ -274,7 +274,7 @@ def test_layers_of_two_types_are_told_apart(
 def test_measured_costs_lie_with_the_checkpoints(
     costs: str, save: str | None, trace: str | None, path: str | None
 ) -> None:
-    """They lay in the working directory, where two jobs write one file."""
+    """Measured costs were written to the working directory, where two jobs write one file."""
     config = PipelineConfig.parse(schedule="zb-h1", costs=costs, trace=trace)
     found = costs_path(config, Namespace(save=save))
     assert found == (None if path is None else Path(path))

@@ -317,8 +317,8 @@ def test_a_full_disk_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[st
 def test_it_begins_when_costs_are_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """They are measured under a schedule that splits the backward pass, or W's share of it would be
-    a guess."""
+    """Costs are measured under a schedule that splits the backward pass, before the race. Otherwise
+    W's share would be a guess."""
     costs = tmp_path / "costs.json"
     run(2, 8, pipeline_race="zb-2p", pipeline_costs=f"profile:{costs}")
     out = capfd.readouterr().out

@@ -74,7 +74,7 @@ def test_two_passes_that_run_as_one_share_their_time() -> None:
 
 
 class TickingClock(HostClock):
-    """It is a second later at each event."""
+    """Clock that is a second later at each event."""
 
     def __init__(self) -> None:
         self._seconds = itertools.count()

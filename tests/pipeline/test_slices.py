@@ -245,7 +245,8 @@ def test_gradients_are_those_of_whole_sequences() -> None:
 
 
 def test_sparse_attention_chooses_among_the_keys_of_earlier_slices() -> None:
-    """It was refused. The indexer's keys are carried as those of attention are."""
+    """Slices refused sparse attention. Now the indexer's keys are carried to later slices as the
+    keys of attention are."""
     values(run_ranks(2, steps_of_sparse_attention))
 
 
@@ -523,7 +524,7 @@ def test_batched_messages(schedule: str) -> None:
 
 @nightly("test_checkpoints.py has them without")
 def test_a_checkpoint_goes_on_with_slices_and_without(tmp_path: Path) -> None:
-    """It knows nothing of slices."""
+    """A checkpoint holds nothing of slices, so a run may resume it with or without them."""
     model = "distributed optimizer"
     more: Flags = {"save_interval": 2, "dist_ckpt_optim_fully_reshardable": True}
     whole = run(model, pipeline_schedule="zb-h1", save=tmp_path, **more, **SLICED)

@@ -87,7 +87,8 @@ def test_the_flag_alone_traces_megatrons_own_step(
 
 
 def test_a_trace_knows_on_which_stage_multi_token_prediction_is(tmp_path: Path) -> None:
-    """It was taken to be on the last, wherever the layout had it. (Our own script has it there.)"""
+    """A trace had multi-token prediction on the last stage, wherever the layout had it. (Our own
+    script has it on the last stage.)"""
     script = megatron_sources() / "pretrain_gpt.py"
     flags = model_flags(
         pipeline_model_parallel_size=3,

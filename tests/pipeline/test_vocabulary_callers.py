@@ -249,8 +249,8 @@ def test_what_depends_on_a_tables_gradient_gets_it(
 
 
 def test_a_hook_before_the_embedding_runs_with_its_tokens_on_the_first_stage() -> None:
-    """It was called once in each step on every rank, without the module's arguments, together with
-    the hooks by which Megatron waits for gathered weights."""
+    """A user's hook before the embedding was called once in each step on every rank, without the
+    module's arguments, together with the hooks by which Megatron waits for gathered weights."""
 
     def calls_of(steps: Callable[[GPTModel], object]) -> list[tuple[int, ...]]:
         model, calls = build(), []

@@ -283,7 +283,7 @@ def test_verify_demands_one_order_of_the_data(tmp_path: Path) -> None:
 
 
 def test_verify_takes_a_family_in_python(tmp_path: Path) -> None:
-    """It read the file as a table, and refused its first line."""
+    """`verify` read a family in Python as a table, and refused its first line."""
     file = tmp_path / "mine.py"
     file.write_text(
         "from megatron_ext.families import Action, Kind, Schedule, family, line\n"

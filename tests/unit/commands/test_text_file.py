@@ -66,7 +66,7 @@ def test_a_full_disk_spoils_no_module(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_standard_output_is_full() -> None:
-    """It ended with a traceback of fifty lines."""
+    """A command whose standard output was full ended with a traceback of fifty lines."""
     command = [sys.executable, "-m", "megatron_ext", "schedules"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)

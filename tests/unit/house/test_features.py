@@ -77,8 +77,9 @@ def test_only_trainings_import_the_list_of_features() -> None:
 
 
 def test_the_construction_of_programs_names_no_feature() -> None:
-    """It reads whether microbatches are cut and which stages are trained, of which every family has
-    to know; whatever else the problem requires is done by the hooks of `compile.features`."""
+    """The construction reads whether microbatches are cut and which stages are trained, as every
+    family has to know both. The hooks of `compile.features` do whatever else the problem
+    requires."""
     tree = ast.parse((ROOT / "megatron_ext/compile/build.py").read_text())
     assert not named_features(tree)
 

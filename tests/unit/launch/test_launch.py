@@ -221,8 +221,8 @@ def test_variables_stand_for_flags_and_a_flag_counts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """They were for `megatron_ext.auto` alone, and a launch with them trained under Megatron's own
-    schedule without a word."""
+    """A launch ignored the variables, which only `megatron_ext.auto` read: it trained under
+    Megatron's own schedule without a word."""
     script = tmp_path / "train.py"
     script.write_text("import sys; print(sys.argv[1:])")
     parsed: list[str] = []
@@ -537,7 +537,8 @@ def test_a_rank_of_srun_says_a_mistake_before_it_has_torchs_variables(
 
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_a_quick_import_leaves_the_garbage_collector_as_it_was(is_enabled: bool) -> None:
-    """It enabled the collector, also for a caller who had disabled it for longer."""
+    """A quick import enabled the garbage collector, also for a caller who had disabled it for
+    longer."""
     if not is_enabled:
         gc.disable()
     try:

@@ -76,7 +76,7 @@ def test_a_command_that_needs_torch_says_so_in_one_line(
 
 @pytest.mark.parametrize("schedule", ["plan", "zb-v"])
 def test_a_launch_without_megatron_says_one_cause_once(tmp_path: Path, schedule: str) -> None:
-    """It named a dozen functions of Megatron's that it had not found."""
+    """A launch without Megatron listed a dozen functions of Megatron that were not found."""
     result = run(tmp_path, f"{TRAINING} {schedule}", ("megatron",))
     assert result.returncode == 2 and result.stderr.startswith("megatron_ext: error: ")
     assert result.stderr.count("No module named 'megatron'") == 1, result.stderr
@@ -94,7 +94,7 @@ def test_a_torch_whose_libraries_are_missing(tmp_path: Path, command: str) -> No
 
 @pytest.mark.parametrize("libraries", [False, True])
 def test_bare_doctor_says_one_cause_once(tmp_path: Path, libraries: bool) -> None:
-    """It said for each of two dozen features that torch is missing."""
+    """A bare doctor printed for each of two dozen features that torch is missing."""
     result = run(tmp_path, "doctor", BOTH, libraries)
     assert result.returncode == 1, result.stderr
     cause = "libcudart.so.13" if libraries else "No module named"

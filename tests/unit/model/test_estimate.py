@@ -318,8 +318,8 @@ def test_multi_token_prediction_is_on_the_last_stage() -> None:
 
 
 def test_multi_token_prediction_is_where_a_layout_has_it() -> None:
-    """It was counted on the last stage. There the output layer runs for each depth; the depths'
-    own layers are on their stage."""
+    """Multi-token prediction was counted on the last stage. Only its output layer runs there, once
+    for each depth; the depths' own layers are on the stage that the layout gives."""
     model = replace(gpt(16, 50304), mtp_num_layers=2)
     counts, run = [4, 4, 8, 0], replace(RUN, tensor_parallel=1)
     before, without = (
@@ -338,7 +338,8 @@ def test_multi_token_prediction_is_where_a_layout_has_it() -> None:
 
 
 def test_messages_behind_multi_token_prediction_have_all_its_hidden_states() -> None:
-    """They were counted with one, in seconds and in bytes. Messages before it have one."""
+    """Messages behind multi-token prediction were counted with one hidden state, in seconds and in
+    bytes. They carry one for each depth more; messages before it carry one."""
     model = replace(gpt(16, 50304), mtp_num_layers=2)
     stages = stages_of(model, [4, 4, 8, 0], [0, 0, 2, 0])
     costs = estimate(model, stages, replace(RUN, tensor_parallel=1), WHOLE)

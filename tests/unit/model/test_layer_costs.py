@@ -74,7 +74,8 @@ def test_of_parts_that_are_partly_told_apart_sums_are_kept() -> None:
 
 
 def test_what_is_too_small_to_be_seen_is_scaled_as_the_rest() -> None:
-    """It would have to explain what is noise."""
+    """A part that is too small to be seen gets the scale of the others. A scale of its own would be
+    fitted to noise."""
     expected = np.array([[10.0, 0.01], [10, 0]])
     fit = fit_scales(expected, np.array([20.4, 20.0]))
     assert fit.scales[1] == pytest.approx(2.02, rel=0.01)

@@ -233,7 +233,8 @@ def test_experts_on_more_or_fewer_ranks_cost_what_they_do_there(ranks: int, tmp_
 
 
 def test_exchanges_take_the_factor_of_their_length() -> None:
-    """It does not hold for tokens that go once to each rank: another library sends them."""
+    """The measured factor does not apply to tokens that go once to each rank, as another library
+    sends them."""
     rates = replace(SHEET, factors=factors(EXPERTS))
     for size, factor in ((2**19, 5), (2**24, 1.4)):
         there_and_back = Exchange(Group.EXPERT, 8, 1, Passes(2 * size, 2 * size))

@@ -60,7 +60,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def test_loss_of_plain_pytorch() -> None:
-    """It was taken for 6 bytes a logit: the backward pass has two gradients in fp32."""
+    """The loss of plain PyTorch was estimated at 6 bytes a logit. Its backward pass holds two
+    gradients in fp32."""
     logits = torch.randn(512, 4096, dtype=torch.bfloat16, requires_grad=True)
     with LiveBytes() as live:
         loss = F.cross_entropy(logits.float(), torch.zeros(512, dtype=torch.long))

@@ -190,7 +190,8 @@ def test_a_replay_with_the_costs_is_the_simulation(name: str) -> None:
 
 @pytest.mark.parametrize("how", [VocabularyParallel.ONE, VocabularyParallel.TWO])
 def test_a_replay_knows_what_collectives_bring(how: VocabularyParallel) -> None:
-    """It waits for what is needed only, the simulation for all ranks to be there, too."""
+    """A replayed pass waits only for the collectives that it needs. In the simulation it also waits
+    until all ranks are there."""
     placement = choose("zb-v").place(3)
     costs = replace(
         uniform(placement, 9, 12, 6), vocabulary=VocabularyCosts((3, 3, 3), (1, 1), 0.0)

@@ -95,8 +95,8 @@ def test_a_step_of_1f1b() -> None:
 def test_megatrons_own_step_waits_as_it_did(
     spec: str, executor: StockExecutor, tmp_path: Path
 ) -> None:
-    """It was predicted as our executor would run it, and so shorter than it had been measured:
-    gains of ours were compared with a step that Megatron does not have."""
+    """Megatron's own step was predicted as our executor would run it, and so shorter than it had
+    been measured. Gains of ours were compared with a step that Megatron does not have."""
     step = seen(spec, 4, 8, hop=0.1, executor=executor)
     TraceFile(tmp_path / "trace.json").add(step)
     told = what_if(costs_of(read_trace(tmp_path)[0]), seconds=0.0)

@@ -337,8 +337,8 @@ def test_what_is_refused_is_none_of_ours_and_what_that_costs() -> None:
 
 
 def test_searches_are_tried_on_the_launchs_own_layout() -> None:
-    """They were on the best layouts alone: loop-auto on the launch's own took less than what was
-    printed as any schedule with any layout."""
+    """Searches were tried on the best layouts only. loop-auto on the launch's own layout was
+    shorter than the printed best of any schedule with any layout."""
     training = work(**SMALL)
     own = evaluate(training, "interleaved:vpp=2", evenly(16, 4))
     best = evaluate(training, "1f1b", evenly(16, 2))

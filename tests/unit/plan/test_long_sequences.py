@@ -62,8 +62,8 @@ def costs_of(
 
 
 def test_attention_in_a_window_does_not_grow_with_the_square() -> None:
-    """It was counted as if it did: the last of four slices of windowed layers was the shortest by
-    far, and took least."""
+    """Attention in a window was counted as if it grew with the square. Of four slices of such
+    layers the last one was by far the shortest, and took the least time."""
     full, window = costs_of(("*-", "w-"), window_size=127).slices.attention
     assert full > 0.2 and window < 0.001
 
@@ -149,7 +149,8 @@ def test_each_slice_is_launched() -> None:
 
 
 def test_a_message_of_a_slice_has_the_latency_of_its_link() -> None:
-    """It had none: a slice's message took its share of the bytes alone."""
+    """A slice's message was counted without its link's latency, with its share of the bytes
+    alone."""
     costs = costs_of(("*-",) * 4)
     near, far = LATENCIES
     rates = replace(H100, domain=2)

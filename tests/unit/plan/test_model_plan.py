@@ -612,7 +612,8 @@ def test_room_is_left_for_the_allocators_reserve(monkeypatch: pytest.MonkeyPatch
 
 
 def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were in a share of the GPU that was left free, however large they were."""
+    """Temporary tensors and CUDA's context were counted in a fixed share of the GPU that was left
+    free, however large they were."""
     only_families(monkeypatch, "1f1b")
     model, rates = TEXT.replace("layers=15", "layers=16"), "operations=400e12,bytes=40e9"
     words = "--model", f"{model},recompute=true", "--tp", "1", "--gpu"

@@ -114,7 +114,7 @@ def test_no_label_lies_upon_another(tmp_path: Path, figures: list[Any]) -> None:
 
 
 def test_a_search_has_a_curve_over_memory() -> None:
-    """It was one point, though memory is what it trades time for."""
+    """A search was one point in the picture, although it trades time for memory."""
     searched = {c.schedule for c in plan().best_of_each if c.schedule.endswith("-auto")}
     assert curves().by_limit.keys() >= searched and searched
     for candidates in curves().by_limit.values():

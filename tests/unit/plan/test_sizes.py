@@ -298,7 +298,8 @@ def test_what_a_launch_refuses_is_not_found() -> None:
 
 
 def test_first_answer_comes_though_the_first_sizes_are_refused() -> None:
-    """It came with the tenth candidate or not at all."""
+    """The first answer came with the tenth candidate. If that one was refused, no first answer
+    came."""
     job, refused = small_job(), set[Sizes]()
 
     def works_of(sizes: Sizes) -> SizedWorks:

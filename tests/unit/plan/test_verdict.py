@@ -215,7 +215,7 @@ def test_what_ours_add_may_be_none_where_the_gain_is_not() -> None:
 
 
 def test_a_plan_that_ended_early_names_what_it_unfinished() -> None:
-    """It was said that nothing saves 2 %, of a plan that had compared half of the layouts."""
+    """A plan that had compared half of the layouts said that nothing saves 2 %."""
     found = verdict_of(way("1f1b", 1.0, 50), [way("zb-v", 0.99, 50)])
     whole, short = (
         "\n".join(told(found, is_short=is_short, unfinished=("layouts", "slices")[: 2 * is_short]))
@@ -304,8 +304,8 @@ def test_only_stable_schedules_are_taken_where_there_are_some() -> None:
 
 @pytest.mark.search
 def test_a_search_has_the_memory_of_what_it_competes_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was held to 1F1B's 8 microbatches: the choice took 1010 in 11.5, and 986 can be had in
-    that."""
+    """A search was limited to 1F1B's 8 microbatches. The plan chose a step of 1010 in 11.5
+    microbatches, in which a search finds one of 986."""
     only_families(monkeypatch, "1f1b", "interleaved", "loop-auto:vpp=4")
     words = ["plan", "--pp", "8", "-m", "32", "--costs", "f=10,i=12,w=8,comm=1"]
     text = CliRunner().invoke(app, words).stdout

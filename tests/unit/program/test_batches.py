@@ -210,7 +210,7 @@ def test_an_evaluation_whose_passes_cost_nothing() -> None:
 
 
 def test_an_order_whose_passes_wait_for_one_another_is_shown() -> None:
-    """It has no times to order its messages by."""
+    """Messages are ordered by the times of passes, and an order that deadlocks has no times."""
     order = written("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", (0, 1))
     problem = batched(line_problem(2, 2))
     with pytest.raises(InvalidSchedule, match="it would hang: "):

@@ -295,7 +295,7 @@ def test_what_is_only_given_is_soon_waited_for(
 
 
 def test_copies_do_not_stand_behind_waits_for_sends() -> None:
-    """They may start before; a copy that the rank's wait held up would come late."""
+    """Copies may start before the wait for a send. A copy behind that wait would start late."""
     row = family_program("1f1b", 2, 6, activation_offload=Offload.FULL).schedule.rows[0]
     copies = [at for at, action in enumerate(row) if RULES[action.kind].lane in HOST_LANES]
     assert copies

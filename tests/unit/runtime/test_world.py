@@ -60,7 +60,8 @@ def test_a_rank_that_is_alone_works_for_itself(tmp_path: Path) -> None:
 def test_a_rank_that_is_alone_takes_host_memory_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It stands for all ranks of the job, which are not on its host."""
+    """A rank that is alone stands for all ranks of its job, but these are not on its host, so only
+    its own memory counts."""
 
     def check() -> None:
         HostMemory().check(larger(4), COSTS)

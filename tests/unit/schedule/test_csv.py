@@ -130,7 +130,7 @@ def test_bad_files(text: str, message: str) -> None:
 
 
 def test_an_error_lists_the_kinds_that_a_file_may_have() -> None:
-    """It listed all thirty, of which most are refused in a file."""
+    """An error listed all thirty kinds of actions, of which most are refused in a file."""
     for text in ("0f0,0B0\n", "0F0,0WAIT_B0,0B0\n", "0F0,0L0,0B0\n"):
         with pytest.raises(ValueError) as refusal:
             from_csv(text, "x.csv")

@@ -168,7 +168,8 @@ def test_all_figures_keep_their_bars_and_stand_on_the_page() -> None:
 
 @pytest.mark.parametrize("words", ["recipes --write", "--file x.csv --write", "--keep-plans"])
 def test_options_without_effect_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """They were ignored; with --file and --write a page got the figures of another file."""
+    """Options without effect were ignored. With --file and --write a page got the figures of
+    another file."""
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2

@@ -44,8 +44,8 @@ def test_the_script_draws_all_that_pages_show() -> None:
 
 @pytest.mark.parametrize("picture", sorted(IMAGES.iterdir()), ids=lambda path: path.name)
 def test_a_picture_is_small(picture: Path) -> None:
-    """They had grown to 100 kB each, and 120,000 lines: every digit was an outline, every pass a
-    shape with a style of its own."""
+    """Pictures had grown to 100 kB each, and to 120,000 lines together: every digit was an outline,
+    every pass a shape with a style of its own."""
     svg = picture.read_text()
     assert 2_000 < len(svg) < 40_000
     assert svg.count("<clipPath") <= 2, "only of panels whose lines go on beyond them"

@@ -43,7 +43,8 @@ def test_time_left_is_told_by_the_last_ten_iterations() -> None:
 
 
 def test_the_picture_is_of_the_costs_in_the_start_up_line() -> None:
-    """It reads them from the line that a training prints: who changes that line, changes both."""
+    """The quick start reads the costs of its picture from the line that a training prints, so both
+    change together."""
     placement = line(4)
     problem = Problem(placement, 8, parse_costs("f=1e-2,i=1.2e-2,w=8e-3,comm=1e-3", placement))
     summary = summarize(build_program(choose("zb-h1"), problem))

@@ -31,7 +31,8 @@ def share(order: tuple[int, int]) -> float:
 
 
 def test_pairs_are_in_the_right_order(predicted: Predicted) -> None:
-    """It was 71 % and 78 % with rates that knew no shapes, and 6 of 16 in the microbatch only."""
+    """The shares in the right order were 71 % and 78 % with rates that did not depend on shapes,
+    and 6 of 16 for pairs that differ in the microbatch only."""
     found = orders(predicted)
     over_2, over_10 = found["pairs over 2 %"], found["pairs over 10 %"]
     assert len(ROWS) == 137 and (over_2[1], over_10[1]) == (243, 147)

@@ -233,7 +233,7 @@ def test_a_schedule_of_slices_is_made_longer_and_shorter(spec: str, p: int, k: i
 
 
 def test_recompute_of_slices_searches_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It tries several limits, and a search for each would take minutes."""
+    """Recompute tries several limits. A search for each of them would take minutes."""
     monkeypatch.delattr(best_room, "searched")
     problem = asked("v-auto", 2, 3, 2, limit=1.2).with_options(recompute=Recompute(fit=True))
     program = build_program(choose("v-auto"), problem)

@@ -322,7 +322,8 @@ def test_v_auto_takes_what_gains_most_by_pairs() -> None:
 
 
 def test_pairs_are_tried_where_passes_alone_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It said that a recipe's interleaved-zb holds too much, and in pairs it fitted."""
+    """A plan said that a recipe's interleaved-zb holds too much memory, although it fits with
+    overlapped passes."""
 
     def refuse(*args: Any) -> None:
         raise ValueError("rank 4 would hold 47 GiB more than it may")

@@ -240,8 +240,8 @@ FIGURES = st.sampled_from([0.5, 1.0, 1.3, 2.0, 3.0])
 def test_every_schedule(
     name: str, p: int, m: int, fiw: tuple[float, float, float], comm: float
 ) -> None:
-    """It is proved; nothing but forwards without a loss comes before the verdict; a step costs no
-    more than without, and no less than the work of a rank."""
+    """The program is proved. Only forwards without a loss come before the verdict. A step costs no
+    more than without post-validation, and no less than the work of a rank."""
     resolved = choose(name)
     placement = resolved.place(p)
     wanted = Problem(

@@ -486,7 +486,7 @@ def offloaded(name: str, way: Offload, k: int = 4) -> Program:
 
 
 def test_offload_of_slices_leaves_keys_and_values() -> None:
-    """They stay for the slices that attend to them, and take no time on the link."""
+    """Keys and values stay for the slices that attend to them, and take no time on the link."""
     program = offloaded("1f1b", Offload.FULL)
     costs, row = program.problem.costs, program.schedule.rows[0]
     part = program.problem.parts(0)[0]
@@ -503,7 +503,7 @@ def test_offload_of_slices_leaves_keys_and_values() -> None:
 
 
 def test_the_first_half_of_the_slices_leaves() -> None:
-    """They live longest (SPPO)."""
+    """The first half of the slices is offloaded, as its activations live longest (SPPO)."""
     for row in offloaded("1f1b", Offload.HALF).schedule.rows:
         gone = {a.microbatch % 4 for a in row if a.kind is Kind.OFFLOAD_F}
         assert gone <= {0, 1}
