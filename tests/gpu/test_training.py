@@ -50,7 +50,7 @@ def test_one_communicator_gives_the_losses_of_many(schedule: str) -> None:
 
 
 def test_slices_have_the_same_losses_under_another_schedule() -> None:
-    """And nearly stock's."""
+    """Two schedules with slices have equal losses, which are nearly stock's."""
     sliced = losses("zb-h1", pipeline_slices=4)
     assert sliced == losses("1f1b", pipeline_slices=4)
     whole = [float(loss) for loss in losses(None)]

@@ -134,7 +134,7 @@ def test_slices_train_as_whole_sequences_do(schedule: str) -> None:
 
 @needs_four_gpus
 def test_slices_are_shared_by_ranks() -> None:
-    """Their keys and values are gathered, in the place of Transformer Engine's ring."""
+    """Keys and values of slices are gathered, in place of Transformer Engine's ring."""
     flags: dict[str, str | int | bool | None] = {
         "transformer_impl": "transformer_engine",
         "bf16": True,

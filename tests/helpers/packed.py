@@ -199,7 +199,8 @@ class Conversations:
 def tokenize_conversation(
     tokenizer: Any, conversation: list[Message], return_target: bool, add_generation_prompt: bool
 ) -> tuple[Tensor, Tensor]:
-    """Its tokens, and the same without those that the model is not to learn."""
+    """Return the tokens of a conversation, and the same without those that the model is not to
+    learn."""
     assert return_target and not add_generation_prompt
     tokens: list[int] = []
     targets: list[int] = []

@@ -33,7 +33,7 @@ def same_effort() -> Effort:
 
 
 def little_effort(passes: int = 20_000) -> Effort:
-    """So many passes packed in plain Python, but in unit tests."""
+    """Return an effort of ``passes`` packed in plain Python, also in unit tests."""
     return replace(small_effort(pack.packer), least=passes, most=passes)
 
 

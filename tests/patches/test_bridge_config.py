@@ -101,7 +101,7 @@ def test_a_config_that_does_not_fit_is_refused_and_unchanged(
 
 
 def test_a_check_refuses_what_use_does_and_changes_nothing(installed: mock.Mock) -> None:
-    """Also with changes that are to come, as a plan writes them."""
+    """A check refuses also changes that are to come, as a plan writes them."""
     given = config(pipeline_model_parallel_layout="Et|tL")
     before = copy.deepcopy(given)
     zb_v, zb_h1 = (PipelineConfig.parse(schedule=name) for name in ("zb-v", "zb-h1"))

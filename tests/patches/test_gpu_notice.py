@@ -31,7 +31,7 @@ def test_it_is_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_goes_when_the_page_has_figures() -> None:
-    """And the README's status with it."""
+    """The notice and the README's status change when the page has figures."""
     page = (ROOT / "docs" / "measurements.md").read_text()
     _, section = page.split("\n## On several GPUs\n")
     has_figures = "| device |" in section.split("\n## ")[0]

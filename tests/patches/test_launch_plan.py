@@ -176,7 +176,7 @@ def test_it_requires_a_launch_command() -> None:
 
 
 def test_auto_keeps_to_the_stages_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And to the vocabulary as it is, at either end of the pipeline."""
+    """`auto` changes neither the chunks of the command nor its vocabulary."""
     shorten_search(monkeypatch)
     four = {"num_virtual_stages_per_pipeline_rank": 4}
     _, plan = chosen(pipeline_schedule="auto", **four)

@@ -223,8 +223,8 @@ def layer() -> Layer:
 def test_what_is_split_beside_graphs_has_its_gradients(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its operands are what graphs left, in memory that later passes write to; and so is what is
-    sent. Without copies of these the second step's gradients were NaN."""
+    """The operands of a split layer, and the tensors that are sent, are outputs of graphs in memory
+    that later passes write to. Without copies of them the second step's gradients were NaN."""
     monkeypatch.setattr(graphs_on_cpu, "pool", graphs_on_cpu.Pool())
     monkeypatch.setattr(layer_graphs, "graph_memory", lambda: graphs_on_cpu.pool.ranges())
     run: Callable[..., list[torch.Tensor]] = partial(
@@ -349,7 +349,7 @@ class Noted(nn.Linear):
 @nightly("the stand-in for graphs has the same arithmetic, and the checker's own tests are by day")
 @pytest.mark.parametrize("version", on_cpu.VERSIONS)
 def test_transformer_engine_shares_buffers_as_the_checker_says(version: str) -> None:
-    """Its own code, in which capturing a graph is to run its layer."""
+    """Transformer Engine's own code runs here; to capture a graph is to run its layer."""
     folder = on_cpu.fetch(version)
 
     def on_rank(rank: int) -> None:

@@ -77,7 +77,7 @@ def test_weights_are_quantised_in_a_steps_first_forward_pass(order: Sequence[int
 
 
 def test_a_step_that_begins_again_quantises_again() -> None:
-    """Its optimizer step has been done anew, and the weights are others."""
+    """The optimizer step before has been done anew, so the weights have changed."""
     model = QuantisedModel()
     stage = stage_of(model)
     stage.forward(0, torch.ones(1))

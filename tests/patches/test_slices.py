@@ -562,7 +562,8 @@ def as_transformer_engine(
 
 
 def test_transformer_engines_mask_is_aligned_to_the_bottom_right() -> None:
-    """Its plain causal mask would have a slice's first query see the first key alone."""
+    """With Transformer Engine's plain causal mask a slice's first query would see the first key
+    only."""
     drawn = torch.randn(3, SEQUENCE, 1, 2, 4).unbind()
     layer = torch.nn.Module()
     run: Callable[..., Tensor] = attend_with_transformer_engine

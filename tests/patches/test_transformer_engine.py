@@ -271,7 +271,7 @@ def weights_may_be_of_another_type(te: Te, name: str) -> None:
 
 @case_for(("Linear",), ("GroupedLinear",), ("LayerNormMLP",))
 def a_bias_may_be_frozen(te: Te, name: str) -> None:
-    """Its gradient is made with the weight's all the same."""
+    """The gradient of a frozen bias is computed with the weight's all the same."""
     stock, ours = same_layers(te, name)
     for layer in (stock, ours):
         for key, parameter in layer.named_parameters():
@@ -421,7 +421,8 @@ def a_frozen_weight_has_no_w(te: Te, name: str) -> None:
 
 @case_for(("LayerNormMLP", "fc1_"), ("LayerNormMLP", "fc2_"))
 def half_of_an_mlp_may_be_frozen(te: Te, name: str, prefix: str) -> None:
-    """Its two linear layers share a store, and the hooks came after fc1's gradient only."""
+    """The two linear layers of an MLP share a store. If one was frozen, the hooks came after fc1's
+    gradient only."""
     stock, ours = same_layers(te, name)
     for layer in (stock, ours):
         layer.get_parameter(f"{prefix}weight").requires_grad_(False)

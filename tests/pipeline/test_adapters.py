@@ -230,7 +230,7 @@ def test_adapters_of_some_linear_layers_hold_what_enters_these_alone() -> None:
 @nightly("what is frozen is frozen above, and what predicts is test_multi_token_prediction.py's")
 @pytest.mark.covers("A", ("line", "v"), mtp_num_layers=1)
 def test_multi_token_prediction_above_frozen_layers() -> None:
-    """Its copy of the embedding, on the last stage, is frozen as the first stage's is."""
+    """The copy of the embedding on the last stage is frozen as the first stage's is."""
 
     def predicting(layout: list[list[str]]) -> list[list[str]]:
         return [*layout[:-1], [*layout[-1][:-1], "mtp", "loss"]]

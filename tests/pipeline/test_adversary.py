@@ -132,7 +132,7 @@ def connected(connection: Any, *unused: object) -> Any:
     indirect=["adverse"],
 )
 def test_divided_vocabulary(name: str) -> None:
-    """And an evaluation in between."""
+    """Steps of a split vocabulary are right on late devices, with an evaluation in between."""
     ranks = 3
     ways = VocabularyParallel.ONE, VocabularyParallel.TWO
     programs = [with_vocabulary(name, ranks, m, how) for how in ways for m in (2, 7)]
@@ -427,7 +427,8 @@ def collective(kind: str) -> Action:
 
 
 def test_collectives_bring_nothing_before_their_wait() -> None:
-    """And what goes into a sum for another rank is spoilt."""
+    """The result of a collective is not there before the wait. A tensor that goes into a sum for
+    another rank is spoilt."""
 
     def run(rank: int) -> None:
         exchange = StepCollectives(Collectives(world(), torch.device("cpu")), Recorder(rank))

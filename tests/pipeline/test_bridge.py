@@ -73,7 +73,7 @@ def overlap(config: Any) -> None:
 
 
 def overlap_and_deferral(config: Any) -> None:
-    """Also a setting whose work our schedules do."""
+    """Set the overlaps, and a setting whose work our schedules do."""
     overlap(config)
     put(config, {"comm_overlap.defer_embedding_wgrad_compute": True})
 

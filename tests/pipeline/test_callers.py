@@ -178,7 +178,7 @@ def test_steps_of_a_loop_of_ones_own_are_counted_for_a_trace(
 
 
 def test_a_trace_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
-    """And it costs one line, which was one for each step."""
+    """The training goes on, and prints one line. It used to print one line for each step."""
     (tmp_path / NAME).mkdir()
     results = run_ranks(RANKS, lambda rank: traced_loop(rank, tmp_path, False))
     values(results)
@@ -342,8 +342,8 @@ def test_a_race_is_the_same_on_all_ranks(
 
 
 def test_another_program_is_found_in_a_later_step_too() -> None:
-    """And ends the ranks that do not see it: whoever is first in the store has nothing to compare
-    with."""
+    """A rank with another program ends all ranks, also those that do not see it: the first rank in
+    the store has nothing to compare with."""
 
     def differing(rank: int) -> None:
         with installed(RANKS, schedule="1f1b"):

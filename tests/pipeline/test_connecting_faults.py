@@ -194,7 +194,7 @@ def test_a_rank_that_never_comes_is_named_at_the_timeout() -> None:
 
 
 def test_a_rank_that_waits_for_others_ends_when_it_hears_of_a_failure() -> None:
-    """Its error comes from the main thread: its caller's cleanup runs."""
+    """The error comes from the main thread, so the cleanup of the rank's caller runs."""
 
     def on_rank(rank: int) -> str:
         if rank == 0:

@@ -151,8 +151,9 @@ def count_in_stock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_multi_token_prediction_holds_what_a_training_does(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last norm was not counted, nor the inputs of the output layer's further runs; and the
-    final norm on the stage of the loss, where it is on that of the last layer."""
+    """The estimate did not count the last norm of multi-token prediction, nor the inputs of the
+    output layer's further runs. It counted the final norm on the stage of the loss, although it is
+    on the stage of the last layer."""
     count_in_stock(tmp_path, monkeypatch)
     ranks = layout.count("|") + 1
     flags: dict[str, Any] = COMMON | {

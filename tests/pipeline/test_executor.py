@@ -174,7 +174,7 @@ def test_pairs(p2p: P2P) -> None:
 
 
 def test_who_fails_in_a_pair_says_so() -> None:
-    """Both passes: the one that was meant may be either."""
+    """The error names both passes, as either may be meant."""
     program = program_for(choose("zb-v"), 2, 6, pairs=True)
     rank = program.schedule.placement.rank_of[0]
     pair = next(pair for pair in sorted(program.schedule.pairs) if pair.forward.stage == 0)
@@ -361,8 +361,8 @@ def test_what_the_proof_lets_through_runs(p2p: P2P) -> None:
 
 
 def test_what_the_proof_refuses_hangs() -> None:
-    """Else the test above could not fail. Batched, receives that are posted ahead stand in the way
-    of what they wait for; the seal is broken to run it all the same."""
+    """If such a schedule ran, the test above could not fail. With batched messages, receives that
+    are posted ahead block what they wait for. The seal is broken to run it all the same."""
     schedule = written(
         """
         0RECV_B0 0F0 0SEND_F0 0B0 0WAIT_F0

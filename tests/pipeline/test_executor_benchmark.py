@@ -56,7 +56,8 @@ def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not(capsys:
 
 
 def test_a_pair_takes_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its two passes nothing besides. On lines there are none."""
+    """Overlapped passes take their common cost, and neither pass takes time of its own. Lines have
+    none."""
     taken: list[float] = []
     monkeypatch.setattr(
         emulated, "take", lambda seconds: taken.append(seconds) if emulated._clock.runs else None

@@ -309,7 +309,8 @@ def fail_with_the_store(rank: int) -> None:
 
 
 def test_the_rank_that_keeps_the_store_is_heard(script: Script) -> None:
-    """Its words went down with its process before anybody had looked."""
+    """The report of the rank with the store was lost with its process, before any rank had read
+    it."""
     with running_ranks(2, fail_with_the_store, script, connect=False) as running:
         results = running.wait()
     values(results)

@@ -225,8 +225,8 @@ EVALUATED: dict[str, LossFunction | None] = {
 
 
 def assert_alike(ours: Any, stocks: Any, where: str) -> None:
-    """Both are of one structure, and their numbers agree to the rounding of another order of
-    sums."""
+    """Assert that both have one structure, and numbers that agree to the rounding of another order
+    of sums."""
     assert type(ours) is type(stocks), where
     if isinstance(stocks, dict):
         assert ours.keys() == stocks.keys(), where

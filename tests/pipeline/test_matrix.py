@@ -222,7 +222,7 @@ def test_recompute_runs_each_layer_twice(
 def test_a_chunks_reduction_starts_right_after_its_last_w(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the passes of the rank's other chunk hide it."""
+    """A chunk's reduction starts early, so that the passes of the rank's other chunk hide it."""
     run, start = ModelStage.backward_weight, DistributedDataParallel.start_grad_sync
 
     def note(text: str) -> None:

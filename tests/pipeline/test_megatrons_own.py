@@ -134,7 +134,7 @@ def load(name: str, source: str, **more: Any) -> types.ModuleType:
 
 
 def theirs(test: str, file: Path, utilities: Path) -> tuple[Callable[..., None], Counter[str]]:
-    """Their function of that name, and what was changed in it."""
+    """Return Megatron's own function of that name, and the changes that were made in it."""
     sys.modules["pytest_mock"] = mock.MagicMock()
     sys.modules["tests.unit_tests"] = types.ModuleType("tests.unit_tests")
     load("tests.unit_tests.test_utilities", utilities.read_text())

@@ -457,7 +457,7 @@ def test_costs_with_bytes_are_taken_at_their_word() -> None:
 def test_a_microbatch_that_needs_more_grows_the_buffers_after_its_step(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """And says so, once. What it needs meanwhile is there."""
+    """The growth is logged once, and meanwhile the microbatch has all that it needs."""
     steps = Steps()
     steps.step(1024, 1024)
     steps.step(1024, 2048, 2048, 1024)
@@ -541,7 +541,7 @@ def test_a_copy_that_fails_ends_all_ranks(kind: Kind) -> None:
 
 
 def step_of(pipeline: Pipeline) -> OffloadedStep:
-    """Its last one."""
+    """Return the last step of ``pipeline``."""
     (step,) = (o for o in gc.get_objects() if type(o) is OffloadedStep)
     assert step._offload is pipeline.offload
     return step

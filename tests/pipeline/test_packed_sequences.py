@@ -266,7 +266,7 @@ def forward_step(data: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..
 
 
 def sum_of_losses(mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """And how many tokens have been counted."""
+    """Return the sum of losses, and the number of tokens that count."""
     loss = (output * mask).sum()
     return loss, mask.sum().int(), {"loss": loss.item()}
 

@@ -201,7 +201,8 @@ def test_fewer_microbatches_than_ranks(microbatches: int, schedule: str) -> None
     ],
 )
 def test_stages_without_layers(schedule: str, layout: str) -> None:
-    """Their output is their input (Megatron-LM #1852), which Megatron frees when it is sent."""
+    """A stage without layers returns its input (Megatron-LM #1852), which Megatron frees when it is
+    sent."""
     ours = {"pipeline_schedule": schedule, "pipeline_model_parallel_layout": layout}
     SETTINGS["pp2"].resume_as_stock(**ours)
 
@@ -261,7 +262,8 @@ def test_tied_copies_are_equal_from_the_start() -> None:
 
 @pytest.mark.parametrize("schedule", [None, "gis", *at_night("1f1b", "hanayo")])
 def test_saved_on_a_v_and_resumed_elsewhere(schedule: str | None) -> None:
-    """Also under stock, with no flag of ours."""
+    """A checkpoint of a V is resumed under other schedules, and under stock without a flag of
+    ours."""
     setting = SETTINGS["pp2"]
     setting.resume_as(setting.saved(pipeline_schedule="zb-v"), pipeline_schedule=schedule)
 

@@ -159,7 +159,8 @@ def test_programs_change_while_devices_wait_or_are_late(
 def test_a_rank_that_swaps_a_step_late_ends_the_training(
     swap: str, emulated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its neighbours may wait for it forever; the first step of a program names both instead."""
+    """Neighbours of a rank that swaps late may wait for ever. The first step of a program names
+    both ranks instead."""
     known = Programs.known
 
     def late(own: Programs, *request: Any) -> Any:

@@ -140,7 +140,7 @@ def check_cut_off(rank: int, result: RankResult) -> None:
 def test_every_rank_ends_when_one_fails(
     script: Script, failing: int, where: str, fault: Callable[[], None]
 ) -> None:
-    """Its thread that waits for the verdict keeps no process from ending."""
+    """The thread that waits for the verdict keeps no process from ending."""
     with running_ranks(RANKS, Steps(failing, where, fault), script) as running:
         results = running.wait()
     for rank, result in enumerate(results):
@@ -160,7 +160,8 @@ def test_every_rank_ends_when_one_fails(
 def test_a_rank_whose_caller_goes_on_after_its_error(
     script: Script, failing: int, where: str
 ) -> None:
-    """Its thread may still wait for the verdict, and has what it comes on."""
+    """After an error the rank's thread may still wait for the verdict, and still has what it
+    needs."""
     with running_ranks(RANKS, Steps(failing, where, throw, swallows=True), script) as running:
         running.wait_until_it_says(failing, HERE)
         others = [rank for rank in range(RANKS) if rank != failing]

@@ -156,7 +156,7 @@ def test_saved_and_resumed(tmp_path: Path) -> None:
 
 
 def test_the_upstream_script() -> None:
-    """Its gradients are clipped now and then as they are."""
+    """In this training gradients are clipped now and then."""
     script = megatron_sources() / "pretrain_gpt.py"
     flags: dict[str, object] = {
         "pipeline_schedule": "zb-v",

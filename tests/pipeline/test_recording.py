@@ -141,8 +141,8 @@ def test_passes_of_known_length_are_recorded_with_it() -> None:
 
 
 def skewed_offsets(rank: int, ahead: float) -> tuple[list[Offset], list[float]]:
-    """Also how long each round took here. Rank 1's clock is ``ahead`` of the others'; rank 2 comes
-    late to every round."""
+    """Return the offsets, and how long each round took here. Rank 1's clock is ``ahead`` of the
+    others'; rank 2 comes late to every round."""
     skew = ahead if rank == 1 else 0.0
     shown: list[float] = []
 

@@ -488,7 +488,7 @@ def test_all_schedules_are_the_same_to_the_last_bit(model: str, schedule: str) -
 def test_ranks_that_share_sequences_train_as_stock_on_whole_ones(
     model: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of lengths that costs balance."""
+    """Ranks that share sequences train as stock, also with lengths that costs balance."""
     stock.cache_clear()  # its output is wanted
     expected = stock(model)
     said = of_experts(capfd.readouterr().out)

@@ -47,7 +47,8 @@ def orders(step: TracedStep, which: str) -> list[list[str]]:
 
 
 def test_a_trace_of_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And to trace a run does not change its numbers. Ranks have an allocator, as GPUs do."""
+    """A trace has every pass of four ranks, and changes no number of the run. Ranks have an
+    allocator here, as GPUs do."""
     monkeypatch.setattr(
         step_trace, "reserved_beyond_allocated", lambda device: 8.0 * dist.get_rank()
     )

@@ -319,7 +319,8 @@ def ranks_cut_off(results: Mapping[int, RankResult]) -> list[int]:
 def test_every_rank_ends_when_one_fails(
     script: Script, at: str, fault: Callable[[], None], exit_code: int
 ) -> None:
-    """Also with broadcasts posted ahead, for which gloo would keep a group open that is closed."""
+    """Every rank ends, also with broadcasts posted ahead, for which gloo would keep a closed group
+    open."""
     with running_ranks(3, Step({at: fault}), script) as running:
         results = running.wait()
     failed = parse_action(at).stage

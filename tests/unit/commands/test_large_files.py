@@ -53,7 +53,7 @@ def test_a_recording_is_read_line_by_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--costs", "--config"])
 def test_json_is_limited(option: str, tmp_path: Path) -> None:
-    """Its values take many times the bytes of the text."""
+    """Values read from JSON take many times the bytes of their text."""
     (tmp_path / "large.json").write_text("[" + "[]," * 20_000_000 + "0]")
     words = [*SIMULATE, "--costs"] if option == "--costs" else ["plan", "--config"]
     refused(run_limited([*words, "large.json"], tmp_path), "large.json has more than 32 MiB")

@@ -33,7 +33,7 @@ def nothing() -> None:
 
 
 def as_megatron() -> None:
-    """Its training's handler, and --logging-level 40."""
+    """Set a handler as Megatron's training does, and the level of --logging-level 40."""
     logging.basicConfig(handlers=[logging.StreamHandler(sys.stdout)], level=logging.INFO)
     logging.getLogger().setLevel(logging.ERROR)
 

@@ -123,7 +123,7 @@ def test_what_the_passes_cost_is_found_again(
 
 
 def test_a_head_is_found_again_wherever_its_weight_gradient_is() -> None:
-    """Both places occur in the test above."""
+    """The output layer's weight gradient is in I in one program, and in W in the other."""
     assert not output_layer_waits(placed("zb-h1"))
     assert output_layer_waits(placed("zb-h1", rows=50))
 

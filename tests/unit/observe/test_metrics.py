@@ -62,7 +62,8 @@ SPECS = (
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("spec", SPECS)
 def test_ranks_that_share_no_clock_tell_the_makespan(spec: str, ranks: int) -> None:
-    """Their messages do: a first pass waits for one, and so does a last I."""
+    """Messages show the makespan without a common clock: a first pass waits for one, and so does a
+    last I."""
     program = program_of(spec, ranks, 3 * ranks)
     predicted = simulate(program, program.problem.costs)
     measured = metrics(told(program, [predicted, predicted.moved(0.0, 3.0)]), predicted)
@@ -83,7 +84,8 @@ def test_steps_that_overlap_take_their_span() -> None:
 
 
 def test_what_is_told_comes_back_from_its_numbers() -> None:
-    """Also of a rank that has fewer stages than another, or has had no step."""
+    """Sums come back from their numbers, also those of a rank that has fewer stages than another,
+    or has had no step."""
     sums = RankSums(2, 3.0, 4.0, (0.5, 1.0, 2.0, 3.0), 5 * GIB, 6 * GIB)
     assert RankSums.of(sums.numbers(1)) == sums
     assert len(sums.numbers(2)) == len(RankSums().numbers(2))

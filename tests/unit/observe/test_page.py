@@ -95,7 +95,8 @@ def test_every_pass_has_its_box(sort: str) -> None:
 
 @EACH
 def test_nothing_starts_before_what_it_waited_for_has_ended(sort: str) -> None:
-    """And, of what is simulated, everything at once when the last of it has."""
+    """In a simulated run everything also starts as soon as the last thing that it waited for has
+    ended."""
     run = simulated_run("x", ALL_SORTS[sort], steps=2)
     for place, box in enumerate(run.boxes):
         ends = [run.boxes[other].end for other in before(run.boxes, place)]

@@ -191,7 +191,7 @@ def test_no_trace(content: str | None, why: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [None, 1, 2, 4])
 def test_a_trace_of_another_version_is_named(version: object, tmp_path: Path) -> None:
-    """Its passes might be read as others than they were."""
+    """The passes of another version's trace might be read as others than they were."""
     written(tmp_path)
     file = tmp_path / "new" / NAME
     data = json.loads(file.read_text())

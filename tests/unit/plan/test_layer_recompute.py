@@ -49,8 +49,8 @@ def selective(*modules: str) -> LayerRecompute:
 
 
 def test_what_a_dense_model_could_run_again() -> None:
-    """Its norms are in Transformer Engine's matrices, and its attention keeps no matrix: running
-    either again would free nothing."""
+    """A dense model's norms are in Transformer Engine's matrices, and its attention keeps no
+    matrix, so recompute of either would free nothing."""
     assert recompute_options(DENSE, RUN, RATES) == [NONE, selective("mlp"), FULL]
 
 

@@ -231,7 +231,8 @@ def test_no_step_beats_its_bound() -> None:
 
 
 def test_sizes_that_cannot_fit_are_not_estimated() -> None:
-    """And no others: more memory shows all estimates, of which those that fit in less stay."""
+    """Only sizes that cannot fit have no estimate. With more memory all have one, and those that
+    fit in less stay the same."""
     roomy = Estimator(small_job())
     least = 1.5 * min(roomy.model_bytes(sizes).total for sizes in space(small_job()))
     tight = Estimator(small_job(least))

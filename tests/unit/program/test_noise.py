@@ -75,7 +75,7 @@ def test_samples_are_those_of_the_simulator_one_by_one() -> None:
 
 
 def test_factors_have_their_mean_and_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And are the same however many are drawn at once, and for passes in another order."""
+    """Factors are also the same however many are drawn at once, and for passes in another order."""
     noise = Noise(0.3)
 
     def of_passes(schedule: Schedule) -> dict[Action, FloatArray]:

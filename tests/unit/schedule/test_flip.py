@@ -86,7 +86,7 @@ def torch_schedules() -> Any:
 def test_torchs_v_is_flipped_and_proved(
     theirs: str, ours: str, p: int, m: int, tmp_path: Path, torch_schedules: Any
 ) -> None:
-    """And it is the published one: ours, pass for pass."""
+    """torch's V, flipped, is the published one: ours, pass for pass."""
     table = getattr(torch_schedules, theirs)(names_of_stages(p, 2), m)
     path = tmp_path / "torch.csv"
     table._dump_csv(str(path), format="compute_only")

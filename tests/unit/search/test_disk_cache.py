@@ -82,7 +82,8 @@ def test_a_cache_is_its_users_alone(umask: int, folder: Path) -> None:
 def test_a_cache_that_others_may_have_filled_is_not_used(
     fault: str, folder: Path, heard: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its results were taken, and its compiled code executed, whoever had put them there."""
+    """Results of a cache were taken, and its compiled code was executed, whoever had put them
+    there."""
     disk_cache.store("v", "inputs", "result")
     if fault == "foreign":
         owner = os.geteuid()

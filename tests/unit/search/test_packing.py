@@ -119,7 +119,8 @@ def test_any_plan_packs_soundly(
 def test_bytes_never_deadlock(
     seed: int, place: Callable[[int], Placement], p: int, m: int, above: float
 ) -> None:
-    """Also where W needs more than I left, which makes memory grow on the way back."""
+    """Packing never deadlocks, also if W needs more than I has left, which makes memory grow on the
+    way back."""
     random, placement = Random(seed), place(p)
     costs = random_costs(random, placement)
     assert costs.held_bytes is not None

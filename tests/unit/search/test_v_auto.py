@@ -129,7 +129,8 @@ def test_any_problem_is_solved(seed: int, p: int, m: int, halves: int) -> None:
 @settings(PROPERTY, max_examples=8)
 @given(seed=seeds, p=st.integers(1, 4), above=st.floats(1, 4))
 def test_bytes_are_respected(seed: int, p: int, above: float) -> None:
-    """Also where W needs more than I left, which makes memory grow on the way back."""
+    """A limit in bytes holds, also if W needs more than I has left, which makes memory grow on the
+    way back."""
     placement = v(p)
     costs = random_costs(Random(seed), placement)
     with pytest.raises(ValueError, match="least feasible") as error:

@@ -394,8 +394,8 @@ def step_of(name: str, costs: str, m: int = 8) -> float:
 
 
 def test_v_auto_looks_for_the_least_span(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its search packs for the span, and it finds what zb-v's makespan does not lead to. The two
-    searches are kept apart in the cache."""
+    """v-auto searches for the least span, and finds what zb-v's makespan does not lead to. The
+    cache keeps the two searches apart."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
     for name, value in (("_PERIODS", (90, 100)), ("_PROMISING", 4), ("_ROUNDS", 4)):

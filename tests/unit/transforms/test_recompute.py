@@ -190,8 +190,8 @@ def test_refusals(problem: dict[str, object], message: str) -> None:
 @settings(PROPERTY, max_examples=35)
 @given(seeds)
 def test_any_schedule_takes_them(seed: int) -> None:
-    """Its passes stay in their order, each R comes between its F and its I, the whole is proved,
-    and no rank holds more than before."""
+    """The passes of any schedule stay in their order, each R comes between its F and its I, the
+    whole is proved, and no rank holds more than before."""
     case = random_case(seed)
     stages = case.problem.placement.stages
     problem = case.problem.with_options(recompute=Recompute(first=Random(seed).randint(1, stages)))
