@@ -194,15 +194,16 @@ def job_costs(
     measured = None if source.file is None else rates_in_file(source.file, job.counts)
     if source.is_estimate or measured is not None:
         # A training that measures says nothing about the estimate, which it soon replaces.
-        costs = _estimated(job, measured, None if source.profile else tell)
+        costs = _estimated(job, slices, measured, None if source.profile else tell)
     else:
         costs = parse_costs(source.text, job.placement)
-        if slices > 1 and not costs.slices.attention:
-            costs = costs.with_attention_of(_estimated(job))
-            if tell is not None:
+        if slices > 1:
+            given = costs
+            costs = given.with_slices_of(_estimated(job, slices))
+            if tell is not None and costs is not given:
                 tell(
-                    f"{flag('costs')} {source} does not tell attention from the rest of a pass: "
-                    f"the lengths of slices are by its estimated share"
+                    f"{flag('costs')} {source} does not say what slices take: the shares of "
+                    f"attention, and of what each slice takes whatever its length, are estimated"
                 )
     if slices > 1:
         costs = costs.with_slices_shared_by(job.context_parallel)
@@ -230,7 +231,9 @@ def basis_of(job: Job) -> Basis | None:
     return Basis(layers.model, layers.stages, run, rates(run.precision), has_tower)
 
 
-def _estimated(job: Job, measured: Rates | None = None, tell: Listener | None = None) -> Costs:
+def _estimated(
+    job: Job, slices: int, measured: Rates | None = None, tell: Listener | None = None
+) -> Costs:
     """Return estimated costs; equal ones for F, I and W of every stage if layers are not known."""
     layers = job.layers
     if layers is None:
@@ -247,7 +250,7 @@ def _estimated(job: Job, measured: Rates | None = None, tell: Listener | None = 
             f"parameters outside it ({others}); {_REMEDY}"
         )
     reached = measured or rates(layers.execution.precision)
-    costs = estimate(layers.model, layers.stages, layers.execution, reached)
+    costs = estimate(layers.model, layers.stages, layers.execution, reached, slices)
     costs = with_links(costs, job.placement, reached, job.ranks, job.stride)
     trained = job.trained
     return without_frozen(

@@ -16,10 +16,9 @@ from megatron_ext.cost_model.gpus import FreeMemory
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.planner.figures import bytes_of, slower_by
 from megatron_ext.planner.job_plan import JobPlan
-from megatron_ext.planner.long_sequences import LongSequences, shortest_slice
+from megatron_ext.planner.long_sequences import LongSequences
 from megatron_ext.planner.planner import without_figures
-from megatron_ext.schedule.problem import Offload, Problem
-from megatron_ext.schedule.slices import LONG_ENOUGH
+from megatron_ext.schedule.problem import Offload
 
 
 def print_tables(made: JobPlan) -> None:
@@ -29,9 +28,6 @@ def print_tables(made: JobPlan) -> None:
     unit = "seconds, as measured" if made.in_seconds else "the unit of --costs"
     unit = "seconds, as estimated" if made.is_estimate else unit
     typer.echo(f"times are in {unit}")
-    best = made.plan.best
-    if best is not None and made.long_sequences is not None:
-        print_short_slices([best.variant.problem], made.long_sequences.tokens)
     for group, shares in made.waits.items():
         parts = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
         typer.echo(f"waiting for {group} ranks is {parts}")
@@ -218,8 +214,6 @@ def _print_long_sequences(made: LongSequences) -> None:
     for alternative in made.alternatives:
         if alternative.shortest is None:
             typer.echo(f"{alternative.words}: {alternative.why_not}")
-    sliced = [one.variant.problem for one in known.values() if one.report.slices > 1]
-    print_short_slices(sliced, made.of_rank)
 
 
 def _row_of_sequences(one: Candidate) -> dict[str, Any]:
@@ -231,16 +225,3 @@ def _row_of_sequences(one: Candidate) -> dict[str, Any]:
         "peak microbatches": f"{one.report.peak:.3g}",
         "fullest rank": "" if one.fullest is None else bytes_text(one.fullest),
     }
-
-
-def print_short_slices(problems: Iterable[Problem], tokens: int) -> None:
-    """Print a remark if slices of a sequence of so many ``tokens`` are short: their kernels take
-    longer than the estimate."""
-    shortest = {problem.slices.count: shortest_slice(problem, tokens) for problem in problems}
-    short = {count: length for count, length in shortest.items() if length and length < LONG_ENOUGH}
-    if short:
-        lengths = ", ".join(f"one of {count} has {length:,}" for count, length in short.items())
-        typer.echo(
-            f"kernels are slower on slices of fewer than {LONG_ENOUGH:,} tokens or so, which is "
-            f"not counted: {lengths}"
-        )

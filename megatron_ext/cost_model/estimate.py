@@ -18,7 +18,6 @@ from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.operations.operation import Group
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.stage_seconds import (
-    Other,
     PassSeconds,
     seconds_of_embedding,
     seconds_of_layers,
@@ -37,11 +36,39 @@ from megatron_ext.schedule.costs import (
 from megatron_ext.schedule.kinds import RULES, Held
 
 
-def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates) -> Costs:
+def estimate(
+    model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates, slices: int = 1
+) -> Costs:
     """Return the seconds and bytes of a microbatch on each of ``stages``, at ``rates``.
 
     The embedding and the vision tower have to be on the first stage, the output layer on the last.
+
+    Args:
+        slices: number of slices of a sequence, for `SliceCosts.fixed`: a mean slice takes what the
+            estimate says of its tokens.
     """
+    costs = _of_microbatch(model, stages, execution, rates)
+    if slices == 1:
+        return costs
+    mean = _of_microbatch(model, stages, replace(execution, slices=slices), rates)
+    return costs.with_slices(fixed=_fixed(costs.without_tower(), mean.without_tower(), slices))
+
+
+def _fixed(costs: Costs, mean: Costs, slices: int) -> dict[Kind, tuple[float, ...]]:
+    """Return the seconds of passes that each slice takes whatever its tokens: a share x of a
+    sequence takes ``fixed + (costs - fixed) * x``, and a mean slice takes ``mean``."""
+    return {
+        kind: tuple(
+            max(of_slice - seconds / slices, 0.0) / (1 - 1 / slices)
+            for of_slice, seconds in zip(mean.seconds[kind], figures, strict=True)
+        )
+        for kind, figures in costs.seconds.items()
+    }
+
+
+def _of_microbatch(
+    model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates
+) -> Costs:
     layers = [seconds_of_layers(model, stage, execution, rates) for stage in stages]
     forward, input_gradient, weight_gradient = zip(*(stage.totals for stage in layers), strict=True)
     message = message_bytes(model, execution)
@@ -62,7 +89,6 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
         slices=SliceCosts(
             attention=tuple(map(_attention_share, layers)),
             keys_values=tuple(keys_values_of_stage(model, stage, execution) for stage in stages),
-            launch=tuple(stage.forward.get(Other.LAUNCH, 0.0) for stage in layers),
         ),
         overlap=OverlapCosts(
             hidden_by_pairs(model, stages, execution, rates) if execution.overlap else {}

@@ -53,6 +53,8 @@ class Execution:
             of Megatron's modules.
         dispatcher: how tokens go to experts: ``alltoall``, ``allgather`` or ``flex``.
         context_exchange: Megatron's cp_comm_type: ``p2p``, ``all_gather``, ``a2a``, ``a2a+p2p``.
+        slices: number of slices of each sequence; with more than one, all sizes are those of a mean
+            slice, which attends to half of the sequence.
         overlap: share of the time of experts' messages that overlaps the other pass's computation
             if two passes run as a pair; 0: there are no pairs.
         pipeline_span: number of ranks from the first rank of a pipeline to its last; 0: it is not
@@ -82,6 +84,7 @@ class Execution:
     dispatcher: str = "alltoall"
     context_exchange: str = "p2p"
     pipeline_span: int = 0
+    slices: int = 1
     overlap: float = 0.0
     framework: Framework = Framework.MEGATRON
 
@@ -92,9 +95,9 @@ class Execution:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch on a context-parallel rank, which all its tensor-parallel ranks
-        see."""
-        return self.sequence // self.context_parallel * self.micro_batch
+        """Tokens of a microbatch, or of a mean slice, on a context-parallel rank, which all its
+        tensor-parallel ranks see."""
+        return self.sequence // self.context_parallel * self.micro_batch // self.slices
 
     @property
     def expert_replicas(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_ext.schedule.action import Kind
@@ -32,11 +32,16 @@ def without_frozen(
     def shared(figures: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(figure * share for figure, share in zip(figures, matrices, strict=True))
 
+    def trained(seconds: Mapping[Kind, tuple[float, ...]]) -> dict[Kind, tuple[float, ...]]:
+        first, *later = seconds[Kind.BACKWARD_INPUT]
+        return {
+            **seconds,
+            Kind.BACKWARD_WEIGHT: shared(seconds[Kind.BACKWARD_WEIGHT]),
+            Kind.BACKWARD_INPUT: (first * reached, *later),
+        }
+
     layers = costs.layers_alone
-    seconds = dict(layers.seconds)
-    seconds[Kind.BACKWARD_WEIGHT] = shared(seconds[Kind.BACKWARD_WEIGHT])
-    first, *later = seconds[Kind.BACKWARD_INPUT]
-    seconds[Kind.BACKWARD_INPUT] = (first * reached, *later)
+    fixed = costs.slices.fixed
     held = layers.held_bytes
     if held is not None:
         held = {**held, Held.WEIGHT_INPUTS: shared(held[Held.WEIGHT_INPUTS])}
@@ -47,7 +52,9 @@ def without_frozen(
     # B may have become so short that it hides no more than I.
     overlap_saving.pop(Kind.FULL_BACKWARD, None)
     changed = replace(
-        layers.with_passes(seconds=seconds, held_bytes=held, fused_backward_saving=saving),
+        layers.with_passes(
+            seconds=trained(layers.seconds), held_bytes=held, fused_backward_saving=saving
+        ).with_slices(fixed=fixed and trained(fixed)),
         overlap=OverlapCosts(overlap_saving),
     )
     vocabulary = costs.vocabulary

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 
 from megatron_ext.base.words import counted
 from megatron_ext.compile.size import seconds_to_build
@@ -19,13 +18,13 @@ from megatron_ext.planner.candidate import (
     tied,
 )
 from megatron_ext.planner.figures import flags_of
+from megatron_ext.planner.limits import least_step
 from megatron_ext.planner.planner import VariantOf, make_plan
 from megatron_ext.planner.training import TrainedModel, Training
 from megatron_ext.planner.verdict import NOTHING, Written
-from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT, Lengths, Slices
+from megatron_ext.schedule.slices import UNCUT, Lengths, Slices
 
-LONG = 2 * LONG_ENOUGH  # tokens of a sequence from which on slices are worth a look
+LONG = 8192  # tokens of a sequence from which on context parallelism is compared too
 COUNTS = (2, 4, 8)
 # Those that are compared with slices: SlimPipe's order is interleaved's where slices are a multiple
 # of ranks.
@@ -35,6 +34,7 @@ SPECS = (
 )
 WHOLE_SEQUENCES, FULL_RECOMPUTE = "whole sequences", "--recompute-granularity full"
 EQUAL = 0.02  # of a step: what no estimate tells apart
+_PLACED = ("zb-h1", "zb-v")  # one chunk a rank, or two of which one rank has both ends
 _SECONDS = 0.3  # to build a program that is compared here: others are said to take long
 _IF_RECOMPUTED = "it fits if some activations are recomputed"
 
@@ -69,27 +69,18 @@ class LongSequences:
 
     Attributes:
         tokens: tokens of a sequence.
-        sharing: context-parallel ranks, which share each slice.
         written: the flags for `best`, if there is one.
     """
 
     tokens: int
     alternatives: tuple[LongSequenceAlternative, ...]
-    sharing: int = 1
     written: Written = NOTHING
 
     @property
-    def of_rank(self) -> int:
-        """Tokens of a sequence on a rank."""
-        return self.tokens // self.sharing
-
-    @property
     def tied(self) -> tuple[Candidate, ...]:
-        """The schedules with slices that are long enough for fast kernels whose step is as long as
-        the shortest, the recommended one first."""
-        most = self.of_rank // LONG_ENOUGH
-        eligible = (one for one in self.alternatives if 1 < one.slices <= most)
-        made = [candidate for one in eligible for candidate in one.candidates]
+        """The schedules with slices whose step is as long as the shortest, the recommended one
+        first."""
+        made = [made for one in self.alternatives if one.slices > 1 for made in one.candidates]
         return tied(stable_of(made) or made)
 
     @property
@@ -107,25 +98,27 @@ def long_sequences(
     training: Training, plan: Plan, allowed_bytes: float | None
 ) -> LongSequences | None:
     """Return the alternatives for the sequences of ``training``, whose ``plan`` this is; None if
-    they are short.
+    slices can gain nothing.
 
     Args:
         allowed_bytes: bytes that a rank may take; None: as much as it takes.
     """
     trained, requested = training.trained, training.options.slices
-    if trained is None or trained.execution.sequence < LONG:
+    if trained is None:
+        return None
+    counts = counts_that_may_gain(partial(_with_slices, training), plan)
+    if not counts and requested.count == 1:
         return None
     alternatives = alternatives_of_plan(plan, requested.count)
     if requested.count > 1:
         alternatives.append(
             long_sequence_alternative(WHOLE_SEQUENCES, _with_slices(training, UNCUT), allowed_bytes)
         )
-    elif training.is_estimate:
+    elif training.is_estimate and trained.execution.sequence >= LONG:
         alternatives += _of_other_settings(training, trained, allowed_bytes)
-    counts = [count for count in COUNTS if count != requested.count]
+    counts = [count for count in counts if count != requested.count]
     alternatives += alternatives_with_slices(partial(_with_slices, training), allowed_bytes, counts)
-    execution = trained.execution
-    made = LongSequences(execution.sequence, tuple(alternatives), execution.context_parallel)
+    made = LongSequences(trained.execution.sequence, tuple(alternatives))
     return made if made.best is None else replace(made, written=Written(flags_of(made.best)))
 
 
@@ -152,6 +145,36 @@ def _of_other_settings(
         yield long_sequence_alternative(
             context_parallel(ranks, copies // 2), divided, allowed_bytes, is_here=False
         )
+
+
+def counts_that_may_gain(variants_of: Callable[[Slices], VariantOf], plan: Plan) -> list[int]:
+    """Return those of `COUNTS` with which a step could be shorter than the shortest of ``plan``, by
+    more than `EQUAL`: the time in which ranks are idle there is longer, and what slices add to the
+    passes of the busiest rank is less. All, if nothing in ``plan`` fits.
+
+    Args:
+        variants_of: as of `alternatives_with_slices`. A number of slices for which it raises
+            ValueError is returned, so that the reason is shown.
+    """
+    best = plan.best
+    if best is None:
+        return [*COUNTS]
+    if best.report.bubble_share_makespan < EQUAL:
+        return []
+
+    def may_gain(count: int) -> bool:
+        try:
+            variant_of = variants_of(Slices(count, Lengths.BALANCED))
+            variants = [variant_of(spec, VocabMethod.NAIVE) for spec in _PLACED]
+        except ValueError:
+            return True
+        return any(
+            least_step(variant) <= (1 - EQUAL) * best.step
+            for variant in variants
+            if variant is not None
+        )
+
+    return [count for count in COUNTS if may_gain(count)]
 
 
 def alternatives_of_plan(plan: Plan, slices: int = 1) -> list[LongSequenceAlternative]:
@@ -243,11 +266,3 @@ def _why_nothing(plan: Plan) -> str:
         return ""
     reasons = [why.removeprefix(f"{name}: ") for (name, _), why in plan.refusals.items()]
     return max(reasons, key=reasons.count)
-
-
-def shortest_slice(problem: Problem, tokens: int) -> int | None:
-    """Return the tokens of the shortest slice of a sequence of ``tokens``; None: it is not cut."""
-    if problem.slices == UNCUT:
-        return None
-    ends = (0.0, *problem.slice_ends)
-    return round(min(end - begin for begin, end in pairwise(ends)) * tokens)

@@ -31,6 +31,7 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem, ScheduleOptions
 from megatron_ext.schedule.rank_speeds import RankSpeeds, at_speeds
+from megatron_ext.schedule.slices import UNCUT
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 
 _NO_OPTIONS = ScheduleOptions()
@@ -144,8 +145,10 @@ class Training:
         if trained is not None:
             stages = trained.stages(placement, method)
             run, rates = trained.execution, trained.rates
-            estimated = estimate(trained.model, stages, run, rates)
+            estimated = estimate(trained.model, stages, run, rates, self.options.slices.count)
             estimated = with_links_of_span(estimated, placement, rates, run)
+            if self.options.slices != UNCUT:
+                estimated = estimated.with_slices_shared_by(run.context_parallel)
         if self.costs is None:
             return estimated
         given = self.costs(placement)
@@ -156,7 +159,11 @@ class Training:
             if layers is None:
                 return None
             given = redistribute(given, layers)
-        return given if estimated is None else _with_bytes(given, estimated)
+        if estimated is None:
+            return given
+        if self.options.slices != UNCUT:
+            given = given.with_slices_of(estimated)
+        return _with_bytes(given, estimated)
 
 
 def _with_bytes(costs: Costs, estimated: Costs) -> Costs:

@@ -183,15 +183,16 @@ class SliceCosts(CostPart):
         attention: the share of F, and of I and W together, that grows with the square of the
             sequence: as a share of the layers' seconds, without the vocabulary's. In a backward
             pass all of it is in I. () if it is zero or not known.
-        launch: the part of the seconds of F, and the same of I, that does not shrink with the
-            number of tokens; () if it is zero.
+        fixed: by kind of pass, the part of its seconds that each slice takes whatever its number of
+            tokens, at the number of slices that these costs are for: reading weights, adding to
+            their gradients, latencies, launching kernels. {} if it is zero or not known.
         keys_values: bytes of a microbatch's keys and values, which are part of the activation; ()
             if not known.
         sharing: number of context-parallel ranks that share each slice, one part behind the other.
     """
 
     attention: tuple[float, ...] = ()
-    launch: tuple[float, ...] = ()
+    fixed: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     keys_values: tuple[float, ...] = ()
     sharing: int = 1
 
@@ -399,12 +400,12 @@ class Costs:
             return seconds * self._at_place(kind, part) if self.at_places else seconds
         squared = self.of_attention(kind, action.stage)
         rest = seconds - squared
-        launch = min(self._launch_of(kind, action.stage), rest)
+        fixed = min(self._fixed_of(kind, action.stage), rest)
         tokens, attended = token_share(part), part.end**2 - part.begin**2
         # The last of the ranks that share the slice attends to most tokens, and the others wait for
         # it.
         attended += tokens**2 * (1 - 1 / self.slices.sharing)
-        return launch + (rest - launch) * tokens + squared * attended
+        return fixed + (rest - fixed) * tokens + squared * attended
 
     def _at_place(self, kind: Kind, microbatch: int) -> float:
         """Return the seconds of ``kind`` for ``microbatch`` relative to a mean microbatch."""
@@ -421,10 +422,9 @@ class Costs:
         """Costs with all microbatches alike."""
         return replace(self, at_places={}) if self.at_places else self
 
-    def _launch_of(self, kind: Kind, stage: int) -> float:
+    def _fixed_of(self, kind: Kind, stage: int) -> float:
         """Return the seconds of ``kind`` on ``stage`` that do not shrink with a slice."""
-        is_launched = kind in (Kind.FORWARD, Kind.BACKWARD_INPUT)  # W runs behind I
-        return self.slices.launch[stage] if self.slices.launch and is_launched else 0.0
+        return self.slices.fixed[kind][stage] if kind in self.slices.fixed else 0.0
 
     def _of_recompute(self, repeats: Kind, action: Action) -> float:
         """Return the seconds of R: as given, or else those of the forward pass that it repeats.
@@ -448,17 +448,32 @@ class Costs:
         backward = layers[kind][stage] + layers[Kind.BACKWARD_WEIGHT][stage]
         return min(self.slices.attention[stage] * backward, layers[kind][stage])
 
-    def with_attention_of(self, estimate: Costs) -> Costs:
-        """Return these costs, with the slices' figures of ``estimate`` if they have none."""
-        if self.slices.attention or not estimate.slices.attention:
+    def with_slices_of(self, estimate: Costs) -> Costs:
+        """Return these costs, with the slices' figures of ``estimate`` that they lack. Seconds are
+        in the proportion of ``estimate``'s to its passes."""
+        lacks = []
+        if estimate.slices.attention and not self.slices.attention:
+            lacks.append("attention")
+        if estimate.slices.fixed and not self.slices.fixed:
+            lacks.append("short slices")
+        if not lacks:
             return self
+        fixed = {
+            kind: tuple(
+                seconds * given / estimated if estimated else 0.0
+                for seconds, given, estimated in zip(
+                    figures, self.seconds[kind], estimate.seconds[kind], strict=True
+                )
+            )
+            for kind, figures in estimate.slices.fixed.items()
+        }
         return replace(
             self.with_slices(
-                attention=estimate.slices.attention,
-                launch=self.slices.launch or estimate.slices.launch,
+                attention=self.slices.attention or estimate.slices.attention,
+                fixed=self.slices.fixed or fixed,
                 keys_values=self.slices.keys_values or estimate.slices.keys_values,
             ),
-            origin=f"{self.origin}; attention in estimated proportions",
+            origin=f"{self.origin}; {' and '.join(lacks)} in estimated proportions",
         )
 
     def with_slices_shared_by(self, ranks: int) -> Costs:
@@ -485,10 +500,12 @@ class Costs:
 
     @cached_property
     def attention_share(self) -> float:
-        """The share of all passes of a microbatch that grows with the square of the sequence."""
+        """The share of all passes of a microbatch that grows with the square of the sequence, of
+        what is not the same for all slices."""
         kinds = Kind.FORWARD, Kind.BACKWARD_INPUT
         squared = sum(self.of_attention(k, s) for k in kinds for s in range(self.stages))
-        return squared / sum(map(sum, self.seconds.values()))
+        fixed = sum(map(sum, self.slices.fixed.values()))
+        return squared / max(sum(map(sum, self.seconds.values())) - fixed, squared or 1.0)
 
     def fused_backward_saving_by(self, action: Action) -> float:
         """Return the seconds that ``action`` saves: `fused_backward_saving_on` of its stage, times
@@ -502,13 +519,14 @@ class Costs:
             self.passes.fused_backward_saving[stage] if self.passes.fused_backward_saving else 0.0
         )
 
-    def least_on(self, stages: Iterable[int]) -> float:
-        """Return the least seconds that all passes of a mean microbatch take on ``stages`` of a
-        rank."""
+    def least_on(self, stages: Iterable[int], slices: int = 1) -> float:
+        """Return the least seconds that all passes of a mean microbatch, cut into so many
+        ``slices``, take on ``stages`` of a rank."""
         saving = self.mean_factor(Kind.BACKWARD_WEIGHT)
         means = [(self.mean_factor(kind), figures) for kind, figures in self.seconds.items()]
         return sum(
             sum(figures[stage] * mean for mean, figures in means)
+            + (slices - 1) * sum(figures[stage] for figures in self.slices.fixed.values())
             - self.fused_backward_saving_on(stage) * saving
             for stage in stages
         )
@@ -549,7 +567,9 @@ class Costs:
             for kind, table in self.overlap.savings.items()
         }
         return replace(
-            self.with_slices(launch=slower(self.slices.launch)).with_passes(
+            self.with_slices(
+                fixed={kind: slower(figures) for kind, figures in self.slices.fixed.items()}
+            ).with_passes(
                 seconds={kind: slower(figures) for kind, figures in self.seconds.items()},
                 recompute=slower(self.passes.recompute),
                 fused_backward_saving=slower(self.passes.fused_backward_saving),

@@ -44,7 +44,8 @@ _LINK = ("link", "duplex")
 _MEASURED = ("links", "reserved", "layers", "machine")
 # Figures that slices need: attention's share of passes, and the parts of a message and of a pass
 # that do not shrink with the slice.
-_SLICES = ("attention", "latency", "launch")
+_FIXED = {f"fixed_{key}": kind for key, kind in _PASSES.items()}
+_SLICES = ("attention", "latency", *_FIXED)
 
 # Seconds that an overlapped pair saves; in a file also a table of them by kind of backward pass.
 _SAVINGS = "overlap_saving"
@@ -73,8 +74,7 @@ def format_costs(costs: Costs) -> str:
         parts.append(f"attention={_joined(costs.slices.attention)}")
     if costs.links.latency:
         parts.append(f"latency={costs.links.latency:.4g}")
-    if any(costs.slices.launch):
-        parts.append(f"launch={_joined(costs.slices.launch)}")
+    parts += [f"{key}={_joined(figures)}" for key, figures in _fixed(costs).items()]
     if costs.overlap.savings:
         parts.append(f"{_SAVINGS}={_joined(_of_like_stages(costs))}")
     if costs.vocabulary is not None:
@@ -150,9 +150,10 @@ def parse_costs(text: str, placement: Placement) -> Costs:
 
     For slices of a sequence, ``attention=0.3`` is the share of f, and of i and w together, that
     grows with the square of the sequence, ``latency=0.1`` the part of comm that does not shrink
-    with the message, and ``launch=0.1`` the part of f, and of i, that does not shrink with the
-    slice. For pairs of passes, ``overlap_saving=3`` is the time that F and a backward pass save
-    side by side (one figure, or one per stage: two stages save the lesser of theirs).
+    with the message, and ``fixed_f=0.1``, ``fixed_i`` and ``fixed_w`` the parts of f, i and w
+    that do not shrink with the slice. For pairs of passes, ``overlap_saving=3`` is the time that F
+    and a backward pass save side by side (one figure, or one per stage: two stages save the lesser
+    of theirs).
 
     The inverse of `format_costs`.
 
@@ -216,15 +217,25 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
             f"costs {what}: latency is a single number, at most "
             f"comm={costs.links.p2p_seconds:g}, which includes it, not {shown(_joined(latency))}"
         )
-    launch = given.get("launch", [])
-    if len(launch) not in (0, 1, costs.stages):
-        raise ValueError(
-            f"costs {what}: launch is the time, contained in f and in i, in which the host "
-            f"launches kernels: one number, or one number per stage, not {_joined(launch)}"
-        )
-    return costs.with_slices(
-        attention=_of_all(shares, costs.stages), launch=_of_all(launch, costs.stages)
-    ).with_links(latency=float(latency[0]))
+    fixed: dict[Kind, tuple[float, ...]] = {}
+    for key, kind in _FIXED.items():
+        values = given.get(key, [])
+        if len(values) not in (0, 1, costs.stages):
+            raise ValueError(
+                f"costs {what}: {key} is the time that a slice takes whatever its length: one "
+                f"number, or one number per stage, not {_joined(values)}"
+            )
+        if values:
+            fixed[kind] = _of_all(values, costs.stages)
+    return costs.with_slices(attention=_of_all(shares, costs.stages), fixed=fixed).with_links(
+        latency=float(latency[0])
+    )
+
+
+def _fixed(costs: Costs) -> dict[str, tuple[float, ...]]:
+    """Return the figures of `SliceCosts.fixed` by their keys, but zeros."""
+    fixed = costs.slices.fixed
+    return {key: fixed[kind] for key, kind in _FIXED.items() if any(fixed.get(kind, ()))}
 
 
 def _of_all(figures: Sequence[float], stages: int) -> tuple[float, ...]:
@@ -350,8 +361,8 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     have ``keys and values``, a part of ``activation`` that is given like it. ``overlap_saving`` may
     also map ``i`` and ``b``, the kind of the overlapped backward pass, each to a table: a row
     per stage of F, a figure in it per stage of the backward pass. ``attention``, ``latency``,
-    ``launch``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of `parse_costs`,
-    and ``origin`` is a text for people.
+    ``fixed_f``, ``fixed_i``, ``fixed_w``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
+    `parse_costs`, and ``origin`` is a text for people.
 
     Raises:
         ValueError: no such file, not JSON, another version, lists of another length, or keys that
@@ -469,8 +480,7 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
         data["attention"] = rounded(costs.slices.attention)
     if costs.links.latency:
         data["latency"] = rounded([costs.links.latency])[0]
-    if any(costs.slices.launch):
-        data["launch"] = rounded(costs.slices.launch)
+    data |= {key: rounded(figures) for key, figures in _fixed(costs).items()}
     if costs.overlap.savings:
         data[_SAVINGS] = {
             key: [rounded(row) for row in costs.overlap.savings[kind]]

@@ -15,8 +15,6 @@ from itertools import accumulate, pairwise
 
 from megatron_ext.schedule.action import even_ends
 
-LONG_ENOUGH = 4096  # tokens of a slice on which kernels are as fast as on whole sequences
-
 
 class Lengths(enum.StrEnum):
     """Rules for the lengths of slices."""

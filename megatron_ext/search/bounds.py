@@ -90,7 +90,8 @@ def _of_differing(problem: Problem) -> float:
             arrival += costs.of(Action(stage - 1, Kind.SEND_F, part))
         arrivals.append(0.0 if problem.options.steps_overlap else arrival)
         arrival += costs.of(Action(stage, Kind.FORWARD, part))
-    works = [problem.microbatches * costs.least_on(stages) for stages in placement.stages_of]
+    count = problem.slices.count
+    works = [problem.microbatches * costs.least_on(row, count) for row in placement.stages_of]
     return max(
         arrivals[row[0]] + work for row, work in zip(placement.stages_of, works, strict=True)
     )

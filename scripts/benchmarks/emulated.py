@@ -58,7 +58,7 @@ def in_seconds(costs: str, placement: Placement) -> Costs:
             fused_backward_saving=_in_seconds(passes.fused_backward_saving),
         ),
         links=LinkCosts(),
-        slices=replace(slices, launch=_in_seconds(slices.launch)),
+        slices=replace(slices, fixed=_in_seconds(slices.fixed)),
         host=host,
         vocabulary=vocabulary,
         overlap=OverlapCosts(_in_seconds(given.overlap.savings)),

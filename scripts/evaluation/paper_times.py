@@ -50,7 +50,7 @@ def _training(step: PublishedStep, times: PublishedStage, launch: float) -> Desc
     layers = times.layers * step.pipeline
     model: Model = replace(times.model, layers=times.model.layers[:1] * layers)
 
-    def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
+    def costs_of(stages: Sequence[Stage], placement: Placement, slices: int) -> Costs:
         shares = [len(stage.layers) / times.layers for stage in stages]
         seconds = {
             kind: tuple(

@@ -25,8 +25,8 @@ def work_of(job: SizedJob, sizes: Sizes, recompute: LayerRecompute) -> Work:
     """The training with ``sizes``, for any layout and schedule."""
     model, execution = job.model_of(sizes), job.execution_of(sizes, recompute)
 
-    def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
-        costs = estimate(model, stages, execution, job.rates)
+    def costs_of(stages: Sequence[Stage], placement: Placement, slices: int) -> Costs:
+        costs = estimate(model, stages, execution, job.rates, slices)
         if execution.framework is Framework.PYTORCH:
             return with_blocking_messages(costs)
         return with_links(costs, placement, job.rates, job.gpus, job.stride(sizes))

@@ -277,21 +277,25 @@ def test_memory_is_judged_where_a_gpus_is_told() -> None:
 
 
 def test_what_slices_would_give_is_said() -> None:
-    """A launch with long sequences and bubbles gets the remark; a launch with slices does not."""
+    """A launch with fewer microbatches than ranks gets the remark; one with slices, with as many
+    microbatches, or with short sequences does not."""
     sizes: dict[str, Any] = {
-        **{"hidden_size": 1024, "num_attention_heads": 16, "padded_vocab_size": 32000},
-        **{"seq_length": 16384, "max_position_embeddings": 16384, "pipeline_schedule": "1f1b"},
+        **{"hidden_size": 4096, "num_attention_heads": 32, "padded_vocab_size": 32000},
+        **{"seq_length": 8192, "max_position_embeddings": 8192, "pipeline_schedule": "1f1b"},
+        "global_batch_size": 2,
     }
     (remark,) = [text for text in told(checked(**sizes), Severity.REMARK) if "slices:" in text]
     assert re.match(
-        r"slices: with --pipeline-schedule \S+ --pipeline-slices 4 --pipeline-slice-lengths "
+        r"slices: with --pipeline-schedule \S+ --pipeline-slices [248] --pipeline-slice-lengths "
         r"balanced a step is predicted to take -\d+\.\d%: [\d.]+% bubbles in place of [\d.]+%, "
         r".* GiB on the fullest rank in place of .* GiB",
         remark,
     ), remark
     assert "megatron-ext plan -- COMMAND compares them" in remark
-    cut = checked(**sizes, pipeline_slices=4)
-    assert not any("slices:" in text for text in told(cut, Severity.REMARK))
+    short = {"seq_length": 256, "max_position_embeddings": 256}  # whose price is too high
+    for changes in ({"pipeline_slices": 4}, {"global_batch_size": 4}, short):
+        other = checked(**(sizes | changes))
+        assert not any("slices:" in text for text in told(other, Severity.REMARK)), changes
 
 
 def test_what_communicators_take() -> None:

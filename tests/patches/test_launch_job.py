@@ -632,7 +632,8 @@ def test_things_that_do_not_suffice_alone_are_named_together(
 
 LONG: dict[str, Any] = {
     "num_virtual_stages_per_pipeline_rank": None,
-    **{"seq_length": 16384, "max_position_embeddings": 16384},
+    **{"seq_length": 32768, "max_position_embeddings": 32768},
+    **{"hidden_size": 2048, "num_attention_heads": 16},
 }
 
 
@@ -647,7 +648,9 @@ def test_a_launch_of_long_sequences_is_compared_with_slices_of_them() -> None:
     }
     assert all(way.candidates for way in compared.alternatives)
     flags = " ".join(compared.written.added)
-    assert re.search(r"--pipeline-schedule \S+ .*--pipeline-slices [24] .*lengths balanced$", flags)
+    assert re.search(
+        r"--pipeline-schedule \S+ .*--pipeline-slices [248] .*lengths balanced$", flags
+    )
     assert made().long_sequences is None  # 1,024 tokens
 
 
@@ -718,7 +721,8 @@ def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Pa
         megatron_arguments.validate(args, config, 4)
         *_, problem = problems(args, config)
         first, *_, last = lengths_in(problem, args, args.seq_length)
-    assert "attention in estimated proportions" in problem.costs.origin
+    assert "attention and short slices in estimated proportions" in problem.costs.origin
+    assert all(len(problem.costs.slices.fixed[kind]) == 2 for kind in problem.costs.seconds)
     assert first > 1.3 * last
 
 

@@ -30,7 +30,6 @@ from megatron_ext.launch.planner.alternatives import (
     layouts,
     pairs,
 )
-from megatron_ext.launch.planner.alternatives import long_sequences as slices_of_launch
 from megatron_ext.launch.planner.command_line import command_with
 from megatron_ext.launch.planner.launch_job import refusal_of
 from megatron_ext.launch.planner.parsed_launch import LaunchRequest, with_launch
@@ -96,7 +95,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "_with_chunks", lambda *given: with_chunks(*given)[:1])
     monkeypatch.setattr(candidates, "_PLACEMENTS", 1)
     monkeypatch.setattr(descent, "_STEPS", 2)
-    monkeypatch.setattr(slices_of_launch, "COUNTS", (2,))
+    monkeypatch.setattr(long_sequences, "COUNTS", (2,))
     make_plan = long_sequences.make_plan
     monkeypatch.setattr(
         long_sequences,

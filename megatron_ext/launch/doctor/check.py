@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from megatron_ext.launch.command.judgement import Judgement
 
 _LOW_PRECISION = "docs/compatibility.md#low-precision compares schedules and recipes"
-_LARGE_BUBBLE = 0.1  # of a step
 _LARGE_TRACE = 2**28  # bytes; a browser takes long to show more
 
 
@@ -456,7 +455,7 @@ def _check_training(
 def _say_what_slices_give(
     report: Report, made: Judgement, parsed: Any, config: PipelineConfig, gpu_bytes: float | None
 ) -> None:
-    """Report the gain of slices if sequences are long and cost much bubble or too much memory."""
+    """Report the gain of slices with fewer microbatches than ranks, or with too little memory."""
     from megatron_ext.launch.planner.alternatives.long_sequences import what_slices_give
     from megatron_ext.launch.planner.variants import LaunchVariants
 
@@ -467,13 +466,13 @@ def _say_what_slices_give(
     is_full = (
         gpu_bytes is not None and max(rank.total_bytes for rank in predicted.ranks) > gpu_bytes
     )
-    if not is_full and predicted.bubble < _LARGE_BUBBLE:
+    problem = made.program.problem
+    if not is_full and problem.microbatches >= problem.ranks:
         return
     parsed.padded_vocab_size = args.padded_vocab_size
     methods = frozenset([VocabMethod.NAIVE])
     variants = LaunchVariants(parsed, config, args.world_size, methods, None, made.resolved.spec)
-    tokens = args.seq_length // args.context_parallel_size
-    text = what_slices_give(variants, made.candidate(), tokens, gpu_bytes)
+    text = what_slices_give(variants, made.candidate(), gpu_bytes)
     if text is not None:
         fix = "megatron-ext plan -- COMMAND compares them with recompute and context parallelism"
         report.add(Severity.REMARK, "slices", text, fix)

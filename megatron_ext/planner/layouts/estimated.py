@@ -38,9 +38,10 @@ def estimated_work(
     ) -> list[ModelBytes]:
         return bytes_of_ranks(model, stages, execution, placement, vocabulary, state)
 
-    def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
-        costs = estimate(model, stages, execution, rates)
-        return with_links_of_span(costs, placement, rates, execution)
+    def costs_of(stages: Sequence[Stage], placement: Placement, slices: int) -> Costs:
+        costs = estimate(model, stages, execution, rates, slices)
+        costs = with_links_of_span(costs, placement, rates, execution)
+        return costs if slices == 1 else costs.with_slices_shared_by(execution.context_parallel)
 
     return Work(
         model,

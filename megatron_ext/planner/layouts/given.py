@@ -30,7 +30,7 @@ def given_work(
     alone = costs.layers_alone
     ends = costs.vocabulary or VocabularyCosts()
 
-    def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
+    def costs_of(stages: Sequence[Stage], placement: Placement, slices: int) -> Costs:
         passes = alone.passes.spread(layers, [len(stage.layers) for stage in stages])
         links = alone.links
         links = LinkCosts(links.p2p_seconds, links.latency, message_bytes=links.message_bytes)

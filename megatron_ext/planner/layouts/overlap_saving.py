@@ -54,5 +54,5 @@ class OverlapSaving:
 
     def _saved(self, there: Stage, back: Stage, *, full_backward: bool) -> float:
         kind = Kind.FULL_BACKWARD if full_backward else Kind.BACKWARD_INPUT
-        costs = self._work.costs_of((there, back), line(2))
+        costs = self._work.costs_of((there, back), line(2), 1)
         return costs.overlap_saving(Action(0, Kind.FORWARD, 0), Action(1, kind, 0))

@@ -133,7 +133,7 @@ class StageFigures:
         """Seconds of a microbatch in the encoder on the first stage; 0 without one."""
         layers = self.work.model.layers
         stages = Stage(layers[:1], embedding=True), Stage(layers[:1], output_layer=True)
-        tower = self.work.costs_of(stages, line(2)).tower
+        tower = self.work.costs_of(stages, line(2), 1).tower
         return 0.0 if tower is None else sum(tower.seconds)
 
     def piece(
@@ -167,7 +167,7 @@ class StageFigures:
 
     def _figures(self, stage: Stage) -> Floats:
         companion = Stage(self.work.model.layers[:1])  # costs of nothing at all are none
-        figures = figures_of_stage(self.work.costs_of((companion, stage), line(2)), 1, stage)
+        figures = figures_of_stage(self.work.costs_of((companion, stage), line(2), 1), 1, stage)
         if self._is_after_overlap:
             figures[Figure.WEIGHT] -= self.overlap_saving.with_itself(stage)
         # A pipeline of one rank would have no communicator.

@@ -23,7 +23,7 @@ from megatron_ext.schedule.rank_speeds import at_speeds
 from megatron_ext.schedule.slices import UNCUT, Slices
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR, StockExecutor
 
-CostsOf = Callable[[Sequence[Stage], Placement], Costs]
+CostsOf = Callable[[Sequence[Stage], Placement, int], Costs]
 BytesOf = Callable[[Sequence[Stage], Placement, VocabularyParallel], Sequence[ModelBytes]]
 
 
@@ -34,7 +34,8 @@ class Work:
     Attributes:
         ranks: number of pipeline ranks.
         microbatches: number of microbatches of a step in one pipeline.
-        costs_of: seconds and bytes of a microbatch on stages with a placement.
+        costs_of: seconds and bytes of a microbatch on stages with a placement, cut into so many
+            slices.
         bytes_of: bytes of the model on each rank.
         seconds_outside_passes: seconds of a step for the optimizer and for reductions that no pass
             hides, by the bytes of the model on a rank.
@@ -83,7 +84,7 @@ class Work:
         problem = Problem(
             placement,
             self.microbatches,
-            at_speeds(self.costs_of(stages, placement), placement, self.speeds),
+            at_speeds(self.costs_of(stages, placement, self.slices.count), placement, self.speeds),
             self.limit,
             options=ScheduleOptions(
                 vocab_parallel=method.vocabulary,

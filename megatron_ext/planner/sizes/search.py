@@ -27,6 +27,7 @@ from megatron_ext.planner.layouts.minimax import least_slowest_stage, with_even_
 from megatron_ext.planner.layouts.recompute import LayerRecompute
 from megatron_ext.planner.layouts.stage_figures import StageFigures
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
+from megatron_ext.planner.limits import least_step
 from megatron_ext.planner.long_sequences import COUNTS
 from megatron_ext.planner.planning_time import answered, until_end, within
 from megatron_ext.planner.sizes.described_job import SizedJob
@@ -35,7 +36,7 @@ from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
 from megatron_ext.planner.verdict import is_stock
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
-from megatron_ext.schedule.slices import LONG_ENOUGH, Lengths, Slices
+from megatron_ext.schedule.slices import Lengths, Slices
 
 SIMULATED = 100  # candidates of which a schedule is simulated
 FIRST = 10  # of these, after which there is a first answer
@@ -322,8 +323,8 @@ class _Search:
                 self._evaluate(one.sizes, work, one.spec, layout, may_offload=True)
 
     def slice(self) -> None:
-        """Evaluate schedules with slices for long sequences, with the best sizes and with those
-        that would be best if they fitted."""
+        """Evaluate schedules with slices, with the best sizes and with those that would be best if
+        they fitted."""
         best, layers = self.found.best(self._kinds[-1]), len(self._job.model.layers)
         choices: list[tuple[Sizes, LayerRecompute]] = []
         if best is not None:
@@ -333,16 +334,17 @@ class _Search:
             shortest = min(self._too_full, key=lambda one: one.seconds)
             choices.append((shortest.sizes, shortest.recompute))
         for sizes, recompute in dict.fromkeys(choices):
-            tokens = self._job.execution.sequence // sizes.context
             if self._works(sizes) is None or sizes.pipeline == 1:
                 continue
             work = self._work_of(sizes, recompute)
-            counts = (count for count in COUNTS if count * LONG_ENOUGH <= tokens)
-            for count, spec in product(counts, _SLICED):
+            for count, spec in product(COUNTS, _SLICED):
                 stages = choose(spec).place(work.ranks).stages
-                if stages <= layers:
-                    sliced = replace(work, slices=Slices(count, Lengths.BALANCED))
-                    self._evaluate(sizes, sliced, spec, evenly(layers, stages))
+                if stages > layers:
+                    continue
+                sliced = replace(work, slices=Slices(count, Lengths.BALANCED))
+                layout = evenly(layers, stages)
+                if best is None or _may_take_less(sliced, spec, layout, best.seconds):
+                    self._evaluate(sizes, sliced, spec, layout)
 
     def search_schedules(self) -> None:
         """Search schedules with the stages of the best step, and of the best whose sizes are
@@ -456,3 +458,14 @@ class _Search:
         sized = self._works(sizes)
         assert sized is not None
         return next(work for work in sized.works if work.recompute == recompute)
+
+
+def _may_take_less(work: Work, spec: str, layout: Layout, seconds: float) -> bool:
+    """Return whether a step of ``work`` could take fewer than ``seconds``, by its busiest rank."""
+    try:
+        variant = work.variant(spec, layout)
+    except ValueError:
+        return False
+    assert variant.model is not None
+    outside = max(map(work.seconds_outside_passes, variant.model))
+    return least_step(variant) + outside < seconds

@@ -176,8 +176,8 @@ def work_of(configuration: Configuration, execution: Execution) -> Work:
 def _frozen(work: Work) -> Work:
     """Return ``work`` without what frozen weights neither need nor keep."""
 
-    def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
-        costs = work.costs_of(stages, placement)
+    def costs_of(stages: Sequence[Stage], placement: Placement, slices: int) -> Costs:
+        costs = work.costs_of(stages, placement, slices)
         return without_frozen(costs, [0.0] * costs.stages, reached=1, output_layer=False)
 
     def bytes_of(

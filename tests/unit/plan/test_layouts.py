@@ -74,7 +74,7 @@ def test_messages_take_the_link_between_their_ranks(span: int, far: set[int]) ->
     assert variant is not None
     described = estimated_work(
         GPT.model, execution, TrainingState(), rates, ranks=8, microbatches=16
-    ).costs_of(stages_of(GPT.model, GPT.model.evenly(8)), line(8))
+    ).costs_of(stages_of(GPT.model, GPT.model.evenly(8)), line(8), 1)
     for costs in (variant.problem.costs, described):
         near_seconds, far_seconds = (costs.links.message_bytes / s for s in rates.to_neighbours)
         for stage in range(7):
@@ -172,8 +172,8 @@ def test_an_order_is_timed_as_it_is_simulated(
     layout = evenly(len(model.layers), placement.stages)
     as_it_is = evaluate(training, spec, layout)
 
-    def in_input_gradient(stages: Sequence[Stage], placement: Placement) -> Costs:
-        return with_input_gradient(training.costs_of(stages, placement))
+    def in_input_gradient(stages: Sequence[Stage], placement: Placement, slices: int) -> Costs:
+        return with_input_gradient(training.costs_of(stages, placement, slices))
 
     exact = evaluate(replace(training, costs_of=in_input_gradient), spec, layout)
     assert as_it_is.candidate.step <= exact.candidate.step
@@ -192,8 +192,8 @@ def test_each_link_takes_its_own_time(spec: str) -> None:
     """Between nodes a message takes longer than within: the mean was taken for all."""
     training = work()
 
-    def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
-        costs = training.costs_of(stages, placement)
+    def costs_of(stages: Sequence[Stage], placement: Placement, slices: int) -> Costs:
+        costs = training.costs_of(stages, placement, slices)
         hops = [
             costs.links.p2p_seconds * (20 if stage % 4 == 1 else 1)
             for stage in range(placement.last)

@@ -39,7 +39,6 @@ from megatron_ext.planner.sizes.space import space
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
-from megatron_ext.schedule.slices import LONG_ENOUGH
 from scripts.evaluation.measured import read_measured
 from scripts.evaluation.sizes import OF_SIZES, model_of
 from tests.helpers.sized_jobs import described_works, work_of
@@ -382,12 +381,12 @@ def test_offload_makes_shorter_steps_fit(only_pipelines: None) -> None:
 
 
 def test_long_sequences_are_sliced(only_pipelines: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In slices that kernels are fast on, also where nothing fits without them."""
+    """Also where nothing fits without slices."""
     monkeypatch.setattr(search, "_OFFLOADED", 0)
     for memory in (8e9, 11e9):
-        job = piped_job(memory, 4 * LONG_ENOUGH)
+        job = piped_job(memory, 16384)
         best, whole = best_and_others(job, lambda made: made.slices > 1)
-        assert best.made.candidate.report.slices in (2, 4) and not best.is_stock
+        assert best.made.candidate.report.slices in (2, 4, 8) and not best.is_stock
         assert best.made.fullest <= memory
     assert whole and best.seconds < 0.9 * min(step.seconds for step in whole)
 

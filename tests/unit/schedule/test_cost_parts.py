@@ -51,7 +51,7 @@ FULL = Costs(
     ),
     SliceCosts(
         attention=(0.25, 0.5, 0.5, 0.25),
-        launch=(0.125, 0.25, 0.375, 0.5),
+        fixed={F: (0.125, 0.25, 0.375, 0.5), W: (1.0, 2.0, 3.0, 4.0)},
         keys_values=(1.0, 2.0, 3.0, 4.0),
         sharing=2,
     ),
@@ -122,7 +122,9 @@ def test_what_is_joined_is_summed_up_and_links_are_those_between() -> None:
     assert joined.links == replace(
         FULL.links, p2p_seconds_by_stage=(2.0,), latencies=(0.5,), states=(1,)
     )
-    assert joined.slices == SliceCosts((0.3, 1 / 3), (0.375, 0.875), (3.0, 7.0), sharing=2)
+    assert joined.slices == SliceCosts(
+        (0.3, 1 / 3), {F: (0.375, 0.875), W: (3.0, 7.0)}, (3.0, 7.0), sharing=2
+    )
     assert joined.host is not None and joined.host.seconds[Kind.OFFLOAD_I] == (3.0, 9.0)
     assert (joined.host.ranks_per_link, joined.host.duplex) == (2, False)
     assert joined.vocabulary == FULL.vocabulary and joined.origin == "here"
@@ -149,11 +151,11 @@ _CHANGES: dict[str, tuple[Callable[[Costs], Costs], set[str]]] = {
         {"links.p2p_seconds", "links.latency", "links.p2p_seconds_by_stage", "links.latencies"},
     ),
     "with_slices": (lambda costs: costs.with_slices(sharing=9), {"slices.sharing"}),
-    "with_attention_of": (
-        lambda costs: costs.with_slices(attention=(), launch=()).with_attention_of(
-            FULL.with_slices(attention=(0.5,) * 4, launch=(0.5,) * 4)
+    "with_slices_of": (
+        lambda costs: costs.with_slices(attention=(), fixed={}).with_slices_of(
+            FULL.with_slices(attention=(0.5,) * 4, fixed={F: (0.5,) * 4})
         ),
-        {"slices.attention", "slices.launch", "origin"},
+        {"slices.attention", "slices.fixed", "origin"},
     ),
     "with_slices_shared_by": (
         lambda costs: costs.with_slices_shared_by(3),
@@ -218,12 +220,14 @@ def test_arrays_are_refused() -> None:
 
 
 def test_costs_of_emulated_runs_keep_all_but_messages() -> None:
-    text = "f=1000,i=2000,w=3000,comm=5,r=500,attention=0.5,launch=100,overlap_saving=200"
+    text = (
+        "f=1000,i=2000,w=3000,comm=5,r=500,attention=0.5,fixed_f=100,fixed_w=300,overlap_saving=200"
+    )
     text += ",d2h=700,output_layer=1/2/3"
     made = in_seconds(text, line(2))
     assert made.seconds == {F: (1.0, 1.001), I: (2.0, 2.002), W: (3.0, 3.003)}
     assert made.passes.recompute == (0.5, 0.501) and made.links == LinkCosts()
-    assert made.slices == SliceCosts((0.5, 0.5), (0.1, 0.1))
+    assert made.slices == SliceCosts((0.5, 0.5), {F: (0.1, 0.1), W: (0.3, 0.3)})
     assert made.host is not None and made.host.to_host == (0.7, 0.7)
     assert made.vocabulary == VocabularyCosts((0.001, 0.002, 0.003))
     assert made.overlap == OverlapCosts({I: ((0.2, 0.2), (0.2, 0.2))})

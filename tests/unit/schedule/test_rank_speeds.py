@@ -21,7 +21,7 @@ def test_passes_of_a_slow_rank_take_longer_and_nothing_else_changes() -> None:
     before = replace(FULL, slowness=(), unpartitioned=None)
     slowed = at_speeds(before, line(4), SPEEDS)
     assert set(_changed(before, slowed)) == {
-        *("passes.seconds", "passes.recompute", "passes.fused_backward_saving", "slices.launch"),
+        *("passes.seconds", "passes.recompute", "passes.fused_backward_saving", "slices.fixed"),
         # the first rank's embedding stays
         *("overlap.savings", "vocabulary.output_layer", "slowness"),
     }

@@ -47,7 +47,6 @@ from megatron_ext.search.bounds import lower_bound
 from megatron_ext.search.certify import certify
 from megatron_ext.search.weight_gradient_filling import makespan
 from tests.helpers.combinations import at_night
-from tests.helpers.few_families import only_families
 from tests.helpers.schedules import B, F, I, W, drawn, table
 
 
@@ -592,16 +591,6 @@ def test_plan_compares_schedules_of_slices() -> None:
                      r"--pipeline-slice-lengths balanced$", said, re.MULTILINE)  # fmt: skip
     assert re.search("^now: +Megatron's 1f1b, is not compared", said, re.MULTILINE)
     assert "zb-h1" in said and "hanayo" in said
-
-
-def test_plan_says_when_slices_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three schedules, so that it runs by day: at night alone it missed a rewording."""
-    only_families(monkeypatch, "1f1b", "zb-h1", "zb-v")
-    model = "layers=4,hidden=1024,heads=8,sequence=8192,vocabulary=32000"
-    asked = ["plan", "--pp", "2", "-m", "2", "--model", model, "--gpu", "h100"]
-    said = run(*asked, "--all", "--slices", "4")
-    assert "kernels are slower on slices of fewer than 4,096 tokens" in said
-    assert "one of 4 has 2,048" in said
 
 
 # ---- The page

@@ -61,8 +61,8 @@ def work_of(
     if config is not None and config.memory_limit is not None:
         limit = parse_limit(config.memory_limit, ranks, microbatches)
 
-    def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
-        return job_costs(CostsSource(ESTIMATE), of_arguments(args, placement, stages), slices=1)
+    def costs_of(stages: Sequence[Stage], placement: Placement, slices: int) -> Costs:
+        return job_costs(CostsSource(ESTIMATE), of_arguments(args, placement, stages), slices)
 
     work = estimated_work(
         model,

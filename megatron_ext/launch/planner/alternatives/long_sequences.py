@@ -16,8 +16,6 @@ from megatron_ext.launch.planner.variants import LaunchVariants
 from megatron_ext.planner.candidate import Candidate, Plan
 from megatron_ext.planner.figures import slower_by
 from megatron_ext.planner.long_sequences import (
-    COUNTS,
-    EQUAL,
     FULL_RECOMPUTE,
     LONG,
     WHOLE_SEQUENCES,
@@ -26,24 +24,27 @@ from megatron_ext.planner.long_sequences import (
     alternatives_of_plan,
     alternatives_with_slices,
     context_parallel,
+    counts_that_may_gain,
     long_sequence_alternative,
 )
 from megatron_ext.planner.verdict import Written
-from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT
+from megatron_ext.schedule.slices import UNCUT
 
 if TYPE_CHECKING:
     from megatron_ext.launch.planner.parsed_launch import ParsedLaunch
 
 _SIMPLE = ("zb-h1", "zb-v")
+_WORTH_A_LINE = 0.03  # of a step
 
 
 def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
-    """Return the alternatives for long sequences of the launch with this ``plan``; None if its
-    sequences are short."""
+    """Return the alternatives for long sequences of the launch with this ``plan``; None if slices
+    can gain nothing."""
     args, variants, allowed_bytes = parsed.validated, parsed.variants, parsed.allowed_bytes
-    if args.seq_length < LONG:
-        return None
     requested = variants.config.slices
+    counts = counts_that_may_gain(lambda cut: variants.with_slices(cut).variant, plan)
+    if not counts and requested == 1:
+        return None
     alternatives = alternatives_of_plan(plan, requested)
     if requested > 1:
         alternatives.append(
@@ -51,13 +52,13 @@ def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences 
                 WHOLE_SEQUENCES, variants.with_slices(UNCUT).variant, allowed_bytes
             )
         )
-    elif parsed.measured is None and variants.config.costs.is_estimate:
+    elif args.seq_length >= LONG and parsed.measured is None and variants.config.costs.is_estimate:
         alternatives += _of_other_settings(parsed)
-    counts = [count for count in COUNTS if count != requested]
+    counts = [count for count in counts if count != requested]
     alternatives += alternatives_with_slices(
         lambda cut: variants.with_slices(cut).variant, allowed_bytes, counts
     )
-    made = LongSequences(args.seq_length, tuple(alternatives), args.context_parallel_size)
+    made = LongSequences(args.seq_length, tuple(alternatives))
     best = made.best
     if best is None:
         return made
@@ -84,32 +85,31 @@ def _of_other_settings(parsed: ParsedLaunch) -> Iterator[LongSequenceAlternative
 
 
 def what_slices_give(
-    variants: LaunchVariants, baseline: Candidate, tokens: int, allowed_bytes: float | None
+    variants: LaunchVariants, baseline: Candidate, allowed_bytes: float | None
 ) -> str | None:
     """Say what a launch would take with slices under its own schedule or another simple one, and
-    its flags; None if slices gain nothing, or are impossible.
+    its flags; None if slices are impossible, or if these schedules without slices take as little.
 
     Args:
         baseline: the launch as it stands.
-        tokens: of a sequence on a rank.
         allowed_bytes: bytes that a rank may take; None: not known.
     """
-    counts = [count for count in COUNTS if count * LONG_ENOUGH <= tokens]
-    if not counts:
-        return None
-    specs = [name for name in (baseline.family, *_SIMPLE) if entry_of(name).traits.takes_slices]
-    (alternative,) = alternatives_with_slices(
-        lambda cut: variants.with_slices(cut).variant,
-        allowed_bytes,
-        counts[-1:],
-        list(dict.fromkeys(specs)),
+    names = [name for name in (baseline.family, *_SIMPLE) if entry_of(name).traits.takes_slices]
+    specs = list(dict.fromkeys(names))
+    sliced = alternatives_with_slices(
+        lambda cut: variants.with_slices(cut).variant, allowed_bytes, specs=specs
     )
-    made, fits = (
-        alternative.shortest,
-        allowed_bytes is None or baseline.fullest is None or baseline.fullest <= allowed_bytes,
-    )
-    if made is None or (fits and slower_by(baseline, made) < EQUAL):
+    shortest = [one.shortest for one in sliced if one.shortest is not None]
+    if not shortest:
         return None
+    made = min(shortest, key=lambda one: one.step)
+    if allowed_bytes is None or baseline.fullest is None or baseline.fullest <= allowed_bytes:
+        uncut = long_sequence_alternative(
+            WHOLE_SEQUENCES, variants.with_slices(UNCUT).variant, allowed_bytes, specs=specs
+        )
+        others = [baseline, *([] if uncut.shortest is None else [uncut.shortest])]
+        if min(slower_by(one, made) for one in others) < _WORTH_A_LINE:
+            return None
     words = shlex.join(variants.written(made).added)
     bubbles = [f"{candidate.report.bubble_share_makespan:.1%}" for candidate in (made, baseline)]
     text = f"with {words} a step is predicted to take {made.step / baseline.step - 1:+.1%}: "
