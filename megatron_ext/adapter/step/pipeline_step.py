@@ -21,16 +21,22 @@ from megatron_ext.adapter.step.call import (
     refuse_shapes,
 )
 from megatron_ext.adapter.step.pipeline_training import PipelineTraining
+from megatron_ext.adapter.stock.compared_step import FirstStep
 from megatron_ext.adapter.training_globals import packs_microbatches
 from megatron_ext.config import PipelineConfig
 
 
 class PipelineStep:
-    """Runs steps under one configured schedule, for one training after another."""
+    """Runs steps under one configured schedule, for one training after another.
+
+    Attributes:
+        first_step: the first one, compared with Megatron's own if the user allows unknown sources.
+    """
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
         self._training: PipelineTraining | None = None
+        self.first_step = FirstStep(config)
 
     def __call__(
         self,
@@ -51,6 +57,7 @@ class PipelineStep:
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
         """Run one step, with the arguments and the result of Megatron's schedule functions."""
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         models = model if isinstance(model, list) else [model]
         config = get_model_config(models[0])
         refuse_call(
@@ -83,7 +90,7 @@ class PipelineStep:
         )
         refuse_chunks(self._config, call)
         refuse_shapes(self._config, call)
-        return self._current_training().run(call)
+        return self.first_step.run(call, arguments, self._current_training().run)
 
     def finish(self, iteration: int) -> None:
         """End the training after ``iteration``."""

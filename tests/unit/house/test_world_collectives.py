@@ -47,6 +47,7 @@ REACHED: dict[str, set[tuple[str, str]]] = {
     "the first training step": {
         ("megatron_ext/runtime/host/host_memory.py", "HostMemory._begin"),
         ("megatron_ext/features/race/adapter/step_race.py", "StepRace._recall"),
+        ("megatron_ext/adapter/stock/compared_step.py", "_compared"),
     },
     "a training step whose number all ranks know, where they have met before or begun": {
         ("megatron_ext/features/race/adapter/step_race.py", "StepRace._meet"),

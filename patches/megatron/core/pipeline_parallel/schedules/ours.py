@@ -36,6 +36,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 "one pipeline rank: set --pipeline-model-parallel-size, or drop "
                 "--pipeline-schedule"
             )
+        step.first_step.stock = stock
         return step
 
     return (

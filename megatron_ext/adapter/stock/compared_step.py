@@ -1,0 +1,212 @@
+"""First training step compared with Megatron's own function, in the same process.
+
+If the user allows sources that our patches were not read against, nothing else tells whether a
+patch still does what it should. So the first step runs three times on the same microbatches: twice
+under Megatron's own function, whose two results tell how much kernels vary by themselves, and then
+under our schedule, whose result counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.utils import log_single_rank
+from torch import Tensor
+
+from megatron_ext.adapter.layers import is_stock_placement
+from megatron_ext.adapter.step.call import Call
+from megatron_ext.base.logger import logger
+from megatron_ext.compile.registry import entries
+from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
+from megatron_ext.runtime.world import gather_from_all
+from megatron_ext.schedule.problem import VocabularyParallel
+
+_VARIATION = 10  # times what two runs of Megatron's own function differ by
+
+
+class FirstStep:
+    """First training step under ``ours``. ``stock`` is Megatron's function that would run it."""
+
+    def __init__(self, ours: PipelineConfig) -> None:
+        self._ours = ours
+        self.stock: Callable[..., Any] | None = None
+        self._is_over = not os.environ.get(ALLOW_UNKNOWN, "").strip()
+
+    def run(
+        self, call: Call, arguments: Mapping[str, Any], run: Callable[[Call], list[Any]]
+    ) -> list[Any]:
+        """Return the result of ``run`` for ``call``, compared with that of Megatron's own function
+        for ``arguments`` if this is the first training step. Collective over the world then.
+
+        Raises:
+            ValueError: they differ.
+        """
+        if self._is_over or call.forward_only or self.stock is None:
+            return run(call)
+        self._is_over = True
+        why = _why_not(self._ours, call)
+        if why is not None:
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                f"{ALLOW_UNKNOWN} is set, and the first step under {flag('schedule')} "
+                f"{self._ours.schedule} is not compared with Megatron's own, since {why}: compare "
+                "the numbers with megatron-ext parity",
+            )
+            return run(call)
+        return _compared(self.stock, call, arguments, run)
+
+
+def _why_not(ours: PipelineConfig, call: Call) -> str | None:
+    """Return why the gradients of ``call`` cannot be compared with Megatron's; None if they can."""
+    resolved, ranks = ours.resolved_spec, call.pipeline.size()
+    placement = resolved.place(ranks)
+    if not is_stock_placement(placement):
+        return "the schedule has other stages on a rank than Megatron's own have"
+    if resolved.spec.partition(":")[0] not in entries():
+        return "a schedule of your own may add gradients in another order"
+    if placement.chunks > 1 and call.num_microbatches % ranks:
+        return f"Megatron's own does not run {call.num_microbatches} microbatches on {ranks} ranks"
+    if ours.vocab_parallel is not VocabularyParallel.NONE or ours.slices > 1:
+        return "parts of a microbatch are added in another order"
+    if ours.post_validation:
+        return "a step may be taken back"
+    config = call.config
+    for setting in ("fp8", "fp4", "overlap_moe_expert_parallel_comm"):
+        if getattr(config, setting, None):
+            return f"a step with {setting} leaves a state that the next one reads"
+    if getattr(config, "cuda_graph_impl", "none") != "none":
+        return "graphs are captured in the order of one schedule"
+    if not all(hasattr(model, "zero_grad_buffer") for model in call.models):
+        return "gradients are not in buffers of Megatron's DistributedDataParallel"
+    return None
+
+
+def _compared(
+    stock: Callable[..., Any],
+    call: Call,
+    arguments: Mapping[str, Any],
+    run: Callable[[Call], list[Any]],
+) -> list[Any]:
+    iterators = [_Replayed(iterator) for iterator in call.iterators]
+    given: Any = [None if replayed.is_empty else replayed for replayed in iterators]
+    known = inspect.signature(stock).parameters
+    arguments = {name: value for name, value in arguments.items() if name in known}
+    arguments["data_iterator"] = given if isinstance(arguments["data_iterator"], list) else given[0]
+    state = _State(call.models)
+    runs = []
+    for _ in range(2):
+        losses = stock(**arguments)
+        results = _results(call.models, losses)
+        runs.append({name: result.to("cpu", copy=True) for name, result in results})
+        state.restore()
+        for replayed in iterators:
+            replayed.rewind()
+    losses = run(replace(call, iterators=given))
+    first, second = runs
+    here = []
+    for name, result in _results(call.models, losses):
+        difference = _difference(result.cpu(), second.get(name))
+        variation = _difference(first[name], second[name]) if name in second else 0.0
+        if not difference <= _VARIATION * variation:  # NaN is different too
+            here.append(f"{name} by {difference:.3g} (Megatron's own vary by {variation:.3g})")
+    different = [line for lines in gather_from_all(here[:1]) for line in lines]
+    if different:
+        raise ValueError(
+            f"{ALLOW_UNKNOWN} allows sources that our patches were not read against, and the first "
+            f"step differs from that of Megatron's own function: {different[0]}; nothing was "
+            f"trained: drop {flag('schedule')}, or take a Megatron that megatron-ext doctor knows"
+        )
+    log_single_rank(
+        logger,
+        logging.INFO,
+        "the first step has the gradients and losses of Megatron's own function",
+    )
+    return losses
+
+
+def _difference(a: Tensor, b: Tensor | None) -> float:
+    """Return the largest difference of two tensors; infinity if there is no second one like the
+    first."""
+    if b is None or a.shape != b.shape:
+        return math.inf
+    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+
+
+def _results(models: Sequence[torch.nn.Module], losses: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the gradients of ``models``, a rank's chunks, and its ``losses``, with their names."""
+    for chunk, model in enumerate(models):
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                gradient: Any = weight
+                yield f"the gradient of {name} of chunk {chunk}", gradient.main_grad
+    for microbatch, loss in enumerate(losses):
+        parts = loss.items() if isinstance(loss, dict) else [("loss", loss)]
+        for name, part in parts:
+            if isinstance(part, Tensor):
+                yield f"{name} of microbatch {microbatch}", part.detach()
+
+
+class _Replayed:
+    """Data iterator whose microbatches can be read again."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+        self._read: list[Any] = []
+        self._next = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no iterator: the stage reads nothing."""
+        return self._iterator is None
+
+    def __iter__(self) -> _Replayed:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next == len(self._read):
+            self._read.append(next(self._iterator))
+        self._next += 1
+        return copy.copy(self._read[self._next - 1])
+
+    def rewind(self) -> None:
+        self._next = 0
+
+
+class _State:
+    """State before a step, besides gradients: random numbers, and what routers count."""
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        self._models = models
+        self._random = random._get_all_rng_states()
+        self._buffers = [
+            (buffer, buffer.clone()) for model in models for buffer in _wrapped(model).buffers()
+        ]
+
+    def restore(self) -> None:
+        """Restore it, with gradients of zero and nothing to log."""
+        on_host, on_device, tracked = self._random
+        random._set_all_rng_states(on_host, on_device, dict(tracked))  # it is changed in place
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+        for model in self._models:
+            model.zero_grad_buffer()  # type: ignore[operator]  # DistributedDataParallel's
+        get_moe_metrics_tracker().clear()
+        MTPLossLoggingHelper.tracker.clear()
+
+
+def _wrapped(model: Any) -> torch.nn.Module:
+    """Return the module in Megatron's DistributedDataParallel, which calls its own buffers so."""
+    module: torch.nn.Module = model.module
+    return module
