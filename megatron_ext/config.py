@@ -19,8 +19,13 @@ from megatron_ext.base.setting import (
     switch,
 )
 from megatron_ext.compile.auto_spec import is_open
-from megatron_ext.compile.contestants import Contestants, RaceThen, contestants
-from megatron_ext.compile.feature_settings import DECLARED, FEATURES, WATCHING_STOCK
+from megatron_ext.compile.contestants import Contestants, RaceThen
+from megatron_ext.compile.feature_settings import (
+    DECLARED,
+    FEATURES,
+    NAMING_SCHEDULES,
+    WATCHING_STOCK,
+)
 from megatron_ext.compile.registry import ResolvedSpec, choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.dealing import MicrobatchOrder
@@ -290,7 +295,7 @@ class PipelineConfig:
             for name, setting in declared.items()
             if settings.get(name) not in (None, default_text(setting))
         }
-        if "schedule" not in given and "race" not in given:
+        if not given.keys() & {*NAMING_SCHEDULES}:
             for name, value in given.items():
                 if not is_on_stock(declared[name]):
                     raise ValueError(
@@ -299,9 +304,9 @@ class PipelineConfig:
                         f"{flag(name)}"
                     )
         parsed = {n: declared[n].metadata["parse"](n, value) for n, value in given.items()}
-        if "race" in parsed and not _is_chosen_later(parsed.get("schedule")):
-            race = contestants(parsed.get("schedule"), parsed["race"].specs)
-            parsed |= {"schedule": race.baseline, "race": race}
+        if not _is_chosen_later(parsed.get("schedule")):
+            for feature in FEATURES:
+                parsed |= feature.completed(parsed)
         return cls(**parsed)
 
     def __post_init__(self) -> None:

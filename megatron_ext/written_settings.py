@@ -8,6 +8,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from megatron_ext.base.words import meant_by
+from megatron_ext.compile.feature_settings import NAMING_SCHEDULES
 from megatron_ext.config import (
     ALLOW_UNKNOWN,
     PREFIX,
@@ -75,7 +76,7 @@ def from_argv(argv: Sequence[str]) -> PipelineConfig:
 def for_megatrons_offload(argv: Sequence[str], given: Given) -> dict[str, str | bool]:
     """Return the setting that implements Megatron's offload flag in ``argv``, under a schedule of
     ours and unless it is ``given``."""
-    ours, has_schedule = "activation_offload", "schedule" in given or "race" in given
+    ours, has_schedule = "activation_offload", not given.keys().isdisjoint(NAMING_SCHEDULES)
     if MEGATRONS_OFFLOAD not in argv or not has_schedule or ours in given:
         return {}
     return {ours: str(Offload.FIT if "memory_limit" in given else Offload.FULL)}
@@ -154,8 +155,8 @@ def from_environment(env: Mapping[str, str]) -> PipelineConfig:
         )
     values = _variables(env)
     settings = _settings()
-    stand_alone = any(name == "race" or is_on_stock(settings[name]) for name in values)
-    if "schedule" not in values and not stand_alone:
+    stand_alone = any(name in NAMING_SCHEDULES or is_on_stock(settings[name]) for name in values)
+    if not stand_alone:
         raise ValueError(
             f"{variable('schedule')} is not set: export {variable('schedule')}=zb-h1, or another "
             f"of 'megatron-ext schedules', or do not import megatron_ext.auto"

@@ -25,8 +25,7 @@ from megatron_ext.compile.overlap import check_overlaps
 from megatron_ext.compile.program.memory import check_one_microbatch
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec
-from megatron_ext.config import PipelineConfig, flag
-from megatron_ext.race.eligibility import check_microbatch_order
+from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.stock_executor import StockExecutor
@@ -151,28 +150,18 @@ def search_for_first(resolved: ResolvedSpec, problems: Sequence[Problem]) -> lis
     return [place_output_layer(resolved, first), *prove_without_search(resolved, others)]
 
 
-def check_race(args: Any, config: PipelineConfig, prove: Prove) -> dict[str, list[Program]]:
-    """Refuse, after `check_parsed_arguments`, race candidates that cannot run.
-
-    Args:
-        prove: makes the programs.
-
-    Returns:
-        For each candidate the programs, as in `programs`.
+def other_programs(args: Any, config: PipelineConfig, prove: Prove) -> dict[str, list[Program]]:
+    """Return, after `check_parsed_arguments`, the programs of further schedules under which steps
+    may run, by schedule, as `programs` does. ``prove`` makes them.
 
     Raises:
-        ValueError: a candidate has no program for these sizes and limits, or would change the
-            results.
+        ValueError: a schedule has no program for these sizes and limits, or would change results.
     """
     made: dict[str, list[Program]] = {}
-    for resolved in config.resolved_specs[1:]:
-        try:
-            made[resolved.spec] = _programs_of(resolved, args, config, prove)
-            for program in made[resolved.spec]:
-                refuse_order(args, program.schedule)
-                check_microbatch_order(program)
-        except ValueError as error:
-            raise ValueError(f"{flag('race')}: {resolved.spec} cannot race: {error}") from error
+    for feature in features_of(config, args):
+        made |= feature.other_programs(
+            args, config, lambda resolved: _programs_of(resolved, args, config, prove)
+        )
     return made
 
 

@@ -15,7 +15,7 @@ from megatron_ext.adapter.arguments import (
     add_virtual_stages,
     check_features,
     check_parsed_arguments,
-    check_race,
+    other_programs,
 )
 from megatron_ext.adapter.batches.order_refusals import check_arrangement
 from megatron_ext.adapter.handled_settings.settings import apply_handled_settings
@@ -130,7 +130,7 @@ def check_schedule(
     programs = attempt("schedule", lambda: check_parsed_arguments(args, config, prove))
     if programs is None:
         return None
-    if config.race is None:
+    if len(config.specs) == 1:
         return programs, {}
-    contenders = attempt("race", lambda: check_race(args, config, prove))
+    contenders = attempt("race", lambda: other_programs(args, config, prove))
     return programs, contenders or {}

@@ -14,6 +14,7 @@ Parse = Callable[[str, Any], Any]
 Metadata = Mapping[str, Any]  # of a field: how it is parsed, its help, and the word for its value
 
 ON_STOCK: dict[str, Any] = {"on_stock": True}  # the setting also acts on Megatron's own pipeline
+NAMES_SCHEDULES: dict[str, Any] = {"names_schedules": True}  # and needs no --pipeline-schedule
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,15 @@ class FeatureSettings:
             by the field's name.
         check: refuses a `PipelineConfig` by a ValueError, if settings of the feature do not go
             together, or not with others. Options of a schedule are compared elsewhere.
+        completed: returns the settings that follow from the parsed ones, under a schedule that is
+            not chosen later.
         values: values of another setting by which the feature is requested.
         only_watches: whether the feature watches steps, and changes nothing of them.
     """
 
     declared: Mapping[str, Metadata]
     check: Callable[[Any], None] = lambda config: None
+    completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda parsed: {}
     values: tuple[str, ...] = ()
     only_watches: bool = False
 

@@ -20,4 +20,5 @@ FEATURES: tuple[FeatureSettings, ...] = (
 
 DECLARED = {name: metadata for feature in FEATURES for name, metadata in feature.declared.items()}
 WATCHING = [name for feature in FEATURES if feature.only_watches for name in feature.declared]
+NAMING_SCHEDULES = ["schedule", *(name for name in DECLARED if "names_schedules" in DECLARED[name])]
 WATCHING_STOCK = [name for name in WATCHING if "on_stock" in DECLARED[name]]

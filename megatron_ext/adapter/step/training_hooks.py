@@ -11,6 +11,7 @@ from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.step.step_hooks import StepHooks
 from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.config import PipelineConfig
 
 
@@ -53,6 +54,18 @@ class TrainingHooks:
     @classmethod
     def check_program(cls, args: Any, program: Program) -> None:
         """Refuse a ``program`` of a training with Megatron's ``args``."""
+
+    @classmethod
+    def other_programs(
+        cls, args: Any, ours: PipelineConfig, make: Callable[[ResolvedSpec], list[Program]]
+    ) -> Mapping[str, list[Program]]:
+        """Return programs that ``make`` builds of schedules under which steps of a launch may run
+        in addition to that of ``ours``, by schedule; the first of each is of the largest step.
+
+        Raises:
+            ValueError: there is none for Megatron's ``args``, or it would change the results.
+        """
+        return {}
 
     @classmethod
     def requested_options(cls, settings: Any, microbatches: int | None) -> Mapping[str, Any]:

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_ext.base.setting import FeatureSettings, conflicting, enumerated, flag, setting
-from megatron_ext.compile.contestants import Contestants, RaceThen
+from megatron_ext.base.setting import (
+    NAMES_SCHEDULES,
+    FeatureSettings,
+    conflicting,
+    enumerated,
+    flag,
+    setting,
+)
+from megatron_ext.base.words import counted
+from megatron_ext.compile.contestants import Contestants, RaceThen, family_name
+from megatron_ext.compile.registry import choose
+from megatron_ext.schedule.placement import Placement
+
+# The plainest schedule of each placement; the baseline is the first on the same placement.
+_BASELINES = ("1f1b", "interleaved", "interleaved:vpp={chunks}", "1f1b-v", "hanayo:waves={waves}")
 
 
 def _schedules(name: str, text: str) -> Contestants:
@@ -33,6 +47,73 @@ def _check(config: Any) -> None:
         )
 
 
+def _completed(parsed: Mapping[str, Any]) -> dict[str, Any]:
+    if "race" not in parsed:
+        return {}
+    race = contestants(parsed.get("schedule"), parsed["race"].specs)
+    return {"schedule": race.baseline, "race": race}
+
+
+def contestants(schedule: str | None, wanted: Sequence[str]) -> Contestants:
+    """Return the contestants of a race: ``wanted``, and ``schedule`` if one is given.
+
+    A schedule of the baseline's family among them is the baseline.
+
+    Raises:
+        ValueError: there is no such schedule, none to race with, one twice, or they are of several
+            placements or of one on which we have no plain schedule.
+    """
+    specs = list(dict.fromkeys([*([schedule] if schedule is not None else []), *wanted]))
+    if not wanted:
+        raise ValueError(
+            "--pipeline-race names no schedule: write the names of one or more schedules, as "
+            '"zb-h1 zb-1p"'
+        )
+    for spec in wanted:
+        if wanted.count(spec) > 1:
+            raise ValueError(
+                f"--pipeline-race {' '.join(wanted)}: {spec} is named twice; write it once"
+            )
+    choices = {spec: choose(spec) for spec in specs}
+    ranks = next((resolved.ranks for resolved in choices.values() if resolved.ranks is not None), 2)
+    placements = {spec: resolved.place(ranks) for spec, resolved in choices.items()}
+    first = placements[specs[0]]
+    for spec, placement in placements.items():
+        if placement.rank_of != first.rank_of:
+            raise ValueError(
+                f"--pipeline-race: {specs[0]} has {_words(first)} and {spec} has "
+                f"{_words(placement)}, and layers do not change ranks while a model trains: race "
+                f"schedules of one placement"
+            )
+    baseline = _baseline(first, specs)
+    candidates = [spec for spec in specs if spec != baseline]
+    if not candidates:
+        raise ValueError(
+            f"--pipeline-race {baseline} has no schedule to race with: {baseline} is the baseline; "
+            "name another schedule"
+        )
+    return Contestants((baseline, *candidates))
+
+
+def _baseline(placement: Placement, specs: Sequence[str]) -> str:
+    chunks = placement.chunks
+    for text in _BASELINES:
+        spec = text.format(chunks=chunks, waves=chunks // 2)
+        if chunks % 2 and "waves" in spec:
+            continue
+        if choose(spec).place(placement.ranks).rank_of == placement.rank_of:
+            of_family = [given for given in specs if family_name(given) == family_name(spec)]
+            return of_family[0] if of_family else spec
+    raise ValueError(
+        f"--pipeline-race: {specs[0]} has stages on ranks {list(placement.rank_of)}, where we have "
+        f"no plain schedule to compare with: race schedules of a line, a loop, a V or a wave"
+    )
+
+
+def _words(placement: Placement) -> str:
+    return f"the placement {placement.name} with {counted(placement.chunks, 'stage')} on a rank"
+
+
 RACE_SETTINGS = FeatureSettings(
     {
         "race": setting(
@@ -43,7 +124,8 @@ RACE_SETTINGS = FeatureSettings(
             'spaces, as "zb-h1 zb-1p". All have to place stages on the same ranks. Their placement '
             "decides the baseline: 1f1b for a line, interleaved for a loop, 1f1b-v for a V, hanayo "
             "for a wave. --pipeline-schedule is not needed; if given, its schedule races too.",
-        ),
+        )
+        | NAMES_SCHEDULES,
         "race_then": enumerated(
             RaceThen,
             help="Schedule under which the training goes on after a race: the fastest one with "
@@ -51,4 +133,5 @@ RACE_SETTINGS = FeatureSettings(
         ),
     },
     _check,
+    _completed,
 )

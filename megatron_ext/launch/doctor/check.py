@@ -18,9 +18,8 @@ from megatron_ext.adapter.untried import untried
 from megatron_ext.base.secrets import masked
 from megatron_ext.base.text_file import LARGEST_SCRIPT
 from megatron_ext.base.words import bytes_text, counted
-from megatron_ext.compile.contestants import Contestants
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
-from megatron_ext.compile.program.simulate import simulate, step_seconds
+from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.cost_model.assumptions import assumptions
@@ -51,11 +50,11 @@ from megatron_ext.launch.doctor.launch_report import (
 from megatron_ext.launch.doctor.paths import check_checkpoints, check_data, check_tokenizer_files
 from megatron_ext.launch.doctor.scale_limits import scale_limits
 from megatron_ext.launch.script import without
+from megatron_ext.observe.features import FEATURES
+from megatron_ext.observe.launch_remark import JudgedLaunch
 from megatron_ext.observe.program_summary import stock_1f1b
-from megatron_ext.observe.trace import LARGEST_WRITTEN, TRACED_OF_RUN, bytes_of_step
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.candidate import VocabMethod
-from megatron_ext.race.rounds import Race
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.written_settings import from_argv
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
     from megatron_ext.launch.command.judgement import Judgement
 
 _LOW_PRECISION = "docs/compatibility.md#low-precision compares schedules and recipes"
-_LARGE_TRACE = 2**28  # bytes; a browser takes long to show more
 
 
 def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None) -> Report:
@@ -440,10 +438,11 @@ def _check_training(
         reserved = measured_reserve(config.costs.file)
         free = free_memory(gpu_bytes, reserved, lasting=least_lasting(made.model))
     needed = _predict(report, made, config, free)
-    _check_trace(report, config, program)
-    if config.race is not None:
-        _check_race(report, made, config.race)
-    elif config.slices == 1:
+    launch = JudgedLaunch(config, program, made.contenders, args.train_iters)
+    for remark in (remark for remarks in FEATURES for remark in remarks(launch)):
+        severity = Severity.REMARK if remark.fix else Severity.RIGHT
+        report.add(severity, remark.subject, remark.text, remark.fix)
+    if len(config.specs) < 2 and config.slices == 1:
         _say_what_slices_give(
             report, made, parsed, config, None if free is None else free.allocated
         )
@@ -483,41 +482,6 @@ def _say_whether_steps_overlap(report: Report, args: Any) -> None:
 
     if (why := why_no_steps_overlap(args)) is not None:
         report.add(Severity.REMARK, "post-validation", why)
-
-
-def _check_trace(report: Report, config: PipelineConfig, program: Program) -> None:
-    """Report the bytes of a trace, and remark on one that is too large to be looked at."""
-    if config.trace is None:
-        return
-    steps = len(config.trace_iters or TRACED_OF_RUN)
-    size = steps * bytes_of_step(simulate(program, program.problem.costs))
-    text = f"about {bytes_text(size)} in {config.trace}, for {counted(steps, 'iteration')}"
-    if size > LARGEST_WRITTEN:
-        text += f", and no more than {bytes_text(LARGEST_WRITTEN)} are written"
-    if size > _LARGE_TRACE:
-        fix = f"write {flag('trace_iters')} A:B with fewer iterations"
-        report.add(Severity.REMARK, "trace", text, fix)
-    else:
-        report.add(Severity.RIGHT, "trace", text)
-
-
-def _check_race(report: Report, made: Judgement, race: Contestants) -> None:
-    """Report the predicted gain of each candidate of a ``race`` over its baseline."""
-    took = step_seconds(made.program, made.program.problem.costs)
-    for spec, (program, *_) in made.contenders.items():
-        costs, schedule = program.problem.costs, program.schedule
-        held = max(peaks(schedule, in_microbatches(schedule)))
-        text = (
-            f"{spec} is predicted {took / step_seconds(program, costs):.3f} times as fast as "
-            f"{race.baseline}, peak {counted(held, 'microbatch')}"
-        )
-        if costs.held_bytes is not None:
-            text += f" ({bytes_text(max(peaks(schedule, in_bytes(costs))))})"
-        report.add(Severity.RIGHT, "race", text)
-    needed, iterations = Race(race.baseline, race.candidates).iterations_left, made.args.train_iters
-    if made.contenders and iterations is not None and iterations < needed:
-        text = f"it takes up to {needed} iterations, and the training has fewer"
-        report.add(Severity.REMARK, "race", text, "train longer to see its end")
 
 
 def _check_communicators(

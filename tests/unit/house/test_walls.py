@@ -105,6 +105,7 @@ LEVELS = {  # by part of a feature
 LISTS = {
     "settings": "megatron_ext.compile.feature_settings",
     "schedule": "megatron_ext.compile.features",
+    "report": "megatron_ext.observe.features",
     "refusals": "megatron_ext.adapter.refusals",
     "adapter": "megatron_ext.adapter.features",
 }

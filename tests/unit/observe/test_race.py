@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from megatron_ext.compile.build import build_program
-from megatron_ext.compile.contestants import Contestants, RaceThen, contestants
+from megatron_ext.compile.contestants import Contestants, RaceThen
 from megatron_ext.compile.program.simulate import step_seconds
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.race.settings import contestants
 from megatron_ext.race import race_texts
 from megatron_ext.race.race_record import (
     NAME,

@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 from megatron_ext.base.secrets import masked
 from megatron_ext.base.words import counted, shown
+from megatron_ext.compile.feature_settings import NAMING_SCHEDULES
 from megatron_ext.compile.registry import file_of
 from megatron_ext.config import PREFIX, flag
 from megatron_ext.cost_model.gpus import name_of_gpu
@@ -248,7 +249,7 @@ def launch_from_log(path: Path, settings: Given | None = None) -> Launch:
         raise ValueError(f"{OPTION} {path}: {error}") from None
     given = {f"{PREFIX}{name}": str(value) for name, value in settings.items()}
     printed = {_EVALUATION: _USUAL_INTERVAL, **log.arguments, **given}
-    for name in ("schedule", "race"):
+    for name in NAMING_SCHEDULES:
         if PREFIX + name not in given:
             _refuse_program(path, name, printed.get(PREFIX + name, ""))
     with silently(), as_on(None, {"HF_HUB_OFFLINE": "1"}):
