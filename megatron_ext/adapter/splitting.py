@@ -14,7 +14,9 @@ from megatron_ext.adapter.model_parts import (
     head_is_looked_up,
     language_model,
 )
-from megatron_ext.adapter.step.callers_hooks import CallersHooks
+from megatron_ext.adapter.step.callers_hooks import CallersHooks, callers_hooks, tell_of_hooks
+from megatron_ext.compile.output_layer import output_layer_waits
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.weight_gradients import Lent, is_owned, queue
 
 
@@ -37,7 +39,23 @@ class Split:
     is_lent: Lent = is_owned
 
 
-def head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
+def split_of(
+    models: Sequence[torch.nn.Module], program: Program, *, waits: bool, reads_hooks: bool
+) -> Split:
+    """Return the split of a step of ``program``, which features may change further.
+
+    Args:
+        waits: whether there are W passes.
+        reads_hooks: whether hooks of the caller's on ``models`` count.
+    """
+    hooks = callers_hooks(models) if reads_hooks else CallersHooks()
+    if waits:
+        tell_of_hooks(models, hooks)
+    at_once = frozenset() if output_layer_waits(program) else _head_weights(models)
+    return Split(waits, hooks, at_once)
+
+
+def _head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
     """Return the weight that the output layer uses, on the rank that has it. (A pipeline's last
     stage has its own copy, tied or not.)"""
     model = language_model(models[-1])

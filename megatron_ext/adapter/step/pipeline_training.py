@@ -20,9 +20,8 @@ from megatron.core.utils import log_single_rank
 from megatron_ext.adapter.features import features_of, requested_options
 from megatron_ext.adapter.observers.observer import Step, StepObserver, of_all_steps
 from megatron_ext.adapter.programs import BatchShape, Programs
-from megatron_ext.adapter.splitting import Split, head_weights
+from megatron_ext.adapter.splitting import split_of
 from megatron_ext.adapter.step.call import Call
-from megatron_ext.adapter.step.callers_hooks import CallersHooks, callers_hooks, tell_of_hooks
 from megatron_ext.adapter.step.connections import Connections, connect, connect_token_shifts
 from megatron_ext.adapter.step.gradients import finalize_gradients, token_count
 from megatron_ext.adapter.step.model_stage import ModelStage
@@ -31,7 +30,6 @@ from megatron_ext.adapter.step.training_hooks import TrainingHooks
 from megatron_ext.adapter.tied import refuse_different_copies
 from megatron_ext.adapter.training_globals import current_iteration, restarts_in_process
 from megatron_ext.base.logger import logger
-from megatron_ext.compile.output_layer import output_layer_waits
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.observe.program_summary import summarize
@@ -165,13 +163,8 @@ class PipelineTraining:
     ) -> Step:
         waits = self._programs.resolved_spec.traits.splits_backward and not call.forward_only
         reads_hooks = waits or any(feature.needs_callers_hooks for feature in features)
-        hooks = CallersHooks()
-        if reads_hooks and not call.forward_only:
-            hooks = callers_hooks(call.models)
-        if waits:
-            tell_of_hooks(call.models, hooks)
-        at_once = frozenset() if output_layer_waits(program) else head_weights(call.models)
-        split = Split(waits, hooks, at_once)
+        reads_hooks = reads_hooks and not call.forward_only
+        split = split_of(call.models, program, waits=waits, reads_hooks=reads_hooks)
         begun = (feature.begin(call, program, connections) for feature in features)
         step_hooks = tuple(feature for feature in begun if feature is not None)
         for feature in step_hooks:
