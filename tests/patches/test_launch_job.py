@@ -161,6 +161,19 @@ def test_an_unknown_vocabulary_is_assumed_beside_the_verdict() -> None:
     assert float(of_others[0][0]) / 100 == pytest.approx(1 - seconds[1] / seconds[0], abs=0.001)
 
 
+def test_an_assumed_vocabulary_of_what_fits_nowhere_does_not_hide_the_remedies() -> None:
+    """A 70B model on GPUs with 40 GB and a tokenizer of a hub ended in an AssertionError."""
+    of_hub: dict[str, Any] = {"vocab_size": None, "tokenizer_type": "HuggingFaceTokenizer"}
+    plan = made(
+        "operations=400e12,bytes=40e9,memory=1.6GiB",
+        padded_vocab_size=None,
+        tokenizer_model="hub/tokenizer",
+        **of_hub,
+    )
+    assert plan.verdict.taken is None and plan.verdict.baseline is not None
+    assert plan.fallbacks and plan.assumed.endswith(": add --padded-vocab-size N")
+
+
 def heard_of(gpu: str, monkeypatch: pytest.MonkeyPatch) -> tuple[JobPlan, str]:
     """Return the plan, and its first answer, which is noted as such."""
     monkeypatch.setattr(progress, "_REMARKS", set())

@@ -23,7 +23,7 @@ def on_assumed_vocabulary(parsed: ParsedLaunch, found: Verdict, judged: JudgedWi
             ValueError if that could not start.
     """
     text = f"a vocabulary of {ASSUMED_TOKENS:,} tokens, since its tokenizer is not here"
-    if found.baseline is not None and not found.keeps:
+    if found.baseline is not None and found.taken is not None and not found.keeps:
         others = list(_with_others(parsed, found, judged))
         text += f"; the same flags {', '.join(others)}" if others else ""
     return f"{text}: add --padded-vocab-size N"
