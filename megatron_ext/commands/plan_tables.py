@@ -40,10 +40,13 @@ def print_tables(made: JobPlan) -> None:
 
 
 def _print_plan(made: JobPlan) -> None:
-    """Print each schedule with its best treatment of the vocabulary; schedules that are not
-    recommended stand in a table of their own."""
-    plan = made.plan
-    best = plan.best_of_each
+    """Print each schedule with its best treatment of the vocabulary, and the one of the verdict as
+    the verdict has it; schedules that are not recommended stand in a table of their own."""
+    plan, taken = made.plan, _taken(made)
+    best = tuple(
+        taken if taken is not None and taken.schedule == candidate.schedule else candidate
+        for candidate in plan.best_of_each
+    )
     recommendable = [candidate for candidate in best if candidate in plan.recommendable]
     others = [candidate for candidate in best if candidate not in plan.recommendable]
     if recommendable:
@@ -53,6 +56,12 @@ def _print_plan(made: JobPlan) -> None:
         typer.echo("\nless tried, and so not recommended:")
         _print_candidates(others, made)
     print_refusals(plan)
+
+
+def _taken(made: JobPlan) -> Candidate | None:
+    """Return the candidate of the verdict; None if the plan has no such candidate."""
+    taken = made.verdict.taken
+    return taken.candidate if taken and taken.candidate in made.plan.candidates else None
 
 
 def _print_candidates(candidates: Sequence[Candidate], made: JobPlan) -> None:
@@ -113,8 +122,8 @@ _VOCABULARY = {
 
 def _plan_row(candidate: Candidate, job: JobPlan) -> dict[str, Any]:
     plan, made, fullest = job.plan, candidate.report, candidate.fullest
-    taken = None if job.verdict.taken is None else job.verdict.taken.candidate
-    reference = taken if taken in plan.candidates else plan.best
+    taken = _taken(job)
+    reference = taken or plan.best
     assert reference is not None
     is_best, offload = candidate is reference, made.activation_offload
     return {

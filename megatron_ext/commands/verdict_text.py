@@ -206,7 +206,10 @@ def _tie(made: JobPlan, taken: Alternative) -> str:
         f"{name} ({_amount(one, one.holds)})" for name, one in least.items() if name != taken.name
     ] or ["the same with other layers on its stages"]
     more = f" and {counted(len(names) - _SHOWN, 'other')}" if len(names) > _SHOWN else ""
+    why = "takes the least memory"
+    if taken.holds > min(one.holds for one in made.verdict.tie):
+        why = f"takes within {ALIKE:.0%} of the least memory with the fewest settings"
     return (
-        f"{', '.join(names[:_SHOWN])}{more}, within {ALIKE:.0%}; of these the verdict takes "
-        f"the least memory, {_amount(taken, taken.holds)}"
+        f"{', '.join(names[:_SHOWN])}{more}, within {ALIKE:.0%}; of these the verdict {why}, "
+        f"{_amount(taken, taken.holds)}"
     )

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_ext.base.words import counted
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.output_layer import place_output_layer
 from megatron_ext.compile.overlap import is_gain
@@ -16,6 +17,7 @@ from megatron_ext.cost_model.model_memory import ModelBytes
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import is_line_or_v
 from megatron_ext.schedule.problem import (
+    Offload,
     Problem,
     Recompute,
     VocabularyParallel,
@@ -230,29 +232,56 @@ def pareto_front(
 
 
 def tied_for_best[T](
-    options: Iterable[T], seconds: Callable[[T], float], holds: Callable[[T], float]
+    options: Iterable[T],
+    seconds: Callable[[T], float],
+    holds: Callable[[T], float],
+    settings: Callable[[T], int],
 ) -> tuple[T, ...]:
     """Return the best of ``options``, and behind it those that it ties with, shortest first.
 
-    Steps within `ALIKE` of the shortest are a tie. The best of a tie is the shortest step of those
-    within `ALIKE` of the least memory.
+    Steps within `ALIKE` of the shortest are a tie. Of a tie, those within `ALIKE` of the least
+    memory are equally lean. The best is the equally lean one with the fewest settings, and of
+    several the one with the shortest step.
 
     Args:
         seconds: of a step.
         holds: memory of the fullest rank.
+        settings: number of settings in addition to the schedule.
     """
     ordered = sorted(options, key=seconds)
     alike = [one for one in ordered if seconds(one) <= (1 + ALIKE) * seconds(ordered[0])]
     if not alike:
         return ()
     least = min(map(holds, alike))
-    best = next(one for one in alike if holds(one) <= (1 + ALIKE) * least)
+    lean = [one for one in alike if holds(one) <= (1 + ALIKE) * least]
+    best = min(lean, key=settings)  # the first, so the shortest step, of several
     return best, *(one for one in alike if one is not best)
 
 
 def tied(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """Return those of ``candidates`` that tie for the shortest step, the recommended one first."""
-    return tied_for_best(candidates, lambda one: one.step, lambda one: one.holds)
+    return tied_for_best(
+        candidates, lambda one: one.step, lambda one: one.holds, lambda one: len(setting_names(one))
+    )
+
+
+def setting_names(candidate: Candidate) -> tuple[str, ...]:
+    """Name the settings of ``candidate`` in addition to its schedule."""
+    made = candidate.report
+    words = []
+    if candidate.method is VocabMethod.REDISTRIBUTED:
+        words.append("layers moved")
+    elif candidate.method is not VocabMethod.NAIVE:
+        words.append("vocabulary divided")
+    if made.slices > 1:
+        words.append(counted(made.slices, "slice"))
+    if made.pairs:
+        words.append("passes in pairs")
+    if made.activation_offload is not Offload.NONE:
+        words.append("activations on the host")
+    if made.recomputed:
+        words.append(f"{made.recomputed:.0%} recomputed")
+    return tuple(words)
 
 
 def by_time(candidate: Candidate) -> tuple[float, float]:

@@ -2,7 +2,8 @@
 
 All ways to train the job compete in one pool: other schedules, layouts, and flags of Megatron's
 own, with what the job has now. The shortest step that fits wins. Steps within `ALIKE` of it are a
-tie, of which the one that holds least memory is taken; a change has to save `WORTH` of a step.
+tie, of which the one that holds least memory is taken, and of equally lean ones the one with fewer
+settings; a change has to save `WORTH` of a step.
 """
 
 from __future__ import annotations
@@ -11,8 +12,14 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_ext.base.words import counted
-from megatron_ext.planner.candidate import ALIKE, Candidate, VocabMethod, stable_of, tied_for_best
+from megatron_ext.planner.candidate import (
+    ALIKE,
+    Candidate,
+    VocabMethod,
+    setting_names,
+    stable_of,
+    tied_for_best,
+)
 from megatron_ext.planner.spread import ComparisonKind, GainSpread
 from megatron_ext.schedule.problem import Offload, Recompute
 from megatron_ext.schedule.stock_executor import STOCK
@@ -69,6 +76,11 @@ class Alternative:
     def name(self) -> str:
         """Its schedule with its other settings."""
         return candidate_name(self.candidate)
+
+    @property
+    def settings(self) -> int:
+        """Number of its settings in addition to its schedule."""
+        return len(setting_names(self.candidate)) + bool(self.layout)
 
     @property
     def holds(self) -> float:
@@ -180,19 +192,8 @@ def verdict_of(
 
 def candidate_name(candidate: Candidate) -> str:
     """Return the schedule of ``candidate`` with its other settings, as a verdict names it."""
-    made = candidate.report
-    words = [made.schedule]
-    if candidate.method is VocabMethod.REDISTRIBUTED:
-        words.append("layers moved")
-    elif candidate.method is not VocabMethod.NAIVE:
-        words.append("vocabulary divided")
-    if made.slices > 1:
-        words.append(counted(made.slices, "slice"))
-    if made.pairs:
-        words.append("passes in pairs")
-    if made.recomputed:
-        words.append(f"{made.recomputed:.0%} recomputed")
-    return " with ".join([words[0], " and ".join(words[1:])]) if len(words) > 1 else words[0]
+    name, settings = candidate.schedule, setting_names(candidate)
+    return f"{name} with {' and '.join(settings)}" if settings else name
 
 
 def shortest_of_others(found: Verdict) -> str:
@@ -228,5 +229,7 @@ def _taken(
     ]
     if not worth:
         return baseline, ()
-    best, *others = tied_for_best(worth, lambda one: one.seconds, lambda one: one.holds)
+    best, *others = tied_for_best(
+        worth, lambda one: one.seconds, lambda one: one.holds, lambda one: one.settings
+    )
     return best, tuple(others)

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_ext.base.progress import Task
 from megatron_ext.compile.auto_spec import SEARCHES
 from megatron_ext.compile.registry import choose, entry_of
-from megatron_ext.planner.candidate import VocabMethod, tied_for_best
+from megatron_ext.planner.candidate import VocabMethod, setting_names, tied_for_best
 from megatron_ext.planner.figures import memory_phrase
 from megatron_ext.planner.layouts.descent import Start, Timed, descend
 from megatron_ext.planner.layouts.layout import Layout
@@ -380,8 +380,8 @@ class Candidates:
 
 def leanest_of(made: Sequence[Evaluated]) -> Evaluated:
     """Return the shortest step of ``made``, which is not empty; of a tie, the one that holds
-    least."""
-    return tied_for_best(made, _seconds, _holds)[0]
+    least, and of equally lean ones the one with the fewest settings."""
+    return tied_for_best(made, _seconds, _holds, _settings)[0]
 
 
 def _holds(made: Evaluated) -> float:
@@ -392,6 +392,10 @@ def _has_prediction_stage(placement: Placement) -> bool:
     """Return whether ``placement`` has a stage before the last one for multi-token prediction. The
     first stage's rank has no other copy of the embedding in Megatron's loops."""
     return placement.stages > 2 and placement.rank_of[-2] != placement.rank_of[0]
+
+
+def _settings(made: Evaluated) -> int:
+    return len(setting_names(made.candidate))
 
 
 def _least_work(figures: StageFigures) -> float:

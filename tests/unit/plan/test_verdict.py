@@ -11,16 +11,18 @@ from typer.testing import CliRunner
 
 from megatron_ext.base.words import bytes_text
 from megatron_ext.cli import app
-from megatron_ext.commands.plan_tables import print_refusals
+from megatron_ext.commands.plan_tables import print_refusals, print_tables
 from megatron_ext.commands.verdict_text import verdict_lines
 from megatron_ext.compile.registry import Maturity
-from megatron_ext.cost_model.gpus import RESERVED_SHARE, FreeMemory
-from megatron_ext.cost_model.model_memory import ModelBytes
+from megatron_ext.cost_model.gpus import GPUS, RESERVED_SHARE, FreeMemory
+from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState
+from megatron_ext.cost_model.short_form import parse_model
 from megatron_ext.planner.candidate import Plan, RankMemory, VocabMethod
 from megatron_ext.planner.job_plan import JobPlan
-from megatron_ext.planner.planner import _Comparison
+from megatron_ext.planner.planner import _Comparison, make_plan
 from megatron_ext.planner.spread import SPREADS, ComparisonKind
-from megatron_ext.planner.training import Training
+from megatron_ext.planner.training import TrainedModel, Training
+from megatron_ext.planner.training_job import training_job_of
 from megatron_ext.planner.verdict import (
     NOTHING,
     Alternative,
@@ -42,6 +44,7 @@ def way(
     gib: float,
     *,
     pairs: int = 0,
+    method: VocabMethod = VocabMethod.NAIVE,
     maturity: Maturity = Maturity.STABLE,
 ) -> Alternative:
     """A way to train, as its figures alone tell it."""
@@ -60,7 +63,7 @@ def way(
         report=made,
         schedule=schedule,
         family=schedule.partition(":")[0],
-        method=VocabMethod.NAIVE,
+        method=method,
         maturity=maturity,
         fullest=gib * GIB,
         holds=gib * GIB,
@@ -118,6 +121,41 @@ def test_memory_that_is_alike_does_not_cost_time() -> None:
     """The shorter of two that take the same memory to 1 % is taken."""
     shorter, leaner = way("zb-v", 25.26, 63.4), way("zb-h1", 25.45, 63.3)
     assert verdict_of(way("1f1b", 26.1, 62), [shorter, leaner]).taken is shorter
+
+
+def test_equally_lean_schedules_are_told_apart_by_their_settings() -> None:
+    """A divided vocabulary, which changes losses in their last bits, was the verdict for 0.1 % of
+    a step and 0.1 GiB more, and "takes the least memory" was said of it."""
+    own = way("1f1b", 0.3214, 14.6)
+    divided = way("v-auto", 0.2588, 17.4, method=VocabMethod.TWO)
+    plain = way("v-auto", 0.2589, 17.5)
+    found = verdict_of(own, [divided, plain])
+    assert found.taken is plain and found.tie == (divided,)
+    (tie,) = (row for row in told(found) if row.startswith("same time:"))
+    assert tie.split(maxsplit=2)[2] == (
+        "v-auto with vocabulary divided (17.4 GiB), within 1%; of these the verdict takes within "
+        "1% of the least memory with the fewest settings, 17.5 GiB"
+    )
+    leaner = way("v-auto", 0.2588, 16.5, method=VocabMethod.TWO)
+    assert verdict_of(own, [leaner, plain]).taken is leaner, "6 % less memory is worth a setting"
+
+
+def test_the_table_has_the_row_of_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each schedule was shown with the treatment of the vocabulary that has the shortest passes.
+    The verdict, whose optimizer is shorter, had another one: no row was marked as its choice."""
+    sizes = parse_model("layers=8,hidden=1024,heads=8,sequence=1024,vocabulary=32000")
+    trained = TrainedModel(sizes.model, sizes.execution(), TrainingState(), GPUS["h100"].rates())
+    job = training_job_of(Training(2, 4, trained=trained))
+    one, other = VocabMethod.NAIVE, VocabMethod.TWO
+    made = make_plan(lambda spec, method: job.variant(spec, method), specs=["zb-h1"])
+    plan = Plan(tuple(c for c in made.candidates if c.method in (one, other)), {})
+    _, taken = plan.candidates
+    verdict = Verdict(None, job.alternative(taken))
+    print_tables(JobPlan(plan, verdict, "a job"))
+    table, *_ = capsys.readouterr().out.split("\n\n")
+    (row,) = (row for row in table.splitlines() if row.startswith("zb-h1"))
+    assert row.rstrip().endswith("choice")
+    assert ("divided: 2" in row) is (taken.method is other)
 
 
 def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
@@ -194,8 +232,7 @@ def test_the_spread_is_data_too() -> None:
 
 def test_the_widest_spread_of_what_differs_counts() -> None:
     own = way("1f1b", 1.0, 50)
-    divided: Any = way("zb-h1", 0.9, 50)
-    divided.candidate.method = VocabMethod.ONE
+    divided = way("zb-h1", 0.9, 50, method=VocabMethod.ONE)
     assert comparison_kinds(own, divided) == {ComparisonKind.SCHEDULES, ComparisonKind.VOCABULARY}
     assert "a divided vocabulary" in spread_line(told(verdict_of(own, [divided])))
     in_pairs = way("zb-h1", 0.9, 50, pairs=8)
