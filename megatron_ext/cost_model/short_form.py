@@ -56,6 +56,26 @@ class Described:
         )
 
     def execution(self, tensor_parallel: int = 1) -> Execution:
+        """Return how a rank runs a microbatch.
+
+        Raises:
+            ValueError: tensor parallelism does not divide the sizes, as Megatron requires.
+        """
+        divided = {
+            "heads": self.heads,
+            "ffn": self.model.ffn_hidden_size,
+            "sequence": self.sequence,
+            "vocabulary": self.vocabulary,
+        }
+        if self.kv_heads and tensor_parallel % self.kv_heads:  # else ranks share query groups
+            divided["kv-heads"] = self.kv_heads
+        for name, size in divided.items():
+            if size % tensor_parallel:
+                raise ValueError(
+                    f"--tp {tensor_parallel}: {name} {size} of --model cannot be split evenly over "
+                    f"{tensor_parallel} tensor-parallel ranks; write a --tp that divides it, or "
+                    f"another {name}"
+                )
         return Execution(
             sequence=self.sequence,
             micro_batch=self.micro_batch,

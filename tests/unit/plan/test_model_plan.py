@@ -664,6 +664,14 @@ def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.Monk
             "kv-heads 3 does not divide heads 8",
         ),
         (
+            ("--model", TEXT, "--gpu", "h100", "--tp", "3"),  # was planned with a third of a head
+            "--tp 3: heads 8 of --model cannot be split evenly over 3 tensor-parallel ranks",
+        ),
+        (
+            ("--model", f"{TEXT},kv-heads=2,ffn=4098", "--gpu", "h100", "--tp", "4"),
+            "--tp 4: ffn 4098 of --model",
+        ),
+        (
             ("--model", TEXT, "--gpu", "operations=1e12,bytes=1e9,memory=1GiB"),
             "no schedule fits",
         ),
