@@ -62,6 +62,7 @@ from megatron_ext.search.certify import Certificate
 from megatron_ext.search.certify import certify as certify_program
 from megatron_ext.search.for_places import at_places_of, judged_for_places
 
+_SECONDS = 60.0  # of --certify
 LONGEST = 86400.0  # seconds that may be requested: a day
 MOST_RANKS = 16  # of which each has a line of its own
 
@@ -139,7 +140,7 @@ def simulate(
     ] = False,
     seconds: Annotated[
         float, typer.Option(min=0, max=LONGEST, help="Time limit of --certify, in seconds.")
-    ] = 60.0,
+    ] = _SECONDS,
     noise: Annotated[
         str | None,
         typer.Option(
@@ -229,6 +230,8 @@ def simulate(
         _check_options(csv, vocab_parallel, certify, post_validation, pairs)
         if torch_csv is not None:
             _check_for_torch(vocab_parallel, offload, recompute, post_validation)
+        is_drawn = any(file is not None for file in (plot, page, trace))
+        _check_used(steps, seconds, is_drawn=is_drawn, is_certified=certify)
         files = SimulationFiles(csv, torch_csv, program_file, trace, plot, page)
         files.check()
         varying = None if noise is None else parse_noise(noise)
@@ -454,6 +457,20 @@ def _check_options(
         raise ValueError(
             "--certify bounds the makespan, and with --post-validation a step costs the span: "
             "drop --certify or --post-validation"
+        )
+
+
+def _check_used(steps: int, seconds: float, *, is_drawn: bool, is_certified: bool) -> None:
+    """Raise ValueError if an option has no effect without another one."""
+    if steps > 1 and not is_drawn:
+        raise ValueError(
+            f"--steps {steps} are steps of a picture, a page or a trace: add --plot, --html or "
+            f"--trace, or drop --steps"
+        )
+    if seconds != _SECONDS and not is_certified:
+        raise ValueError(
+            f"--seconds {seconds:g} is the time limit of --certify: add --certify, or drop "
+            f"--seconds"
         )
 
 

@@ -49,6 +49,15 @@ def test_simulate_prints_one_object() -> None:
     assert result["bubble_share_makespan"] == pytest.approx(21 / 117)
 
 
+def test_simulate_refuses_options_without_effect(tmp_path: Path) -> None:
+    """They were accepted, and nothing was drawn or limited."""
+    words = ("simulate", "1f1b", "--pp", "2", "-m", "2")
+    assert "add --plot, --html or --trace" in run(*words, "--steps", "3", code=2)
+    assert "--seconds 5 is the time limit of --certify" in run(*words, "--seconds", "5", code=2)
+    run(*words, "--steps", "3", "--trace", str(tmp_path / "steps.json"))
+    run(*words, "--certify", "--seconds", "5")
+
+
 def test_simulate_shows_what_one_communicator_costs() -> None:
     """A hop as long as a pass: with a channel each, the two ways of a rank's messages overlap."""
     words = ("simulate", "interleaved", "--pp", "4", "-m", "8", "--costs", "f=1,i=1,w=1,comm=1")
