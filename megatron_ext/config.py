@@ -118,6 +118,11 @@ def _rank_speeds(name: str, text: str) -> RankSpeeds:
     return parse_rank_speeds(text, flag(name))
 
 
+def _limit(name: str, text: str) -> str:
+    parse_limit(text, 1, 1)  # how much a share is, the sizes of the job tell later
+    return text
+
+
 @dataclass(frozen=True)
 class PipelineConfig:
     """Pipeline settings of a run.
@@ -143,7 +148,7 @@ class PipelineConfig:
     memory_limit: str | None = field(
         default=None,
         metadata=setting(
-            as_given,
+            _limit,
             "LIMIT",
             "Most activations that a rank may store: 5 (those of 5 microbatches in all its "
             "stages), 0.5x (half of 1F1B's peak) or 60GiB. Default: no limit.",

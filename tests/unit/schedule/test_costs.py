@@ -527,6 +527,23 @@ def test_a_misspelt_schedule_is_told_wherever_it_is_named(choose_it: Callable[[]
         choose_it()
 
 
+@pytest.mark.parametrize(
+    "choose_it",
+    [
+        lambda: from_argv(["--pipeline-schedule", "zb-h1", "--pipeline-memory-limit", "x"]),
+        lambda: from_environment(
+            {"MEGATRON_EXT_SCHEDULE": "zb-h1", "MEGATRON_EXT_MEMORY_LIMIT": "x"}
+        ),
+        lambda: megatron_ext.install(schedule="zb-h1", memory_limit="x"),
+    ],
+    ids=["flag", "variable", "install"],
+)
+def test_a_limit_that_no_sizes_make_one_is_refused_at_once(choose_it: Callable[[], object]) -> None:
+    """install returned a handle; the value was read when the first step was built."""
+    with pytest.raises(ValueError, match="memory limit 'x' is not understood"):
+        choose_it()
+
+
 def test_what_resembles_no_schedule_is_told_all() -> None:
     with pytest.raises(ValueError, match="there is no schedule 'fastest'; known are gpipe, 1f1b"):
         choose("fastest")
