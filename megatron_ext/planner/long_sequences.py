@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +34,7 @@ SPECS = (
     *("zb-v", "v-half", "v-min"),
 )
 WHOLE_SEQUENCES, FULL_RECOMPUTE = "whole sequences", "--recompute-granularity full"
-EQUAL = 0.02  # of a step: what no estimate tells apart
+WORTH_SLICES = 0.03  # of a step: what slices have to save, as no GPU has measured their price
 _PLACED = ("zb-h1", "zb-v")  # one chunk a rank, or two of which one rank has both ends
 _SECONDS = 0.3  # to build a program that is compared here: others are said to take long
 _IF_RECOMPUTED = "it fits if some activations are recomputed"
@@ -79,9 +80,12 @@ class LongSequences:
     @property
     def tied(self) -> tuple[Candidate, ...]:
         """The schedules with slices whose step is as long as the shortest, the recommended one
-        first."""
+        first; () if whole sequences take little longer."""
         made = [made for one in self.alternatives if one.slices > 1 for made in one.candidates]
-        return tied(stable_of(made) or made)
+        uncut = [one.shortest for one in self.alternatives if one.slices == 1 and one.is_here]
+        sliced = tied(stable_of(made) or made)
+        least = min((one.step for one in uncut if one is not None), default=math.inf)
+        return sliced if sliced and least >= (1 + WORTH_SLICES) * sliced[0].step else ()
 
     @property
     def best(self) -> Candidate | None:
@@ -149,8 +153,8 @@ def _of_other_settings(
 
 def counts_that_may_gain(variants_of: Callable[[Slices], VariantOf], plan: Plan) -> list[int]:
     """Return those of `COUNTS` with which a step could be shorter than the shortest of ``plan``, by
-    more than `EQUAL`: the time in which ranks are idle there is longer, and what slices add to the
-    passes of the busiest rank is less. All, if nothing in ``plan`` fits.
+    more than `WORTH_SLICES`: the time in which ranks are idle there is longer, and what slices add
+    to the passes of the busiest rank is less. All, if nothing in ``plan`` fits.
 
     Args:
         variants_of: as of `alternatives_with_slices`. A number of slices for which it raises
@@ -159,7 +163,7 @@ def counts_that_may_gain(variants_of: Callable[[Slices], VariantOf], plan: Plan)
     best = plan.best
     if best is None:
         return [*COUNTS]
-    if best.report.bubble_share_makespan < EQUAL:
+    if best.report.bubble_share_makespan < WORTH_SLICES:
         return []
 
     def may_gain(count: int) -> bool:
@@ -169,7 +173,7 @@ def counts_that_may_gain(variants_of: Callable[[Slices], VariantOf], plan: Plan)
         except ValueError:
             return True
         return any(
-            least_step(variant) <= (1 - EQUAL) * best.step
+            least_step(variant) <= (1 - WORTH_SLICES) * best.step
             for variant in variants
             if variant is not None
         )

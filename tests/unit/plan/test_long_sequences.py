@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate
-from megatron_ext.compile.registry import choose
+from megatron_ext.compile.registry import Maturity, choose
 from megatron_ext.cost_model.estimate import estimate
 from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.frozen import without_frozen
@@ -375,6 +376,18 @@ def test_the_price_decides_how_short_slices_are(training: Training) -> None:
     assert [way.slices for way in made.alternatives] == [1, 2, 4]  # eight can gain nothing
     for short in (with_sequence(training, 256), with_sequence(training, 4096)):
         assert long_sequences(short, make_plan(short.variant, specs=SPECS), None) is None
+
+
+def test_slices_that_save_little_are_shown_and_not_taken(free: LongSequences) -> None:
+    """A dense 70B was to train in slices for 0.2 % of a step, in other sums than stock's."""
+    best = free.best
+    assert best is not None
+    for step, is_taken in ((1.02 * best.step, False), (1.04 * best.step, True)):
+        uncut: Any = SimpleNamespace(step=step, maturity=Maturity.STABLE)
+        first = LongSequenceAlternative("whole sequences", (uncut,))
+        sliced = [one for one in free.alternatives if one.slices > 1]
+        made = LongSequences(32768, (first, *sliced))
+        assert (made.best is best) == is_taken
 
 
 def test_slices_are_not_looked_at_where_ranks_are_hardly_idle(training: Training) -> None:

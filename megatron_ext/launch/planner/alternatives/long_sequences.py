@@ -19,6 +19,7 @@ from megatron_ext.planner.long_sequences import (
     FULL_RECOMPUTE,
     LONG,
     WHOLE_SEQUENCES,
+    WORTH_SLICES,
     LongSequenceAlternative,
     LongSequences,
     alternatives_of_plan,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from megatron_ext.launch.planner.parsed_launch import ParsedLaunch
 
 _SIMPLE = ("zb-h1", "zb-v")
-_WORTH_A_LINE = 0.03  # of a step
 
 
 def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
@@ -108,7 +108,7 @@ def what_slices_give(
             WHOLE_SEQUENCES, variants.with_slices(UNCUT).variant, allowed_bytes, specs=specs
         )
         others = [baseline, *([] if uncut.shortest is None else [uncut.shortest])]
-        if min(slower_by(one, made) for one in others) < _WORTH_A_LINE:
+        if min(slower_by(one, made) for one in others) < WORTH_SLICES:
             return None
     words = shlex.join(variants.written(made).added)
     bubbles = [f"{candidate.report.bubble_share_makespan:.1%}" for candidate in (made, baseline)]
