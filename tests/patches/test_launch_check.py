@@ -268,12 +268,26 @@ def test_a_world_size_that_does_not_divide() -> None:
     assert any("4 ranks assumed" in text for text in told(checked(), Severity.REMARK))
 
 
+def test_an_assertion_of_a_missing_argument_names_its_flag() -> None:
+    """It was "assert args.save_interval is not None", of which a user has to guess the flag."""
+    (wrong,) = told(checked(save="/tmp/saved"), Severity.WRONG)
+    assert wrong.startswith("arguments: --save-interval is missing, add it with its value: ")
+
+
+def test_a_wrong_setting_of_ours_leaves_no_row_of_right_flags() -> None:
+    report = checked(pipeline_schedule="zb-h1", pipeline_memory_limit="much")
+    rows = [row for row in report.findings if row.subject == "flags"]
+    assert [row.verdict for row in rows] == [Severity.WRONG] and "'much'" in rows[0].text
+
+
 def test_memory_is_judged_where_a_gpus_is_told() -> None:
     assert checked(gpu_memory="1GiB").is_right
     (wrong,) = told(checked(gpu_memory="1KiB"), Severity.WRONG)
     assert "pipeline rank 3 takes the most" in wrong
-    with pytest.raises(ValueError, match="as 80GiB"):
-        checked(gpu_memory="80")
+    # The name of a GPU, and bytes that are none of ours, were "memory limit ... microbatches".
+    for text in ("80", "80GB", "h100", "0.5x"):
+        with pytest.raises(ValueError, match=rf"^--gpu-memory '?{text}'?: write bytes, as 80GiB$"):
+            checked(gpu_memory=text)
 
 
 def test_what_slices_would_give_is_said() -> None:

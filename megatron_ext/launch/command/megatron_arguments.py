@@ -10,6 +10,7 @@ import contextlib
 import copy
 import io
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from megatron_ext.adapter.launch_checks import validated
 from megatron_ext.adapter.layout_arguments import NAMES_IN_CONFIGS
 from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.base.text_file import LARGEST_JSON, parse_json
-from megatron_ext.base.words import meant_by, shown
+from megatron_ext.base.words import argument_flag, meant_by, shown
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.execution import Precision
 from megatron_ext.cost_model.gpus import assumed_rates
@@ -428,6 +429,9 @@ def _text(path: str) -> str:
         return file.read(LARGEST_JSON)
 
 
+_MISSING = re.compile(r"assert args\.(\w+) is not None")
+
+
 @contextlib.contextmanager
 def _as_value_error() -> Iterator[None]:
     """Turn whatever ends Megatron into a ValueError with the reason, and suppress its output."""
@@ -442,6 +446,8 @@ def _as_value_error() -> Iterator[None]:
         text = str(error).strip()
         if not text:
             text = f"Megatron asserts: {line}"
+            if missing := _MISSING.fullmatch(line or ""):
+                text = f"{argument_flag(missing[1])} is missing, add it with its value: {text}"
         elif not isinstance(error, AssertionError | ValueError | RuntimeError):
             text = f"{text}, in: {line}"  # not meant for users, so it names no setting
         raise ValueError(text) from error

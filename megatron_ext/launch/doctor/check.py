@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import shlex
@@ -17,7 +18,7 @@ from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.adapter.untried import untried
 from megatron_ext.base.secrets import masked
 from megatron_ext.base.text_file import LARGEST_SCRIPT
-from megatron_ext.base.words import bytes_text, counted
+from megatron_ext.base.words import bytes_text, counted, shown
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
@@ -78,9 +79,7 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
         ValueError: ``gpu_memory`` is not understood.
         PatchError: Megatron is not installed.
     """
-    gpu_bytes = None if gpu_memory is None else parse_limit(gpu_memory, 1, 1).bytes
-    if gpu_memory is not None and gpu_bytes is None:
-        raise ValueError(f"--gpu-memory {gpu_memory}: write bytes, as 80GiB")
+    gpu_bytes = None if gpu_memory is None else _parse_gpu_memory(gpu_memory)
     if gpu_bytes is None and launch.gpu is not None:
         gpu_bytes = int(GPUS[launch.gpu].memory or 0)
     report = Report()
@@ -105,6 +104,16 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
             report.findings.append(finding_of(word, "script"))
         _check(report, launch, script, world_size, gpu_bytes)
     return report
+
+
+def _parse_gpu_memory(text: str) -> int:
+    """Return the bytes that ``text`` says. Raises ValueError if it is not understood."""
+    limit = None
+    with contextlib.suppress(ValueError):
+        limit = parse_limit(text, 1, 1).bytes
+    if limit is None:
+        raise ValueError(f"--gpu-memory {shown(text)}: write bytes, as 80GiB")
+    return limit
 
 
 def _report_remarks(report: Report, launch: Launch) -> None:
@@ -281,7 +290,10 @@ def _parsed(report: Report, launch: Launch, script: str | None, megatron_argumen
     if parsed is None:
         return None
     texts = read_script_texts(launch, script) if parsed.unknown else None
-    report.findings += check_words(launch.arguments, parsed.unknown, parsed.flags, texts)
+    words = check_words(launch.arguments, parsed.unknown, parsed.flags, texts)
+    if any((one.verdict, one.subject) == (Severity.WRONG, "flags") for one in report.findings):
+        words = [word for word in words if word.verdict is not Severity.RIGHT]
+    report.findings += words
     return parsed.args
 
 
