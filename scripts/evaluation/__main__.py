@@ -7,6 +7,8 @@ python -m scripts.evaluation recipes    counts which of recipes.json are accepte
                                         writes the tables of docs/recipes.md and the headline of
                                         README.md; forty minutes on two cores
 python -m scripts.evaluation recipes --keep-plans       counts alone; minutes
+python -m scripts.evaluation slices     plans fine-tuning recipes with long bubbles in slices, and
+                                        writes the table of docs/recipes.md; minutes
 python -m scripts.evaluation recipes --file FILE.json   counts those of another file, writes nothing
 
 FILE has recipes as they are public: by name, each with its settings by dotted names or nested, with
@@ -38,15 +40,17 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=("steps", "recipes"), default="steps")
+    parser.add_argument("what", nargs="?", choices=("steps", "recipes", "slices"), default="steps")
     parser.add_argument("--file", type=Path, help="of measured steps, or of recipes")
     parser.add_argument("--json", type=Path, help="file to write all figures to, row by row")
     parser.add_argument("--write", action="store_true", help="steps: write the tables")
     parser.add_argument("--keep-plans", action="store_true", help="recipes: keep their gains")
     given = parser.parse_args(words)
-    if given.write and (given.what == "recipes" or given.file):
+    if given.write and (given.what != "steps" or given.file):
         parser.error("--write goes with the steps of measured.csv: recipes write without it")
-    if given.keep_plans and given.what == "steps":
+    if given.file and given.what == "slices":
+        parser.error("--file goes with steps and recipes")
+    if given.keep_plans and given.what != "recipes":
         parser.error("--keep-plans goes with recipes")
     console = Console(stderr=True)
     data: object
@@ -55,6 +59,11 @@ def main(words: Sequence[str]) -> int:
             from scripts.evaluation.recipes.evaluated import evaluate_recipes  # which has Megatron
 
             lines, data, status = evaluate_recipes(given.file, console, plans=not given.keep_plans)
+            print("\n".join(lines))
+        elif given.what == "slices":
+            from scripts.evaluation.recipes.evaluated import evaluate_slices  # which has Megatron
+
+            lines, data, status = evaluate_slices(console)
             print("\n".join(lines))
         else:
             data, status = _evaluate_steps(given.file or MEASURED, console, writes=given.write)

@@ -166,6 +166,17 @@ def _judge(recipe: Recipe, schedule: str, settings: Mapping[str, Value]) -> Verd
     return Verdict(schedule, why_stock, microbatches=microbatches)
 
 
+def why_no_slices(recipe: Recipe) -> str | None:
+    """Return why ``recipe`` cannot train in slices under the schedule that has its own stages; None
+    if it can."""
+    config = PipelineConfig(schedule=recipe.schedule, slices=2)
+    try:
+        _check_settings(recipe, recipe.settings, config)
+    except ValueError as error:
+        return _in_a_line(error)
+    return None
+
+
 def _refused_by_megatron(recipe: Recipe) -> str | None:
     """Return why stock cannot run ``recipe`` under its own schedule; None if it can."""
     for name, why in _STOCK_CANNOT.items():

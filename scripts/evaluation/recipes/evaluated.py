@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from scripts.evaluation.recipes.accepting import as_on_gpus, judge, judge_on_v, others
+from scripts.evaluation.recipes.accepting import (
+    as_on_gpus,
+    judge,
+    judge_on_v,
+    others,
+    why_no_slices,
+)
 from scripts.evaluation.recipes.configured import configuration_of
 from scripts.evaluation.recipes.counting import Row, as_json, count, rows
 from scripts.evaluation.recipes.gains import Configuration, Found, all_gains
@@ -21,11 +28,21 @@ from scripts.evaluation.recipes.page import on_recipe_stages, refusals, summary,
 from scripts.evaluation.recipes.prospects import Prospect, prospects_of
 from scripts.evaluation.recipes.public_form import read_recipes
 from scripts.evaluation.recipes.readme import RECIPES_PAGE, write_headline
-from scripts.evaluation.recipes.recipe import RECIPES, read_models
+from scripts.evaluation.recipes.recipe import RECIPES, Recipe, read_models, resolve
+from scripts.evaluation.recipes.slice_gains import (
+    broken_bar,
+    read_whole_gains,
+    slice_gains,
+    slices_section,
+    slices_table,
+    waits_long,
+)
 from scripts.evaluation.recipes.towers import tower_rows
 from scripts.tables import with_part
 
-GAINS, TOWERS = (RECIPES_PAGE.with_name(name) for name in ("recipe-gains.csv", "tower-gains.csv"))
+GAINS, TOWERS, SLICES = (
+    RECIPES_PAGE.with_name(f"{what}-gains.csv") for what in ("recipe", "tower", "slice")
+)
 
 
 def evaluate_recipes(
@@ -56,6 +73,37 @@ def evaluate_recipes(
     of_recipes = {prospect.recipe.name: prospect.as_data() for prospect in prospects}
     data = [{**as_json(row), "plan": of_recipes.get(row.name)} for row in made]
     return summary(made), data, int(count(made, on_recipe_stages).unknown > 0)
+
+
+def evaluate_slices(console: Console) -> tuple[list[str], list[dict[str, Any]], int]:
+    """Plan the recipes whose pipelines wait long in slices, and write the part of docs/recipes.md
+    and its CSV file. Return the lines, the data of each recipe, and an exit status."""
+    recipes: list[Recipe] = []
+    configurations: dict[str, Configuration | str] = {}
+    why_not: dict[str, str] = {}
+    with console.status("planning recipes in slices"), as_on_gpus():
+        models, defaults = read_models(), others()
+        for name, raw in read_recipes(RECIPES).items():
+            try:
+                recipe = resolve(name, raw, models, defaults)
+            except ValueError:  # `evaluate_recipes` says so
+                continue
+            if not waits_long(recipe):
+                continue
+            recipes.append(recipe)
+            try:
+                configurations[name] = configuration_of(recipe)
+            except ValueError as error:
+                configurations[name] = " ".join(str(error).split())
+            if (why := why_no_slices(recipe)) is not None:
+                why_not[name] = why
+        gains = slice_gains(recipes, configurations, why_not, read_whole_gains(GAINS))
+    section = slices_section(gains)
+    SLICES.write_text(slices_table(gains))
+    RECIPES_PAGE.write_text(with_part(RECIPES_PAGE.read_text(), "slices", section))
+    broken = broken_bar(gains)
+    lines = [section, *([] if broken is None else [f"below its bar: {broken}"])]
+    return lines, [asdict(gain) for gain in gains], int(broken is not None)
 
 
 def _write(made: Sequence[Row], prospects: Sequence[Prospect], console: Console) -> None:

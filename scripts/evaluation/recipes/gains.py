@@ -87,7 +87,7 @@ class Gains:
 
 def gains_of(configuration: Configuration) -> Gains:
     """Raises ValueError if the recipe cannot be planned."""
-    works = _works(configuration)
+    works = works_of(configuration)
     allowed_bytes = allowed_bytes_of(configuration, works[0])
     compared = _compared(configuration, works, allowed_bytes, 0)
     assert compared.bound is not None
@@ -153,7 +153,7 @@ def _rule(configuration: Configuration) -> Callable[[int], Layout]:
     return layout
 
 
-def _works(configuration: Configuration) -> list[Work]:
+def works_of(configuration: Configuration) -> list[Work]:
     """Return the works of all recompute alternatives, the recipe's own first."""
     execution = configuration.execution
     others = (option.in_execution(execution) for option in configuration.recompute)

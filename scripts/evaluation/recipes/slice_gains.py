@@ -1,0 +1,233 @@
+"""Estimated gains of slices for fine-tuning recipes whose pipelines wait long.
+
+The best step in slices is compared with the best step of whole sequences, any schedule, layout,
+recompute and number of virtual stages, as docs/recipe-gains.csv has it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+from megatron_ext.compile.registry import choose
+from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.layouts.minimax import least_slowest_stage
+from megatron_ext.planner.layouts.stage_figures import StageFigures
+from megatron_ext.planner.layouts.work import Evaluated, evaluate
+from megatron_ext.planner.limits import least_step
+from megatron_ext.planner.long_sequences import COUNTS, WORTH_SLICES
+from megatron_ext.schedule.slices import Lengths, Slices
+from scripts.evaluation.recipes.gains import PROCESSES, Configuration, allowed_bytes_of, works_of
+from scripts.evaluation.recipes.recipe import Recipe
+from scripts.tables import table
+
+LEAST_WAIT = 0.1  # of the passes of a step: (p - 1) / (v m)
+LEAST_MEDIAN = 1.5  # of full fine-tuning with m < p, which a trial of slices of packs found at 1.63
+_SPECS = ("1f1b", "zb-h1", "zb-v")
+_COLUMNS = (
+    *("recipe", "class", "ranks", "microbatches", "tokens", "best without slices", "in slices"),
+    *("gain of slices", "schedule", "slices", "why not"),
+)
+CLASSES = ("m < p", "m >= p", "LoRA")
+
+
+@dataclass(frozen=True)
+class SliceGain:
+    """Gain of slices for a recipe.
+
+    Attributes:
+        kind: one of `CLASSES`.
+        tokens: tokens of a sequence.
+        uncut: seconds of the recipe's own step, as a multiple of the best step of whole sequences;
+            None: it is not planned.
+        sliced: the same for the best step in slices; None: it is not planned, or none fits.
+        made: the schedule and the number of slices of that step.
+        why_not: reason why the recipe is not planned, or cannot train in slices; "" if it can.
+    """
+
+    recipe: str
+    kind: str
+    ranks: int
+    microbatches: int
+    tokens: int
+    uncut: float | None
+    sliced: float | None
+    made: tuple[str, int]
+    why_not: str
+
+    @property
+    def ratio(self) -> float | None:
+        """Best step of whole sequences, as a multiple of the best step in slices."""
+        return None if self.uncut is None or self.sliced is None else self.sliced / self.uncut
+
+    @property
+    def is_recommended(self) -> bool:
+        """Whether a plan would recommend slices."""
+        return not self.why_not and self.ratio is not None and self.ratio >= 1 + WORTH_SLICES
+
+
+def waits_long(recipe: Recipe) -> bool:
+    """Return whether ``recipe`` fine-tunes a model, and stock's schedule waits for `LEAST_WAIT` of
+    its passes at equal stage times."""
+    bubble = recipe.bubble
+    is_tuning = re.search("_(sft|peft)_", recipe.name) is not None
+    return is_tuning and bubble is not None and bubble / (1 - bubble) >= LEAST_WAIT
+
+
+def microbatches_of(recipe: Recipe) -> int:
+    assert recipe.parallel_copies is not None
+    at_once = recipe.parallel_copies * recipe.settings["micro_batch_size"]
+    return int(recipe.settings["global_batch_size"] // at_once)
+
+
+def class_of(recipe: Recipe) -> str:
+    if "_peft_" in recipe.name:
+        return "LoRA"
+    return "m < p" if microbatches_of(recipe) < recipe.ranks else "m >= p"
+
+
+def read_whole_gains(file: Path) -> dict[tuple[str, int, int], float]:
+    """Return the best gain of whole sequences by recipe, ranks and microbatches."""
+    with file.open(newline="") as lines:
+        return {
+            (row["recipe"], int(row["ranks"]), int(row["microbatches"])): float(
+                (row["gain of all"] or row["stock's gain"] or "1").rstrip("*")
+            )
+            for row in csv.DictReader(lines)
+        }
+
+
+def best_in_slices(configuration: Configuration) -> tuple[float, Evaluated] | None:
+    """Return the gain of the shortest step in slices over the step of the recipe's own command, and
+    that step; None if none fits. Stages are balanced, layers recomputed as is best.
+
+    Raises:
+        ValueError: the own command has no schedule.
+    """
+    works, layers = works_of(configuration), len(configuration.model.layers)
+    baseline = evaluate(
+        works[0], configuration.schedule, Layout(configuration.layers), search=False
+    )
+    bound = max(allowed_bytes_of(configuration, works[0]), baseline.fullest)
+    best: Evaluated | None = None
+    for work, spec in product(works, _SPECS):
+        placement = choose(spec).place(configuration.ranks)
+        if placement.stages > layers:
+            continue
+        layout = least_slowest_stage(layers, placement, StageFigures(work))
+        for count in COUNTS:
+            cut = replace(work, slices=Slices(count, Lengths.BALANCED))
+            if best is not None and least_step(cut.variant(spec, layout)) >= best.seconds:
+                continue
+            try:
+                made = evaluate(cut, spec, layout, allowed_bytes=bound, search=False)
+            except ValueError:  # it does not fit
+                continue
+            if best is None or made.seconds < best.seconds:
+                best = made
+    return None if best is None else (baseline.seconds / best.seconds, best)
+
+
+Found = tuple[float, str, int] | str  # gain, schedule, slices; or why there are none
+
+
+def _found(configuration: Configuration) -> Found:
+    try:
+        best = best_in_slices(configuration)
+    except ValueError as error:
+        return str(error)
+    if best is None:
+        return "no step in slices fits"
+    gain, made = best
+    return gain, made.schedule, made.candidate.report.slices
+
+
+def slice_gains(
+    recipes: Sequence[Recipe],
+    configurations: Mapping[str, Configuration | str],
+    why_not: Mapping[str, str],
+    uncut: Mapping[tuple[str, int, int], float],
+) -> list[SliceGain]:
+    """Return the gain of each of ``recipes``.
+
+    Args:
+        configurations: by name of a recipe; or why it is not known.
+        why_not: by name, why it cannot train in slices; recipes that can are absent.
+        uncut: as of `read_whole_gains`.
+    """
+    planned = [one for one in configurations.values() if isinstance(one, Configuration)]
+    planned = sorted(dict.fromkeys(planned), key=lambda c: c.ranks * c.microbatches, reverse=True)
+    with get_context("spawn").Pool(PROCESSES) as pool:
+        found = dict(zip(planned, pool.map(_found, planned, chunksize=1), strict=True))
+    made = []
+    for recipe in recipes:
+        configuration, microbatches = configurations[recipe.name], microbatches_of(recipe)
+        one = found[configuration] if isinstance(configuration, Configuration) else configuration
+        reason = one if isinstance(one, str) else ""
+        gain, spec, count = (None, "", 0) if isinstance(one, str) else one
+        made.append(
+            SliceGain(
+                recipe.short_name,
+                class_of(recipe),
+                recipe.ranks,
+                microbatches,
+                int(recipe.settings["seq_length"]),
+                uncut.get((recipe.short_name, recipe.ranks, microbatches)),
+                gain,
+                (spec, count),
+                why_not.get(recipe.name) or reason,
+            )
+        )
+    return sorted(made, key=lambda gain: (CLASSES.index(gain.kind), -(gain.ratio or 0)))
+
+
+def slices_section(gains: Iterable[SliceGain]) -> str:
+    """Return the table of gains by class."""
+    gains, rows = list(gains), []
+    for kind in CLASSES:
+        of_class = [gain for gain in gains if gain.kind == kind]
+        ratios = [gain.ratio for gain in of_class if gain.ratio is not None]
+        spread = f"{median(ratios):.2f} [{min(ratios):.2f} to {max(ratios):.2f}]" if ratios else ""
+        rows.append(
+            [
+                kind,
+                len(of_class),
+                len(ratios),
+                spread,
+                sum(not gain.why_not for gain in of_class),
+                sum(gain.is_recommended for gain in of_class),
+            ]
+        )
+    headings = ("class", "recipes", "planned", "gain of slices", "can train", "recommended")
+    return table(headings, rows)
+
+
+def slices_table(gains: Iterable[SliceGain]) -> str:
+    """Return each recipe's gain, as CSV."""
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(_COLUMNS)
+    for gain in gains:
+        figures = [
+            "" if figure is None else f"{figure:.3f}"
+            for figure in (gain.uncut, gain.sliced, gain.ratio)
+        ]
+        start = [gain.recipe, gain.kind, gain.ranks, gain.microbatches, gain.tokens]
+        lines.writerow([*start, *figures, gain.made[0], gain.made[1] or "", gain.why_not])
+    return text.getvalue()
+
+
+def broken_bar(gains: Iterable[SliceGain]) -> str | None:
+    """Return which bar is broken: the median of the planned full recipes with m < p."""
+    ratios = [gain.ratio for gain in gains if gain.kind == "m < p" and gain.ratio is not None]
+    found = median(ratios) if ratios else 0.0
+    if found >= LEAST_MEDIAN:
+        return None
+    return f"gain of slices where m < p: the median is {found:.2f}, less than {LEAST_MEDIAN}"
