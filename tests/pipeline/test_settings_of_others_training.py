@@ -100,9 +100,15 @@ def _noted(folder: Path, name: str, call: Callable[..., Any]) -> Callable[..., A
 
 
 @nightly("test_tensor_parallel_communication.py: two ranks of a stack of layers")
-@pytest.mark.covers("A", ("line", "v"), tensor_model_parallel_size=2, sequence_parallel=True)
+@pytest.mark.covers("A", ("line", "v"), tensor_model_parallel_size=2)
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
-@pytest.mark.parametrize("scatters", [True, False])
+@pytest.mark.parametrize(
+    "scatters",
+    [
+        pytest.param(True, marks=pytest.mark.covers("A", ("line", "v"), sequence_parallel=True)),
+        False,
+    ],
+)
 def test_tensor_parallel_ranks_come_to_communication_in_one_order(
     schedule: str, scatters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
