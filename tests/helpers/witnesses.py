@@ -34,11 +34,14 @@ def _always(caller: Any) -> bool:
 class Witness:
     """A ``function``, by module and name, that runs for the feature.
 
-    ``when`` says of the object whose method it is whether it does so for the feature.
+    ``when`` says of the object whose method it is whether it does so for the feature. Where a
+    forward and a backward pass overlap, ``in_pairs`` runs in its place, a method of the same class
+    or of one with the same config.
     """
 
     function: str
     when: Callable[[Any], bool] = _always
+    in_pairs: str | None = None
 
 
 def _has(name: str) -> Callable[[Any], bool]:
@@ -62,6 +65,7 @@ _DISPATCH = f"{_CORE}.transformer.moe.token_dispatcher"
 _LAYER = f"{_CORE}.transformer.transformer_layer:TransformerLayer"
 _MOE = f"{_CORE}.transformer.moe.moe_layer:MoELayer.forward"
 _BLOCK = f"{_CORE}.transformer.transformer_block:TransformerBlock.forward"
+_PLAN = f"{_CORE}.models.gpt.gpt_model:GPTModel.build_schedule_plan"
 _RECOMPUTED = f"{_CORE}.recompute:checkpointed_forward"
 _ROUTER = f"{_CORE}.transformer.moe.router:TopKRouter.gating"
 
@@ -82,6 +86,7 @@ WITNESSES = {
     Feature("untie_embeddings_and_output_weights", "False"): Witness(
         f"{_CORE}.models.gpt.gpt_model:GPTModel.forward",
         _has("share_embeddings_and_output_weights"),
+        in_pairs=_PLAN,
     ),
     Feature("overlap_param_gather"): Witness(f"{_BUCKETS}.finish_param_sync"),
     Feature("use_distributed_optimizer"): Witness(
@@ -94,7 +99,7 @@ WITNESSES = {
         Feature("cuda_graph_scope", module): Witness(_BLOCK, _captures(module))
         for module in ("attn", "mlp", "moe_router", "moe_preprocess")
     },
-    Feature("sequence_parallel"): Witness(_BLOCK, _config("sequence_parallel")),
+    Feature("sequence_parallel"): Witness(_BLOCK, _config("sequence_parallel"), in_pairs=_PLAN),
     Feature("recompute_granularity", "full"): Witness(_RECOMPUTED),
     Feature("recompute_method", "uniform"): Witness(_BLOCK, _config("recompute_method", "uniform")),
     Feature("recompute_method", "block"): Witness(_BLOCK, _config("recompute_method", "block")),
@@ -136,7 +141,9 @@ def watch(features: Iterable[Feature] = WITNESSES) -> set[Feature]:
     seen: set[Feature] = set()
     wanted: dict[CodeType, list[Feature]] = {}
     for feature in features:
-        wanted.setdefault(_code(WITNESSES[feature].function), []).append(feature)
+        witness = WITNESSES[feature]
+        for function in filter(None, (witness.function, witness.in_pairs)):
+            wanted.setdefault(_code(function), []).append(feature)
 
     def entered(code: CodeType, offset: int) -> Any:
         caller = sys._getframe(1).f_locals.get("self")

@@ -37,7 +37,8 @@ def covers(
         return []
     settings = {name: value for name, value in flags.items() if name in _KNOWN}
     settings["precision"] = next((name for name in ("bf16", "fp16") if flags.get(name)), "fp32")
-    settings["check_for_nan_in_grad"] = True  # by default
+    # By default, but for dynamic scales of losses, whose gradients may be NaN.
+    settings["check_for_nan_in_grad"] = settings["precision"] != "fp16"
     if flags.get("grad_reduce_in_bf16"):
         settings["grad_reduce_in_fp32"] = False
     if not flags.get("untie_embeddings_and_output_weights"):
