@@ -119,7 +119,10 @@ def _rank_speeds(name: str, text: str) -> RankSpeeds:
 
 
 def _limit(name: str, text: str) -> str:
-    parse_limit(text, 1, 1)  # how much a share is, the sizes of the job tell later
+    try:
+        parse_limit(text, 1, 1)  # the sizes of the job tell later how much a share is
+    except ValueError as error:
+        raise ValueError(f"{flag(name)}: {error}") from None
     return text
 
 
