@@ -44,6 +44,8 @@ class PlanPictures:
         if self.page is not None and plan.candidates:
             unit = SECONDS if in_seconds else ""
             title = "the schedules of a plan that none beats in both time and memory"
+            if any(candidate.variant.model is not None for candidate in plan.candidates):
+                title += ", without the optimizer's time"
             write_page(Page(title, _runs_of_plan(plan), command_line(), unit), self.page)
 
 

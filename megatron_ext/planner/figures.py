@@ -175,9 +175,11 @@ def slower_by(candidate: Candidate, best: Candidate) -> float:
 
 
 def step_phrase(candidate: Candidate) -> str:
-    """Return the time and the memory of ``candidate``: 2.1 s a step, 40.3 GiB."""
+    """Return the time and the memory of ``candidate``: 2.1 s a step without its optimizer, 40.3
+    GiB. Without a model there is no optimizer to name."""
     unit = "s" if candidate.variant.in_seconds else "cost units"
-    return f"{candidate.step:.4g} {unit} a step, {memory_phrase(candidate)}"
+    without = "" if candidate.variant.model is None else " without its optimizer"
+    return f"{candidate.step:.4g} {unit} a step{without}, {memory_phrase(candidate)}"
 
 
 def memory_phrase(candidate: Candidate) -> str:
