@@ -37,7 +37,7 @@ _SLOW = 2.5  # times the quickest microbatch: up to there the second panel goes
 def draw_plan(plan: Plan, curves: Curves, path: Path) -> None:
     """Write a picture of step time against memory of the schedules of ``plan``, each with its best
     vocabulary method, with the Pareto front of all and the results of searches in less memory. A
-    second panel shows the step's seconds per microbatch, by the number of microbatches.
+    second panel shows the step's time per microbatch, by the number of microbatches.
 
     Raises:
         ValueError: another file type, or matplotlib is not installed.
@@ -49,8 +49,10 @@ def draw_plan(plan: Plan, curves: Curves, path: Path) -> None:
     labels, lines = _draw_by_memory(by_memory, plan, curves, looks, in_bytes)
     _draw_by_microbatches(by_microbatches, curves, looks)
     overlap = any(candidate.overlaps for candidate in plan.candidates)
-    by_memory.set_ylabel("what a step costs" if overlap else "makespan of a step")
-    by_microbatches.set_ylabel(f"{by_memory.get_ylabel()} over its microbatches")
+    time = "what a step costs" if overlap else "makespan of a step"
+    unit = ", s" if all(candidate.variant.in_seconds for candidate in plan.candidates) else ""
+    by_memory.set_ylabel(f"{time}{unit}")
+    by_microbatches.set_ylabel(f"{time} over its microbatches{unit}")
     figure.legend(
         handles=_legend(plan, looks), loc="outside lower center", ncols=4, frameon=False, fontsize=8
     )

@@ -92,6 +92,17 @@ def test_a_way_without_a_point_is_drawn(tmp_path: Path) -> None:
     assert naive.schedule in texts and "vocabulary parallelism 2" not in texts
 
 
+def test_an_axis_of_seconds_has_its_unit(tmp_path: Path) -> None:
+    """The axes said "makespan of a step" of seconds and of a unit of the costs' own alike."""
+    (best, *_) = plan().candidates
+    for in_seconds, unit in ((True, ", s"), (False, "")):
+        made = Plan((replace(best, variant=replace(best.variant, in_seconds=in_seconds)),), {})
+        draw_plan(made, NO_CURVES, tmp_path / "plan.svg")
+        texts = texts_of((tmp_path / "plan.svg").read_text())
+        labels = {f"makespan of a step{unit}", f"makespan of a step over its microbatches{unit}"}
+        assert labels <= set(texts)
+
+
 def test_no_label_lies_upon_another(tmp_path: Path, figures: list[Any]) -> None:
     """A dozen schedules within a few percent: their names were one black heap."""
     draw_plan(plan(), curves(), tmp_path / "plan.png")
