@@ -41,7 +41,8 @@ def curves_of(plan: Plan, variant_of: VariantOf, allowed_bytes: float | None = N
     searches = {search.spec for search in SEARCHES}
     searched = [candidate for candidate in plan.best_of_each if candidate.schedule in searches]
     compared = _compared(plan)
-    with task("drawing curves", LIMITS * len(searched) + len(compared)) as work:
+    steps = LIMITS * len(searched) + len(compared)
+    with task("drawing curves", steps, equal_steps=True) as work:
         by_limit: dict[str, list[Candidate]] = {}
         for candidate in searched:
             front = by_limit.setdefault(candidate.schedule, [])
