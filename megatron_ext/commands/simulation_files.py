@@ -66,11 +66,9 @@ class SimulationFiles:
             return
         reference = _reference_program(resolved, problem)
         if self.plot is not None:
-            draw_steps(
-                [_steps(reference, steps), _steps(program, steps)],
-                self.plot,
-                [reference.problem.costs, program.problem.costs],
-            )
+            drawn = _differing(reference, program)
+            runs_of_steps = [_steps(one, steps) for one in drawn]
+            draw_steps(runs_of_steps, self.plot, [one.problem.costs for one in drawn])
         if self.page is not None:
             runs = _runs(resolved, reference, program, steps)
             ranks, microbatches = problem.ranks, problem.microbatches
@@ -93,7 +91,7 @@ def _runs(
 ) -> tuple[Run, ...]:
     """Return the runs of a page: ``program`` below ``reference``, if the two differ."""
     run = simulated_run(title_of(resolved.spec, program.problem.options), program, steps)
-    if reference.digest == program.digest:
+    if len(_differing(reference, program)) == 1:
         return (run,)
     title = title_of(reference.schedule.name, reference.problem.options)
     return simulated_run(title, reference, steps), run
@@ -106,6 +104,11 @@ def _reference_program(resolved: ResolvedSpec, problem: Problem) -> Program:
     if problem.options.pairs:
         return build_program(resolved, problem.with_options(pairs=False))
     return program_of_1f1b(problem)
+
+
+def _differing(reference: Program, program: Program) -> tuple[Program, ...]:
+    """Return ``program`` behind ``reference``, or alone if the two are the same."""
+    return (program,) if reference.digest == program.digest else (reference, program)
 
 
 def _steps(program: Program, steps: int) -> tuple[Timeline, ...]:

@@ -17,6 +17,7 @@ from megatron_ext.schedule.schedule_csv import from_csv
 from tests.helpers.few_families import only_families
 from tests.helpers.forked import run_forked
 from tests.helpers.schedules import line_problem, program
+from tests.helpers.svg import texts_of
 
 runner = CliRunner()
 
@@ -56,6 +57,16 @@ def test_simulate_refuses_options_without_effect(tmp_path: Path) -> None:
     assert "--seconds 5 is the time limit of --certify" in run(*words, "--seconds", "5", code=2)
     run(*words, "--steps", "3", "--trace", str(tmp_path / "steps.json"))
     run(*words, "--certify", "--seconds", "5")
+
+
+def test_a_picture_of_the_reference_itself_has_one_timeline(tmp_path: Path) -> None:
+    """simulate 1f1b --plot drew 1F1B twice, with the same title."""
+    pytest.importorskip("matplotlib")
+    picture, sizes = tmp_path / "picture.svg", ("--pp", "2", "-m", "2")
+    for spec, drawn in (("1f1b", ["1f1b"]), ("zb-h1", ["1f1b", "zb-h1"])):
+        run("simulate", spec, *sizes, "--plot", str(picture))
+        texts = texts_of(picture.read_text())
+        assert [text.split(":")[0] for text in texts if "of the makespan" in text] == drawn
 
 
 def test_simulate_shows_what_one_communicator_costs() -> None:
