@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 
 from megatron_ext.base.words import bytes_text, counted
@@ -30,6 +32,8 @@ def verdict_lines(made: JobPlan) -> Iterator[str]:
         return
     if found.keeps:
         yield f"verdict:   keep it: {_no_gain(found)}{_not_compared(made)}"
+        if refused := _all_of_ours_refused(made):
+            yield f"refused:   {refused}"
     else:
         yield from _change(made, taken)
     if made.assumed:
@@ -123,6 +127,21 @@ def _kinds_not_compared(made: JobPlan) -> str:
     return f": {', '.join(made.unfinished)}" if made.unfinished else ""
 
 
+_REFUSAL = re.compile(r"--pipeline-schedule \S+ (does not go with .*)")
+
+
+def _all_of_ours_refused(made: JobPlan) -> str:
+    """Return the commonest reason, and what to write, if settings of Megatron refuse all of our
+    schedules; else ""."""
+    if not all(is_stock(candidate) for candidate in made.plan.candidates):
+        return ""
+    found = map(_REFUSAL.search, made.plan.refusals.values())
+    commonest = Counter(refusal[1] for refusal in found if refusal).most_common(1)
+    if not commonest:
+        return ""
+    return f"all schedules of ours, most since --pipeline-schedule {commonest[0][0]}"
+
+
 def _is_most(made: JobPlan, stock: Alternative) -> bool:
     """Return whether Megatron's own flags bring most of the gain."""
     found = made.verdict
@@ -133,7 +152,9 @@ def _by_megatron(made: JobPlan, taken: Alternative) -> str:
     if not is_stock(taken.candidate):
         return ""
     ours = "ours add nothing to it"
-    if made.is_short:
+    if refused := _all_of_ours_refused(made):
+        ours = f"refused are {refused}"
+    elif made.is_short:
         ours = f"not all of ours were compared in time{_kinds_not_compared(made)}"
     return f" (Megatron's own; {ours})"
 

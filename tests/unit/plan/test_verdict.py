@@ -268,6 +268,26 @@ def test_a_plan_that_ended_early_names_what_it_unfinished() -> None:
     assert "the time of the plan ended before all was compared: layouts, slices" in short
 
 
+def test_a_setting_that_refuses_all_of_ours_is_named_with_the_verdict() -> None:
+    """ "nothing that fits takes less time" was said where one flag, which can be dropped, had all
+    of our schedules refused."""
+    why = "does not go with overlap_p2p_comm_warmup_flush=True: drop --overlap-p2p"
+    refusals = {
+        (name, VocabMethod.NAIVE): f"--pipeline-schedule {name} {why}" for name in ("zb-h1", "zb-v")
+    }
+    own, loop = way("1f1b", 1.0, 50), way("interleaved:vpp=2", 0.9, 50)
+    kept, changed = verdict_of(own, []), verdict_of(own, [loop])
+
+    def with_plan(found: Verdict, *candidates: Any) -> str:
+        made = replace(plan_of(found), plan=Plan(candidates, refusals))
+        return "\n".join(verdict_lines(made))
+
+    said = f"all schedules of ours, most since --pipeline-schedule {why}"
+    assert f"\nrefused:   {said}" in with_plan(kept, own.candidate)
+    assert f"(Megatron's own; refused are {said})" in with_plan(changed, own.candidate)
+    assert said not in with_plan(kept, own.candidate, way("zb-v", 1.0, 50).candidate)
+
+
 def test_megatrons_own_flag_comes_first_where_it_is_most_of_the_gain() -> None:
     """The real lever of that line, 25.3 -> 19.2 s, stood inside a paragraph."""
     own = way("interleaved:vpp=4", 25.3, 50)
