@@ -512,6 +512,14 @@ def test_a_costs_file_of_before_has_costs_for_its_own_stages(tmp_path: Path) -> 
     assert any("measured anew, it has them per layer type" in remark for remark in plan.remarks)
 
 
+def test_flags_that_megatron_does_not_know_are_a_remark() -> None:
+    """Doctor remarked on them, and a plan, whose command would be refused with them, did not."""
+    words = (*launch().arguments, "--use-z-loss")
+    plan = plan_launch(LaunchRequest(replace(launch(), arguments=words), gpu=parse_gpu("h100")))
+    (remark,) = plan.remarks
+    assert "has no flag --use-z-loss; drop it, unless the script adds it" in remark
+
+
 def test_a_launch_that_fits_nowhere_says_what_would_have_to_give() -> None:
     plan = made("operations=400e12,bytes=40e9,memory=1.6GiB")
     assert plan.verdict.taken is None and not plan.written.added

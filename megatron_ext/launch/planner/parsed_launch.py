@@ -166,8 +166,9 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
         of_tower = vision_of_launch(
             parsed.args, parsed.unknown, given, request.vision, request.vision_tokens
         )
-        if launch is not None:
-            _refuse_words(launch, parsed, script)
+        if request.launch is not None:
+            on_words = (*request.launch.remarks, *_on_words(request.launch, parsed, script))
+            request = replace(request, launch=replace(request.launch, remarks=on_words))
         vars(parsed.args).update(of_tower)
         rates = _rates(request)
         with megatron_arguments.on_gpus(parsed.args, rates):
@@ -197,13 +198,17 @@ def _on_our_flags(launch: Launch, script: str | None) -> Iterator[str]:
         )
 
 
-def _refuse_words(launch: Launch, parsed: ParsedArguments, script: str | None) -> None:
-    """Raise ValueError for a word that is surely a mistake: what it was to change is not timed."""
+def _on_words(launch: Launch, parsed: ParsedArguments, script: str | None) -> Iterator[str]:
+    """Yield a remark on words that may be the script's own. Raise ValueError for a word that is
+    surely a mistake: what it was to change is not timed."""
     texts = read_script_texts(launch, script) if parsed.unknown else None
     words = unknown_words(launch.arguments, parsed.unknown, parsed.flags, texts)
     for word in words:
+        text = f"{word.text}; {word.fix}" if word.fix else word.text
         if word.verdict == "wrong":
-            raise ValueError(f"{word.text}; {word.fix}" if word.fix else word.text)
+            raise ValueError(text)
+        if word.verdict == "remark":
+            yield text
 
 
 def _absent(launch: Launch | None, args: Any, megatron_arguments: Any) -> Iterator[str]:
