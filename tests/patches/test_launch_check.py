@@ -27,6 +27,7 @@ from megatron_ext.launch.command.unknown_words import RENAMED
 from megatron_ext.launch.doctor.check import check_launch
 from megatron_ext.launch.doctor.environment import dataset_helpers
 from megatron_ext.launch.doctor.launch_report import Report, Severity
+from megatron_ext.launch.doctor.rank_variables import check_rank_variables
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.placement import Placement, line, v
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -266,6 +267,37 @@ def test_a_world_size_that_does_not_divide() -> None:
     wrong = told(checked(world_size=6), Severity.WRONG)
     assert "world size (6) is not divisible by total_model_size" in wrong[0]
     assert any("4 ranks assumed" in text for text in told(checked(), Severity.REMARK))
+
+
+@pytest.mark.parametrize(
+    ("command", "variable"),
+    [
+        ("mpirun -np 8 python x.py", "OMPI_COMM_WORLD_RANK"),
+        ("mpirun -np 8 python -m megatron_ext x.py", "OMPI_COMM_WORLD_RANK"),
+        ("srun -n 8 python x.py", "SLURM_PROCID"),
+        ("srun -n 8 apptainer exec image python x.py", "SLURM_PROCID"),
+        ("srun -n 8 python -m megatron_ext x.py", ""),
+        ("srun -N 2 torchrun --nproc-per-node 4 x.py", ""),
+        ("srun -n 2 accelerate launch --num_processes 8 x.py", ""),
+        ("mpirun -np 8 ./ranks.sh python x.py", ""),
+        ("srun -n 8 bash -c 'RANK=$SLURM_PROCID python x.py'", ""),
+        ("mpirun -np 1 python x.py", ""),
+        ("python x.py", ""),
+    ],
+)
+def test_ranks_that_megatron_would_not_find(command: str, variable: str) -> None:
+    """Doctor said "right: 8 ranks", and each process of Open MPI trained alone."""
+    launch = read_launch(shlex.split(command))
+    found = check_rank_variables(launch, "import megatron.training")
+    assert [finding.verdict for finding in found] == [Severity.REMARK] * bool(variable)
+    assert all(finding.text.endswith(f"the launcher sets {variable}") for finding in found)
+    assert not check_rank_variables(launch, f"rank = os.environ['{variable}']")
+
+
+def test_a_launch_of_mpi_has_the_remark_on_its_ranks() -> None:
+    launch = read_launch(["mpirun", "-np", "4", "python", str(SCRIPT), *model_flags(**FLAGS)])
+    remarks = told(check_launch(launch, None, None), Severity.REMARK)
+    assert any(text.startswith("ranks: Megatron reads RANK") for text in remarks)
 
 
 def test_an_assertion_of_a_missing_argument_names_its_flag() -> None:

@@ -72,7 +72,10 @@ from megatron_ext.launch.command.launch_words import Launch, read_launch
                 ignored=("cd", "/there", "&&"),
             ),
         ),
-        ("srun -n 4 ./x.py --a", Launch("./x.py", False, ("--a",), 4)),
+        (
+            "srun -n 4 ./x.py --a",
+            Launch("./x.py", False, ("--a",), 4, rank_variable="SLURM_PROCID"),
+        ),
     ],
 )
 def test_where_a_launch_command_begins(command: str, launch: Launch) -> None:

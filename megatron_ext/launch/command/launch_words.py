@@ -36,7 +36,7 @@ _TORCHRUN_MODULES = (
 _PYTHON = re.compile(r"python[\d.]*")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _SHELLS = ("bash", "sh", "zsh", "source")
-_SHELL_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
+SHELL_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 _TAKE_A_VALUE = ("-W", "-X")  # of Python's own options
 _ECHO = (
     "give plan or doctor the log of an earlier start, as --megatron-args LOG, in place of the "
@@ -80,6 +80,8 @@ class Launch:
         figures: what the training of that log has measured; None without a log.
         words: the whole command; () if it was read from a log or a recipe.
         recipe: the recipe in place of a script; None without one.
+        rank_variable: variable in which the launcher tells a process its rank; "": RANK, or no
+            launcher.
     """
 
     script: str
@@ -96,6 +98,7 @@ class Launch:
     figures: LogFigures | None = None
     words: tuple[str, ...] = ()
     recipe: BridgeRecipe | None = None
+    rank_variable: str = ""
 
 
 def read_launch(words: Sequence[str]) -> Launch:
@@ -132,7 +135,7 @@ def _read_launch(words: Sequence[str], started: Started) -> Launch:
         case [option, module, *rest] if option in MODULE:
             return _read_module(module, rest, started)
         case [script, *rest] if script.endswith(".py"):
-            return Launch(script, False, tuple(rest), world_size=started.processes)
+            return _launch_of(script, False, rest, started)
     return _read_behind(words, started)
 
 
@@ -182,7 +185,7 @@ def _shell_script(words: Sequence[str]) -> str | None:
     """Return the shell script that ``words`` run, if they run one."""
     behind_shell = itertools.dropwhile(lambda word: Path(word).name not in _SHELLS, words)
     run = [word for word in itertools.islice(behind_shell, 1, None) if not word.startswith("-")]
-    named = [word for word in words if Path(word).suffix in _SHELL_SCRIPTS]
+    named = [word for word in words if Path(word).suffix in SHELL_SCRIPTS]
     return next(iter(run[:1] or named), None)
 
 
@@ -205,7 +208,17 @@ def _read_module(module: str, rest: Sequence[str], started: Started) -> Launch:
         return _read_torchrun(rest, started)
     if module in OF_MODULES:
         return _read_launch([*OF_MODULES[module], *rest], started)
-    return Launch(module, True, tuple(rest), world_size=started.processes)
+    return _launch_of(module, True, rest, started)
+
+
+def _launch_of(script: str, is_module: bool, words: Sequence[str], started: Started) -> Launch:
+    return Launch(
+        script,
+        is_module,
+        tuple(words),
+        world_size=started.processes,
+        rank_variable=started.rank_variable,
+    )
 
 
 def _read_torchrun(words: Sequence[str], started: Started) -> Launch:

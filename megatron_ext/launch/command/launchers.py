@@ -29,6 +29,7 @@ class _Launcher:
             exports what is set.
         named_values: flags of a variable whose value may be the next word.
         is_python: whether the program starts Python itself, and so is given the script or module.
+        rank_variable: variable in which a process finds its rank, if RANK is not set.
     """
 
     subcommand: str = ""
@@ -39,19 +40,23 @@ class _Launcher:
     variables: frozenset[str] = frozenset()
     named_values: frozenset[str] = frozenset()
     is_python: bool = False
+    rank_variable: str = ""
 
 
+SLURM_RANK, MPI_RANK = "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"  # Open MPI's
 _SLURM = _Launcher(
     processes=frozenset({"-n", "--ntasks"}),
     nodes=frozenset({"-N", "--nodes"}),
     per_node=frozenset({"--ntasks-per-node"}),
     variables=frozenset({"--export"}),
+    rank_variable=SLURM_RANK,
 )
 _MPI = _Launcher(
     processes=frozenset({"-n", "--n", "-np", "--np", "-c"}),
     per_node=frozenset({"-N", "-npernode", "--npernode", "-ppn", "--ppn", "-perhost"}),
     variables=frozenset({"-x"}),
     named_values=frozenset({"-env", "-genv"}),
+    rank_variable=MPI_RANK,
 )
 _LAUNCHERS: Mapping[str, _Launcher] = {
     "env": _Launcher(),
@@ -88,19 +93,26 @@ class Started:
         nodes: number of nodes; None if the words do not say.
         environment: variables that the words set.
         ignored: words that are not understood, behind the program that they belong to.
+        rank_variable: variable in which a process finds its rank; "": RANK.
     """
 
     processes: int | None = None
     nodes: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    rank_variable: str = ""
+
+
+def _starts_python(words: Sequence[str]) -> bool:
+    """Return whether ``words`` begin with a program that starts Python itself."""
+    launcher = _LAUNCHERS.get(Path(words[0]).name)
+    return launcher is not None and launcher.is_python
 
 
 def script_behind(words: Sequence[str]) -> int | None:
     """Return where the script ``x.py`` or ``-m`` stands in ``words`` if these begin with a program
     that starts Python itself; else None."""
-    launcher = _LAUNCHERS.get(Path(words[0]).name)
-    if launcher is None or not launcher.is_python:
+    if not _starts_python(words):
         return None
     scripts = (i for i, word in enumerate(words) if word in MODULE or word.endswith(".py"))
     return next(scripts, None)
@@ -117,6 +129,7 @@ def read_launchers(words: Sequence[str], outer: Started) -> Started:
             inner.nodes or started.nodes,
             {**started.environment, **inner.environment},
             (*started.ignored, *inner.ignored),
+            "" if _starts_python(program) else inner.rank_variable or started.rank_variable,
         )
     return started
 
@@ -146,7 +159,8 @@ def _read(words: Sequence[str]) -> Started:
     values = [value for flag, value in given if flag in variables]
     found = filter(None, map(_VARIABLE.fullmatch, _SEPARATOR.split(",".join(values))))
     environment = {variable[1]: variable[2] for variable in found}
-    return Started(processes, nodes, environment, (*words[:names], *unknown) if unknown else ())
+    ignored = (*words[:names], *unknown) if unknown else ()
+    return Started(processes, nodes, environment, ignored, launcher.rank_variable)
 
 
 def _given(launcher: _Launcher, words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:

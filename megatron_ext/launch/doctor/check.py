@@ -49,6 +49,7 @@ from megatron_ext.launch.doctor.launch_report import (
     Severity,
 )
 from megatron_ext.launch.doctor.paths import check_checkpoints, check_data, check_tokenizer_files
+from megatron_ext.launch.doctor.rank_variables import check_rank_variables
 from megatron_ext.launch.doctor.scale_limits import scale_limits
 from megatron_ext.launch.script import without
 from megatron_ext.observe.features import FEATURES
@@ -177,6 +178,7 @@ def _check(
     if args is None:
         return
     ranks = _check_world_size(report, args, world_size or launch.world_size, megatron_arguments)
+    report.findings += check_rank_variables(launch, script)
     if (source := _other_source(args)) is not None:
         _check_partly(report, args, ranks, source, megatron_arguments)
         return
