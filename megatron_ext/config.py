@@ -217,8 +217,9 @@ class PipelineConfig:
             "{none,fit,first:N}",
             "Activations to recompute before their backward pass, in a bubble if there is one: "
             "none (the default), fit or first:N. Until then only their stage's input is stored. "
-            "fit recomputes as few as meet --pipeline-memory-limit, first:N those of the model's "
-            "first N stages, which wait longest.",
+            "fit recomputes as few as meet --pipeline-memory-limit, or what makes the step "
+            "shortest within it if the schedule is a search, first:N those of the model's first N "
+            "stages, which wait longest.",
         ),
     )
     slices: int = field(

@@ -114,8 +114,8 @@ def simulate(
         str,
         typer.Option(
             metavar="{none,fit,first:N}",
-            help="Activations to recompute: none, fit (as few as meet --memory-limit), or first:N "
-            "(those of the first N stages).",
+            help="Activations to recompute: none, fit (as few as meet --memory-limit; searches: "
+            "what makes the step shortest within it), or first:N (those of the first N stages).",
         ),
     ] = "none",
     slices: SliceCount = 1,
