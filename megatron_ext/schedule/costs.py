@@ -526,9 +526,17 @@ class Costs:
         means = [(self.mean_factor(kind), figures) for kind, figures in self.seconds.items()]
         return sum(
             sum(figures[stage] * mean for mean, figures in means)
-            + (slices - 1) * sum(figures[stage] for figures in self.slices.fixed.values())
+            + (slices - 1) * self._least_fixed_on(stage)
             - self.fused_backward_saving_on(stage) * saving
             for stage in stages
+        )
+
+    def _least_fixed_on(self, stage: int) -> float:
+        """Return the seconds that each slice adds to all passes of ``stage``: no more than its
+        passes take without attention, as in `of`."""
+        return sum(
+            min(figures[stage], self.seconds[kind][stage] - self.of_attention(kind, stage))
+            for kind, figures in self.slices.fixed.items()
         )
 
     def overlap_saving(self, forward: Action, backward: Action) -> float:

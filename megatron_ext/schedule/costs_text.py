@@ -188,15 +188,16 @@ def parse_costs(text: str, placement: Placement) -> Costs:
         raise ValueError(f"costs {what!r}: comm is a single number; {_EXAMPLE}")
     _check_figures(what, p2p_seconds)
     recompute = _per_stage(figures[_RECOMPUTE], placement, what) if _RECOMPUTE in figures else ()
-    costs = _with_slices(
-        Costs(PassCosts(seconds, recompute=recompute), LinkCosts(p2p_seconds[0])), figures, what
-    )
+    costs = Costs(PassCosts(seconds, recompute=recompute), LinkCosts(p2p_seconds[0]))
+    costs = _with_slices(costs, figures, placement, what)
     costs = _with_savings(costs, figures, placement, what)
     costs = _with_tower(_with_vocabulary(costs, figures, (0.0, 0.0), what), figures, 0.0, what)
     return _with_host(costs, figures, placement, what)
 
 
-def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
+def _with_slices(
+    costs: Costs, figures: Mapping[str, Any], placement: Placement, what: str
+) -> Costs:
     """Return ``costs`` with the figures under the keys of `_SLICES`, if there are any."""
     given = {
         key: figures[key] if isinstance(figures[key], list) else [figures[key]]
@@ -223,10 +224,10 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
         if len(values) not in (0, 1, costs.stages):
             raise ValueError(
                 f"costs {what}: {key} is the time that a slice takes whatever its length: one "
-                f"number, or one number per stage, not {_joined(values)}"
+                f"number of a full rank, or one number per stage, not {_joined(values)}"
             )
         if values:
-            fixed[kind] = _of_all(values, costs.stages)
+            fixed[kind] = _per_stage(values, placement, what)
     return costs.with_slices(attention=_of_all(shares, costs.stages), fixed=fixed).with_links(
         latency=float(latency[0])
     )
@@ -410,7 +411,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
         slices=SliceCosts(keys_values=keys_values),
         origin=origin,
     )
-    costs = _with_slices(costs, data, str(path))
+    costs = _with_slices(costs, data, placement, str(path))
     costs = _with_savings(costs, data, placement, str(path))
     of_output = float(single[Held.LOGITS.value]), float(single[_DEFERRED])
     costs = _with_vocabulary(costs, data, of_output, str(path))
@@ -445,7 +446,8 @@ def read_costs_file(path: Path) -> dict[str, Any]:
     unknown = data.keys() - set(known)
     if unknown:
         raise ValueError(
-            f"costs file {path}: {_listed(unknown)} is unknown; known are {', '.join(known)}"
+            f"costs file {path}: {_listed(unknown)} is unknown; known are {', '.join(known)}; "
+            f"drop it, or measure the file anew with --pipeline-costs profile"
         )
     if not isinstance(data.get("origin", ""), str):
         raise ValueError(

@@ -45,6 +45,7 @@ from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem, ScheduleOptions
 from megatron_ext.schedule.slices import Lengths, Slices, lengths_of
+from megatron_ext.search.bounds import lower_bound
 from tests.helpers.combinations import nightly
 from tests.helpers.few_families import only_families
 
@@ -163,6 +164,16 @@ def test_given_costs_have_what_each_slice_takes() -> None:
     assert [given.of(Action(0, I, part)) for part in parts] == [6, 6]
     with pytest.raises(ValueError, match="fixed_i is the time that a slice takes"):
         parse_costs("f=8,i=12,w=4,fixed_i=1/1/1", line(2))
+    of_v = parse_costs("f=8,i=12,w=4,fixed_i=2", choose("zb-v").place(2))  # of a rank, as i is
+    assert of_v.seconds[I] == (6,) * 4 and of_v.slices.fixed == {I: (1,) * 4}
+
+
+def test_no_slice_adds_more_than_its_pass_takes() -> None:
+    """A bound added fixed times of five in passes that take one: it was longer than the step."""
+    costs = parse_costs("f=1,i=1,w=1,attention=0.9,fixed_f=5", line(2))
+    problem = Problem(line(2), 2, costs, options=ScheduleOptions(slices=Slices(4)))
+    made = simulate(build_program(choose("zb-h1"), problem), costs)
+    assert 2 * (1.3 + 2) <= lower_bound(problem, splits_backward=True) <= made.makespan
 
 
 EXPERTS: dict[str, Any] = {"num_experts": 32, "moe_router_topk": 2, "moe_ffn_hidden_size": WIDTH}

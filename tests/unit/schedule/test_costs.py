@@ -296,6 +296,10 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
             GOOD_FILE | {"com": 1},
             "com is unknown; known are version, origin, f, i, w, r, comm, bytes",
         ),
+        (
+            GOOD_FILE | {"launch": 1},  # which files had before `fixed_f`
+            "machine; drop it, or measure the file anew with --pipeline-costs profile",
+        ),
         (GOOD_FILE | {"i": [1, 2, 3]}, "i: 3 figures for 2 stages"),
         (GOOD_FILE | {"i": [1, -2]}, "i: -2 is no cost; a cost is a number from 0"),
         (GOOD_FILE | {"f": "10"}, "f: '10' is no cost"),
