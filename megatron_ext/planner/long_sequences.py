@@ -153,8 +153,9 @@ def _of_other_settings(
 
 def counts_that_may_gain(variants_of: Callable[[Slices], VariantOf], plan: Plan) -> list[int]:
     """Return those of `COUNTS` with which a step could be shorter than the shortest of ``plan``, by
-    more than `WORTH_SLICES`: the time in which ranks are idle there is longer, and what slices add
-    to the passes of the busiest rank is less. All, if nothing in ``plan`` fits.
+    more than `WORTH_SLICES`: the time in which ranks are idle there is longer, or activations are
+    recomputed, and what slices add to the passes of the busiest rank is less. All, if nothing in
+    ``plan`` fits.
 
     Args:
         variants_of: as of `alternatives_with_slices`. A number of slices for which it raises
@@ -163,7 +164,7 @@ def counts_that_may_gain(variants_of: Callable[[Slices], VariantOf], plan: Plan)
     best = plan.best
     if best is None:
         return [*COUNTS]
-    if best.report.bubble_share_makespan < WORTH_SLICES:
+    if best.report.bubble_share_makespan < WORTH_SLICES and not best.report.recomputed:
         return []
 
     def may_gain(count: int) -> bool:

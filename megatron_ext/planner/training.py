@@ -114,6 +114,8 @@ class Training:
         costs = self._costs(placement, method)
         if costs is None:
             return None
+        if self.trained is not None and self.options.slices != UNCUT:
+            costs = costs.with_slices_shared_by(self.trained.execution.context_parallel)
         costs = at_speeds(costs, placement, self.rank_speeds)
         pairs = self.options.pairs and keeps_pairs(resolved, method.vocabulary)
         options = replace(self.options, vocab_parallel=method.vocabulary, pairs=pairs)
@@ -147,8 +149,6 @@ class Training:
             run, rates = trained.execution, trained.rates
             estimated = estimate(trained.model, stages, run, rates, self.options.slices.count)
             estimated = with_links_of_span(estimated, placement, rates, run)
-            if self.options.slices != UNCUT:
-                estimated = estimated.with_slices_shared_by(run.context_parallel)
         if self.costs is None:
             return estimated
         given = self.costs(placement)

@@ -28,7 +28,7 @@ from megatron_ext.planner.layouts.recompute import LayerRecompute
 from megatron_ext.planner.layouts.stage_figures import StageFigures
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.planner.limits import least_step
-from megatron_ext.planner.long_sequences import COUNTS
+from megatron_ext.planner.long_sequences import COUNTS, WORTH_SLICES
 from megatron_ext.planner.planning_time import answered, until_end, within
 from megatron_ext.planner.sizes.described_job import SizedJob
 from megatron_ext.planner.sizes.estimated_order import Estimated, Estimator, amount_of
@@ -333,6 +333,7 @@ class _Search:
         if self._too_full:
             shortest = min(self._too_full, key=lambda one: one.seconds)
             choices.append((shortest.sizes, shortest.recompute))
+        most = inf if best is None else best.seconds / (1 + WORTH_SLICES)
         for sizes, recompute in dict.fromkeys(choices):
             if self._works(sizes) is None or sizes.pipeline == 1:
                 continue
@@ -343,8 +344,8 @@ class _Search:
                     continue
                 sliced = replace(work, slices=Slices(count, Lengths.BALANCED))
                 layout = evenly(layers, stages)
-                if best is None or _may_take_less(sliced, spec, layout, best.seconds):
-                    self._evaluate(sizes, sliced, spec, layout)
+                if _may_take_less(sliced, spec, layout, most):
+                    self._evaluate(sizes, sliced, spec, layout, shorter_than=most)
 
     def search_schedules(self) -> None:
         """Search schedules with the stages of the best step, and of the best whose sizes are
@@ -375,8 +376,10 @@ class _Search:
         search: bool = False,
         may_offload: bool = False,
         better_than: SizedStep | None = None,
+        shorter_than: float = inf,
     ) -> None:
-        """Add a step to what is found, if it can be made and a launch may take it."""
+        """Add a step to what is found, if it can be made, a launch may take it, and it takes fewer
+        seconds than ``shorter_than``."""
         sized = self._works(sizes)
         assert sized is not None
         with contextlib.suppress(ValueError):
@@ -390,7 +393,8 @@ class _Search:
                 may_offload=may_offload,
                 better_than=inf if better_than is None else better_than.seconds,
             )
-            self.found.steps.append(SizedStep(sizes, made))
+            if made.seconds < shorter_than:
+                self.found.steps.append(SizedStep(sizes, made))
 
     def lay_out(self) -> None:
         """Compare all layouts and schedules of the best sizes of each kind, and of the job's own

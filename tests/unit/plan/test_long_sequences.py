@@ -27,13 +27,14 @@ from megatron_ext.cost_model.model_memory import TrainingState
 from megatron_ext.cost_model.operations.attention import attended_tokens, squared_share
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.short_form import parse_model
-from megatron_ext.planner.candidate import ALIKE, stable_of
+from megatron_ext.planner.candidate import ALIKE, VocabMethod, stable_of
 from megatron_ext.planner.figures import as_data
 from megatron_ext.planner.long_sequences import (
     LongSequenceAlternative,
     LongSequences,
     alternatives_of_plan,
     alternatives_with_slices,
+    counts_that_may_gain,
     long_sequences,
 )
 from megatron_ext.planner.planner import make_plan
@@ -406,6 +407,39 @@ def test_slices_are_not_looked_at_where_ranks_are_hardly_idle(training: Training
     plan = make_plan(busy.variant, specs=["zb-v"])
     assert plan.best is not None and plan.best.report.bubble_share_makespan < 0.02
     assert long_sequences(busy, plan, None) is None
+
+
+def test_slices_are_looked_at_where_they_may_spare_recompute(training: Training) -> None:
+    """Ranks that recompute activations are not idle either, and slices hold less."""
+    busy = replace(training, microbatches=100)
+    best = make_plan(busy.variant, specs=["zb-v"]).best
+    assert best is not None
+
+    def counts(recomputed: float) -> list[int]:
+        report = SimpleNamespace(bubble_share_makespan=0.01, recomputed=recomputed)
+        plan: Any = SimpleNamespace(best=SimpleNamespace(step=1.2 * best.step, report=report))
+        return counts_that_may_gain(
+            lambda cut: replace(busy, options=ScheduleOptions(slices=cut)).variant, plan
+        )
+
+    assert counts(0.5) and not counts(0.0)
+
+
+def test_slices_of_given_costs_are_shared_by_context_parallel_ranks(training: Training) -> None:
+    """Passes of given costs were too short by what the last of the ranks attends to more."""
+    assert training.trained is not None
+    run = replace(training.trained.execution, context_parallel=2)
+    cut = replace(
+        training,
+        trained=replace(training.trained, execution=run),
+        options=ScheduleOptions(slices=Slices(2, Lengths.BALANCED)),
+    )
+    given = replace(cut, costs=lambda placement: parse_costs("f=1,i=1,w=1", placement))
+    found = [one.variant("zb-h1", VocabMethod.NAIVE) for one in (cut, given)]
+    estimated, told = (one.problem.costs for one in found if one is not None)
+    assert estimated.slices.sharing == told.slices.sharing == 2
+    assert estimated.slices.keys_values == told.slices.keys_values
+    assert estimated.held_bytes == told.held_bytes
 
 
 @nightly("test_long_sequences_are_compared_in_all_ways")

@@ -391,6 +391,16 @@ def test_long_sequences_are_sliced(only_pipelines: None, monkeypatch: pytest.Mon
     assert whole and best.seconds < 0.9 * min(step.seconds for step in whole)
 
 
+def test_slices_that_save_little_are_not_taken(
+    only_pipelines: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices that saved 0.2 % of a step were taken, and no schedule was searched for its sizes."""
+    monkeypatch.setattr(search, "_OFFLOADED", 0)
+    monkeypatch.setattr(search, "WORTH_SLICES", 1.0)  # the step here would be 0.9 times as long
+    best, _ = best_and_others(piped_job(11e9, 16384), lambda made: made.slices > 1)
+    assert best.made.candidate.report.slices == 1
+
+
 def test_schedules_are_searched_for_the_best_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space_module, "_MOST_CONTEXT", 1)
     monkeypatch.setattr(search, "_OFFLOADED", 0)
