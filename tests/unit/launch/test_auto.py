@@ -14,6 +14,7 @@ from megatron_ext.written_settings import from_argv, from_environment
 
 VALUES = {
     "schedule": "zb-h1",
+    "memory_limit": "0.5x",
     "rank_speeds": "1,0.5",
     "microbatch_order": "small-ends",
     "p2p": "async",
