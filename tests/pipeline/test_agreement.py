@@ -26,7 +26,7 @@ from megatron_ext.adapter.rank_settings.launch_facts import (
     patience,
     refuse_other_launches,
 )
-from megatron_ext.config import PipelineConfig
+from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig
 from megatron_ext.runtime.store import agreement
 from megatron_ext.runtime.store.agreement import (
     Fact,
@@ -182,6 +182,17 @@ def test_a_folder_of_traces_may_be_each_ranks_own() -> None:
     assert deciding_differences(
         [RankFacts("a", launch_facts(one)), RankFacts("b", launch_facts(untraced))]
     )
+
+
+def test_unknown_sources_are_allowed_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with the variable began with Megatron's own step, and waited for the others."""
+    facts = []
+    for allowed in ("", "a.module:function@0123456789ab", "another.module:function@0123456789ab"):
+        monkeypatch.setenv(ALLOW_UNKNOWN, allowed)
+        facts.append(launch_facts(PipelineConfig.parse(schedule="zb-h1")))
+    assert facts[1] == facts[2]
+    text = deciding_differences([RankFacts("a", facts[0]), RankFacts("b", facts[1])])
+    assert f"{ALLOW_UNKNOWN}: not given on global rank 0 (a); given on global rank 1 (b)" in text
 
 
 def test_a_commit_while_ranks_start_is_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ forever, or train apart."""
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from megatron_ext.adapter.rank_settings.argument_facts import argument_facts, model_facts
 from megatron_ext.adapter.training_globals import training_global
 from megatron_ext.compile.registry import file_of
-from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
 from megatron_ext.runtime.messages.groups import timeout_of
 from megatron_ext.runtime.store.agreement import Fact, agree
 from megatron_ext.runtime.store.start import begin_start, keys_of_start
@@ -79,6 +80,9 @@ def launch_facts(config: PipelineConfig) -> dict[str, Fact]:
         for setting in fields(config)
     }
     facts |= {f"the file {path}": _contents(path) for path in _files(config)}
+    # Where it is set, the first step is Megatron's own before it is ours.
+    allowed = os.environ.get(ALLOW_UNKNOWN, "").strip()
+    facts[ALLOW_UNKNOWN] = Fact("given" if allowed else "not given")
     versions = {
         "megatron_ext": sys.modules["megatron_ext"].__version__,  # not imported: it imports this
         # Without the commit behind "+", which is read as each rank starts: it may change meanwhile,

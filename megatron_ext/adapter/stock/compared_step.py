@@ -29,6 +29,7 @@ from megatron_ext.adapter.step.call import Call
 from megatron_ext.base.logger import logger
 from megatron_ext.compile.registry import entries
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
+from megatron_ext.runtime.messages.peers import are_rehearsed
 from megatron_ext.runtime.world import gather_from_all
 from megatron_ext.schedule.problem import VocabularyParallel
 
@@ -70,6 +71,8 @@ class FirstStep:
 
 def _why_not(ours: PipelineConfig, call: Call) -> str | None:
     """Return why the gradients of ``call`` cannot be compared with Megatron's; None if they can."""
+    if are_rehearsed():
+        return "a rank is rehearsed alone, and Megatron's own messages would bring it nothing"
     resolved, ranks = ours.resolved_spec, call.pipeline.size()
     placement = resolved.place(ranks)
     if not is_stock_placement(placement):
@@ -103,6 +106,8 @@ def _compared(
     given: Any = [None if replayed.is_empty else replayed for replayed in iterators]
     known = inspect.signature(stock).parameters
     arguments = {name: value for name, value in arguments.items() if name in known}
+    # Packed into one row, a microbatch has another shape than the caller says.
+    arguments |= {"seq_length": call.seq_length, "micro_batch_size": call.micro_batch_size}
     arguments["data_iterator"] = given if isinstance(arguments["data_iterator"], list) else given[0]
     state = _State(call.models)
     runs = []
@@ -119,7 +124,7 @@ def _compared(
     for name, result in _results(call.models, losses):
         difference = _difference(result.cpu(), second.get(name))
         variation = _difference(first[name], second[name]) if name in second else 0.0
-        if not difference <= _VARIATION * variation:  # NaN is different too
+        if difference > _VARIATION * variation:
             here.append(f"{name} by {difference:.3g} (Megatron's own vary by {variation:.3g})")
     different = [line for lines in gather_from_all(here[:1]) for line in lines]
     if different:
@@ -138,10 +143,14 @@ def _compared(
 
 def _difference(a: Tensor, b: Tensor | None) -> float:
     """Return the largest difference of two tensors; infinity if there is no second one like the
-    first."""
+    first, or if only one of two values is finite. In fp16 gradients of the first steps overflow."""
     if b is None or a.shape != b.shape:
         return math.inf
-    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+    if not a.numel():
+        return 0.0
+    difference = (a.double() - b.double()).abs()
+    difference.masked_fill_((a == b) | (a.isnan() & b.isnan()), 0.0)
+    return float(difference.nan_to_num_(nan=math.inf, posinf=math.inf).max())
 
 
 def _results(models: Sequence[torch.nn.Module], losses: Any) -> Iterator[tuple[str, Tensor]]:
@@ -202,8 +211,14 @@ class _State:
             buffer.copy_(value)
         for model in self._models:
             model.zero_grad_buffer()  # type: ignore[operator]  # DistributedDataParallel's
+            for group in _bucket_groups(model):
+                group.is_first_batch = True  # else Megatron expects the counts of its own step
         get_moe_metrics_tracker().clear()
         MTPLossLoggingHelper.tracker.clear()
+
+
+def _bucket_groups(model: Any) -> list[Any]:
+    return [*model.bucket_groups, *model.expert_parallel_bucket_groups]
 
 
 def _wrapped(model: Any) -> torch.nn.Module:
