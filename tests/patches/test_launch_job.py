@@ -659,7 +659,7 @@ LONG: dict[str, Any] = {
 
 
 def test_a_launch_of_long_sequences_is_compared_with_slices_of_them() -> None:
-    plan = made(**LONG)
+    plan = made(**LONG, global_batch_size=2)  # a microbatch for two ranks
     compared = plan.long_sequences
     assert compared is not None
     shown = {way.words for way in compared.alternatives}
@@ -672,7 +672,8 @@ def test_a_launch_of_long_sequences_is_compared_with_slices_of_them() -> None:
     assert re.search(
         r"--pipeline-schedule \S+ .*--pipeline-slices [248] .*lengths balanced$", flags
     )
-    assert made().long_sequences is None  # 1,024 tokens
+    with_enough_microbatches = made(**LONG).long_sequences
+    assert with_enough_microbatches is None or not with_enough_microbatches.written.added
 
 
 def test_slices_are_compared_where_a_launch_would_take_them() -> None:
