@@ -14,7 +14,8 @@ from megatron_ext.base import progress
 from megatron_ext.search import disk_cache
 
 ROOT = Path(__file__).resolve().parents[3] / "megatron_ext"
-NO_RESULTS = {"base"}  # words, files, progress: no schedule depends on them
+# Words, files, progress; and the settings of features, which only say how flags are read.
+NO_RESULTS = {"base", "features"}
 
 
 def test_the_digest_has_all_code_that_a_search_imports() -> None:
@@ -29,6 +30,8 @@ def test_the_digest_has_all_code_that_a_search_imports() -> None:
                     if package == "megatron_ext":
                         imported |= {name.partition(".")[0] for name in names}
     assert imported - NO_RESULTS == set(disk_cache.PACKAGES)
+    # A feature's schedule part would change what a search finds, and belong into the digest.
+    assert not [*(ROOT / "features").glob("*/schedule*")]
 
 
 @pytest.mark.parametrize("name", disk_cache.PACKAGES)
