@@ -96,8 +96,8 @@ class Execution:
     @property
     def tokens(self) -> int:
         """Tokens of a microbatch, or of a mean slice, on a context-parallel rank, which all its
-        tensor-parallel ranks see."""
-        return self.sequence // self.context_parallel * self.micro_batch // self.slices
+        tensor-parallel ranks see. At least one: more slices than tokens are refused elsewhere."""
+        return max(self.sequence // self.context_parallel * self.micro_batch // self.slices, 1)
 
     @property
     def expert_replicas(self) -> int:
