@@ -105,7 +105,12 @@ SLOWED = 1.1
 
 def _is_slowed_by_memory(variant: Variant, candidate: Candidate) -> bool:
     """Return whether the step of ``candidate`` would probably be shorter with more memory."""
-    unlimited = replace(variant.problem, memory_limit=None)
+    options = variant.problem.options  # without those that need a limit, to fit into
+    if options.recompute.fit:
+        options = replace(options, recompute=Recompute())
+    if options.activation_offload is Offload.FIT:
+        options = replace(options, activation_offload=Offload.NONE)
+    unlimited = replace(variant.problem, memory_limit=None, options=options)
     return candidate.step > SLOWED * least_time(unlimited, variant.resolved.traits.splits_backward)
 
 
