@@ -105,12 +105,9 @@ SLOWED = 1.1
 
 def _is_slowed_by_memory(variant: Variant, candidate: Candidate) -> bool:
     """Return whether the step of ``candidate`` would probably be shorter with more memory."""
-    options = variant.problem.options  # without those that need a limit, to fit into
-    if options.recompute.fit:
-        options = replace(options, recompute=Recompute())
-    if options.activation_offload is Offload.FIT:
-        options = replace(options, activation_offload=Offload.NONE)
-    unlimited = replace(variant.problem, memory_limit=None, options=options)
+    # Recompute and offload may need a limit to fit into, and make no step shorter by themselves.
+    stays = variant.problem.with_options(recompute=Recompute(), activation_offload=Offload.NONE)
+    unlimited = replace(stays, memory_limit=None)
     return candidate.step > SLOWED * least_time(unlimited, variant.resolved.traits.splits_backward)
 
 

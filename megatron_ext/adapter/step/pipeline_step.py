@@ -57,7 +57,8 @@ class PipelineStep:
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
         """Run one step, with the arguments and the result of Megatron's schedule functions."""
-        arguments = {name: value for name, value in locals().items() if name != "self"}
+        arguments = dict(locals())
+        del arguments["self"]
         models = model if isinstance(model, list) else [model]
         config = get_model_config(models[0])
         refuse_call(
