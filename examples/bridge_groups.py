@@ -47,7 +47,7 @@ def make_groups():
         tp_ep=grid.create_pg(["tp", "ep"]),
         tp_ep_pp=grid.create_pg(["tp", "ep", "pp"]),
         intra_dist_opt=grid.create_pg(["tp", "cp", "ep", "dp", "pp"]),
-        embd=None,  # no weight is shared between stages
+        embd=None,  # no embedding group: no weight is shared between stages
         pos_embd=None,
     )
     groups.expt_tp = groups.tp
@@ -102,11 +102,12 @@ def forward_step(data, model):
 
 
 def main():
-    megatron_ext.install(schedule="zb-h1")  # before the model is made
+    megatron_ext.install(schedule="zb-h1")  # install before the model is made
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     groups = make_groups()
-    parallel_state._set_global_memory_buffer()  # as Bridge does: buffers, no groups
+    # Megatron's global memory buffers, as Bridge sets them; no process groups.
+    parallel_state._set_global_memory_buffer()
     model_parallel_cuda_manual_seed(1 + groups.pp.rank(), tp_rank=0, ep_rank=0, etp_rank=0)
     config = TransformerConfig(
         num_layers=4,
@@ -150,9 +151,9 @@ def main():
             pg_collection=groups,
         )
         optimizer.step()
-        if len(model) > 1:  # Bridge puts it in once a step has been trained
+        if len(model) > 1:  # Bridge sets this virtual rank once a step has been trained
             config.param_sync_func = [chunk.start_param_sync for chunk in model]
-        if losses and groups.dp.rank() == 0:  # the last pipeline rank has them
+        if losses and groups.dp.rank() == 0:  # the last pipeline rank has the losses
             print("step", step, "loss", sum(loss["loss"].item() for loss in losses) / MICROBATCHES)
     dist.destroy_process_group()
 

@@ -63,7 +63,7 @@ def forward_step(data, model):
 
 
 def main():
-    megatron_ext.install(schedule="zb-v")  # before groups and model are made
+    megatron_ext.install(schedule="zb-v")  # install before process groups and model are made
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
@@ -96,7 +96,7 @@ def main():
             micro_batch_size=MICRO_BATCH,
         )
         optimizer.step()
-        if losses and data_rank == 0:  # the last pipeline rank has them
+        if losses and data_rank == 0:  # the last pipeline rank has the losses
             print("step", step, "loss", sum(loss["loss"].item() for loss in losses) / MICROBATCHES)
     dist.destroy_process_group()
 

@@ -24,7 +24,7 @@ LAYERS, WIDTH, VOCABULARY, SEQUENCE, BATCH, MICROBATCHES, STEPS = 8, 32, 16, 8, 
 class Layer(nn.Module):
     def __init__(self, number):
         super().__init__()
-        torch.manual_seed(number)  # the same weights, on whatever rank it is
+        torch.manual_seed(number)  # a stage has the same weights, on whatever rank it is
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
@@ -85,7 +85,7 @@ def main(schedule):
         target = (5 * tokens + 3) % VOCABULARY if count - 1 in parts else None
         pipeline.step(*inputs, target=target, losses=losses, return_outputs=False)
         optimizer.step()
-        if losses:  # on the rank of the last stage
+        if losses:  # only the rank of the last stage has losses
             print("step", step, "loss", sum(loss.item() for loss in losses) / MICROBATCHES)
     dist.destroy_process_group()
 

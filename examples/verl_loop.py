@@ -98,7 +98,7 @@ def forward_backward(model, microbatches, loss_function, forward_only):
         data_iterator=[iter(microbatches) for _ in model],
         model=model,
         num_microbatches=len(microbatches),
-        seq_length=LONGEST,  # Megatron does not look at it: lengths vary
+        seq_length=LONGEST,  # Megatron ignores this length, since the lengths vary
         micro_batch_size=MICRO_BATCH,
         forward_only=forward_only,
     )
@@ -118,7 +118,8 @@ def main():
         pipeline_model_parallel_size=2,
         pipeline_dtype=torch.float32,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # Megatron wants it where lengths vary, MoE or not
+        # Megatron requires this dispatcher if lengths vary, also without MoE.
+        moe_token_dispatcher_type="alltoall",
         transformer_impl="local",
         attention_dropout=0,
         hidden_dropout=0,

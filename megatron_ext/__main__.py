@@ -1,4 +1,8 @@
-"""``python -m megatron_ext SCRIPT ARGS`` launches a script; anything else is a command."""
+"""Entry point of ``python -m megatron_ext``, which has two uses.
+
+With a script, ``python -m megatron_ext SCRIPT ARGS``, it launches the script under our patches, as
+torchrun calls it on each rank. With anything else it is the command ``megatron-ext``.
+"""
 
 from __future__ import annotations
 

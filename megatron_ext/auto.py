@@ -22,7 +22,6 @@ handle = install(_config)
 
 if os.environ.get("RANK", "0") == "0":
     if _config.schedule is None:
-        what = "is watched" if _config.watches_stock else "its microbatches are arranged"
-        logger.info(f"Megatron's own schedule runs, and {what}")
+        logger.info(f"Megatron's own schedule runs, and {_config.effect_on_stock}")
     else:
         logger.info(f"schedule {_config.schedule} is installed")

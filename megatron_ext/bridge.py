@@ -164,7 +164,7 @@ def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) 
         handle._set(model, _CHUNKS, chunks if chunks > 1 else None)
     else:
         handle._keep(model, _CHUNKS)
-    # Bridge applies comm_overlap to the model after this.
+    # The setting is written to comm_overlap too, which Bridge applies to the model later.
     for owner in (model, config.comm_overlap):
         if owner is not None:
             handle._set(owner, "overlap_p2p_comm", chunks > 1)
@@ -213,7 +213,7 @@ def _refuse(config: Any, model: Any, ours: PipelineConfig) -> None:
 
 def _refuse_arrangement(config: Any, model: Any, ours: PipelineConfig) -> None:
     """Raise ValueError if the microbatches of ``config`` cannot be ordered or dealt."""
-    from megatron_ext.adapter.batches.order_refusals import check_arrangement
+    from megatron_ext.adapter.arguments import check_microbatches
 
     dataset = config.dataset
     kind = dataset.dataloader_type
@@ -232,7 +232,7 @@ def _refuse_arrangement(config: Any, model: Any, ours: PipelineConfig) -> None:
         moe_router_load_balancing_type=model.moe_router_load_balancing_type,
         data_parallel_size=getattr(config, "data_parallel_size", None),
     )
-    check_arrangement(args, ours)
+    check_microbatches(args, ours)
 
 
 class _Settings:

@@ -1,4 +1,8 @@
-"""``megatron-ext``: its commands, each of which has a file of its own."""
+"""``megatron-ext``: its commands, each of which has a file of its own.
+
+A command is a function whose parameters are its flags. Here the functions get their names, their
+help, and the one treatment of output that cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import typer
 from megatron_ext import __version__
 from megatron_ext.commands.command_help import HELP, CliCommand, CliGroup
 from megatron_ext.commands.doctor import doctor
+from megatron_ext.commands.jobs.job_argument import JobCommand
 from megatron_ext.commands.parity import app as parity
 from megatron_ext.commands.plan import plan
 from megatron_ext.commands.rehearse import rehearse
@@ -28,7 +33,7 @@ class _Commands(typer.Typer):
         try:
             return super().__call__(*args, **kwargs)
         except OSError as error:
-            # Python writes what is left when it ends, which would fail once more.
+            # Python flushes the rest of its output when it ends, which would fail once more.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             what = error.filename or "the standard output"
             sys.stderr.write(f"megatron-ext: error: {what}: {error.strerror}\n")
@@ -66,15 +71,16 @@ def main(
 for command in (schedules, simulate, verify, trace):
     app.command(cls=CliCommand)(command)
 app.command(
-    cls=CliCommand,
+    cls=JobCommand,
     context_settings={"allow_extra_args": True},
-    epilog="Behind -- a launch command: megatron-ext plan --gpu h100 -- torchrun ... SCRIPT ARGS.",
+    epilog="megatron-ext plan --gpu h100 -- torchrun ... SCRIPT ARGS, or megatron-ext plan --gpu "
+    "h100 layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000,pp=8,m=64,tp=4,dp=2",
 )(plan)
 app.command(
-    cls=CliCommand,
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    epilog="Give --pipeline-* flags to see the patches a launch with them would apply, or, behind "
-    "--, a whole launch command: megatron-ext doctor --world-size 16 -- SCRIPT ARGS.",
+    cls=JobCommand,
+    context_settings={"allow_extra_args": True},
+    epilog="megatron-ext doctor --gpu h100 -- torchrun ... SCRIPT ARGS; --pipeline-... flags "
+    "without a JOB show the patches that a launch with them would apply.",
 )(doctor)
 app.command(
     cls=CliCommand,

@@ -1,4 +1,8 @@
-"""Declaration of all settings: flags, variables and `install` follow `PipelineConfig`."""
+"""Declaration of all settings: flags, variables and `install` follow `PipelineConfig`.
+
+One declaration serves all ways to write a setting, so that they cannot differ. It needs no torch:
+commands and the launcher read settings before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.base.setting import (
-    ON_STOCK,
     as_given,
-    as_path,
     enumerated,
     flag,
     flag_with_value,
@@ -24,7 +26,9 @@ from megatron_ext.compile.feature_settings import (
     DECLARED,
     FEATURES,
     NAMING_SCHEDULES,
+    SETTING_OF_OPTION,
     WATCHING_STOCK,
+    SharedPrompts,
 )
 from megatron_ext.compile.registry import ResolvedSpec, choose
 from megatron_ext.schedule.costs import Costs
@@ -49,10 +53,14 @@ PROFILE = "profile"
 COSTS_FILE = "costs.json"  # default name of the file of measured costs
 
 VARIABLES = "MEGATRON_EXT_"
-PREFIX = "pipeline_"  # of our settings among Megatron's arguments
+PREFIX = "pipeline_"  # prefix of our settings among Megatron's arguments
 
-# Allows to patch a Megatron with unknown sources; a variable only, not a setting of a run.
+# Variable that allows patches on a Megatron with unknown sources. It is not a setting of a run.
 ALLOW_UNKNOWN = f"{VARIABLES}ALLOW_UNKNOWN"
+
+
+# Megatron's flag for overlapped passes, the one option of a schedule that no setting requests.
+OVERLAP = "--overlap-moe-expert-parallel-comm"
 
 
 def variable(name: str) -> str:
@@ -62,7 +70,7 @@ def variable(name: str) -> str:
 
 @dataclass(frozen=True)
 class CostsSource:
-    """Source of the costs.
+    """Source of the costs of passes, as a user names it.
 
     Attributes:
         text: as the user wrote it.
@@ -82,12 +90,12 @@ class CostsSource:
 
     @property
     def file(self) -> Path | None:
-        """Costs file with which the run begins; None if there is none."""
+        """Costs file with which the run begins; None without one."""
         return None if self.is_estimate or "=" in self.text else Path(self.text)
 
     @property
     def in_seconds(self) -> bool:
-        """Whether times are seconds, and not in a unit of the user's own."""
+        """Whether the costs are seconds, and not in a unit of the user's own."""
         return self.is_estimate or self.file is not None
 
 
@@ -120,7 +128,8 @@ def _rank_speeds(name: str, text: str) -> RankSpeeds:
 
 def _limit(name: str, text: str) -> str:
     try:
-        parse_limit(text, 1, 1)  # the sizes of the job tell later how much a share is
+        # Only the job's sizes tell how much a share is, so this checks the form alone.
+        parse_limit(text, 1, 1)
     except ValueError as error:
         raise ValueError(f"{flag(name)}: {error}") from None
     return text
@@ -192,23 +201,10 @@ class PipelineConfig:
         ),
     )
     vocab_parallel: VocabularyParallel = field(
-        default=VocabularyParallel.NONE,
-        metadata=enumerated(
-            VocabularyParallel,
-            "Vocabulary parallelism: 1 or 2 partition the embedding and the output layer over all "
-            "pipeline ranks, and schedule their passes. 1 stores two more microbatches, 2 stores "
-            "one more. Default: none, with both layers on the first and the last stage.",
-        ),
+        default=VocabularyParallel.NONE, metadata=DECLARED["vocab_parallel"]
     )
     activation_offload: Offload = field(
-        default=Offload.NONE,
-        metadata=enumerated(
-            Offload,
-            "Activations to copy to host memory until they are needed: none (the default), half, "
-            "full or fit. half copies those of the longer-lived half of a rank's chunks, full all "
-            "that the host link carries without delaying a pass, and fit as few as meet "
-            "--pipeline-memory-limit.",
-        ),
+        default=Offload.NONE, metadata=DECLARED["activation_offload"]
     )
     recompute: Recompute = field(
         default=Recompute(),
@@ -242,51 +238,30 @@ class PipelineConfig:
             "shorter, as they attend to more), or token counts such as 4096,2048,1024,1024.",
         ),
     )
-    post_validation: bool = field(
+    join_slice_weights: bool = field(
         default=False,
         metadata=switch(
-            "Experimental: overlap consecutive steps. The optimizer updates parameters before the "
-            "global gradient norm is known, and checks the norm during the next step's warm-up. An "
-            "update that should have been clipped or skipped is then undone and repeated exactly."
+            "Compute each weight's gradient once for all slices of a microbatch, after the last of "
+            "their input gradients. Otherwise weights' gradients are read and written for every "
+            "slice, which short slices and many experts make slow. What W needs is held longer. "
+            "Requires --pipeline-slices and a schedule that splits the backward pass."
         ),
     )
+    post_validation: bool = field(default=False, metadata=DECLARED["post_validation"])
     microbatch_order: MicrobatchOrder = field(
-        default=MicrobatchOrder.ARRIVAL,
-        metadata=ON_STOCK
-        | enumerated(
-            MicrobatchOrder,
-            "Order of a step's microbatches: arrival (the default), or small-ends (the most costly "
-            "microbatches in the middle), which shortens the waits of all schedules, Megatron's "
-            "too. The cost of a microbatch is the sum of its documents' squared lengths. Requires "
-            "--dataloader-inter-document-masking.",
-        ),
+        default=MicrobatchOrder.ARRIVAL, metadata=DECLARED["microbatch_order"]
     )
-    deal_microbatches: bool = field(
-        default=False,
-        metadata=ON_STOCK
-        | switch(
-            "Deal the microbatches of the global batch to data-parallel replicas by their cost, so "
-            "that all replicas take about as long. The number of microbatches of a replica stays "
-            "the same. Requires --dataloader-inter-document-masking."
-        ),
-    )
-    microbatch_weights: Path | None = field(
-        default=None,
-        metadata=ON_STOCK
-        | setting(
-            as_path,
-            "FILE.npy",
-            "Costs of samples, by which microbatches are ordered and dealt: a numpy array of "
-            "positive numbers, indexed as the training data set is. Default: the sum of the "
-            "squared lengths of a sample's documents.",
-        ),
-    )
+    deal_microbatches: bool = field(default=False, metadata=DECLARED["deal_microbatches"])
+    microbatch_weights: Path | None = field(default=None, metadata=DECLARED["microbatch_weights"])
     report_split: bool = field(default=False, metadata=DECLARED["report_split"])
     metrics: bool = field(default=False, metadata=DECLARED["metrics"])
     trace: Path | None = field(default=None, metadata=DECLARED["trace"])
     trace_iters: range | None = field(default=None, metadata=DECLARED["trace_iters"])
     race: Contestants | None = field(default=None, metadata=DECLARED["race"])
     race_then: RaceThen = field(default=RaceThen.WINNER, metadata=DECLARED["race_then"])
+    shared_prompts: SharedPrompts = field(
+        default=SharedPrompts.NONE, metadata=DECLARED["shared_prompts"]
+    )
 
     @classmethod
     def parse(cls, **settings: str | bool | None) -> PipelineConfig:
@@ -319,18 +294,13 @@ class PipelineConfig:
         return cls(**parsed)
 
     def __post_init__(self) -> None:
-        self._check_features(only_watch=True)
-        if self.microbatch_weights is not None and not self.arranges_microbatches:
-            raise ValueError(
-                f"{flag('microbatch_weights')} {self.microbatch_weights}: no microbatches are "
-                f"arranged by them; add {flag('microbatch_order')} small-ends"
-            )
+        self._check_features(on_stock=True)
         if self.schedule is None:
             return
         if not self.is_chosen_later:
             _ = self.resolved_spec
-        self._check_offload()
         self._check_slices()
+        self._check_features(on_stock=False)
         if self.recompute.fit and self.memory_limit is None:
             raise ValueError(
                 f"{flag('recompute')} {self.recompute} has nothing to fit into: add "
@@ -339,31 +309,11 @@ class PipelineConfig:
         if (conflict := self.options.conflict) is not None:
             first, second = map(setting_of, conflict.options)
             raise ValueError(conflict.text(self._as_written(first), self._as_written(second)))
-        if self.costs.text == f"{PROFILE}:":
-            raise ValueError(
-                f"{flag('costs')} {self.costs} names no file: write {PROFILE}:FILE, or {PROFILE} "
-                f"for {COSTS_FILE} in the folder of --save"
-            )
-        self._check_features(only_watch=False)
 
-    def _check_features(self, *, only_watch: bool) -> None:
+    def _check_features(self, *, on_stock: bool) -> None:
         for feature in FEATURES:
-            if feature.only_watches == only_watch:
+            if feature.acts_on_stock == on_stock:
                 feature.check(self)
-
-    def _check_offload(self) -> None:
-        method, costs = self.activation_offload, self.costs.text
-        if method is Offload.FIT and self.memory_limit is None:
-            raise ValueError(
-                f"{flag('activation_offload')} {method} has nothing to fit into: add "
-                f"{flag('memory_limit')}, or write {Offload.FULL} or {Offload.HALF}"
-            )
-        if method is not Offload.NONE and "=" in costs and "d2h=" not in costs:
-            raise ValueError(
-                f"{flag('activation_offload')} {method} needs to know how long copies to the host "
-                f"take: add d2h= and h2d= to {flag('costs')} {costs} (seconds per microbatch "
-                f"of a rank), or drop {flag('costs')} for an estimate"
-            )
 
     def _check_slices(self) -> None:
         lengths = self.slice_lengths
@@ -378,6 +328,11 @@ class PipelineConfig:
                 f"{flag('slice_lengths')} {lengths} is given without {flag('slices')}: sequences "
                 f"are not cut; add {flag('slices')} K, or drop {flag('slice_lengths')}"
             )
+        if self.slices == 1 and self.join_slice_weights:
+            raise ValueError(
+                f"{flag('join_slice_weights')} is given without {flag('slices')}: sequences are "
+                f"not cut; add {flag('slices')} K, or drop {flag('join_slice_weights')}"
+            )
 
     def _as_written(self, name: str) -> str:
         return flag_with_value(name, getattr(self, name))
@@ -390,7 +345,19 @@ class PipelineConfig:
     @property
     def changes_launch(self) -> bool:
         """Whether a launch with these settings is patched."""
-        return self.schedule is not None or self.watches_stock or self.arranges_microbatches
+        of_stock = (given for given in fields(self) if is_on_stock(given))
+        return self.schedule is not None or any(
+            getattr(self, given.name) != given.default for given in of_stock
+        )
+
+    @property
+    def effect_on_stock(self) -> str:
+        """Effect of these settings on Megatron's own schedule, in words."""
+        if self.watches_stock:
+            return "is watched"
+        if self.arranges_microbatches:
+            return "its microbatches are arranged"
+        return "prompts that its callers describe are computed once"
 
     @property
     def arranges_microbatches(self) -> bool:
@@ -405,7 +372,8 @@ class PipelineConfig:
 
     @cached_property
     def resolved_spec(self) -> ResolvedSpec:
-        """Chosen schedule. Raises ValueError if it does not exist or is still to be chosen."""
+        """The schedule's resolved spec. Raises ValueError if the schedule does not exist or is
+        still to be chosen."""
         assert self.schedule is not None
         if self.is_chosen_later:
             tells = PLAN if self.schedule == PLAN else f"simulate {self.schedule}"
@@ -418,15 +386,16 @@ class PipelineConfig:
 
     @property
     def specs(self) -> tuple[str, ...]:
-        """All schedules under which steps may run, as users write them; none under Megatron's."""
+        """Specs of all schedules under which steps may run, as users write them; none under
+        Megatron's own."""
         if self.race is not None:
             return self.race.specs
         return () if self.schedule is None else (self.schedule,)
 
     @property
     def resolved_specs(self) -> tuple[ResolvedSpec, ...]:
-        """All schedules under which steps may run: one, or those of a race. Raises as
-        `resolved_spec`."""
+        """Resolved specs of all schedules under which steps may run: one, or those of a race.
+        Raises as `resolved_spec`."""
         return (self.resolved_spec,) if self.race is None else self.race.resolved_specs
 
     @property
@@ -443,11 +412,15 @@ class PipelineConfig:
 
     @property
     def options(self) -> ScheduleOptions:
-        """Options of the schedule that are settings of ours: all except overlapped passes, which
-        Megatron's settings request."""
-        names = {option.name for option in fields(ScheduleOptions)} - {"pairs"}
-        given = {name: getattr(self, setting_of(name)) for name in names}
-        return ScheduleOptions(**given | {"slices": Slices(self.slices, self.slice_lengths)})
+        """Options of the schedule that are settings of ours. Others, as overlapped passes, have
+        their defaults: Megatron's settings may request them."""
+        declared = self.__dataclass_fields__
+        names = (option.name for option in fields(ScheduleOptions))
+        given = {
+            name: getattr(self, setting_of(name)) for name in names if setting_of(name) in declared
+        }
+        slices = Slices(self.slices, self.slice_lengths, self.join_slice_weights)
+        return ScheduleOptions(**given | {"slices": slices})
 
     def problem(
         self,
@@ -475,16 +448,25 @@ def _is_chosen_later(schedule: str | None) -> bool:
 
 
 def is_on_stock(setting: Field[Any]) -> bool:
-    """Whether ``setting`` also acts on Megatron's own pipeline."""
+    """Return whether ``setting`` also acts on Megatron's own pipeline."""
     return bool(setting.metadata.get("on_stock"))
 
 
 def setting_of(option: str) -> str:
     """Return the name of the setting that requests ``option`` of `ScheduleOptions`."""
-    return "post_validation" if option == "steps_overlap" else option
+    return SETTING_OF_OPTION.get(option, option)
+
+
+# Names of the settings that request options of a schedule. Three of them make the option `slices`.
+SCHEDULE_SETTINGS = tuple(
+    setting.name
+    for setting in fields(PipelineConfig)
+    if setting.name in {*map(setting_of, ScheduleOptions.__dataclass_fields__)}
+    or setting.name in ("slice_lengths", "join_slice_weights")
+)
 
 
 def default_text(setting: Field[Any]) -> str | bool | None:
-    """Return the default of ``setting``, as a user would write it."""
+    """Return the default of ``setting`` as a user would write it."""
     default = setting.default
     return default if default is None or default is False else str(default)

@@ -1,4 +1,9 @@
-"""Settings as users write them: flags on a command line, variables in the environment."""
+"""Settings as users write them: flags on a command line, variables in the environment.
+
+The same settings are written as flags of a script, as variables of the environment, or as both.
+They are read before Megatron's parser exists, among words that are not ours, and the flag wins over
+the variable. A misspelt variable is named, since nothing else would notice it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +49,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for setting in fields(PipelineConfig):
         takes: dict[str, Any] = {"action": "store_true"}
         if setting.default is not False:
-            # Text, also as a default: a checkpoint keeps the arguments, and stock can read it.
+            # The value is text, also the default one: a checkpoint stores the arguments, and stock
+            # must be able to read them.
             takes = {"default": default_text(setting), "metavar": setting.metadata["metavar"]}
         named = {"dest": PREFIX + setting.name, "help": setting.metadata["help"]}
         group.add_argument(flag(setting.name), **named, **takes)
@@ -94,6 +100,26 @@ def given_and_others(argv: Sequence[str]) -> tuple[dict[str, str | bool], list[s
     arguments = vars(parsed)
     given = {name: arguments[PREFIX + name] for name in _settings() if says(argv, name)}
     return given, others
+
+
+def ours_and_others(words: Sequence[str], more: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Return the words of our flags and of the switches ``more``, each with its value, and the
+    other words, all in order."""
+    takes_value = {
+        flag(name): setting.default is not False for name, setting in _settings().items()
+    }
+    ours: list[str] = []
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        name = word.partition("=")[0]
+        if name not in takes_value and word not in more:
+            others.append(word)
+            continue
+        ours.append(word)
+        if takes_value.get(name) and name == word:
+            ours += [value for value in [next(rest, None)] if value is not None]
+    return ours, others
 
 
 def settings_given(argv: Sequence[str]) -> bool:
@@ -192,7 +218,7 @@ def _unknown_variables(env: Mapping[str, str]) -> list[str]:
 def _meant(name: str) -> str:
     """Return a question that names the variable most similar to ``name``; empty if none is
     similar."""
-    # Without the prefix, by which every name of ours resembles every other.
+    # The prefix is removed, as it makes every name of ours resemble every other.
     meant = meant_by(name.removeprefix(VARIABLES), _settings())
     return f"did you mean {' or '.join(map(variable, meant))}?" if meant else ""
 

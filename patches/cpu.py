@@ -37,15 +37,15 @@ ENVIRONMENT = {
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables a rank needs before torch is imported; ``env`` is its given
-    environment."""
+    """Return the environment variables that a rank needs before torch is imported; ``env`` is its
+    given environment."""
     ranks = env.get("WORLD_SIZE", "1")
     on_one_node = ranks == "1" or env.get("LOCAL_WORLD_SIZE") == ranks
-    # gloo otherwise looks up the host's own name, which many machines cannot resolve.
+    # Otherwise gloo looks up the host's own name, which many machines cannot resolve.
     return ENVIRONMENT | ({"GLOO_SOCKET_IFNAME": "lo"} if on_one_node else {})
 
 
-# Flags that the CPU requires: flag -> its value, None for a switch.
+# Flags that a training on the CPU requires: flag -> its value, None for a switch.
 _NEEDED: dict[str, str | None] = {
     "--transformer-impl": "local",
     "--distributed-backend": "gloo",
@@ -55,7 +55,8 @@ _NEEDED: dict[str, str | None] = {
     "--no-rope-fusion": None,
 }
 
-# Flags that the CPU refuses: flag -> (the one harmless value, why, what to write instead).
+# Flags that a training on the CPU refuses: flag -> (the one harmless value, why, what to write
+# instead).
 _REFUSED: dict[str, tuple[str | None, str, str]] = {
     "--transformer-impl": (
         "local",
@@ -118,7 +119,7 @@ def _cuda_names() -> dict[str, Any]:
             super().__init__()
 
         def record_event(self, event: Any = None) -> Any:
-            return torch.cpu.Event()  # its work is done already
+            return torch.cpu.Event()  # the event's work is done already
 
     class Event(torch.cpu.Event):
         def __init__(self, **unused: object) -> None:
@@ -135,13 +136,13 @@ def _cuda_names() -> dict[str, Any]:
         "current_stream": lambda device=None: current,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
         "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
-        # torch.manual_seed calls torch.cuda's, so it cannot stand in for it
+        # torch.manual_seed calls the function in torch.cuda, so it cannot replace that function
         "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
     }
 
 
 def _called_from(package: str) -> bool:
-    """Whether the caller of a patched function is in ``package``."""
+    """Return whether the caller of a patched function is in ``package``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in (__name__, Patch.__module__):
         frame = frame.f_back
@@ -225,7 +226,8 @@ def _norm(original: Any, cls: Any, config: Any, *args: Any, **kwargs: Any) -> An
     config.sequence_parallel = False
     norm = original(cls, config, *args, **kwargs)
     for parameter in norm.parameters():
-        parameter.sequence_parallel = True  # its gradient is summed over the tensor ranks
+        # Marks that the gradient is summed over the tensor-parallel ranks.
+        parameter.sequence_parallel = True
     return norm
 
 
@@ -281,7 +283,8 @@ def _begun_states(original: Any, optimizer: Any) -> Any:
             return original(optimizer)
         finally:
             del adam.state[_STEPS]
-    if hasattr(adam, "dummy_step") and not adam.state:  # main parameters are in its states too
+    # The dummy step puts the main parameters into the optimizer's states too.
+    if hasattr(adam, "dummy_step") and not adam.state:
         adam.dummy_step()
     if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
         return original(optimizer)
@@ -356,12 +359,16 @@ def _all_but_step(original: Any, optimizer: Any, parameter: Any, tensors: Any) -
 
 
 def patches() -> tuple[Patch, ...]:
-    """Return all patches of the platform, for the engine's `apply`."""
+    """Return all patches of the CPU platform, for the engine's `apply`."""
     import torch
 
     return (
         *(
-            replace(f"torch.cuda:{name}", meaning, reason="has a CPU meaning")
+            replace(
+                f"torch.cuda:{name}",
+                meaning,
+                reason="torch.cuda's name has a meaning on the CPU",
+            )
             for name, meaning in _cuda_names().items()
         ),
         *(
@@ -371,12 +378,12 @@ def patches() -> tuple[Patch, ...]:
         replace(
             "torch:Tensor.cuda",
             lambda tensor, *args, **kwargs: tensor,
-            reason="the tensor is where it should be",
+            reason="on the CPU a tensor is on its device already",
         ),
         replace(
             "torch:Tensor.record_stream",
             lambda tensor, stream: None,
-            reason="plans of passes that run as one tell which streams read what",
+            reason="overlapped passes say which streams read a tensor; the CPU has none",
         ),
         wrap(
             "torch:Tensor.type",
@@ -386,62 +393,62 @@ def patches() -> tuple[Patch, ...]:
         wrap(
             "torch.cuda:device_count",
             _device_count,
-            reason="Megatron sets up parallel groups and seeds only where it counts a device",
+            reason="Megatron creates parallel groups and seeds only if it counts a device",
         ),
         wrap(
             "torch.utils.data:DataLoader.__init__",
             _data_loader,
-            reason="seeds itself from the generator of dropout, and a resumed run would drift",
+            reason="a loader seeds itself from dropout's generator: a resumed run would drift",
         ),
         replace(
             "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
             lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
-            reason="reaches for torch.cuda.default_generators",
+            reason="Megatron's function uses torch.cuda.default_generators",
             signature="(new_state, device=-1, graph_safe=False)",
         ),
         wrap(
             "megatron.training.initialize:initialize_megatron",
             _initialize,
-            reason="asserts a GPU unless told allow_no_cuda",
+            reason="Megatron asserts that there is a GPU, unless given allow_no_cuda",
         ),
         replace(
             "megatron.training.utils.common_utils:get_device_arch_version",
             lambda: 10,
-            reason="from 10 on no CUDA_DEVICE_MAX_CONNECTIONS is demanded",
+            reason="version 10 and later do not need CUDA_DEVICE_MAX_CONNECTIONS",
         ),
         wrap(
             "megatron.core.datasets.utils:compile_helpers",
             _compile_helpers,
-            reason="the wheel has the compiled helpers but no Makefile",
+            reason="Megatron's wheel has compiled dataset helpers but no Makefile",
             signature="()",
         ),
         replace(
             "megatron.core.dist_checkpointing.strategies.async_utils:"
             "PersistentAsyncCaller.async_loop",
             checkpoint_writer,
-            reason="a process of its own, which reaches for a GPU too",
+            reason="the process that writes checkpoints uses a GPU too",
         ),
         wrap(
             "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
             _on_host,
-            reason="makes an array only of what comes from a GPU, and the MoE all-to-all needs one",
+            reason="MoE's all-to-all needs an array, which Megatron makes of GPU tensors only",
             signature="(tensor, as_numpy=False, record_stream=False)",
         ),
         wrap(
             "logging:Logger.filter",
             _log_filter,
-            reason="one generator serves both, so Megatron's warning comes with every random draw",
+            reason="the CPU has one generator, so Megatron would warn at every random draw",
         ),
         wrap(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             _norm,
-            reason="torch's norms refuse sequence parallelism, which needs one mark from them",
+            reason="torch's norms refuse sequence parallelism, which only needs a mark",
         ),
         wrap(
             "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:"
             "HybridDeviceOptimizer._get_sub_optimizer_param_groups",
             _on_the_host,
-            reason="takes for granted that what is updated on the host is a copy",
+            reason="Megatron assumes that parameters updated on the host are copies",
             signature="(self, offload_fraction)",
         ),
         wrap(
@@ -454,7 +461,7 @@ def patches() -> tuple[Patch, ...]:
             "megatron.core.distributed.distributed_data_parallel:"
             "DistributedDataParallel.start_param_sync",
             _experts_after_their_step,
-            reason="gloo writes back what a gather has read, over the experts' optimizer step",
+            reason="a gather of gloo writes back parameters from before the experts' step",
             signature="(self, *unused, force_sync=False, force_dispatch=False)",
         ),
         wrap(
@@ -465,19 +472,19 @@ def patches() -> tuple[Patch, ...]:
         wrap(
             f"{_DISTRIBUTED_OPTIMIZER}.state_dict",
             _begun_states,
-            reason="asserts a first step before a checkpoint is loaded into torch's AdamW",
+            reason="Megatron asserts that torch's AdamW has stepped before it loads states",
             signature="(self)",
         ),
         wrap(
             f"{_DISTRIBUTED_OPTIMIZER}.load_state_dict",
             _own_steps,
-            reason="one step tensor for all parameters is counted up once for each of them",
+            reason="a step tensor that parameters share is incremented once for each of them",
             signature="(self, state_dict)",
         ),
         wrap(
             f"{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states",
             _all_but_step,
-            reason="AdamW's step is no sharded tensor",
+            reason="Megatron would shard AdamW's step count, which is whole on each rank",
             signature="(self, model_param, tensors)",
         ),
     )

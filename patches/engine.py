@@ -1,15 +1,10 @@
 """Declared changes to other people's modules: check all, apply all or none, undo.
 
-A patch declares its target (``package.module:Name`` or ``package.module:Class.attribute``), its
-reason, and what it expects there: the signature, and digests of the sources it was read against. If
-versions differ, it names each version that it supports. `apply` resolves and checks every target
-before it changes one. Modules that imported a function or class by name have an alias; aliases are
-rebound by identity over ``sys.modules``, and back again by the handle. A constant has no identity
-of its own (``False`` is one object everywhere), so only the named attribute changes.
-
-Not covered: references that are no module attribute (a default argument, a `functools.partial`, a
-closure, an entry in a table). `stale_references` finds partials and closures, so that a late caller
-can refuse instead of patching incompletely.
+Code that replaces functions of other packages breaks silently when they change. So a patch declares
+its target (``package.module:Name`` or ``package.module:Class.attribute``), its reason, and what it
+expects there: the signature, and digests of the sources it was read against. If versions differ, it
+names each version that it supports. `apply` resolves and checks every target before it changes one,
+rebinds every name under which modules imported it, and returns a handle that undoes all.
 """
 
 from __future__ import annotations
@@ -66,7 +61,8 @@ class Patch:
     needless: Mapping[str, str] = _ANY_SOURCE
 
     def is_needless(self, original: Any) -> bool:
-        """Whether ``original`` needs no patch, because this Megatron does what the patch is for."""
+        """Return whether ``original`` needs no patch, because this Megatron does what the patch is
+        for."""
         return bool(self.needless) and source_digest(original) in self.needless.values()
 
     def build(self, original: Any) -> Any:
@@ -150,8 +146,9 @@ class Target:
 
     owner: Any
     name: str
-    original: Any  # what a patch builds on: the plain function of a static or class method
-    raw: Any  # as stored in a __dict__, so a staticmethod is put back as one
+    # The attribute that a patch builds on: the plain function of a static or class method.
+    original: Any
+    raw: Any  # the attribute as stored in a __dict__, so a staticmethod is restored as one
 
     @property
     def in_module(self) -> bool:
@@ -164,7 +161,7 @@ class Target:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Key that is equal for targets which are one object under several names."""
+        """Key of the target that is equal for targets which are one object under several names."""
         if self.rebinds:
             return (id(self.original),)
         return id(self.owner), self.name
@@ -240,8 +237,9 @@ def mismatch(patch: Patch, original: Any) -> Misfit | None:
     return Misfit(str(unknown), unknown)
 
 
-# Return a number for the identity of any object. `id` would raise an audit event, which hooks in
-# Python hear: with that of filelock, which torch imports, a scan would take four times as long.
+# Return a number for the identity of any object. `id` would raise an audit event, and hooks in
+# Python slow each event down: with filelock's hook, which torch imports, a scan would take four
+# times as long.
 identity_of: Callable[[object], int] = object.__hash__
 
 
@@ -259,6 +257,10 @@ def modules_with(ids: Set[int], modules: Iterable[Any] = ()) -> list[types.Modul
 
 class Aliases:
     """Index of the module attributes that are one of the requested objects, by identity.
+
+    Modules that imported a function or class by name have an alias; aliases are rebound by identity
+    over ``sys.modules``, and back again by the handle. A constant has no identity of its own
+    (``False`` is one object everywhere), so only the named attribute changes.
 
     All of ``sys.modules`` is scanned once for ``objects``, and again for any object requested
     later. Indexing every attribute would take half a second in each rank with torch and Megatron
@@ -278,7 +280,7 @@ class Aliases:
         self._holders |= holders
 
     def of(self, value: Any) -> frozenset[Alias]:
-        """Return the module attributes that are ``value`` itself."""
+        """Return the module attributes that refer to ``value`` itself."""
         if identity_of(value) not in self._holders:
             self._scan([value])
         return frozenset(self._holders[identity_of(value)])
@@ -296,7 +298,12 @@ class Aliases:
 
 def stale_references(patches: Sequence[Patch]) -> list[str]:
     """Return a line for each reference to a patched target that rebinding cannot reach; empty if
-    none."""
+    none.
+
+    References that are no module attribute (a default argument, a `functools.partial`, a closure,
+    an entry in a table) are not rebound. Partials and closures are found, so that a late caller can
+    refuse instead of patching incompletely.
+    """
     names = {}
     for patch in patches:
         target = resolve(patch.target)
@@ -325,10 +332,10 @@ class _Swap:
     """Replaced target, with everything needed to undo the replacement."""
 
     target: Target
-    was_defined: bool  # the owner itself had the attribute (not inherited)
+    was_defined: bool  # whether the owner itself had the attribute, and did not inherit it
     substitute: Any
-    importers: frozenset[Alias]  # referred to the original
-    holders: frozenset[Alias]  # referred to the substitute already, independently
+    importers: frozenset[Alias]  # names that referred to the original
+    holders: frozenset[Alias]  # names that already referred to the substitute, independently
 
     def undo(self, aliases: Aliases) -> None:
         owner, name = self.target.owner, self.target.name
@@ -354,7 +361,7 @@ class _Swap:
         return {(module, alias) for module, alias in late if alias not in held_as}
 
 
-_handles: list[Handle] = []  # with patches in force
+_handles: list[Handle] = []  # handles with patches in force
 
 
 def applied() -> list[Patch]:
@@ -402,7 +409,8 @@ def _checked(patches: Sequence[Patch]) -> tuple[list[Patch], list[Any]]:
         try:
             target = resolve(patch.target)
         except PatchError as error:
-            if str(error.__cause__) not in causes:  # a missing package is one problem
+            # A missing package is one problem, though several patches need it.
+            if str(error.__cause__) not in causes:
                 problems.append(str(error))
             causes.add(str(error.__cause__))
             continue
@@ -470,7 +478,7 @@ def _swap(patch: Patch, target: Target, handle: Handle, aliases: Aliases) -> Non
         importers=aliases.of(target.original) if rebinds else frozenset(),
         holders=aliases.of(substitute) if in_use else frozenset(),
     )
-    setattr(target.owner, target.name, stored)  # when this raises there is nothing to undo
+    setattr(target.owner, target.name, stored)  # a failure leaves nothing to undo
     handle._swaps.append(swap)
     for alias in swap.importers:
         aliases.rebind(alias, substitute)

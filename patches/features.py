@@ -1,4 +1,8 @@
-"""Table of features with their patches and conditions."""
+"""Table of features with their patches and conditions.
+
+A patch that is not needed can only do harm. The table says for each feature when a config needs it
+and which modules of patches it has, and imports these modules only then.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,16 @@ from dataclasses import dataclass
 from megatron_ext.adapter.handled_settings.feature_refusals import FeatureRefusals
 from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.arrangement.refusals import ARRANGEMENT_REFUSALS
 from megatron_ext.features.metrics.refusals import METRICS_REFUSALS
+from megatron_ext.features.offload.refusals import OFFLOAD_REFUSALS
+from megatron_ext.features.post_validation.refusals import POST_VALIDATION_REFUSALS
 from megatron_ext.features.profile.refusals import PROFILE_REFUSALS
 from megatron_ext.features.race.refusals import RACE_REFUSALS
+from megatron_ext.features.shared_prompts.refusals import SHARED_PROMPTS_REFUSALS
 from megatron_ext.features.trace.refusals import TRACE_REFUSALS
+from megatron_ext.features.vocabulary.refusals import VOCABULARY_REFUSALS
 from megatron_ext.patches.engine import Patch, PatchError
-from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,8 @@ class Feature:
         return self.asked_for(config)
 
     def patches(self, config: PipelineConfig) -> list[Patch]:
-        """Return its patches. Raises PatchError if Megatron lacks something that they import."""
+        """Return the patches of this feature. Raises PatchError if Megatron lacks something that
+        they import."""
         package = "megatron_ext.patches"
         try:
             modules = [importlib.import_module(f"{package}.{name}") for name in self.modules]
@@ -51,11 +60,12 @@ class Feature:
 
 
 def _in_a_folder(part: FeatureRefusals) -> Feature:
-    """Return a feature that its folder holds whole. Launches under any schedule may have it."""
-    return Feature(part.name, part.patches, lambda resolved: True, part.may_be_on)
+    """Return the patches' feature for one that its folder holds whole, which decides who may have
+    it."""
+    return Feature(part.name, part.patches, None, part.may_be_on)
 
 
-# Features that have work to do after the last step.
+# Features whose patches have work after the last step.
 _FINISHING: tuple[FeatureRefusals, ...] = (
     METRICS_REFUSALS,
     TRACE_REFUSALS,
@@ -99,9 +109,7 @@ FEATURES = (
         "gradients that autograd does not bring",
         ("megatron.core.distributed.distributed_data_parallel",),
         lambda resolved: True,
-        asked_for=lambda config: (
-            config.splits_backward or config.activation_offload is not Offload.NONE
-        ),
+        asked_for=lambda config: config.splits_backward or OFFLOAD_REFUSALS.may_be_on(config),
     ),
     Feature(
         "reductions of gradients that start before the step ends",
@@ -162,20 +170,15 @@ FEATURES = (
         ),
         lambda resolved: resolved.moves_first_stage,
     ),
-    Feature(
-        "microbatches ordered and dealt by their cost",
-        ("megatron.training.datasets.data_samplers", "megatron.bridge.data.loaders"),
-        None,
-        asked_for=lambda config: config.arranges_microbatches,
-    ),
+    _in_a_folder(ARRANGEMENT_REFUSALS),
     Feature(
         "Megatron's own step, watched",
         ("megatron.core.pipeline_parallel.schedules.stock",),
         None,
         asked_for=lambda config: config.watches_stock,
     ),
-    # After a moved first stage, whose wrapper of the same function is then the inner one: no ranks
-    # train together before they are compared.
+    # This comes after a moved first stage, whose wrapper of the same function is then the inner
+    # one. So no ranks train together before they are compared.
     Feature(
         "ranks that are launched alike",
         ("megatron.core.parallel_state.agreement",),
@@ -189,21 +192,17 @@ FEATURES = (
         asked_for=lambda config: any(feature.may_be_on(config) for feature in _FINISHING),
     ),
     _in_a_folder(RACE_REFUSALS),
-    Feature(
-        "vocabulary parallelism",
-        ("megatron.core.models.gpt.gpt_model.tables",),
-        lambda resolved: True,
-        asked_for=lambda config: config.vocab_parallel is not VocabularyParallel.NONE,
-    ),
+    _in_a_folder(SHARED_PROMPTS_REFUSALS),
+    _in_a_folder(VOCABULARY_REFUSALS),
     Feature(
         "slices of sequences",
         (
             "megatron.core.models.gpt.gpt_model.slices",
-            "megatron.core.models.common.embeddings.rotary_pos_embedding",
-            "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
+            "megatron.core.models.common.embeddings.rotary_pos_embedding.slices",
+            "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding.slices",
             "megatron.core.transformer.dot_product_attention",
             "megatron.core.transformer.experimental_attention_variant.dsa",
-            "megatron.core.extensions.transformer_engine",
+            "megatron.core.extensions.transformer_engine.slices",
             "megatron.core.utils.batches_by_slices",
             "megatron.core.transformer.moe.router",
             "megatron.core.transformer.multi_token_prediction.slices",
@@ -220,20 +219,7 @@ FEATURES = (
         lambda resolved: True,
         asked_for=lambda config: config.recomputes,
     ),
-    Feature(
-        "post-validation",
-        (
-            "megatron.core.optimizer.optimizer.steps",
-            "megatron.core.optimizer_param_scheduler",
-            "megatron.training.utils.common_utils",
-            "megatron.training.training.training_log",
-            "megatron.training.training.saving",
-            "megatron.training.async_utils",
-            "megatron.training.dist_signal_handler",
-        ),
-        lambda resolved: True,
-        asked_for=lambda config: config.post_validation,
-    ),
+    _in_a_folder(POST_VALIDATION_REFUSALS),
 )
 
 

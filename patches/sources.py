@@ -1,4 +1,9 @@
-"""Sources of patched functions: their digests, and a readable report of an unknown one."""
+"""Sources of patched functions: their digests, and a readable report of an unknown one.
+
+A patch replaces a function that somebody read. A digest of the source tells whether it is still the
+same function, whatever the version is called; if not, the user gets the command that shows the
+difference, and can allow it by name.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +24,12 @@ from megatron_ext.config import ALLOW_UNKNOWN
 
 _ENTRY = re.compile(r"[\w.]+:[\w.]+@\w+")
 _UPSTREAM = "NVIDIA/Megatron-LM"
-UNTAGGED = {"0.20": "d98e8a64"}  # read before its release, at this commit
+UNTAGGED = {"0.20": "d98e8a64"}  # commit of a version whose sources were read before its release
 
 
 @dataclass(frozen=True)
 class UnknownSource:
-    """Source that a patch was not read against.
+    """Source of a function of Megatron's that a patch was not read against.
 
     Attributes:
         digest: `source_digest` of it.
@@ -44,7 +49,7 @@ class UnknownSource:
 
     @property
     def entry(self) -> str:
-        """Entry that allows it, in `ALLOW_UNKNOWN`."""
+        """Entry in `ALLOW_UNKNOWN` that allows this source."""
         return f"{self.target}@{self.digest}"
 
     def __str__(self) -> str:
@@ -58,13 +63,13 @@ def source_digest(original: Any) -> str:
     """Return 12 hex digits over the source of ``original``: its code, without comments and
     layout."""
     source = textwrap.dedent(inspect.getsource(original))
-    if source[0].isspace():  # a string literal at the margin keeps dedent from working
+    if source[0].isspace():  # dedent fails if a string literal begins at the margin
         source = "if True:\n" + source
     return hashlib.sha256(ast.unparse(ast.parse(source)).encode()).hexdigest()[:12]
 
 
 def is_allowed(target: str, digest: str) -> bool:
-    """Whether the user allows this source of ``target``, by `ALLOW_UNKNOWN`.
+    """Return whether the user allows this source of ``target``, by `ALLOW_UNKNOWN`.
 
     Raises:
         ValueError: the variable cannot be parsed.

@@ -20,7 +20,8 @@ CALLERS = {path.stem: path for path in sorted((REPOSITORY / "scripts" / "callers
 
 
 def prepare(caller: str) -> tuple[Path, str]:
-    """Return the folder, and why it could not be made; empty if it is there."""
+    """Install a caller's packages into a folder. Return the folder, and why it could not be made;
+    "" if it exists."""
     requirements = CALLERS[caller]
     digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
     folder = REPOSITORY / "build" / caller / digest
@@ -41,14 +42,15 @@ def prepare(caller: str) -> tuple[Path, str]:
     if ended.returncode:
         shutil.rmtree(arriving, ignore_errors=True)
         return folder, (ended.stderr.strip().splitlines() or ["no message"])[-1]
-    for name in ("tests", "scripts"):  # verl's wheel has these, and they would replace ours
+    # verl's wheel contains these folders, which would replace ours.
+    for name in ("tests", "scripts"):
         shutil.rmtree(arriving / name, ignore_errors=True)
     try:
         arriving.rename(folder)
     except OSError:
         if not folder.exists():
             raise
-        shutil.rmtree(arriving)  # another process was quicker
+        shutil.rmtree(arriving)  # another process was quicker to install
     return folder, ""
 
 

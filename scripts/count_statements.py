@@ -19,14 +19,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("megatron_ext", "patches")
 TOOLS = ("scripts", "benchmarks")
-_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")  # of statements, in a node
+# Attributes of a node that are blocks of statements.
+_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def statements(source: str) -> int:
     """Return the number of statements in ``source`` that are not docstrings."""
     nodes: list[ast.AST] = [ast.parse(source)]
-    for node in nodes:  # which grows; expressions, in which no statement is, are not looked at
+    # This list grows while it is read; expressions are not looked at, as they contain no
+    # statements.
+    for node in nodes:
         for name in _BLOCKS:
             nodes += getattr(node, name, ())
     docstrings = [

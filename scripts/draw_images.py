@@ -28,6 +28,7 @@ from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
 from megatron_ext.compile.report import report
 from megatron_ext.compile.two_copies.fold import unfolded
+from megatron_ext.config import OVERLAP
 from megatron_ext.cost_model.estimate import estimate
 from megatron_ext.cost_model.gpus import GPU
 from megatron_ext.cost_model.model import stages_of
@@ -44,7 +45,8 @@ USUAL = "f=10,i=12,w=8,comm=1"
 HEAVY_HEAD = "f=10,i=12,w=8,comm=1,output_layer=12/12/12,embedding=8/8"
 SLOW_MESSAGES = "f=10,i=12,w=8,comm=5"
 
-# Name: ranks, microbatches, costs and more. Few microbatches: a picture grows by every pass.
+# Settings of a picture by its name: ranks, microbatches, costs and more. Microbatches are few, as a
+# picture grows with every pass.
 FAMILIES: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
     "gpipe": (4, 8, USUAL, ()),
     "2bp": (4, 8, USUAL, ()),
@@ -68,7 +70,7 @@ FAMILIES: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
     "chimera": (4, 8, USUAL, ()),
     "hanayo": (4, 4, USUAL, ()),
     "bitpipe": (4, 8, USUAL, ()),
-    "loop-auto": (4, 8, USUAL, ("--memory-limit", "3", "--vpp", "3")),
+    "loop-auto:vpp=3": (4, 8, USUAL, ("--memory-limit", "3")),
     "wave-auto": (4, 8, USUAL, ("--memory-limit", "3")),
 }
 
@@ -96,7 +98,7 @@ def pictures(schedule_file: Path) -> dict[str, Callable[[Path], None]]:
     commands = {}
     for name, (ranks, microbatches, costs, more) in FAMILIES.items():
         problem = ["--pp", str(ranks), "-m", str(microbatches), "--costs", costs, *more]
-        commands[name] = ["simulate", name, *problem]
+        commands[name.partition(":")[0]] = ["simulate", name, *problem]
     line = ["--pp", "4", "-m", "8", "--costs"]
     for variant in ("1", "2"):
         heavy = ["--pp", "4", "-m", "6", "--costs", HEAVY_HEAD]
@@ -113,11 +115,11 @@ def pictures(schedule_file: Path) -> dict[str, Callable[[Path], None]]:
     of_slices = ["--slices", "4", "--slice-lengths", "balanced"]
     cut = ["--pp", "4", "-m", "4", "--costs", "f=1,i=1,w=1,attention=0.3"]
     commands["slices"] = ["simulate", "zb-h1", *cut, *of_slices]
-    paired = ["--pairs", "--costs", "f=10,i=12,w=8,comm=0.2,overlap_saving=5"]
+    paired = [OVERLAP, "--costs", "f=10,i=12,w=8,comm=0.2,overlap_saving=5"]
     commands["pairs"] = ["simulate", "dualpipe-v", "--pp", "4", "-m", "10", *paired]
-    commands["plan"] = ["plan", "--pp", "8", "-m", "32", "--costs", USUAL]
+    commands["plan"] = ["plan", "pp=8,m=32", "--costs", USUAL]
     plans = re.findall(r"^\$ megatron-ext (plan (?:.*\\\n)*.*)", read("planning.md"), re.M)
-    of_a_model = next(words for words in plans if "--model" in words)
+    of_a_model = next(words for words in plans if "heads=" in words)
     commands["planning"] = shlex.split(of_a_model.replace("\\\n", ""))
     return {
         **{name: partial(plot, command) for name, command in commands.items()},
@@ -152,7 +154,8 @@ def draw_two_copies(path: Path) -> None:
 
 
 def draw_bench(path: Path) -> None:
-    """Draw measured and ideal seconds, from the table on emulated clocks."""
+    """Draw measured and ideal seconds of executors, from the benchmark's table on emulated
+    clocks."""
     table = block("measurements.md", "## Executors on emulated clocks", "](images/bench.svg)")
     rows = re.findall(r"^\| (\S+ \S+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % ", table, re.MULTILINE)
     names = [f"{name} ({share}%)" for name, _, _, share in rows]

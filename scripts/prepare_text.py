@@ -104,7 +104,7 @@ def write(files: Sequence[Path], prefix: Path, enough: int | None = None) -> Sum
         if not count:
             raise ValueError(f"none of the {len(files)} files is text: all are empty or binary")
         builder.finalize(str(index))
-        # The index comes last: without it Megatron sees no dataset.
+        # The index file is written last: without it Megatron sees no dataset.
         os.replace(data, finished[0])
         os.replace(index, finished[1])
     return Summary(str(prefix), count, tokens, VOCABULARY)
@@ -112,7 +112,7 @@ def write(files: Sequence[Path], prefix: Path, enough: int | None = None) -> Sum
 
 def _builder(data: Path) -> IndexedDatasetBuilder:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron announces each optional package it misses
+        warnings.simplefilter("ignore")  # Megatron announces each optional package that it misses
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     return IndexedDatasetBuilder(str(data), dtype=DType.optimal_dtype(VOCABULARY))
 
@@ -124,13 +124,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path, help="read the files under this folder")
     parser.add_argument(
-        "--output", type=Path, metavar="PREFIX", help="default: the folder's name, here"
+        "--output",
+        type=Path,
+        metavar="PREFIX",
+        help="path of the output without its suffix; default: the folder's name",
     )
     parser.add_argument(
-        "--suffix", nargs="+", default=[], metavar=".EXT", help="take only files that end so"
+        "--suffix",
+        nargs="+",
+        default=[],
+        metavar=".EXT",
+        help="read only files with these suffixes",
     )
     parser.add_argument(
-        "--tokens", type=int, metavar="N", help="take no further file after N tokens; default: all"
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="read no further file after N tokens; default: all files",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     arguments = parser.parse_args(argv)

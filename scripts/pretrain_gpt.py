@@ -58,7 +58,7 @@ UNSERVED = {
 try:
     from megatron.core.utils import flatten_batch_for_packed_sequences
     from megatron.training.argument_utils import gpt_config_from_args
-except ImportError:  # Megatron 0.18, for which `model_provider` builds the model
+except ImportError:  # Megatron 0.18 builds the model by `model_provider`
     gpt_config_from_args = None
     UNSERVED |= {
         "experimental_attention_variant": None,
@@ -67,7 +67,7 @@ except ImportError:  # Megatron 0.18, for which `model_provider` builds the mode
         "spec": None,
     }
 
-Batch = dict[str, Any]  # the tensors of a microbatch by field, None where the stage needs none
+Batch = dict[str, Any]  # tensors of a microbatch by field, None where the stage needs none
 
 
 def refuse_unserved(args: Namespace) -> None:
@@ -82,7 +82,7 @@ def refuse_unserved(args: Namespace) -> None:
 
 
 def is_packed() -> bool:
-    """Whether a microbatch is several sequences in a row, with their boundaries."""
+    """Return whether a microbatch is several sequences in a row, with their boundaries."""
     args = get_args()
     return args.sft or getattr(args, "dataloader_inter_document_masking", False)
 
@@ -107,7 +107,7 @@ def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
             batch[field] = None if tensor is None else tensor.cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
-        is_packed(),  # has_cu_seqlens, is_sft in Megatron 0.18
+        is_packed(),  # the argument has_cu_seqlens, or is_sft in Megatron 0.18
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -124,7 +124,8 @@ def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
     cutting = {}
     if is_packed():
         batch = flatten_batch_for_packed_sequences(batch)
-        cutting["use_per_sequence_balancing"] = not args.sft  # documents may end anywhere
+        # Documents may end anywhere in a packed row, unless it is for SFT.
+        cutting["use_per_sequence_balancing"] = not args.sft
     if is_inner:
         return dict.fromkeys(fields) | {name: batch.get(name) for name in boundaries}
     group = mpu.get_context_parallel_group()
@@ -160,7 +161,8 @@ def loss_func(
     loss = (output_tensor.view(-1).float() * mask).sum()
     if get_args().check_for_nan_in_loss_and_grad:
         get_rerun_state_machine().validate_result(
-            # A copy: it is compared with that of a second run, and the schedule frees the loss.
+            # The result is a copy: a second run is compared with it, and the schedule frees the
+            # loss.
             result=loss.detach().clone(),
             rejection_func=lambda loss: not torch.isfinite(loss),
             message="the loss of a microbatch is not finite",

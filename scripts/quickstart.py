@@ -33,9 +33,10 @@ from megatron_ext.viz.draw import draw
 REPOSITORY = Path(__file__).resolve().parents[1]
 RUNS = REPOSITORY / "runs" / "quickstart"
 TEXT = RUNS / "stdlib"
-TOKENS = 4_000_000  # of text; an iteration reads 2,048
+TOKENS = 4_000_000  # tokens of the text; an iteration reads 2,048
 
-# So small, and learning so fast, that the loss falls to about half within a minute on two cores.
+# The model is so small, and learns so fast, that the loss halves within about a minute on two
+# cores.
 MODEL = {
     "--num-layers": "8",
     "--hidden-size": "128",
@@ -65,7 +66,7 @@ ITERATION = re.compile(
     r"iteration +(\d+)/ +(\d+) .*elapsed time per iteration \(ms\): ([\d.]+).*"
     r"global batch size: +(\d+) .*lm loss: ([\d.E+-]+)"
 )
-# Costs, unless they are from the least to the most of ranks that differ: 0.1..0.2.
+# The costs of a logged prediction. A range such as 0.1..0.2, of ranks that differ, does not match.
 PREDICTION = re.compile(r"megatron_ext: .* (\d+) microbatch(?:es)?: .*: (f=(?!\S*\.\.)\S+)")
 FAILURE = re.compile(
     r"^(\[rank\d+\]: )?[\w.]*(?<!ChildFailed)(Error|Failure)\b"
@@ -122,7 +123,8 @@ def prepare_text() -> None:
                 *("--suffix", ".py", "--tokens", str(TOKENS)),
             ],
             check=True,
-            stdout=subprocess.DEVNULL,  # how to train on it: that comes by itself
+            # This output tells how to train on the text, which the quick start does by itself.
+            stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONWARNINGS": "ignore"},
         )
 
@@ -193,7 +195,7 @@ def run(command: list[str], log: Path) -> Iterator[str]:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            # four ranks on gloo also where there are fewer GPUs, or none
+            # The four ranks use gloo even if the machine has GPUs.
             env={**os.environ, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""},
         )
         assert process.stdout is not None
@@ -213,7 +215,7 @@ def run(command: list[str], log: Path) -> Iterator[str]:
 def fail(log: Path) -> None:
     """Print the lines that tell most, and exit."""
     lines = log.read_text(errors="replace").splitlines()
-    # with the line before each: an AssertionError alone says nothing
+    # Each error comes with the line before it, as an AssertionError alone says nothing.
     errors = [
         line
         for before, error in pairwise(lines)

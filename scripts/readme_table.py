@@ -13,28 +13,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_ext.compile.registry import choose
-from megatron_ext.compile.report import report
+from megatron_ext.compile.report import ScheduleReport
 from megatron_ext.planner.layouts.comparison import compare_layouts
 from megatron_ext.planner.layouts.given import given_work
 from megatron_ext.planner.layouts.layout import Layout
-from megatron_ext.planner.stock import run_by_stock
+from megatron_ext.planner.layouts.work import Evaluated
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.problem import Problem, ScheduleOptions, VocabularyParallel
+from megatron_ext.schedule.problem import ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.slices import Lengths, Slices
-from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 from scripts import tables
 from scripts.benchmarks.unequal import over_another
 from scripts.benchmarks.uneven import V, with_tower
 from scripts.evaluation.recipes.readme import README
+from scripts.simulated_steps import USUAL_COSTS, simulated_step
 from scripts.tables import part, table, with_part
 
 _HEADINGS = ("where", "Megatron's best schedule", "with ours", "shown by")
-_COSTS = "f=10,i=12,w=8,comm=1"
 _OURS = "interleaved-zb"
-_PLAIN = ScheduleOptions()
 
 
 @dataclass(frozen=True)
@@ -60,69 +56,47 @@ class Row:
         return self.where, stock, ours, f"[simulation](docs/{self.page})"
 
 
-@dataclass(frozen=True)
-class Step:
-    """A simulated step: its makespan, and its peak in microbatches of a rank."""
-
-    makespan: float
-    peak: float
-
-    def text(self, name: str = "") -> str:
-        named = f" ({name})" if name else ""
-        return f"{self.makespan:.4g}, peak {self.peak:.2g}{named}"
-
-
-def _step(
-    spec: str,
-    costs: str,
-    ranks: int,
-    microbatches: int,
-    options: ScheduleOptions = _PLAIN,
-    limit: str = "",
-) -> Step:
-    """Return the step of ``spec`` at ``costs``, within a memory ``limit`` if one is given.
-
-    Schedules that Megatron has itself run under its own executor.
-    """
-    resolved = choose(spec)
-    placement = resolved.place(ranks)
-    problem = Problem(
-        placement,
-        microbatches,
-        parse_costs(costs, placement),
-        parse_limit(limit, ranks, microbatches) if limit else None,
-        options=options,
-    )
-    _, made = report(resolved, run_by_stock(problem, spec, STOCK_EXECUTOR))
-    return Step(made.makespan, made.peak)
+def _text(made: ScheduleReport, name: str = "") -> str:
+    """Return the makespan and the peak of ``made``, the step of the schedule ``name``."""
+    named = f" ({name})" if name else ""
+    return f"{made.makespan:.4g}, peak {made.peak:.2g}{named}"
 
 
 def _few() -> tuple[str, str]:
-    stock, ours = (_step(f"{spec}:vpp=4", _COSTS, 8, 8) for spec in ("interleaved", _OURS))
-    return stock.text(), ours.text(f"`{_OURS}`")
+    stock, ours = (
+        simulated_step(f"{spec}:vpp=4", USUAL_COSTS, 8, 8) for spec in ("interleaved", _OURS)
+    )
+    return _text(stock, "`interleaved`"), _text(ours, f"`{_OURS}`")
 
 
 def _half_memory(ranks: int, microbatches: int) -> tuple[str, str]:
-    stock = _step("1f1b", _COSTS, ranks, microbatches)
-    ours = _step("v-auto", _COSTS, ranks, microbatches, limit="0.5x")
-    return stock.text("1F1B"), ours.text("`v-auto`")
+    stock = simulated_step("1f1b", USUAL_COSTS, ranks, microbatches)
+    ours = simulated_step("v-auto", USUAL_COSTS, ranks, microbatches, limit="0.5x")
+    return _text(stock, "1F1B"), _text(ours, "`v-auto`")
 
 
 def _slices() -> tuple[str, str]:
-    costs = f"{_COSTS},attention=0.3,latency=0.02"
+    costs = f"{USUAL_COSTS},attention=0.3,latency=0.02"
     cut = ScheduleOptions(slices=Slices(4, Lengths.BALANCED))
-    stock, ours = _step("interleaved:vpp=4", costs, 8, 8), _step("zb-v", costs, 8, 8, cut)
-    return stock.text("four stages a rank"), ours.text("`zb-v`")
+    stock, ours = (
+        simulated_step("interleaved:vpp=4", costs, 8, 8),
+        simulated_step("zb-v", costs, 8, 8, cut),
+    )
+    return _text(stock, "`interleaved`, four stages a rank"), _text(ours, "`zb-v`")
 
 
 def _in_pairs() -> tuple[str, str]:
     costs, pairs = "f=10,i=12,w=8,comm=0.2,overlap_saving=5", ScheduleOptions(pairs=True)
-    stock, ours = (_step(f"{spec}:vpp=4", costs, 8, 32, pairs) for spec in ("interleaved", _OURS))
-    return stock.text(), ours.text(f"`{_OURS}`")
+    stock, ours = (
+        simulated_step(f"{spec}:vpp=4", costs, 8, 32, pairs) for spec in ("interleaved", _OURS)
+    )
+    return _text(stock, "`interleaved`"), _text(ours, f"`{_OURS}`")
 
 
-def _vocabulary() -> tuple[str, str]:
-    text = f"{_COSTS},output_layer=20/24/16"
+def vocabulary_steps() -> tuple[Evaluated, ScheduleReport]:
+    """Return the shortest step of Megatron's schedules with any layout, with an output layer of two
+    stages, and the step of ours with the vocabulary divided."""
+    text = f"{USUAL_COSTS},output_layer=20/24/16"
     work = given_work(parse_costs(text, line(8)), 31, ranks=8, microbatches=32)
 
     def rule(stages: int) -> Layout:  # --account-for-loss-in-pipeline-split
@@ -132,8 +106,12 @@ def _vocabulary() -> tuple[str, str]:
 
     made = compare_layouts([work], ("1f1b", rule(8)), rule, search=False)
     divided = ScheduleOptions(vocab_parallel=VocabularyParallel.TWO)
-    ours = _step("zb-v", text, 8, 32, divided)
-    return f"{made.stock.seconds:.4g} (`{made.stock.schedule}`, layers moved)", (
+    return made.stock, simulated_step("zb-v", text, 8, 32, divided)
+
+
+def _vocabulary() -> tuple[str, str]:
+    stock, ours = vocabulary_steps()
+    return f"{stock.seconds:.4g} (`{stock.schedule}`, layers moved)", (
         f"{ours.makespan:.4g} (`zb-v`, divided)"
     )
 
@@ -211,26 +189,25 @@ ROWS = (
         is_slow=True,
     ),
 )
-# Rows of what was trained, not simulated.
-_TRAINED = (
+# Rows of schedules that were trained, not simulated.
+TRAINED = (
     (
-        "losses, parameters, optimizer states",
-        "",
-        "",
-        "bitwise equal [on the CPU](docs/compatibility.md), with gloo",
+        "losses, parameters, optimizer states, on the CPU with gloo",
+        "stock Megatron, from the same checkpoint",
+        "bitwise equal",
+        "[tests](docs/compatibility.md)",
     ),
     (
-        "on one GPU, two ranks",
-        "",
-        "",
-        "losses bitwise equal over NCCL, in BF16 and FP8 too, peaks within 5.4 % of predicted [on "
-        "an H200](docs/measurements.md#on-one-gpu)",
+        "losses on one GPU, two ranks over NCCL, in BF16 and FP8 too",
+        "stock Megatron on one rank",
+        "bitwise equal; peaks within 5.4 % of the prediction",
+        "[on an H200](docs/measurements.md#on-one-gpu)",
     ),
     (
         "on several GPUs",
         "",
-        "",
-        "none yet: `scripts/gpu_tests.sh` [shows it](docs/measurements.md#tests-on-gpus)",
+        "nothing yet",
+        "`scripts/gpu_tests.sh` [will show it](docs/measurements.md#tests-on-gpus)",
     ),
 )
 
@@ -247,7 +224,7 @@ def line_of(row: Row) -> str:
 
 
 def main() -> None:
-    made = table(_HEADINGS, [*(row.cells() for row in ROWS), *_TRAINED])
+    made = table(_HEADINGS, [*(row.cells() for row in ROWS), *TRAINED])
     README.write_text(with_part(README.read_text(), "table", made))
 
 

@@ -1,4 +1,8 @@
-"""Tables in Markdown, and parts of pages that scripts write, between marks."""
+"""Tables in Markdown, and parts of pages that scripts write, between marks.
+
+A number that a script can make is not typed: the script replaces what stands between two marks of
+the page.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def part(page: str, name: str) -> str:
-    """Return what stands between the marks of ``name``."""
+    """Return the text between a page's marks of ``name``."""
     return _divided(page, name)[1].strip()
 
 

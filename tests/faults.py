@@ -28,12 +28,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SCHEDULE = "megatron_ext/schedule"
 PROGRAM = "megatron_ext/compile/program"
 RUNTIME = "megatron_ext/runtime"
+SHARED = "megatron_ext/features/shared_prompts/runtime"
 ADAPTER = "megatron_ext/adapter"
 MEGATRON = "patches/megatron"
 
 ORDER = "tests/pipeline/test_microbatch_order.py"
 PLACES = "tests/pipeline/test_places.py"
 PACKS = "tests/patches/test_slices_of_packs.py"
+PROMPTS = "tests/patches/test_shared_prompts.py"
 SPARSE = (
     "tests/pipeline/test_slices.py::test_sparse_attention_chooses_among_the_keys_of_earlier_slices"
 )
@@ -198,35 +200,35 @@ FAULTS = (
     ),
     Fault(
         "labels-are-added",
-        f"{RUNTIME}/vocabulary/shard.py",
+        "megatron_ext/features/vocabulary/runtime/shard.py",
         "softmax.gather(-1, rows) - is_here.float()",
         "softmax.gather(-1, rows) + is_here.float()",
         ("tests/unit/runtime/test_vocabulary_shard.py",),
     ),
     Fault(
         "a-shard-one-row-too-long",
-        f"{RUNTIME}/vocabulary/shard.py",
+        "megatron_ext/features/vocabulary/runtime/shard.py",
         "is_here = (rows >= 0) & (rows < self.rows)",
         "is_here = (rows >= 0) & (rows <= self.rows)",
         ("tests/unit/runtime/test_vocabulary_shard.py",),
     ),
     Fault(
         "shards-that-are-not-summed",
-        f"{RUNTIME}/vocabulary/shard.py",
+        "megatron_ext/features/vocabulary/runtime/shard.py",
         "        dist.all_reduce(gradient, group=shard.tensor_parallel)\n",
         "",
         ("tests/pipeline/test_vocabulary.py::test_training_with_tensor_parallel_ranks",),
     ),
     Fault(
         "memory-freed-before-its-copy-has-ended",
-        f"{RUNTIME}/host/offload.py",
+        "megatron_ext/features/offload/runtime/offload.py",
         "        _wait(away.copy, away.transfer)\n",
         "",
         ("tests/pipeline/test_adversary.py", "tests/pipeline/test_offload.py"),
     ),
     Fault(
         "the-state-of-this-rank-alone",
-        f"{RUNTIME}/post_validation/partial_state.py",
+        "megatron_ext/features/post_validation/runtime/partial_state.py",
         "self.squared_norm + other.squared_norm",
         "other.squared_norm",
         ("tests/pipeline/test_post_validation.py",),
@@ -304,7 +306,7 @@ FAULTS = (
     ),
     Fault(
         "tokens-of-one-replica",
-        f"{ADAPTER}/post_validation/restartable_step.py",
+        "megatron_ext/features/post_validation/adapter/restartable_step.py",
         "    dist.all_reduce(total, group=replicas)\n",
         "",
         ("tests/pipeline/test_post_validation_training.py::test_clips_on_every_third_step",),
@@ -355,28 +357,28 @@ FAULTS = (
     ),
     Fault(
         "an-output-that-was-changed-is-not-refused",
-        f"{ADAPTER}/step/end_stage.py",
+        "megatron_ext/features/vocabulary/adapter/end_stage.py",
         "len(stand_in.calls) != 1 or output is not stand_in.output",
         "len(stand_in.calls) != 1",
         ("tests/pipeline/test_vocabulary_callers.py::test_it_is_refused",),
     ),
     Fault(
         "random-states-are-not-put-back",
-        f"{ADAPTER}/post_validation/restartable_step.py",
+        "megatron_ext/features/post_validation/adapter/restartable_step.py",
         "            _restore(self._random)\n",
         "            pass\n",
         ("tests/pipeline/test_post_validation_training.py::test_clips_on_every_third_step",),
     ),
     Fault(
         "a-step-that-is-skipped-is-taken",
-        f"{ADAPTER}/post_validation/optimizer.py",
+        "megatron_ext/features/post_validation/adapter/optimizer.py",
         "return norm < config.grad_norm_skip_threshold * (1 - _MARGIN)",
         "return True",
         ("tests/patches/test_speculation.py",),
     ),
     Fault(
         "nothing-is-kept-but-by-the-last",
-        f"{ADAPTER}/post_validation/pending.py",
+        "megatron_ext/features/post_validation/adapter/pending.py",
         "self._optimizer.step(keep=not messages.is_last)",
         "self._optimizer.step(keep=messages.is_last)",
         ("tests/patches/test_post_validation.py",),
@@ -417,6 +419,49 @@ FAULTS = (
         "before[: len(gradient)] += gradient",
         (f"{PACKS}::test_losses_and_gradients_are_those_of_whole_packs",),
     ),
+    # ---- Prompts that answers share
+    Fault(
+        "positions-that-go-on-in-the-next-answer",
+        f"{SHARED}/rows.py",
+        "range(self._before(segment), self._before(segment) + segment.length)",
+        "range(segment.begin, segment.end)",
+        (f"{PROMPTS}::test_losses_and_gradients_are_those_of_sequences_apart",),
+    ),
+    Fault(
+        "answers-attend-to-earlier-answers",
+        f"{SHARED}/rows.py",
+        "[*range(parent.begin, parent.end), *itself]",
+        "[*range(parent.begin, segment.end)]",
+        (f"{PROMPTS}::test_losses_and_gradients_are_those_of_sequences_apart",),
+    ),
+    Fault(
+        "a-prompts-last-token-once",
+        f"{SHARED}/rows.py",
+        "prefix = prompts[first] - 1 if",
+        "prefix = prompts[first] if",
+        (f"{PROMPTS}::test_losses_and_gradients_are_those_of_sequences_apart",),
+    ),
+    Fault(
+        "losses-of-a-prefix-from-its-first-token",
+        f"{SHARED}/rows.py",
+        "            places[begin : begin + prefix] = range(at, at + prefix)",
+        "            places[begin : begin + prefix] = [at] * prefix",
+        (f"{PROMPTS}::test_losses_and_gradients_are_those_of_sequences_apart",),
+    ),
+    Fault(
+        "gradients-of-a-prefix-twice",
+        f"{SHARED}/attended.py",
+        "for tokens, copied in attended.copies:",
+        "for tokens, copied in attended.copies * 2:",
+        (f"{PROMPTS}::test_losses_and_gradients_are_those_of_sequences_apart",),
+    ),
+    Fault(
+        "copies-of-a-prefix-saved",
+        f"{SHARED}/attended.py",
+        "number = numbers.get(tensor.untyped_storage().data_ptr())",
+        "number = None",
+        (f"{PROMPTS}::test_autograd_saves_no_copy_of_a_prefix",),
+    ),
     # ---- Slices of sparse attention
     Fault(
         "queries-of-a-slice-as-the-first",
@@ -449,21 +494,21 @@ FAULTS = (
     ),
     Fault(
         "ranks-that-order-microbatches-differently",
-        f"{ADAPTER}/batches/arranged_batches.py",
+        "megatron_ext/features/arrangement/adapter/arranged_batches.py",
         "        if found != entry:\n",
         "        if False:\n",
         (f"{ORDER}::test_ranks_that_order_differently_end_the_training",),
     ),
     Fault(
         "microbatches-in-order-of-arrival",
-        f"{ADAPTER}/batches/arranged_batches.py",
+        "megatron_ext/features/arrangement/adapter/arranged_batches.py",
         "for number in rows[replica].tolist():",
         "for number in np.sort(rows[replica]).tolist():",
         (ORDER,),
     ),
     Fault(
         "results-in-the-order-of-the-step",
-        f"{ADAPTER}/batches/ordered_calls.py",
+        f"{ADAPTER}/step/ordered_calls.py",
         "return [by_arrival[place] for place in range(number)]",
         "return results",
         (f"{ORDER}::test_a_caller_orders_its_own_microbatches",),

@@ -23,7 +23,7 @@ from tests.helpers.streams.cases import AT_NIGHT, CASES
 from tests.helpers.streams.faults import HOST_WAITS, Edit, sites
 from tests.helpers.streams.findings import FOUND
 
-_OFFLOAD = "megatron_ext/runtime/host/offload.py"
+_OFFLOAD = "megatron_ext/features/offload/runtime/offload.py"
 
 # By the name of a site: why no trace shows it, and what would.
 UNSEEN: dict[str, str] = {

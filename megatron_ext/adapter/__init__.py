@@ -1,1 +1,5 @@
-"""Our code in Megatron's terms: stages, settings, models. Patches nothing."""
+"""Our code in Megatron's terms: stages, settings, models.
+
+Schedules, programs and the runtime know no Megatron. This package gives them Megatron's models,
+arguments and calls, and refuses what does not fit. It patches nothing: patches/ calls it.
+"""

@@ -1,4 +1,9 @@
-"""Checks of our settings against Megatron's parsed arguments, and the programs that they need."""
+"""Checks of our settings against Megatron's parsed arguments, and the programs that they need.
+
+A launch whose settings do not work together must end before process groups exist and GPUs are
+taken. So all settings are checked as soon as Megatron has parsed its arguments, and the programs of
+all steps that will come are proved then, each for its number of microbatches.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +31,7 @@ from megatron_ext.compile.program.memory import check_one_microbatch
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.config import PipelineConfig
+from megatron_ext.observe.launch_remark import LaunchRemark
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.stock_executor import StockExecutor
@@ -45,7 +51,8 @@ def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
         return
     chunks = config.resolved_spec.place(ranks).chunks
     if chunks > 1:
-        args.overlap_p2p_comm = True  # of Megatron's messages, in place of which ours are sent
+        # Megatron requires overlap of its own messages with several chunks; ours are sent instead.
+        args.overlap_p2p_comm = True
     patterns = [name for name in _PATTERNS if getattr(args, name, None) is not None]
     if patterns:
         for name in patterns:
@@ -197,6 +204,31 @@ def check_features(args: Any, config: PipelineConfig) -> None:
         feature.check_arguments(args, config)
 
 
+def check_microbatches(args: Any, config: PipelineConfig) -> None:
+    """Refuse data that do not go with a feature, as far as Megatron's ``args`` tell.
+
+    Raises:
+        ValueError: they do not go with it.
+    """
+    for feature in features_of(config, args):
+        feature.check_microbatches(args, config)
+
+
+def check_files(args: Any, config: PipelineConfig) -> None:
+    """Refuse files that a launch with ``args`` cannot read.
+
+    Raises:
+        ValueError: a file is missing, or not what a feature needs.
+    """
+    for feature in features_of(config, args):
+        feature.check_files(config)
+
+
+def remarks_on(args: Any, config: PipelineConfig) -> list[LaunchRemark]:
+    """Return what a user should know who launches with validated ``args``."""
+    return [remark for feature in features_of(config, args) for remark in feature.remarks(args)]
+
+
 def complete_arguments(args: Any, config: PipelineConfig) -> None:
     """Set what the features of ``config`` need in validated ``args``.
 
@@ -213,7 +245,8 @@ def programs(
     prove: Prove = search_for_first,
     stock: StockExecutor | None = None,
 ) -> list[Program]:
-    """Return programs of ``config``'s schedule, for the numbers of microbatches that steps have.
+    """Return the programs of ``config``'s schedule, for the numbers of microbatches that steps will
+    have.
 
     Args:
         prove: makes the programs.

@@ -1,4 +1,9 @@
-"""Compatibility of Megatron's settings with a schedule and its options."""
+"""Compatibility of Megatron's settings with a schedule and its options.
+
+Some settings are refused whatever the schedule is (`refusals`). Others depend on the schedule's
+rows: Transformer Engine replays CUDA graphs and FP8 scales in the order of microbatches, and
+Megatron supports few placements. These are checked here, on the schedule itself.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,17 @@ from collections import defaultdict
 from typing import Any
 
 from megatron_ext.adapter.handled_settings.microbatch_groups import with_megatrons_group
+from megatron_ext.adapter.handled_settings.refused_setting import RefusalGroup
 from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_requested_pairs
-from megatron_ext.adapter.refusals import REFUSALS, RefusalGroup
+from megatron_ext.adapter.refusals import REFUSALS
 from megatron_ext.adapter.transformer_engine.capture_order import capture_order, check_capture
 from megatron_ext.adapter.transformer_engine.captured import GRAPHS, captures
 from megatron_ext.base.words import counted
 from megatron_ext.compile.registry import ResolvedSpec, with_option
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
-from megatron_ext.schedule.placement import Placement, is_line_or_v
-from megatron_ext.schedule.problem import ScheduleOptions, VocabularyParallel
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import ScheduleOptions
 from megatron_ext.schedule.schedule import Schedule
 
 _NO_OPTIONS = ScheduleOptions()
@@ -42,9 +48,9 @@ def refuse(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions = _NO
     for group in REFUSALS:
         _refuse_settings(settings, resolved, options, group)
     _refuse_pairs(settings, resolved, options)
-    _refuse_divided_vocabulary(resolved, placement, options)
-    if options.steps_overlap:
-        _refuse_barriers(settings, "--pipeline-post-validation")
+    for group in REFUSALS:
+        if group.requested(settings, resolved, options) is not None:
+            group.check_placement(resolved, placement, options)
 
 
 def _refuse_pairs(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> None:
@@ -52,27 +58,6 @@ def _refuse_pairs(settings: Any, resolved: ResolvedSpec, options: ScheduleOption
         raise ValueError(
             f"--pipeline-schedule {resolved.spec} overlaps forward and backward passes: add "
             f"{FLAG}, or write a schedule in which these passes run one after the other"
-        )
-
-
-def _refuse_divided_vocabulary(
-    resolved: ResolvedSpec, placement: Placement, options: ScheduleOptions
-) -> None:
-    if options.vocab_parallel is not VocabularyParallel.NONE and not is_line_or_v(placement):
-        raise ValueError(
-            f"--pipeline-vocab-parallel {options.vocab_parallel} does not go with "
-            f"--pipeline-schedule {resolved.spec}, whose stages are on ranks "
-            f"{list(placement.rank_of)}: choose a schedule with one stage on each rank, in order, "
-            f"or a V such as zb-v, v-half or v-auto"
-        )
-
-
-def _refuse_barriers(settings: Any, ours: str) -> None:
-    level = getattr(settings, "timing_log_level", 0)
-    if level >= 1 and settings.barrier_with_L1_time:
-        raise ValueError(
-            f"{ours} does not go with timing_log_level={level}: its timers have all ranks wait for "
-            f"one another; write --no-barrier-with-level-1-timing"
         )
 
 
@@ -114,7 +99,7 @@ def refuse_order(settings: Any, schedule: Schedule) -> None:
 def _refuse_capture_order(schedule: Schedule) -> None:
     """Refuse orders in which a stage's k-th CUDA graph is not that of microbatch k."""
     if not _in_order(schedule, Kind.BACKWARD_INPUT):
-        return  # an evaluation, in which graphs are not used
+        return  # the schedule is an evaluation's, which uses no CUDA graphs
     for row, stages in zip(schedule.rows, schedule.placement.stages_of, strict=True):
         try:
             check_capture(capture_order(row, stages), row, stages)

@@ -17,7 +17,8 @@ REMEDY = (
 )
 
 _LONGEST_FUSED = 4096  # tokens
-_SHORT = 128  # tokens up to which a block of the fused kernel has twice as many rows
+# Longest sequence in tokens for which a block of the fused kernel has twice as many rows.
+_SHORT = 128
 
 
 def masks_are_applied(settings: Any) -> bool:

@@ -1,22 +1,29 @@
-"""Features of a training, in the order in which their hooks are called."""
+"""Features of a training, in the order in which their hooks are called.
+
+A step names no feature: it calls the hooks of those that are on. Only this table knows all of them.
+Their order counts where several change the same thing, such as the split of a step.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.adapter.offload.hooks import OffloadHooks
 from megatron_ext.adapter.pairs.hooks import OverlapHooks
-from megatron_ext.adapter.post_validation.hooks import PostValidationHooks
 from megatron_ext.adapter.slices.hooks import SlicesHooks
 from megatron_ext.adapter.step.training_hooks import TrainingHooks
+from megatron_ext.adapter.tied import CopiedEmbeddingHooks, MovedFirstStageHooks
 from megatron_ext.adapter.transformer_engine.graph_hooks import LayerGraphsHooks
-from megatron_ext.adapter.vocabulary.hooks import VocabularyHooks
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.arrangement.adapter.hooks import ArrangementHooks
 from megatron_ext.features.metrics.adapter.hooks import MetricsHooks
+from megatron_ext.features.offload.adapter import OffloadHooks
+from megatron_ext.features.post_validation.adapter.hooks import PostValidationHooks
 from megatron_ext.features.profile.adapter.hooks import ProfileHooks
 from megatron_ext.features.race.adapter.hooks import RaceHooks
+from megatron_ext.features.shared_prompts.adapter.hooks import SharedPromptsHooks
 from megatron_ext.features.split_report.adapter import SplitReportHooks
 from megatron_ext.features.trace.adapter.hooks import TraceHooks
+from megatron_ext.features.vocabulary.adapter.hooks import VocabularyHooks
 
 FEATURES: tuple[type[TrainingHooks], ...] = (
     PostValidationHooks,
@@ -25,17 +32,21 @@ FEATURES: tuple[type[TrainingHooks], ...] = (
     VocabularyHooks,
     OffloadHooks,
     LayerGraphsHooks,
+    ArrangementHooks,
+    SharedPromptsHooks,
     SplitReportHooks,
     MetricsHooks,
     TraceHooks,
     ProfileHooks,
     RaceHooks,
+    CopiedEmbeddingHooks,
+    MovedFirstStageHooks,
 )
 
 
 def features_of(ours: PipelineConfig, settings: Any) -> list[type[TrainingHooks]]:
-    """Return the features of a training of ``ours``. ``settings`` are Megatron's arguments or its
-    config of a model."""
+    """Return the features that a training with ``ours``, our settings, has. ``settings`` are
+    Megatron's arguments or its config of a model."""
     return [feature for feature in FEATURES if feature.is_on(ours, settings)]
 
 

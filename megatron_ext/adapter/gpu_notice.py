@@ -1,4 +1,8 @@
-"""Notice of a run on several GPUs, as long as no such run has been reported."""
+"""Notice of a run on several GPUs, as long as no such run has been reported.
+
+Schedules were tested on CPUs and simulated for GPUs. Whoever trains on GPUs is told so once, in the
+log, and where to report what was measured.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Sizes that Megatron's own validation lets through, or trips over with an error that names no
-flag: with them ranks would end in the middle of the set-up or of a step, or loop forever.
+flag.
+
+With them ranks would end in the middle of the set-up or of a step, or loop forever, each with an
+error of its own. They are refused before, in one line with the flag.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from megatron_ext.adapter.layout_arguments import CHUNKS, ENDS, LAYERS_OF_CHUNK,
 from megatron_ext.adapter.step_sizes import evaluated_microbatches, step_sizes
 from megatron_ext.base.words import argument_flag, counted
 
-_COUNTS = (  # of which there is at least one
+_COUNTS = (  # arguments of Megatron that must be at least 1
     *("hidden_size", "num_attention_heads", "kv_channels"),
     *("seq_length", "encoder_seq_length", "decoder_seq_length", "max_position_embeddings"),
     *("micro_batch_size", "global_batch_size", "eval_micro_batch_size"),
@@ -31,7 +34,8 @@ _FLAGS = {
 def refuse_counts(args: Any) -> None:
     """Raise ValueError if a count in ``args``, which Megatron has not validated yet, is below 1."""
     counts = [*_COUNTS]
-    if getattr(args, PATTERN, None) is None:  # which says how many layers there are
+    # A hybrid model's pattern says how many layers there are.
+    if getattr(args, PATTERN, None) is None:
         counts += ["num_layers", "encoder_num_layers", "decoder_num_layers"]
     if getattr(args, "group_query_attention", False):
         counts.append("num_query_groups")
@@ -39,7 +43,8 @@ def refuse_counts(args: Any) -> None:
         counts.append("moe_router_topk")
     if getattr(args, "eval_iters", None):
         counts.append("eval_global_batch_size")
-    if getattr(args, "recompute_method", None) == "uniform":  # else Megatron loops forever
+    # With a size below 1 Megatron would loop forever.
+    if getattr(args, "recompute_method", None) == "uniform":
         counts.append("recompute_num_layers")
     for name in counts:
         value = getattr(args, name, None)
@@ -49,7 +54,8 @@ def refuse_counts(args: Any) -> None:
 
 
 def refuse_sizes(args: Any) -> None:
-    """Raise ValueError if sizes of ``args``, which Megatron has validated, do not fit together."""
+    """Raise ValueError if the sizes in ``args``, which Megatron has validated, do not fit
+    together."""
     _refuse_layout(args)
     for frequency in _FREQUENCIES:
         if frequency.matters(args):
@@ -66,7 +72,7 @@ def refuse_stock_steps(args: Any) -> None:
     if chunks is None:
         return
     group = args.microbatch_group_size_per_vp_stage or ranks
-    # The course of the training may end before it comes to a size.
+    # The training may end before it comes to the later batch sizes of its ramp-up.
     steps = [(size.microbatches, "a step") for size in step_sizes(args) if size.share]
     evaluated = evaluated_microbatches(args)
     if evaluated is not None:
@@ -119,7 +125,7 @@ class _Frequency:
     takes_more: bool = False
 
     def refuse(self, args: Any) -> None:
-        """Raise ValueError if it does not say of which kind the layers are."""
+        """Raise ValueError if the argument does not say of which kind each layer is."""
         value = getattr(args, self.setting)
         flag = argument_flag(self.setting)
         if value == 0:

@@ -32,14 +32,14 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.rank_speeds import RankSpeeds, at_speeds
 
 _REMEDY = "--pipeline-costs profile measures them (of install: costs='profile')"
-_FEW = 0.005  # share of a stage's parameters below which they are not mentioned
+_FEW = 0.005  # parts below this share of a stage's parameters are not mentioned
 
 Listener = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Megatron's layers of a job, and how a microbatch runs through them."""
+    """Layers of a job by Megatron's arguments, and how a microbatch runs through them."""
 
     model: Model
     stages: tuple[Stage, ...]
@@ -62,7 +62,7 @@ class Trained:
 
     @property
     def is_all(self) -> bool:
-        """Whether nothing is frozen."""
+        """Whether the model is trained as a whole, without frozen parts."""
         return (
             self.output_layer and self.reached == 1 and all(share == 1 for share in self.matrices)
         )
@@ -70,7 +70,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Job:
-    """A training job as its costs are estimated from it.
+    """Training job from which costs are estimated.
 
     Attributes:
         name: the class of the model, for people.
@@ -234,7 +234,8 @@ def basis_of(job: Job) -> Basis | None:
 def _estimated(
     job: Job, slices: int, measured: Rates | None = None, tell: Listener | None = None
 ) -> Costs:
-    """Return estimated costs; equal ones for F, I and W of every stage if layers are not known."""
+    """Return the estimated costs of a job; equal ones for F, I and W of every stage if its layers
+    are not known."""
     layers = job.layers
     if layers is None:
         if tell is not None:
@@ -271,9 +272,11 @@ def _layers_built(
     vars(settings).update(per_stage[0].settings)
     model = describe(settings, rows)
     symbols = model.layers
-    if any(size.symbols for size in per_stage):  # which its TransformerConfig does not know
+    # A hybrid model's layer types are unknown to its TransformerConfig.
+    if any(size.symbols for size in per_stage):
         symbols = tuple("".join(size.symbols for size in per_stage))
-    elif sum(counts) != len(symbols) and len(set(symbols)) == 1:  # a part of the model was built
+    # Only a part of the described model was built.
+    elif sum(counts) != len(symbols) and len(set(symbols)) == 1:
         symbols = symbols[:1] * sum(counts)
     if sum(counts) != len(symbols) or not _are_known(symbols):
         return None

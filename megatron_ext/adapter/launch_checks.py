@@ -14,10 +14,10 @@ from megatron_ext.adapter.arguments import (
     Prove,
     add_virtual_stages,
     check_features,
+    check_microbatches,
     check_parsed_arguments,
     other_programs,
 )
-from megatron_ext.adapter.batches.order_refusals import check_arrangement
 from megatron_ext.adapter.handled_settings.settings import apply_handled_settings
 from megatron_ext.adapter.impossible_sizes import refuse_counts, refuse_sizes
 from megatron_ext.adapter.layers import layers_of_stages
@@ -48,7 +48,7 @@ class Attempt(Protocol):
 def raising[T](
     subject: str, work: Callable[[], T], fix: str = "", right: Callable[[T], str] | None = None
 ) -> T | None:
-    """Run a check, and let its refusal end the checks."""
+    """Run a check of a launch whose refusal ends all checks."""
     return work()
 
 
@@ -107,7 +107,7 @@ def check_batches(
     """
     attempt("tokenizer", settle_vocabulary, right=tokenizer)
     if check_recipe is None:
-        attempt("microbatches", lambda: check_arrangement(args, config))
+        attempt("microbatches", lambda: check_microbatches(args, config))
     else:
         attempt("megatron_ext.bridge.use", check_recipe)
     microbatches = attempt(

@@ -1,4 +1,10 @@
-"""Split of Megatron's layers over a schedule's stages."""
+"""Split of Megatron's layers over a schedule's stages.
+
+Megatron has several ways to say which layers are on which stage: equal parts, numbers for the first
+and last stage, a layout, a hybrid model's pattern. A schedule needs the answer for its own stages,
+in the order of the model. Here every form becomes layers by stage, and layers by stage become
+Megatron's text of a layout.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,8 @@ from megatron_ext.adapter.layout_arguments import ENDS, ENDS_IN_CONFIGS
 from megatron_ext.base.words import counted
 from megatron_ext.schedule.placement import Placement
 
-SEGMENT_END = "|"  # in a hybrid model's pattern
-_BEFORE_DEPTHS = "/"  # before the symbols of its multi-token prediction
+SEGMENT_END = "|"  # separates segments in a hybrid model's pattern
+_BEFORE_DEPTHS = "/"  # separates the main layers from those of multi-token prediction in a pattern
 
 
 def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
@@ -64,7 +70,7 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
 
 
 def is_stock_placement(placement: Placement) -> bool:
-    """Whether this is a placement of Megatron's own: a line or a loop."""
+    """Return whether a placement is one of Megatron's own: a line or a loop."""
     return placement.rank_of == tuple(range(placement.ranks)) * placement.chunks
 
 
@@ -171,6 +177,7 @@ def even_layout_text(layers: int, stages: int, depths: int) -> str:
 
 
 def even_layer_counts(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each stage: the first stages have one more."""
+    """Return the number of layers of each stage if these are as equal as possible: the first stages
+    have one more."""
     per_stage, more = divmod(layers, stages)
     return [per_stage + (stage < more) for stage in range(stages)]

@@ -1,4 +1,8 @@
-"""Names of Megatron's arguments that say which layers lie on which stage."""
+"""Names of Megatron's arguments that say which layers lie on which stage.
+
+Several modules set, compare or refuse them. Some have another name in a TransformerConfig than on
+the command line.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ LAYERS_OF_CHUNK = "num_layers_per_virtual_pipeline_stage"
 LAYOUT = "pipeline_model_parallel_layout"
 ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-PATTERN = "hybrid_layer_pattern"  # of a hybrid model, which has none of the others
+# The layers of a hybrid model, which has none of the other arguments.
+PATTERN = "hybrid_layer_pattern"
 
 VIRTUAL_STAGES = (LAYERS_OF_CHUNK, CHUNKS, LAYOUT)
 PLACING = (*VIRTUAL_STAGES, *ENDS, *_COUNTED)

@@ -1,4 +1,9 @@
-"""Memory of a rank's share of the model, according to Megatron's arguments."""
+"""Memory of a rank's share of the model, according to Megatron's arguments.
+
+Whether a launch fits depends on more than its activations: parameters, gradients and optimizer
+states take most of the memory of many trainings. They are counted as Megatron's arguments say that
+they are stored and sharded, without building a model.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +27,14 @@ from megatron_ext.schedule.problem import VocabularyParallel
 
 _FP32 = 4
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
-# Quantized matrices are stored twice, by rows and by columns, for the products of both passes,
-# with a scale per 32 elements, per 128 x 128 or per 16.
+# Bytes of a quantized weight: its matrix is stored twice, by rows and by columns, for the products
+# of both passes, with a scale for 32 elements, for 128 x 128 or for 16.
 _QUANTIZED = {
     "mxfp8": 2 * (1 + 1 / 32),
     "blockwise": 2 * (1 + 4 / 128**2),
     "fp4": 2 * (1 / 2 + 1 / 16),
 }
-_FP8 = 2.0  # with one scale a matrix
+_FP8 = 2.0  # bytes of a weight in FP8 with one scale for each matrix
 
 
 def model_bytes_of_ranks(

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.adapter.vocabulary.vocabulary_rows import embedding_part
-
-# Attributes of DDP and mixed precision, and of Megatron's and Megatron-Bridge's multimodal models.
+# Attributes under which wrappers (DDP, mixed precision) and multimodal models of Megatron and
+# Megatron-Bridge have the inner model.
 _WITHIN = ("module", "language_model", "thinker")
 _MATRICES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -73,21 +72,21 @@ def find_output_layer(chunk: torch.nn.Module) -> Any | None:
 
 
 def predicts_further(chunk: torch.nn.Module) -> bool:
-    """Whether ``chunk`` has the layers of multi-token prediction."""
+    """Return whether ``chunk`` has the layers of multi-token prediction."""
     return getattr(language_model(chunk), "mtp_process", False)
 
 
 def shifts_tokens(chunk: torch.nn.Module) -> bool:
-    """Whether ``chunk`` shifts tokens or labels by a position: it has the layers of multi-token
-    prediction, or its losses."""
+    """Return whether ``chunk`` shifts tokens or labels by a position: it has the layers of
+    multi-token prediction, or its losses."""
     model: Any = language_model(chunk)
     depths: int = getattr(getattr(model, "config", None), "mtp_num_layers", None) or 0
     return predicts_further(chunk) or (depths > 0 and model.post_process is True)
 
 
 def head_is_looked_up(chunk: torch.nn.Module) -> bool:
-    """Whether the output layer of ``chunk`` uses the embedding table of the same stage, as in tied
-    multi-token prediction.
+    """Return whether the output layer of ``chunk`` uses the embedding table of the same stage, as
+    in tied multi-token prediction.
 
     Autograd sums the gradients of both uses. A W pass would add the output layer's gradient
     separately, so its costs must say that it has none.
@@ -107,12 +106,12 @@ def unused_heads(chunks: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
 
 
 def is_trained(chunk: torch.nn.Module) -> bool:
-    """Whether any parameter of ``chunk`` is trained."""
+    """Return whether any parameter of ``chunk`` is trained."""
     return any(weight.requires_grad for weight in chunk.parameters())
 
 
 def may_lose_gradients(chunk: torch.nn.Module) -> bool:
-    """Whether trained weights of ``chunk`` may get no gradient if its input requires none.
+    """Return whether trained weights of ``chunk`` may get no gradient if its input requires none.
 
     Megatron's recompute computes no gradients then (torch's reentrant checkpointing); of an unknown
     model this is not known.
@@ -126,8 +125,9 @@ def chunk_size(chunk: torch.nn.Module) -> ChunkSize:
     model = language_model(chunk)
     output_layer = find_output_layer(chunk)
     rows = getattr(output_layer, "output_size_per_partition", 0)
-    if rows == 0 and (part := embedding_part(chunk)) is not None:  # with the output layer's rows
-        rows = part.num_embeddings_per_partition
+    # The divided embedding has as many rows as the output layer.
+    if rows == 0:
+        rows = max(getattr(module, "output_rows", 0) for module in chunk.modules())
     wrapped: Any = chunk
     while (inner := _first_within(wrapped, ("module",))) is not None:
         wrapped = inner
@@ -159,7 +159,9 @@ def _reached(chunk: torch.nn.Module, model: Any | None) -> float:
     layers = [] if model is None else list(model.decoder.layers)
     of_layers = {weight for layer in layers for weight in layer.parameters()}
     if any(weight.requires_grad for weight in chunk.parameters() if weight not in of_layers):
-        return 1.0  # an embedding, or a tower; what comes after the layers is on another stage
+        # A part before the layers is trained: an embedding or a tower, as later parts are on
+        # another stage.
+        return 1.0
     trained = [_trained(layer.parameters()) > 0 for layer in layers]
     return (len(layers) - trained.index(True)) / len(layers) if any(trained) else 0.0
 

@@ -44,11 +44,13 @@ from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.measured.layer_costs import Basis
 from megatron_ext.cost_model.measured.places import MeasuredPlaces
+from megatron_ext.observe.program_summary import summarize
 from megatron_ext.runtime.store.agreement import listed
 from megatron_ext.runtime.store.leader import run_on_leader
 from megatron_ext.runtime.store.lost_store import losing_the_store
 from megatron_ext.runtime.world import gather_from_all, is_alone, store_of_all, told_by_rank_0
 from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.search.extension import extended, has_middle
@@ -56,13 +58,21 @@ from megatron_ext.search.for_places import program_for_places
 
 KEPT = 64  # programs
 
-BatchShape = tuple[int, int] | None  # micro batch, sequence; None if microbatches vary
+# Micro-batch size and sequence length; None if they vary by microbatch.
+BatchShape = tuple[int, int] | None
 RequestedOptions = Callable[[Any, int], Mapping[str, Any]]
+
+
+def log_program(program: Program) -> None:
+    """Log what a new ``program`` promises, and its costs."""
+    log_single_rank(logger, logging.INFO, summarize(program))
+    costs = format_costs(program.problem.costs)
+    log_single_rank(logger, logging.DEBUG, f"costs of each stage: {costs}")
 
 
 @dataclass(frozen=True)
 class StepKey:
-    """A step, as far as its program depends on it; costs and memory limit are the job's.
+    """Key of a step's program; costs and memory limit are the job's.
 
     Attributes:
         schedule: that is followed in it.
@@ -83,7 +93,7 @@ class StepKey:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """A comparison of the ranks' programs.
+    """Comparison of the ranks' programs by their digests.
 
     Attributes:
         key: its name in torch's store.
@@ -135,7 +145,7 @@ class Programs:
         *,
         is_stock: bool = False,
     ) -> None:
-        """Build no program yet.
+        """Initialise the programs; none is built yet.
 
         Args:
             requested_options: returns the options that a config of Megatron's requests of a step.
@@ -146,23 +156,26 @@ class Programs:
         self._is_stock = is_stock
         self.resolved_spec = config.resolved_spec
         self._programs: dict[StepKey, Program] = {}  # latest last
-        self._for_places: dict[StepKey, Program] = {}  # which take the place of those
+        # Programs that replace those in `_programs`, by the same key.
+        self._for_places: dict[StepKey, Program] = {}
         self._first_trained_stage: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
-        self._searched_for: int | None = None  # microbatches; None before the first training step
+        # Number of microbatches that was searched for; None before the first training step.
+        self._searched_for: int | None = None
         self._found: dict[tuple[str, str], Schedule] = {}  # by `_but_for_length`
         self._has_told_of_others = False
-        self._run = ""  # a key that no other run with the same store has
-        self._has_compared = False  # programs with all ranks
-        self._measured: set[BatchShape] = set()  # whose costs were measured
-        self._swapped: set[BatchShape] = set()  # whose new program has not run yet
-        self._times_set: Counter[BatchShape] = Counter()  # how often a shape has been given costs
+        self._run = ""  # a key in the store that no other run has
+        self._has_compared = False  # whether the programs were compared across all ranks
+        self._measured: set[BatchShape] = set()  # shapes whose costs were measured
+        self._swapped: set[BatchShape] = set()  # shapes whose new program has not run yet
+        # Number of times that a shape was given costs.
+        self._times_set: Counter[BatchShape] = Counter()
         self.costs: dict[BatchShape, Costs] = {}
         self.bases: dict[BatchShape, Basis | None] = {}
         self.described: dict[BatchShape, Callable[[], Job]] = {}
 
     def shape(self, config: Any, micro_batch: int, sequence: int) -> BatchShape:
-        """Return the shape by which programs of such a step are distinguished: each shape has
-        costs of its own if they are measured."""
+        """Return the shape by which programs of such steps are distinguished: each shape has its
+        own costs if they are measured."""
         measures = self._config.costs.profile is not None
         return (micro_batch, sequence) if measures and not config.variable_seq_lengths else None
 
@@ -210,7 +223,8 @@ class Programs:
         if shape not in self.costs:
             self._set_costs(shape, self._told_by_the_first(shape, work))
         if self._config.costs.profile is not None and dist.get_rank() == 0:
-            # Even if another rank has done the work: rank 0 writes the file of measured costs.
+            # This holds even if another rank has searched: rank 0 writes the file of measured
+            # costs.
             self.bases[shape] = basis_of(described())
         if not forward_only:
             self._searched_for = self._searched_for or microbatches
@@ -242,7 +256,7 @@ class Programs:
         )
 
     def _told_by_the_first(self, shape: BatchShape, work: Callable[[], Costs]) -> Costs:
-        """Return the costs that ``work`` gives on one rank, the first that needs ``shape``."""
+        """Return the costs that ``work`` computes on one rank, the first that needs ``shape``."""
         store = store_of_all()
         if store is None:
             return work()
@@ -250,7 +264,7 @@ class Programs:
         return run_on_leader(costs_store, dist.get_rank(), f"the costs of shape {shape}", work)
 
     def _set_costs(self, shape: BatchShape, costs: Costs) -> None:
-        """Set the costs of ``shape``, and drop its programs, which have other costs."""
+        """Set the costs of ``shape``, and drop its programs, which were made with other costs."""
         self.costs[shape] = costs
         self._times_set[shape] += 1
         for programs in (self._programs, self._for_places):
@@ -300,7 +314,7 @@ class Programs:
         forward_only: bool = False,
         first_trained_stage: int = 0,
     ) -> StepKey:
-        """Return the key of such a step under the schedule that is followed now. ``config`` is
+        """Return the key of such a step's program under the present schedule. ``config`` is
         Megatron's."""
         return StepKey(
             self.resolved_spec.spec,
@@ -312,7 +326,7 @@ class Programs:
         )
 
     def known(self, key: StepKey) -> Program | None:
-        """Return the program of the step ``key`` if it has been built."""
+        """Return the program for the step ``key`` if it has been built."""
         if key in self._for_places:
             return self._for_places[key]
         program = self._programs.pop(key, None)
@@ -321,7 +335,7 @@ class Programs:
         return program
 
     def are_measured(self, shape: BatchShape) -> bool:
-        """Whether the costs of ``shape`` are measured."""
+        """Return whether the costs of ``shape`` are measured."""
         return shape in self._measured
 
     def make(
@@ -475,9 +489,8 @@ class Programs:
             return
         step = key.shape, key.microbatches, key.forward_only, key.first_trained_stage
         where = "/".join(map(str, [comparison.key, *step]))
-        if (
-            len(self._config.resolved_specs) > 1
-        ):  # a rank with another schedule must not go unnoticed
+        # A rank that runs another contestant of the race must not go unnoticed.
+        if len(self._config.resolved_specs) > 1:
             where += f"/{key.schedule}"
         name = f"megatron_ext/programs/{self._run}/{self._times_set[key.shape]}/{where}"
         here = dist.get_rank()
@@ -504,7 +517,7 @@ class Programs:
         return self.make(pipeline, config, self._key_of(before, config, shape), before)
 
     def _key_of(self, program: Program, config: Any, shape: BatchShape) -> StepKey:
-        """Return the key of the training steps of ``program``."""
+        """Return the key of the training steps that run ``program``."""
         problem = program.problem
         return self.key(
             config,
@@ -561,7 +574,8 @@ class Programs:
         program = made_here[0] if made_here else prove_built(schedule, problem)
         refuse_order(config, program.schedule)
         key = self._key_of(program, config, shape)
-        self._times_set[shape] += 1  # the digest of this one is compared by itself
+        # The digest of the new program is compared under a key of its own.
+        self._times_set[shape] += 1
         self._compare(program.digest, key, pipeline)
         self._for_places[key] = program
         return judged
@@ -569,15 +583,15 @@ class Programs:
 
 @dataclass(frozen=True)
 class ForPlaces:
-    """Seconds of measured steps, simulated: the median under the program for equal microbatches,
-    and under the one for their places."""
+    """Simulated seconds of measured steps: the median under the program for equal microbatches, and
+    under the one for their places."""
 
     equal: float
     places: float
 
     @property
     def is_better(self) -> bool:
-        """Whether the program for the places takes less."""
+        """Whether the program for the microbatches' places takes less time."""
         return self.places < self.equal
 
 

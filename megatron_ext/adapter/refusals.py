@@ -6,65 +6,33 @@ The default is to refuse: only combinations that have been made to work are allo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import megatron.core
 
 from megatron_ext.adapter import document_masks
+from megatron_ext.adapter.handled_settings.feature_refusals import FeatureRefusals
+from megatron_ext.adapter.handled_settings.refused_setting import (
+    RefusalGroup,
+    RefusedSetting,
+    by_option,
+    by_schedule,
+    drop,
+    only_torch_dist,
+)
 from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_requested_pairs
 from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.adapter.transformer_engine.captured import GRAPHS, IMPLEMENTATION, captures
-from megatron_ext.base.words import argument_flag
 from megatron_ext.compile.registry import ResolvedSpec
-from megatron_ext.config import flag, flag_with_value, setting_of
+from megatron_ext.config import flag, flag_with_value
+from megatron_ext.features.offload.refusals import OFFLOAD_REFUSALS
+from megatron_ext.features.post_validation.refusals import POST_VALIDATION_REFUSALS
+from megatron_ext.features.vocabulary.refusals import VOCABULARY_REFUSALS
 from megatron_ext.runtime.messages.peers import are_rehearsed
-from megatron_ext.schedule.problem import Offload, Recompute, ScheduleOptions, VocabularyParallel
+from megatron_ext.schedule.problem import Recompute, ScheduleOptions
 from megatron_ext.schedule.slices import Slices
-
-
-def _every_schedule(resolved: ResolvedSpec) -> bool:
-    return True
-
-
-def _always(settings: Any) -> bool:
-    return True
-
-
-def _loads_or_saves(settings: Any) -> bool:
-    folders = ("load", "save", "pretrained_checkpoint")
-    return any(getattr(settings, name, None) for name in folders)
-
-
-@dataclass(frozen=True)
-class RefusedSetting:
-    """Setting of Megatron that does not work with our schedules.
-
-    Attributes:
-        setting: its name in Megatron's arguments and configs.
-        unsupported: tells whether a value is refused; not called if the setting does not exist.
-        remedy: what to write instead.
-        by: tells which schedules refuse it.
-        matters: tells whether the setting has an effect, given all the others.
-    """
-
-    setting: str
-    unsupported: Callable[[Any], bool]
-    remedy: str
-    by: Callable[[ResolvedSpec], bool] = _every_schedule
-    matters: Callable[[Any], bool] = _always
-
-
-def _drop(
-    setting: str, why: str = "", by: Callable[[ResolvedSpec], bool] = _every_schedule
-) -> RefusedSetting:
-    """Return the refusal of a switch whose flag has the setting's name: the user should drop the
-    flag."""
-    flag = argument_flag(setting)
-    return RefusedSetting(setting, bool, f"drop {flag}: {why}" if why else f"drop {flag}", by)
-
 
 _splits: Callable[[ResolvedSpec], bool] = attrgetter("traits.splits_backward")
 _moves_first_stage: Callable[[ResolvedSpec], bool] = attrgetter("moves_first_stage")
@@ -82,25 +50,6 @@ def _has_several_stages(resolved: ResolvedSpec) -> bool:
     return not _has_one_stage(resolved)
 
 
-def _parts_the_ends(resolved: ResolvedSpec) -> bool:
-    return resolved.example.rank_of[0] != resolved.example.rank_of[-1]
-
-
-def _only_torch_dist(
-    why: str, by: Callable[[ResolvedSpec], bool] = _every_schedule
-) -> RefusedSetting:
-    return RefusedSetting(
-        "ckpt_format",
-        lambda value: value != "torch_dist",
-        f"{why}: to load or save, write --ckpt-format torch_dist. What is of another format, "
-        f"Megatron converts: add --load FOLDER --ckpt-convert-format torch_dist "
-        f"--ckpt-convert-save OTHER --dist-ckpt-optim-fully-reshardable to the line that wrote it, "
-        f"without our flags",
-        by,
-        _loads_or_saves,
-    )
-
-
 SCHEDULE_REFUSALS = (
     RefusedSetting(
         "transformer_impl",
@@ -111,7 +60,7 @@ SCHEDULE_REFUSALS = (
         "Transformer Engine 2.8 or later",
         by=_splits,
     ),
-    _drop(
+    drop(
         "use_transformer_engine_op_fuser",
         "its linear operations compute both gradients in one call, as read in Transformer Engine "
         "2.8.0 and 2.20.2, where at most grouped experts can defer weight gradients",
@@ -124,10 +73,10 @@ SCHEDULE_REFUSALS = (
         by=_splits,
     ),
     *(
-        _drop(name, "the experts' weight gradients are deferred weight by weight", by=_splits)
+        drop(name, "the experts' weight gradients are deferred weight by weight", by=_splits)
         for name in ("moe_single_grouped_weight", "moe_single_grouped_bias")
     ),
-    _drop(
+    drop(
         "use_grouped_gemm_for_shared_expert",
         "its operations are Transformer Engine's fused ones, whose weight gradients cannot be "
         "deferred",
@@ -141,8 +90,8 @@ SCHEDULE_REFUSALS = (
         "--overlap-moe-expert-parallel-comm",
         by=_has_one_stage,
     ),
-    _drop("hybrid_context_parallel"),
-    _drop("moe_paged_stash"),
+    drop("hybrid_context_parallel"),
+    drop("moe_paged_stash"),
     *(
         RefusedSetting(
             "cuda_graph_impl",
@@ -161,7 +110,7 @@ SCHEDULE_REFUSALS = (
             ),
         )
     ),
-    _drop("num_microbatches_with_partial_activation_checkpoints"),
+    drop("num_microbatches_with_partial_activation_checkpoints"),
     RefusedSetting(
         "overlap_p2p_comm_warmup_flush",
         bool,
@@ -174,10 +123,10 @@ SCHEDULE_REFUSALS = (
         "-- before the launch command, which runs one rank at a time with made-up peers",
         matters=lambda settings: not are_rehearsed(),
     ),
-    _drop("use_ring_exchange_p2p"),
-    _drop("use_megatron_fsdp"),
-    _drop("use_torch_fsdp2"),
-    _only_torch_dist("a rank's stages are others than stock's", by=_moves_stages),
+    drop("use_ring_exchange_p2p"),
+    drop("use_megatron_fsdp"),
+    drop("use_torch_fsdp2"),
+    only_torch_dist("a rank's stages are others than stock's", by=_moves_stages),
     RefusedSetting(
         "perform_rl_step",
         bool,
@@ -211,7 +160,7 @@ SCHEDULE_REFUSALS = (
     ),
     *(
         [
-            _drop(
+            drop(
                 "dataloader_save",
                 "Megatron 0.18 would save it as that of another pipeline rank than the one whose "
                 "state is loaded",
@@ -221,7 +170,7 @@ SCHEDULE_REFUSALS = (
         if megatron.core.__version__.startswith("0.18")
         else []
     ),
-    _drop("init_model_with_meta_device", by=_moves_first_stage),
+    drop("init_model_with_meta_device", by=_moves_first_stage),
     RefusedSetting("yaml_cfg", bool, "give Megatron's settings as flags, not by --yaml-cfg"),
 )
 
@@ -246,73 +195,6 @@ GRAPH_REFUSALS = (
         "variable_seq_lengths",
         bool,
         f"a graph has one shape: give all microbatches one sequence length, or {_WITHOUT_GRAPHS}",
-    ),
-)
-
-_MADE_BY_PASSES = "the loss is made by passes of the schedule"
-_WITHOUT_DIVIDING = "drop --pipeline-vocab-parallel"
-
-VOCABULARY_REFUSALS = (
-    _drop("fp16_lm_cross_entropy", f"{_MADE_BY_PASSES}, in fp32"),
-    RefusedSetting(
-        "use_mup", bool, f"MuP scales the logits, and here they are not: {_WITHOUT_DIVIDING}"
-    ),
-    _drop("fp8_output_proj", "the logits are not made in fp8"),
-    *(
-        _drop(name, "the output layer is run by passes of the schedule, which no log would show")
-        for name in ("save_activations_interval", "save_dgrads_interval")
-    ),
-    RefusedSetting(
-        "hybrid_layer_pattern", bool, f"it divides the tables of a GPTModel: {_WITHOUT_DIVIDING}"
-    ),
-    RefusedSetting("logits_load_dir", bool, f"{_MADE_BY_PASSES}, from labels: {_WITHOUT_DIVIDING}"),
-    RefusedSetting(
-        "modelopt_enabled", bool, f"models of ModelOpt are untried: {_WITHOUT_DIVIDING}"
-    ),
-    RefusedSetting(
-        "mtp_num_layers",
-        bool,
-        f"multi-token prediction needs whole tables on the last stage: {_WITHOUT_DIVIDING}",
-    ),
-    _drop("init_model_with_meta_device"),
-    _only_torch_dist("a rank's rows are others than stock's"),
-    RefusedSetting(
-        "variable_seq_lengths",
-        bool,
-        "collectives need one shape: give all microbatches one sequence length",
-    ),
-    RefusedSetting(
-        "gtp_weight_remat_size", lambda value: value > 1, "drop --tensor-parallel-num-weight-shards"
-    ),
-)
-
-WITHOUT_OFFLOAD_REFUSALS = (
-    RefusedSetting(
-        "fine_grained_activation_offloading",
-        bool,
-        "its copies follow Megatron's own order of passes: write --pipeline-activation-offload "
-        "full, or half, whose copies follow the schedule's",
-    ),
-)
-
-_WITHOUT_OFFLOAD = "drop --pipeline-activation-offload"
-
-OFFLOAD_REFUSALS = (
-    RefusedSetting(
-        "cpu_offloading",
-        bool,
-        "drop --cpu-offloading-num-layers: the schedule decides when activations are copied",
-    ),
-    *(
-        RefusedSetting(name, bool, f"quantised activations are untried: {_WITHOUT_OFFLOAD}")
-        for name in ("fp8", "fp4")
-    ),
-    _drop("tp_comm_overlap", "activations in its communication buffers are untried"),
-    RefusedSetting(
-        "cuda_graph_impl",
-        lambda value: value == "transformer_engine",
-        "what a CUDA graph keeps for its backward pass stays in its memory: write "
-        "--cuda-graph-impl none, or drop --pipeline-activation-offload",
     ),
 )
 
@@ -397,7 +279,7 @@ SLICES_REFUSALS = (
         f"{_WITHOUT_SLICES}",
         matters=_has_experts,
     ),
-    _drop("moe_enable_routing_replay", "a replay is of whole microbatches"),
+    drop("moe_enable_routing_replay", "a replay is of whole microbatches"),
     RefusedSetting(
         "mtp_num_layers",
         bool,
@@ -467,10 +349,10 @@ SLICES_REFUSALS = (
         )
     ),
     *(
-        _drop(name, "attention of fewer queries than keys is untried in FP8")
+        drop(name, "attention of fewer queries than keys is untried in FP8")
         for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")
     ),
-    _drop("tp_comm_overlap", "its communication buffers are of whole sequences"),
+    drop("tp_comm_overlap", "its communication buffers are of whole sequences"),
 )
 
 _WITHOUT_RECOMPUTE = "drop --pipeline-recompute"
@@ -519,7 +401,7 @@ RECOMPUTE_REFUSALS = (
         _sums_over_microbatches,
         f"{_COUNTED_IN_ORDER}: write aux_loss or seq_aux_loss, or {_WITHOUT_RECOMPUTE}",
     ),
-    _drop("moe_enable_routing_replay", "a replay gives each choice of experts once"),
+    drop("moe_enable_routing_replay", "a replay gives each choice of experts once"),
     *(
         RefusedSetting(
             name,
@@ -536,178 +418,6 @@ RECOMPUTE_REFUSALS = (
         f"drop --cpu-offloading-num-layers, or {_WITHOUT_RECOMPUTE}",
     ),
 )
-
-_TAKEN_BACK = "a step must be one that can be taken back"
-_WITHOUT_POST_VALIDATION = "drop --pipeline-post-validation"
-
-POST_VALIDATION_OPTIMIZER_REFUSALS = (
-    RefusedSetting(
-        "optimizer",
-        lambda value: value not in ("adam", "sgd"),
-        f"{_TAKEN_BACK}: write --optimizer adam or sgd, or {_WITHOUT_POST_VALIDATION}",
-    ),
-    RefusedSetting(
-        "use_layer_wise_distributed_optimizer",
-        bool,
-        f"its gradient norm is one sum over all ranks: write --optimizer adam or sgd, or "
-        f"{_WITHOUT_POST_VALIDATION}",
-    ),
-    _drop("optimizer_cuda_graph", "a step is not one call"),
-    *(
-        _drop(name, "quantised parameters are untried")
-        for name in ("fp8_param_gather", "fp4_param_gather")
-    ),
-    _drop("reuse_grad_buf_for_mxfp8_param_ag", "gradients must stay until their step is settled"),
-    _drop("use_megatron_fsdp", "its parameters are kept elsewhere"),
-    RefusedSetting(
-        "num_distributed_optimizer_instances",
-        lambda value: value > 1,
-        "drop --num-distributed-optimizer-instances: no group has the ranks of one instance that "
-        "share a stage, whose norm is needed",
-    ),
-    RefusedSetting(
-        "gtp_weight_remat_size", lambda value: value > 1, "drop --tensor-parallel-num-weight-shards"
-    ),
-    _drop("log_num_zeros_in_grad", "zeros are counted over the whole pipeline in every step"),
-    RefusedSetting(
-        "qk_clip",
-        bool,
-        f"it changes parameters after the step, which is not undone: {_WITHOUT_POST_VALIDATION}",
-    ),
-)
-
-_WAITS_EACH_STEP = "all ranks would wait for one another in every step"
-_MEETS_FORWARDS_TWICE = "a step that is taken back runs some forward passes twice"
-
-POST_VALIDATION_REFUSALS = (
-    *POST_VALIDATION_OPTIMIZER_REFUSALS,
-    RefusedSetting(
-        "rerun_mode",
-        lambda value: value != "disabled",
-        f"{_WAITS_EACH_STEP} to compare results: write --rerun-mode disabled",
-    ),
-    RefusedSetting(
-        "exit_duration_in_mins",
-        bool,
-        f"{_WAITS_EACH_STEP} to compare clocks: write --exit-interval or --exit-signal-handler",
-    ),
-    RefusedSetting("log_params_norm", bool, f"{_WAITS_EACH_STEP}: drop --log-params-norm"),
-    *(
-        RefusedSetting(
-            name, bool, f"{_WAITS_EACH_STEP} to count packed tokens: {_WITHOUT_POST_VALIDATION}"
-        )
-        for name in ("sft", "dataloader_inter_document_masking")
-    ),
-    RefusedSetting(
-        "dsa_indexer_loss_coeff", bool, f"{_WAITS_EACH_STEP}: {_WITHOUT_POST_VALIDATION}"
-    ),
-    *(
-        _drop(name, "it changes or reads weights after a step that may be taken back")
-        for name in ("log_max_attention_logit", "save_params_interval")
-    ),
-    *(
-        _drop(name, _MEETS_FORWARDS_TWICE)
-        for name in ("save_activations_interval", "save_dgrads_interval")
-    ),
-    RefusedSetting(
-        "mtp_num_layers",
-        bool,
-        f"{_MEETS_FORWARDS_TWICE}, and multi-token prediction would log its losses twice: "
-        f"{_WITHOUT_POST_VALIDATION}",
-    ),
-    RefusedSetting(
-        "num_experts",
-        bool,
-        f"{_MEETS_FORWARDS_TWICE}, and routers keep state of theirs: {_WITHOUT_POST_VALIDATION}",
-    ),
-    *(
-        RefusedSetting(
-            name,
-            bool,
-            f"{_MEETS_FORWARDS_TWICE}, and scaling factors keep state of theirs: "
-            f"{_WITHOUT_POST_VALIDATION}",
-        )
-        for name in ("fp8", "fp4")
-    ),
-    *(
-        RefusedSetting(name, bool, f"{why}: {_WITHOUT_POST_VALIDATION}")
-        for name, why in (
-            ("perform_rl_step", "its loop reads weights each step"),
-            ("vision_pretraining", "its own updates of a step cannot be taken back"),
-            ("freeze_all_layers", "there is no step to validate"),
-        )
-    ),
-    RefusedSetting(
-        "cuda_graph_impl",
-        lambda value: value == "transformer_engine",
-        f"{_MEETS_FORWARDS_TWICE}, which is not the order that CUDA graphs are captured in: write "
-        f"--cuda-graph-impl none, or {_WITHOUT_POST_VALIDATION}",
-    ),
-    RefusedSetting(
-        "variable_seq_lengths",
-        bool,
-        "messages that are dropped need a known shape: give all microbatches one sequence length",
-    ),
-    RefusedSetting(
-        "calculate_per_token_loss",
-        bool,
-        "tokens are counted on the last stage, and a step's validation begins at the first: choose "
-        f"a V such as zb-v, which has both on one rank, or {_WITHOUT_POST_VALIDATION}",
-        by=_parts_the_ends,
-    ),
-    RefusedSetting(
-        "untie_embeddings_and_output_weights",
-        lambda value: not value,
-        "the first and the last rank would wait for one another's gradients of tied weights: write "
-        "--untie-embeddings-and-output-weights, or choose a V such as zb-v",
-        by=_parts_the_ends,
-    ),
-)
-
-
-_NO_OPTIONS = ScheduleOptions()
-
-# Returns the flags that request a feature, None if it is absent: of settings, resolved spec and
-# options.
-Requested = Callable[[Any, ResolvedSpec, ScheduleOptions], str | None]
-
-
-@dataclass(frozen=True)
-class RefusalGroup:
-    """Refusals of one feature.
-
-    Attributes:
-        name: the part of docs/compatibility.md that lists them.
-        refusals: the refused settings.
-        requested: returns the flags that request the feature, with which errors begin.
-        settings, options: an example of a request.
-    """
-
-    name: str
-    refusals: tuple[RefusedSetting, ...]
-    requested: Requested
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    options: ScheduleOptions = _NO_OPTIONS
-
-
-def _by_option(name: str) -> Requested:
-    """Return the request of a feature that is an option of the schedule among our settings."""
-
-    def requested(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str | None:
-        value = getattr(options, name)
-        is_absent = value == getattr(_NO_OPTIONS, name)
-        return None if is_absent else flag_with_value(setting_of(name), value)
-
-    return requested
-
-
-def _schedule(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str:
-    return f"{flag('schedule')} {resolved.spec}"
-
-
-def _no_offload(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str | None:
-    is_absent = options.activation_offload is Offload.NONE
-    return _schedule(settings, resolved, options) if is_absent else None
 
 
 def _pairs(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str | None:
@@ -726,26 +436,22 @@ def _slices(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> 
 def _recompute(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str | None:
     if options.recompute == Recompute() and resolved.recomputes:
         return f"{flag('schedule')} {resolved.spec}, which recomputes,"
-    return _by_option("recompute")(settings, resolved, options)
+    return by_option("recompute")(settings, resolved, options)
 
+
+# Features whose folders have parts in the tables of settings.
+FEATURES: tuple[FeatureRefusals, ...] = (
+    VOCABULARY_REFUSALS,
+    OFFLOAD_REFUSALS,
+    POST_VALIDATION_REFUSALS,
+)
 
 REFUSALS = (
-    RefusalGroup("refusals", SCHEDULE_REFUSALS, _schedule),
+    RefusalGroup("refusals", SCHEDULE_REFUSALS, by_schedule),
     RefusalGroup("pairs refusals", PAIRS_REFUSALS, _pairs, options=ScheduleOptions(pairs=True)),
     RefusalGroup("graph refusals", GRAPH_REFUSALS, _graphs, {"cuda_graph_impl": IMPLEMENTATION}),
-    RefusalGroup(
-        "vocabulary refusals",
-        VOCABULARY_REFUSALS,
-        _by_option("vocab_parallel"),
-        options=ScheduleOptions(vocab_parallel=VocabularyParallel.ONE),
-    ),
-    RefusalGroup("refusals without offload", WITHOUT_OFFLOAD_REFUSALS, _no_offload),
-    RefusalGroup(
-        "offload refusals",
-        OFFLOAD_REFUSALS,
-        _by_option("activation_offload"),
-        options=ScheduleOptions(activation_offload=Offload.FULL),
-    ),
+    *VOCABULARY_REFUSALS.groups,
+    *OFFLOAD_REFUSALS.groups,
     RefusalGroup(
         "recompute refusals",
         RECOMPUTE_REFUSALS,
@@ -755,10 +461,5 @@ REFUSALS = (
     RefusalGroup(
         "slices refusals", SLICES_REFUSALS, _slices, options=ScheduleOptions(slices=Slices(4))
     ),
-    RefusalGroup(
-        "post-validation refusals",
-        POST_VALIDATION_REFUSALS,
-        _by_option("steps_overlap"),
-        options=ScheduleOptions(steps_overlap=True),
-    ),
+    *POST_VALIDATION_REFUSALS.groups,
 )

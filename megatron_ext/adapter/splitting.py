@@ -1,4 +1,10 @@
-"""Weight gradients of a rank that wait for a W pass in a step."""
+"""Weight gradients of a rank that wait for a W pass in a step.
+
+Layers split their backward pass only if a W will follow, and not all of their weights can wait for
+it: a caller's hooks run in I alone, an output layer's gradient may take too much memory, and a CUDA
+graph may overwrite the tensors. `Split` has these decisions for one step, and `splitting` tells
+them to the queue of weight gradients.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ from megatron_ext.runtime.weight_gradients import Lent, is_owned, queue
 
 @dataclass(frozen=True)
 class Split:
-    """Split of the backward pass on one rank in one step.
+    """Split of the backward pass on one rank in one step: which weight gradients wait for W.
 
     Attributes:
         waits: whether there are W passes.
@@ -56,8 +62,8 @@ def split_of(
 
 
 def _head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
-    """Return the weight that the output layer uses, on the rank that has it. (A pipeline's last
-    stage has its own copy, tied or not.)"""
+    """Return the weight of the output layer, on the rank that has it. (A pipeline's last stage has
+    its own copy, tied or not.)"""
     model = language_model(models[-1])
     if model is not None and head_is_looked_up(models[-1]):
         weight = model.shared_embedding_or_output_weight()

@@ -18,7 +18,7 @@ from megatron.core.num_microbatches_calculator import (
 
 @dataclass(frozen=True)
 class StepSize:
-    """Steps with the same number of microbatches.
+    """Steps of a training with the same number of microbatches.
 
     Attributes:
         batch: samples of a step, on all replicas.
@@ -55,7 +55,8 @@ def count_microbatches(args: Any) -> int:
 
 
 def step_sizes(args: Any) -> list[StepSize]:
-    """Return the sizes of the steps of validated ``args``, that with most samples first."""
+    """Return the step sizes of a training with validated ``args``, first the size with most
+    samples."""
     samples: dict[int, float] = {}
     for batch, count in _samples_of_batches(args):
         samples[batch] = samples.get(batch, 0) + count
@@ -66,13 +67,13 @@ def step_sizes(args: Any) -> list[StepSize]:
 
 
 def main_size(args: Any) -> StepSize:
-    """Return the size of the steps that hold most samples of the validated ``args``."""
+    """Return the size of the steps that hold most samples of a training with validated ``args``."""
     return step_sizes(args)[0]
 
 
 def evaluated_microbatches(args: Any) -> int | None:
-    """Return the number of microbatches of an evaluation's steps; None if validated ``args``
-    evaluate nothing."""
+    """Return the number of microbatches of an evaluation's steps; None if a training with validated
+    ``args`` evaluates nothing."""
     if not (args.eval_iters or args.full_validation):
         return None
     at_once = args.eval_micro_batch_size * args.data_parallel_size
@@ -93,7 +94,8 @@ def _samples_of_batches(args: Any) -> list[tuple[int, float]]:
     for (_, batch), end in zip(entries, ends, strict=True):
         left = max(min(end, most) - trained, 0)
         taken = min(math.inf if left == math.inf else -(-left // batch), steps)
-        if taken == math.inf:  # neither iterations nor samples are given: the last size stays
+        # The run has no end in iterations or samples, so the last batch size stays.
+        if taken == math.inf:
             return [*((size, 0) for size, _ in found), (batch, 1)]
         found.append((batch, taken * batch))
         trained, steps = trained + taken * batch, steps - taken

@@ -8,7 +8,7 @@ has a copy too, on another rank, and Megatron sums the gradients over a group of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,10 @@ from megatron_ext.adapter.layers import depths_of_stages
 from megatron_ext.adapter.model_parts import language_model, predicts_further
 from megatron_ext.adapter.parity.digest import bits_of
 from megatron_ext.adapter.programs import gather
+from megatron_ext.adapter.step.call import Call
+from megatron_ext.adapter.step.training_hooks import TrainingHooks
 from megatron_ext.compile.registry import ResolvedSpec
+from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.placement import Placement
 
 
@@ -89,6 +92,54 @@ def refuse_different_copies(pipeline: dist.ProcessGroup, model: Sequence[torch.n
             "model[0].shared_embedding_or_output_weight() of the last pipeline rank to model[-1]'s "
             "on that rank, and to that of multi-token prediction on another"
         )
+
+
+def _refuse_copy_without_group(
+    pipeline: dist.ProcessGroup, model: Sequence[torch.nn.Module], resolved: ResolvedSpec
+) -> None:
+    """Raise ValueError if multi-token prediction on this rank has a copy of the embedding, and the
+    embedding group of its chunk lacks the first stage's rank: Megatron would sum the gradients of
+    neither, and the copies would part in silence."""
+    placement = resolved.place(pipeline.size())
+    first = dist.get_process_group_ranks(pipeline)[placement.rank_of[0]]
+    for chunk in model:
+        group = getattr(language_model(chunk), "embd_group", None)
+        ranks = [] if group is None else dist.get_process_group_ranks(group)
+        if predicts_further(chunk) and dist.get_rank() != first and first not in ranks:
+            raise ValueError(
+                f"multi-token prediction on rank {dist.get_rank()} has a copy of the embedding of "
+                f"rank {first}, and the embedding group of its model has ranks {ranks}: the "
+                "gradients of both would not be added; set pg_collection.embd to a group of both "
+                "on the two ranks, or let initialize_model_parallel make it with the layout's "
+                "get_embedding_ranks"
+            )
+
+
+class CopiedEmbeddingHooks(TrainingHooks):
+    """Copy of the embedding for multi-token prediction, on a rank that Megatron's group has."""
+
+    @override
+    @classmethod
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
+        predicts = getattr(settings, "mtp_num_layers", None) not in (None, 0)
+        return ours.schedule is not None and predicts
+
+    @override
+    def check_models(self, call: Call) -> None:
+        _refuse_copy_without_group(call.pipeline, call.models, self._programs.resolved_spec)
+
+
+class MovedFirstStageHooks(TrainingHooks):
+    """Copies of the embedding on other ranks than Megatron's own."""
+
+    @override
+    @classmethod
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
+        return ours.schedule is not None and ours.resolved_spec.moves_first_stage
+
+    @override
+    def check_models(self, call: Call) -> None:
+        refuse_different_copies(call.pipeline, call.models)
 
 
 def _checksum(table: torch.Tensor) -> int:

@@ -1,4 +1,9 @@
-"""Global variables of Megatron's training loop, where it runs."""
+"""Global variables of Megatron's training loop, where it runs.
+
+Megatron's loop has its arguments, its iteration and its writers in global variables, and other
+callers of Megatron have none of them. Each question to them is a function here, with an answer for
+callers without that loop.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +35,24 @@ def line_interval() -> int:
 
 
 def has_writers() -> bool:
-    """Whether Megatron's last rank writes to TensorBoard or W&B; the same on all ranks."""
+    """Return whether Megatron's last rank writes to TensorBoard or W&B; the same on all ranks."""
     return getattr(training_global("_GLOBAL_ARGS"), "tensorboard_dir", None) not in (None, "")
 
 
 def packs_microbatches() -> bool:
-    """Whether Megatron's scripts pack the sequences of a microbatch into one row."""
+    """Return whether Megatron's scripts pack the sequences of a microbatch into one row."""
     args = training_global("_GLOBAL_ARGS")
     return any(getattr(args, name, False) is True for name in _PACKING)
 
 
 def restarts_in_process() -> bool:
-    """Whether all ranks train again in the same processes after a failure."""
+    """Return whether all ranks train again in the same processes after a failure."""
     return getattr(training_global("_GLOBAL_ARGS"), "inprocess_restart", False) is True
 
 
 def ramps_up_to(microbatches: int) -> bool:
-    """Whether Megatron's growing batch size now has this number of microbatches, as many steps
-    will."""
+    """Return whether Megatron's growing batch size now has this number of microbatches, as many
+    steps will."""
     calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     constant = num_microbatches_calculator.ConstantNumMicroBatchesCalculator
     if calculator is None or isinstance(calculator, constant):

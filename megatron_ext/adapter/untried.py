@@ -1,4 +1,9 @@
-"""Settings that are allowed with our schedules but have not been tried with them."""
+"""Settings that are allowed with our schedules but have not been tried with them.
+
+Between what is refused and what tests have shown lies what was never run: kernels without a GPU
+here, optimizers, dispatchers. Refusing all of it would refuse launches that work. So each such
+setting has a sentence on how far it was tried, with which doctor remarks on a command that has it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""How a user's mistake ends a launch."""
+"""How a user's mistake ends a launch.
+
+Every rank of a launch comes to the same mistake at the same time, and a thousand copies of an error
+hide it. One rank says it for all, or for its node if the mistake may be the node's alone, and all
+exit with a command line's status.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,15 @@ from typing import NoReturn
 
 from megatron_ext.base.words import shown
 
-LONGEST_ERROR = 10_000  # characters; more is a mistake in itself, such as a cycle of all actions
-FIRST_SECONDS = 3.0  # that a node's other ranks give its first rank to say what they would
-RECENT_SECONDS = 60.0  # in which all ranks of a launch come to the same mistake
+# Longest error in characters; a longer one is a mistake of ours, such as a cycle of all actions.
+LONGEST_ERROR = 10_000
+# Seconds that a node's other ranks give its first rank to print the same error.
+FIRST_SECONDS = 3.0
+RECENT_SECONDS = 60.0  # seconds within which all ranks of a launch come to the same mistake
 
 
 def without_torch(what_needs: str, error: Exception) -> ValueError:
-    """Return the refusal of what needs torch, as "a training needs", if torch cannot be
-    imported."""
+    """Return the error that torch is missing, for ``what_needs`` it, such as "a training needs"."""
     return ValueError(
         f"{what_needs} torch, which cannot be imported here: {error}; run this where torch is "
         f"installed, such as in the container of the training"
@@ -53,8 +59,8 @@ def exit_for(error: Exception) -> NoReturn:
 
 
 def _note_of(text: str) -> Path:
-    """Return the file that tells the ranks of this node and launch that one of them has said
-    ``text``."""
+    """Return the note file that tells the ranks of this node and launch that one of them has
+    printed ``text``."""
     env = os.environ
     launch = f"{os.getppid()}"  # torchrun's agent
     if "SLURM_STEP_ID" in env and "TORCHELASTIC_RUN_ID" not in env:
@@ -65,7 +71,7 @@ def _note_of(text: str) -> Path:
 
 
 def _is_recent(note: Path) -> bool:
-    """Whether a rank of this user has left ``note`` a short while ago."""
+    """Return whether a rank of this user has left the ``note`` file a short while ago."""
     try:
         found = note.lstat()
     except OSError:
@@ -74,7 +80,8 @@ def _is_recent(note: Path) -> bool:
 
 
 def _leave(note: Path) -> bool:
-    """Leave ``note``; return whether this rank is to say it, as no other has."""
+    """Leave the ``note`` file; return whether this rank is to print the mistake, as no other
+    has."""
     if _is_recent(note):
         return False
     with contextlib.suppress(OSError):
@@ -83,6 +90,6 @@ def _leave(note: Path) -> bool:
         os.close(os.open(note, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return not _is_recent(note)
-    except OSError:  # without the note a line may come twice
+    except OSError:  # without this note file the same line may be printed twice
         pass
     return True

@@ -1,4 +1,8 @@
-"""A pause of Python's garbage collector, for work that makes many objects in no cycles."""
+"""A pause of Python's garbage collector, for work that makes many objects in no cycles.
+
+Building a program makes millions of small objects that live until it is done. The collector would
+look through all of them again and again, and find nothing.
+"""
 
 from __future__ import annotations
 

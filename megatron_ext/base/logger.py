@@ -16,7 +16,7 @@ from megatron_ext.base.progress import reporting
 
 
 class _Logger(logging.Logger):
-    """Logger that `logging.disable` does not silence, as that call is meant for others."""
+    """Logger of ours that `logging.disable` does not silence, as that call is meant for others."""
 
     def isEnabledFor(self, level: int) -> bool:
         return not self.disabled and level >= self.getEffectiveLevel()
@@ -33,7 +33,8 @@ class _Standard(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line, or drop it: a training does not end because a log cannot be written."""
         stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
-        with contextlib.suppress(OSError, ValueError):  # a full disk or a broken pipe; closed
+        # The disk is full or the pipe broken, or the stream is closed.
+        with contextlib.suppress(OSError, ValueError):
             print(self.format(record), file=stream, flush=True)
 
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 
 Say = Callable[[str], None]
 
-FIRST, EVERY = 2.0, 12.0  # seconds until the first line, and from one to the next
-_LOOKS = 0.1  # seconds between two looks at the tasks
-_LEAVE = 1.0  # seconds to wait at the end for a line that is being written
+FIRST, EVERY = 2.0, 12.0  # seconds until the first progress line, and between two lines
+_LOOKS = 0.1  # seconds between two polls of the tasks
+_LEAVE = 1.0  # longest wait in seconds at the end for a line that is being written
 
 
 @dataclass
 class Task:
-    """Work under way.
+    """Work under way whose progress is reported.
 
     Attributes:
         what: the activity, as a report line begins: ``v-auto packs plans``.
@@ -49,7 +49,7 @@ class Task:
 
     @property
     def left(self) -> float | None:
-        """Return the seconds after which the work has ended at the latest; None if unknown."""
+        """Return the seconds after which the work ends at the latest; None if unknown."""
         if self.seconds is not None:
             return max(self.seconds - self.elapsed, 0.0)
         if not self.equal_steps or not self.done:
@@ -64,7 +64,8 @@ class Task:
 @dataclass
 class _Listener:
     remark: Say
-    tasks: list[Task] = field(default_factory=list)  # each a part of the one before
+    # Running tasks, each of which is a part of the one before.
+    tasks: list[Task] = field(default_factory=list)
 
 
 _LISTENER: ContextVar[_Listener | None] = ContextVar("listener", default=None)
@@ -118,7 +119,9 @@ def reporting(
         while not over.wait(_LOOKS):
             tasks, now = tuple(listener.tasks), time.perf_counter()
             if tasks and now >= max(due, tasks[0].started + first):
-                with suppress(Exception):  # whatever says it: the next line may come through
+                # A progress line that fails is skipped, whatever the error: the next one may be
+                # written.
+                with suppress(Exception):
                     say(_line(tasks))
                 due = now + every
 

@@ -16,16 +16,18 @@ _NAME = r"(?<![\w./-])((?:--?)?[A-Za-z_][\w.-]*?(?:key|token|secret|password))(?
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s,;&|\"'()]*)"
 _WORD = re.compile(f"{_NAME}(=.*)?", re.IGNORECASE | re.DOTALL)
 _INSIDE = re.compile(f"{_NAME}(=){_VALUE}", re.IGNORECASE)  # a list, an address
-# In a shell's text, where a flag and its value are parts of one word.
+# Secrets within a shell command, where a flag and its value are parts of one word.
 _IN_SHELL = re.compile(rf"{_NAME}(=|\s+(?!-)){_VALUE}", re.IGNORECASE)
-# Tokens that a tokenizer puts into texts: --fim-prefix-token, --eos-token.
+# Tokens that are no secrets, as a tokenizer puts them into texts: --fim-prefix-token, --eos-token.
 _OF_TEXTS = re.compile(
     r"[-_.](?:bos|eos|eod|pad|unk|sep|cls|mask|prefix|middle|suffix|image)[-_]token$",
     re.IGNORECASE,
 )
-_SHORT = re.compile(r"-[a-z](?=[A-Z_])")  # docker's -eNAME=value
+# Short option with its value in one word: docker's -eNAME=value.
+_SHORT = re.compile(r"-[a-z](?=[A-Z_])")
 _SHELL_FLAGS = ("-c", "-lc")
-_DOLLAR = "\0"  # one that a shell is to expand; no word of a command has this character
+# Stands for a dollar sign that a shell is to expand; no word of a command has this character.
+_DOLLAR = "\0"
 
 
 def masked(words: Sequence[str]) -> str:
@@ -36,7 +38,7 @@ def masked(words: Sequence[str]) -> str:
         if secret_flag and not word.startswith("-"):
             texts.append(f"${_variable(secret_flag)}")
             secret_flag = ""
-        elif before in _SHELL_FLAGS:  # which expands what is in the word
+        elif before in _SHELL_FLAGS:  # the shell expands variables in this word
             texts.append(shlex.quote(_IN_SHELL.sub(_mask, word).replace(_DOLLAR, "$")))
         else:
             texts.append(_in_quotes(_masked_word(word)))
@@ -56,7 +58,7 @@ def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_secret(name: str) -> bool:
-    """Return whether ``name``, of a flag with its dashes, is that of a secret."""
+    """Return whether ``name``, of a flag with its dashes, names a secret."""
     found = _WORD.fullmatch(name)
     return found is not None and found[2] is None and not _is_of_texts(name)
 
@@ -66,7 +68,7 @@ def _is_of_texts(name: str) -> bool:
 
 
 def _variable(name: str) -> str:
-    """Return the variable for the secret of an assignment or a flag ``name``."""
+    """Return the variable that replaces the secret of an assignment or a flag ``name``."""
     plain = re.sub(r"\W", "_", _SHORT.sub("", name).lstrip("-"))
     return plain.upper() if name.startswith("-") else plain
 

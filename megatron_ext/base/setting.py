@@ -1,4 +1,9 @@
-"""Declarations of settings: the metadata of the fields of `PipelineConfig`."""
+"""Declarations of settings: the metadata of the fields of `PipelineConfig`.
+
+A setting has a flag, an environment variable, a keyword of `install` and a line of help, all of
+which must agree. It is declared once, as a field of `PipelineConfig` with what is made here: how
+its value is read, how the help names it, and with what it conflicts.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Parses a setting, given its name (for errors) and its value.
+# Parser of a setting: a function of its name (for errors) and its value.
 Parse = Callable[[str, Any], Any]
 
-Metadata = Mapping[str, Any]  # of a field: how it is parsed, its help, and the word for its value
+# Metadata of a setting's field: its parser, its help, and the placeholder for its value.
+Metadata = Mapping[str, Any]
 
 ON_STOCK: dict[str, Any] = {"on_stock": True}  # the setting also acts on Megatron's own pipeline
-NAMES_SCHEDULES: dict[str, Any] = {"names_schedules": True}  # and needs no --pipeline-schedule
+# Such a setting names schedules itself, and needs no --pipeline-schedule.
+NAMES_SCHEDULES: dict[str, Any] = {"names_schedules": True}
 
 
 @dataclass(frozen=True)
 class FeatureSettings:
-    """Settings of one feature.
+    """Settings of one feature, with their conflicts.
 
     Attributes:
         declared: the metadata of each field of `PipelineConfig` that is a setting of the feature,
@@ -38,9 +45,14 @@ class FeatureSettings:
     values: tuple[str, ...] = ()
     only_watches: bool = False
 
+    @property
+    def acts_on_stock(self) -> bool:
+        """Whether the feature also acts on Megatron's own pipeline."""
+        return any(metadata.get("on_stock") for metadata in self.declared.values())
+
 
 def flag(name: str) -> str:
-    """Return the flag of the setting ``name``."""
+    """Return the command-line flag of the setting ``name``."""
     return f"--pipeline-{name.replace('_', '-')}"
 
 
@@ -56,12 +68,12 @@ def conflicting(config: Any, name: str, other: str, why: str) -> ValueError:
 
 
 def as_given(name: str, value: Any) -> Any:
-    """Parse a setting whose value is what the user wrote."""
+    """Return the value of a setting as the user wrote it."""
     return value
 
 
 def as_path(name: str, text: str) -> Path:
-    """Parse a setting that is a path."""
+    """Return the value of a setting as a path."""
     return Path(text)
 
 

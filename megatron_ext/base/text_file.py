@@ -1,4 +1,9 @@
-"""A user's file, read or written."""
+"""A user's file, read or written.
+
+Users give files of any encoding, size and content, in folders that may be full or write-protected.
+Reading names the file and what it should have been in each error. Writing replaces a file whole or
+leaves it as it was.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +23,18 @@ from typing import Any
 from megatron_ext.base.words import bytes_text, shown
 
 _CHUNK = 2**16  # bytes
-LARGEST = 2**28  # bytes; far more than any table has
-LARGEST_SCRIPT = 2**24  # characters of a script that are searched
-LARGEST_JSON = 2**25  # bytes, whose values take up to thirty times as many
+LARGEST = 2**28  # largest file in bytes; no table comes near it
+LARGEST_SCRIPT = 2**24  # characters of a script that are searched at most
+# Largest JSON file in bytes; its parsed values take up to thirty times as much memory.
+LARGEST_JSON = 2**25
 
-RENAMED_KEYS = "docs/public.md#renamed-keys"  # keys by version of their file
+# Page that lists renamed keys by version of their file.
+RENAMED_KEYS = "docs/public.md#renamed-keys"
 
 _STREAMS = {"stdout": 1, "stderr": 2}
 _OPENED = re.compile(rf"/dev/({'|'.join(_STREAMS)})|/(?:dev|proc/self)/fd/([0-9]+)")
 
-_PATH = 200  # characters of a path that an error repeats
+_PATH = 200  # longest part of a path in characters that an error repeats
 
 
 def how_to_rename(version: object, known: int) -> str:
@@ -56,7 +63,7 @@ def read_text_file(path: Path, what: str, largest: int = LARGEST) -> str:
         ) from None
     except OSError as error:
         raise ValueError(f"{what} {shown(path, _PATH)} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # a path with a null character
+    except ValueError as error:  # the path has a null character
         raise ValueError(f"{what} {shown(path)} cannot be read: {error}") from None
     if len(data) > largest:
         raise ValueError(
@@ -100,7 +107,7 @@ def read_lines(path: Path, what: str, longest: int) -> Iterator[str]:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value that the JSON document ``text`` holds.
+    """Return the value of the JSON document ``text``.
 
     Raises:
         ValueError: ``text`` is not JSON, too deeply nested, or has an integer of too many digits.
@@ -130,10 +137,11 @@ def whole_file(path: Path) -> Iterator[Path]:
                 yield (begun := Path(folder, path.name))
                 _print(begun, int(number) if name is None else _STREAMS[name])
             return
-        if path.exists() and not path.is_file():  # a device, or a folder, which says so
+        # A device is written directly, and a folder fails with its own error.
+        if path.exists() and not path.is_file():
             yield path
             return
-        target = Path(os.path.realpath(path))  # of a link, the file that it leads to
+        target = Path(os.path.realpath(path))  # the file that a symbolic link leads to
         if target.exists() and not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         begun = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.begun")
@@ -153,7 +161,8 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def _print(file: Path, number: int) -> None:
-    """Write what ``file`` holds to this process's open file ``number``, after what was printed."""
+    """Write the contents of ``file`` to this process's open file ``number``, behind what was
+    printed."""
     sys.stdout.flush()
     sys.stderr.flush()
     with file.open("rb") as content, open(os.dup(number), "wb") as printed:

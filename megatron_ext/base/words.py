@@ -1,4 +1,8 @@
-"""Texts for people: counts with nouns, bytes, flags, and the name that a misspelt one means."""
+"""Texts for people: counts with nouns, bytes, flags, and the name that a misspelt one means.
+
+Errors and tables of all packages count things, name sizes and suggest names. With one function for
+each, the same number reads the same everywhere.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from difflib import SequenceMatcher
 
 BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
-_ALIKE = 0.75  # from 0, nothing in common, to 1
+_ALIKE = 0.75  # least likeness of two words, from 0 (nothing in common) to 1
 _NEGATIONS = {"no", "not", "non", "disable", "without"}
 
 
@@ -30,7 +34,7 @@ def argument_flag(name: str) -> str:
 
 
 def unit_for(amount: float) -> str:
-    """Return the largest unit in which ``amount`` bytes are at least 1, or else B."""
+    """Return the largest unit of bytes in which ``amount`` is at least 1, or else B."""
     return max((u for u in BYTES if BYTES[u] <= amount), default="B", key=BYTES.__getitem__)
 
 
@@ -39,7 +43,7 @@ def bytes_text(amount: float) -> str:
 
     A quarter of a GiB and more is in GiB, as most of what a rank holds is.
     """
-    amount = min(amount, sys.float_info.max)  # an integer of a user's may be larger
+    amount = min(amount, sys.float_info.max)  # a user's integer may be larger than any float
     unit = unit_for(abs(amount))
     if unit == "MiB" and 4 * abs(amount) >= BYTES["GiB"]:
         unit = "GiB"

@@ -1,4 +1,4 @@
-"""Commands whose help is also behind ``-h``, and shows no type of switches."""
+"""Classes of typer's commands whose help is also behind ``-h``, and shows no type of switches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-HELP = {"help_option_names": ["-h", "--help"]}  # for the settings of a command's context
+HELP = {"help_option_names": ["-h", "--help"]}  # settings for the context of a typer command
 
 
 class CliCommand(TyperCommand):

@@ -1,4 +1,8 @@
-"""``megatron-ext doctor``: a check of this environment, or of a launch command."""
+"""``megatron-ext doctor``: a check of this environment, or of a launch.
+
+Without a job it says whether the patches fit what is installed, and with one whether the launch
+would run and fit. The checks stand in `launch.doctor`; here their findings are printed.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,25 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_ext.base.words import bytes_text, counted
-from megatron_ext.commands.options import Bridge, Json, MegatronArgs
+from megatron_ext.base.words import bytes_text, counted, shown
+from megatron_ext.commands.jobs.job_argument import (
+    JobArgument,
+    JobKind,
+    JobWord,
+    flags_outside,
+    job_of,
+    launch_of,
+)
+from megatron_ext.commands.options import Json, WorldSize, gpu_option
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress_line import showing_progress
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
+from megatron_ext.cost_model.gpus import Gpu, parse_gpus
+from megatron_ext.planner.mixed_gpus import reference_of
 
 if TYPE_CHECKING:
     from megatron_ext.launch.doctor.doctor import Diagnosis, PatchState
@@ -24,45 +37,60 @@ if TYPE_CHECKING:
 
 def doctor(
     context: typer.Context,
-    as_json: Json = False,
-    world_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of ranks. Default: the number in the launcher's flags, or the ranks of "
-            "one copy of the model."
-        ),
-    ] = None,
-    gpu_memory: Annotated[
+    job: JobWord = None,
+    gpu: Annotated[
         str | None,
-        typer.Option(
-            help="Memory of a GPU, such as 80GiB, with which the predicted memory is compared. "
-            "Default: no comparison."
-        ),
+        gpu_option("For a JOB: GPU whose rates and memory the prediction takes"),
     ] = None,
-    megatron_args: MegatronArgs = None,
-    bridge: Bridge = None,
+    world_size: WorldSize = None,
     patches: Annotated[
-        bool, typer.Option("--patches", help="List each patch and whether it fits.")
-    ] = (False),
+        bool, typer.Option("--patches", help="Without a JOB: list each patch and whether it fits.")
+    ] = False,
     versions: Annotated[
         bool,
         typer.Option(
             "--versions",
-            help="List the known versions of Megatron, its dependencies and the frameworks that "
-            "call it.",
+            help="Without a JOB: list the known versions of Megatron, its dependencies and the "
+            "frameworks that call it.",
         ),
     ] = False,
+    as_json: Json = False,
 ) -> None:
-    """Show whether our patches fit the versions installed here, or check a launch command before
-    its launch."""
-    words = context.args
-    # A launch command begins with a script, a launcher, or -m MODULE. Other words are flags of ours
-    # (--pipeline-...), for which the patches of this environment are checked.
-    is_launch = words and (words[0] == "-m" or not words[0].startswith("-"))
-    if is_launch or megatron_args is not None or bridge is not None:
-        _check_launch_command(words, megatron_args, bridge, world_size, gpu_memory, as_json)
+    """Show whether our patches fit the versions installed here, or check a JOB before its
+    launch."""
+    given = {"--gpu": gpu, "--world-size": world_size}
+    given |= {"--patches": patches, "--versions": versions}
+    try:
+        checked = job_of(context, job)
+        check_doctor(checked, [name for name, value in given.items() if value])
+        gpus = () if gpu is None else parse_gpus(gpu)
+        if len(gpus) > 1:
+            raise ValueError(
+                f"--gpu {gpu}: doctor checks a launch on GPUs of one kind; give one, or let "
+                f"megatron-ext plan compare them"
+            )
+    except ValueError as error:
+        fail(error)
+    if checked is None:
+        _show_environment(flags_outside(context), patches, versions, as_json)
     else:
-        _show_environment(words, patches, versions, as_json)
+        _check_job(checked, world_size, reference_of(gpus) if gpus else None, as_json)
+
+
+def check_doctor(job: JobArgument | None, given: Sequence[str]) -> None:
+    """Raise ValueError if ``job`` cannot be checked, or one of the options that are ``given`` does
+    not go with it. Nothing is checked or read."""
+    of_job, of_environment = ("--gpu", "--world-size"), ("--patches", "--versions")
+    if job is not None and job.kind is JobKind.SIZES:
+        raise ValueError(
+            f"{shown(job.word)}: sizes are no launch that could be checked; megatron-ext plan "
+            f"takes them"
+        )
+    wrong = [name for name in given if name in (of_job if job is None else of_environment)]
+    if wrong:
+        names = ", ".join(wrong)
+        why = "there is no JOB to check" if job is None else "a JOB is checked, not this machine"
+        raise ValueError(f"{names}: {why}; drop {names}")
 
 
 def _show_environment(words: Sequence[str], patches: bool, versions: bool, as_json: bool) -> None:
@@ -104,6 +132,8 @@ def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
         what = "that measure Megatron's own step"
     elif config.arranges_microbatches:
         what = "that order and deal microbatches"
+    elif config.changes_launch:
+        what = "of these settings"
     misfits = diagnosis.misfits
     if not misfits:
         typer.echo(f"\nall {len(required)} patches {what} fit this Megatron")
@@ -130,22 +160,19 @@ def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
         )
 
 
-def _check_launch_command(
-    words: Sequence[str],
-    log: Path | None,
-    recipe: str | None,
-    world_size: int | None,
-    gpu_memory: str | None,
-    as_json: bool,
-) -> None:
-    from megatron_ext.launch.command.log.megatron_log import launch_from
-    from megatron_ext.launch.doctor.check import check_launch
+def _check_job(job: JobArgument, world_size: int | None, gpu: Gpu | None, as_json: bool) -> None:
     from megatron_ext.patches.engine import PatchError
 
     try:
         with showing_progress():
-            launch = launch_from(words, log, recipe)
-            report = check_launch(launch, world_size, gpu_memory)
+            launch = launch_of(job)
+            try:
+                from megatron_ext.launch.doctor.check import check_launch
+            except (ImportError, OSError) as error:  # OSError: libraries are not found
+                raise PatchError(
+                    f"a check needs Megatron, which cannot be imported here: {error}"
+                ) from error
+            report = check_launch(launch, world_size, gpu)
     except (ValueError, PatchError) as error:
         fail(error)
     if as_json:

@@ -1,11 +1,15 @@
-"""Options that several commands have."""
+"""Options that several commands have. Each is declared once, so that its help and its type are the
+same in all of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from megatron_ext.commands.schedule_options import declared_option
+from megatron_ext.cost_model.gpus import USABLE
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON: one object or list.")]
 SpecArgument = Annotated[
@@ -32,97 +36,14 @@ CostsText = Annotated[
     ),
 ]
 UNIT = "f=1,i=1,w=1,comm=0"
-Limit = Annotated[
-    str | None,
-    typer.Option(
-        help=(
-            "Limit of the activations of a rank: 5 (microbatches), 0.5x (of 1F1B's peak) or "
-            "60GiB. Default: no limit."
-        )
-    ),
-]
-Speeds = Annotated[
-    str | None,
-    typer.Option(
-        "--rank-speeds",
-        metavar="S,S,...",
-        help=(
-            "Speed of each pipeline rank relative to the costs: with 1,1,0.77,1 rank 2 takes 1.3 "
-            "times as long. Default: 1 for all."
-        ),
-    ),
-]
-Vision = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME|SIZES",
-        help=(
-            "Vision tower on the first stage: clip, siglip, internvit, radio and so on, or sizes "
-            "such as layers=27,hidden=1152,heads=16,ffn=4304. A frozen tower is followed by "
-            "trained=projector or trained=none."
-        ),
-    ),
-]
-VisionTokens = Annotated[
+Limit = Annotated[str | None, declared_option("memory_limit")]
+Speeds = Annotated[str | None, declared_option("rank_speeds")]
+WorldSize = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help=(
-            "Number of tokens of the vision tower for each sample. Default: as many as the "
-            "language model has."
-        ),
-    ),
-]
-SliceCount = Annotated[
-    int,
-    typer.Option(
-        "--slices",
-        min=1,
-        help="Number of slices into which each microbatch is cut along its sequence.",
-    ),
-]
-SliceLengthsOption = Annotated[
-    str,
-    typer.Option(
-        metavar="{even,balanced,TOKENS,...}",
-        help="Lengths of the slices: even, balanced (equal work; needs attention= in --costs), or "
-        "token counts such as 4096,2048,1024,1024.",
-    ),
-]
-InPairs = Annotated[
-    bool,
-    typer.Option(
-        "--pairs",
-        help="Overlap the forward pass of one microbatch with the backward pass of another, so "
-        "that each hides the other's all-to-all. overlap_saving= in --costs is the time that a "
-        "pair saves. Default: it saves none.",
-    ),
-]
-PostValidationOption = Annotated[
-    bool,
-    typer.Option(
-        "--post-validation",
-        help="Experimental: overlap consecutive steps. The optimizer steps before the global "
-        "gradient norm is known, and undoes the step if the norm demands it.",
-    ),
-]
-MegatronArgs = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="LOG",
-        help=(
-            "Log of an earlier start with Megatron's list of arguments, in place of a launch "
-            "command."
-        ),
-    ),
-]
-Bridge = Annotated[
-    str | None,
-    typer.Option(
-        "--bridge",
-        metavar="MODULE:FUNCTION",
-        help="Function that returns a Megatron-Bridge config, as its recipes do, in place of a "
-        "launch command.",
+        help="For launches: number of ranks. Default: the number in the launcher's flags, the log "
+        "or the file, or the ranks of one copy of the model.",
     ),
 ]
 HtmlPage = Annotated[
@@ -133,3 +54,13 @@ HtmlPage = Annotated[
         "that each pass waited for, the critical path, and memory.",
     ),
 ]
+
+
+def gpu_option(what: str, more: str = "") -> Any:
+    """Return the option that names a GPU, ``what`` for, with ``more`` behind the values."""
+    return typer.Option(
+        help=f"{what}: a name such as h100 (an unknown name lists all), or its achieved rates: "
+        f"operations=400e12,bytes=40e9,memory=80GiB are operations a second, bytes of messages a "
+        f"second, and its memory. {more}{' ' if more else ''}A rank's tensors, CUDA, NCCL and the "
+        f"allocator's reserve may take {USABLE:.0%} of the memory."
+    )

@@ -1,4 +1,8 @@
-"""Output of commands: tables, units, and errors."""
+"""Output of commands: tables, units, and errors.
+
+Commands print for people on terminals of any width. Their tables wrap sentences and never figures,
+and every refusal ends them in the same way.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +33,13 @@ def command_line() -> str:
     return masked(["megatron-ext", *sys.argv[1:]])
 
 
-_SHORT = 20  # characters: names and figures; what is longer are sentences
+_SHORT = 20  # Longest name or figure of a table in characters; longer cells are sentences.
 _GAP = 2  # between columns
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print ``rows`` below their keys. If they are wider than the terminal, sentences and keys are
-    wrapped; names and figures are not."""
+    """Print a table of ``rows`` below their keys. If it is wider than the terminal, sentences and
+    keys are wrapped; names and figures are not."""
     console = Console()
     width = console.width if console.is_terminal else 200  # a pipe has no width of its own
     cells = [[_cell(value) for value in row.values()] for row in rows]
@@ -56,7 +60,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _width(headings: list[str], sizes: list[int]) -> int:
-    """Return the width of a table with cells of these sizes."""
+    """Return the width of a table whose cells have these sizes."""
     widths = (
         max(size, *map(len, heading.split("\n")))
         for heading, size in zip(headings, sizes, strict=True)

@@ -1,4 +1,8 @@
-"""``megatron-ext parity``: whether two launch commands train to the same numbers."""
+"""``megatron-ext parity``: whether two launch commands train to the same numbers.
+
+It runs both commands here, or, where a launcher has to run them, records each and compares the
+recordings. The runs stand in `parity`, the comparison in `recordings`.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +185,7 @@ def compare_folders(
 
 
 def _two_commands(words: Sequence[str]) -> tuple[RunCommand, RunCommand, bool]:
-    """Return launch commands A and B, and whether A is B without our flags."""
+    """Return the launch commands A and B, and whether A is B without our flags."""
     count = list(words).count("--")
     if not words or count > 1:
         raise ValueError(

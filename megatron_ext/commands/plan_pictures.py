@@ -1,4 +1,7 @@
-"""Pictures of ``megatron-ext plan``."""
+"""Pictures of ``megatron-ext plan``: all schedules by time and memory, and a page of timelines.
+
+Files that cannot be written are refused before a plan has taken its minute.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,22 @@ _REFERENCE = "1f1b"
 
 @dataclass(frozen=True)
 class PlanPictures:
-    """Files to write; None for those that were not requested."""
+    """Picture files to write; None for those that were not requested."""
 
     plot: Path | None
     page: Path | None
 
     def check(self) -> None:
-        """Raise ValueError if one cannot be written, before work is done for it."""
+        """Raise ValueError if one of the picture files cannot be written, before work is done for
+        it."""
         if self.plot is not None:
             check_picture(self.plot)
         if self.page is not None:
             check_page(self.page)
 
     def draw(self, plan: Plan, curves: Curves | None, *, in_seconds: bool) -> None:
-        """Draw the pictures of ``plan``.
-
-        ``curves``: of ``plan``, for its plot. ``in_seconds``: whether its times are seconds.
+        """Draw the pictures of ``plan``. ``curves`` are for its plot; ``in_seconds`` says whether
+        its times are seconds.
 
         Raises:
             OSError: a file cannot be written.
@@ -50,8 +53,8 @@ class PlanPictures:
 
 
 def _runs_of_plan(plan: Plan) -> tuple[Run, ...]:
-    """Return Megatron's 1F1B, if it can be taken, and the candidates that no other beats in both
-    time and memory, shortest first. Each is rebuilt."""
+    """Return Megatron's 1F1B, if it can run, and the candidates that no other beats in both time
+    and memory, shortest step first. Each is rebuilt."""
     plain = (c for c in plan.candidates if c.method is VocabMethod.NAIVE)
     stock = [candidate for candidate in plain if candidate.schedule == _REFERENCE]
     shown = dict.fromkeys([*stock, *plan.front])

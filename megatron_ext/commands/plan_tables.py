@@ -1,4 +1,8 @@
-"""The tables of a plan: everything that was compared."""
+"""The tables of a plan: everything that was compared.
+
+A verdict must be open to doubt, so ``--all`` shows what it was chosen from: each schedule, those
+that were refused with their reasons, and other layouts and flags.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,10 @@ from megatron_ext.planner.figures import bytes_of, slower_by
 from megatron_ext.planner.job_plan import JobPlan
 from megatron_ext.planner.long_sequences import LongSequences
 from megatron_ext.planner.planner import without_figures
-from megatron_ext.schedule.problem import Offload
 
 
 def print_tables(made: JobPlan) -> None:
-    """Print everything that was compared for ``made``."""
+    """Print tables of everything that was compared for the plan ``made``."""
     typer.echo()
     _print_plan(made)
     unit = "seconds, as measured" if made.in_seconds else "the unit of --costs"
@@ -125,15 +128,15 @@ def _plan_row(candidate: Candidate, job: JobPlan) -> dict[str, Any]:
     taken = _taken(job)
     reference = taken or plan.best
     assert reference is not None
-    is_best, offload = candidate is reference, made.activation_offload
+    is_best = candidate is reference
     return {
         "schedule": made.schedule,
         "maturity": None if candidate.maturity is Maturity.STABLE else candidate.maturity,
         "vocabulary": _VOCABULARY[candidate.method] if len(plan.methods) > 1 else None,
-        "offload": None if offload is Offload.NONE else offload.value,
+        "offload": made.offload,
         "recomputed": f"{made.recomputed:.0%}" if made.recomputed else None,
         "overlapped F": f"{made.share_in_pairs:.0%}" if made.pairs else None,
-        "step": made.step if made.post_validation else None,
+        "step": made.step if made.steps_overlap else None,
         "makespan": made.makespan,
         "step compared with the choice": ""
         if is_best
@@ -183,7 +186,8 @@ def _print_memory(made: JobPlan) -> None:
 def _reserve_text(free: FreeMemory | None) -> str:
     """Return a line on the memory that the allocator reserves beyond its allocations."""
     measured_by = (
-        "on a GPU --pipeline-trace and --pipeline-costs profile do: --trace DIR, --costs FILE"
+        "on a GPU megatron-ext rehearse, --pipeline-costs profile and --pipeline-trace do: "
+        "--costs FILE, --trace DIR"
     )
     if free is None:
         return (

@@ -1,4 +1,5 @@
-"""Progress of long work on stderr: one changing line, or on a pipe a new line now and then."""
+"""Progress of long work on stderr: one changing line, or on a pipe a new line now and then. The
+work itself does not know (`base.progress`)."""
 
 from __future__ import annotations
 

@@ -1,25 +1,37 @@
-"""``megatron-ext rehearse``: a pipeline rehearsed on one GPU, rank by rank."""
+"""``megatron-ext rehearse``: a pipeline rehearsed on one GPU, rank by rank.
+
+It asks before a job waits for many GPUs what one GPU can answer: whether each rank runs, whether it
+fits, and how long a step is under each schedule. The rehearsal stands in the package of that name.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megatron_ext.base.words import bytes_text
-from megatron_ext.commands.options import Json
-from megatron_ext.commands.output import fail, print_table
+from megatron_ext.commands.options import HtmlPage, Json
+from megatron_ext.commands.output import command_line, fail, print_table
 from megatron_ext.commands.progress_line import showing_progress
+from megatron_ext.observe.trace import read_trace
 from megatron_ext.observe.trace_text import milliseconds
 from megatron_ext.patches.engine import PatchError
+from megatron_ext.rehearsal.request import PeerValues
+from megatron_ext.viz.page.run import traced
+from megatron_ext.viz.page.write import SECONDS, Page, check_page, write_page
 
 if TYPE_CHECKING:
-    from megatron_ext.rehearsal.rehearsal_report import RankResult, RehearsalReport
+    from megatron_ext.rehearsal.rehearsal_report import (
+        RankResult,
+        RehearsalReport,
+        ScheduleFigures,
+    )
 
 
 def rehearse(
@@ -45,6 +57,38 @@ def rehearse(
             "--dir", metavar="DIR", help="Folder to write records, costs and traces into."
         ),
     ] = Path("rehearsal"),
+    replay: Annotated[
+        bool,
+        typer.Option(
+            "--replay",
+            help="Run each rank once more, with its messages at the times of the composed step. On "
+            "a GPU a message that waits occupies as many thread blocks as NCCL would.",
+        ),
+    ] = False,
+    without_blocks: Annotated[
+        bool,
+        typer.Option(
+            "--without-blocks",
+            help="With --replay: messages that wait occupy no thread blocks. The difference is "
+            "what the blocks cost.",
+        ),
+    ] = False,
+    values: Annotated[
+        PeerValues,
+        typer.Option(
+            help="Values that other ranks send: normal ones as large as the rank's, real ones that "
+            "a neighbouring rank has sent which ran before, or zeros, whose products take less "
+            "time."
+        ),
+    ] = PeerValues.NORMAL,
+    imbalance: Annotated[
+        float | None,
+        typer.Option(
+            metavar="STD",
+            help="Standard deviation of the bias of random logits of routers "
+            "(--moe-router-force-biased). Default: each expert gets equally many tokens.",
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of timed steps of each rank.")] = 3,
     warm_up: Annotated[
         int, typer.Option(min=1, help="Number of steps of each rank before the timed ones.")
@@ -57,6 +101,7 @@ def rehearse(
             "one copy of the model.",
         ),
     ] = None,
+    page: HtmlPage = None,
     as_json: Json = False,
 ) -> None:
     """Rehearse a launch command on one GPU: each rank runs alone, and the simulator composes the
@@ -79,15 +124,35 @@ def rehearse(
             steps=steps,
             world_size=world_size,
             is_cpu=cpu,
+            replays=replay,
+            has_blocks=not without_blocks,
+            values=values,
+            imbalance=imbalance,
         )
+        if page is not None:
+            check_page(page)
         with showing_progress():
             report = run(request, rank_processes, _tell)
+        if page is not None:
+            write_composed_steps(report, page)
     except (ValueError, OSError, PatchError) as error:
         fail(error)
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2))
         return
     _print(report, folder)
+    if page is not None:
+        typer.echo(f"\npage: {page}")
+
+
+def write_composed_steps(report: RehearsalReport, path: Path) -> None:
+    """Write a page with the composed step of each schedule of ``report``, compared with the first.
+    Raises ValueError and OSError as `write_page`."""
+    runs = []
+    for one in report.schedules:
+        _, composed = traced(read_trace(Path(one.trace))[-1])
+        runs.append(replace(composed, title=f"{one.name}, rehearsed"))
+    write_page(Page(report.facts, tuple(runs), command_line(), SECONDS), path)
 
 
 def _tell(text: str) -> None:
@@ -97,20 +162,19 @@ def _tell(text: str) -> None:
 def _print(report: RehearsalReport, folder: Path) -> None:
     typer.echo(f"{report.facts}, rehearsed on {report.device}")
     typer.echo("\na step, measured: passes of ranks that ran alone, composed")
-    print_table(
-        [
-            {
-                "": one.name,
-                "first to last pass": milliseconds(one.passes),
-                "outside passes": milliseconds(one.outside),
-                "step": milliseconds(one.seconds),
-                f"of {report.schedules[0].name}'s": f"{one.of_first:.3f}",
-                "bubble": f"{one.bubble:.1%}",
-                "longest rank": milliseconds(one.span),
-            }
-            for one in report.schedules
-        ]
-    )
+    print_table([_step_row(one, report) for one in report.schedules])
+    if report.replays:
+        typer.echo("\na step, replayed: passes of the same ranks with messages at those times")
+        print_table(
+            [
+                {
+                    **_step_row(one.figures, report),
+                    "passes over the above": f"{one.over_alone - 1:+.2%}",
+                    "a rank's end off by": f"{one.off_end:.2%}",
+                }
+                for one in report.replays
+            ]
+        )
     typer.echo(f"\nestimated for {report.estimated_for}, and in no figure above")
     groups = dict.fromkeys(group for one in report.schedules for group in one.estimate.waiting)
     print_table(
@@ -141,10 +205,24 @@ def _print(report: RehearsalReport, folder: Path) -> None:
         typer.echo(f"- {text}")
 
 
+def _step_row(one: ScheduleFigures, report: RehearsalReport) -> dict[str, Any]:
+    return {
+        "": one.name,
+        "first to last pass": milliseconds(one.passes),
+        "outside passes": milliseconds(one.outside),
+        "step": milliseconds(one.seconds),
+        f"of {report.schedules[0].name}'s": f"{one.of_first:.3f}",
+        "bubble": f"{one.bubble:.1%}",
+        "longest rank": milliseconds(one.span),
+    }
+
+
 def _rank_rows(ranks: tuple[RankResult, ...]) -> Iterator[dict[str, Any]]:
     """Yield a row for each rank that ran, without columns that no row fills."""
     kinds = dict.fromkeys(kind for one in ranks for kind in one.seconds)
     has_bytes = any(one.allocated is not None for one in ranks)
+    has_replay = any(one.is_replay for one in ranks)
+    has_real = any(one.real for one in ranks)
     for one in ranks:
         row: dict[str, Any] = {
             "": one.schedule,
@@ -152,6 +230,10 @@ def _rank_rows(ranks: tuple[RankResult, ...]) -> Iterator[dict[str, Any]]:
             "stands for": ",".join(map(str, one.stands_for)),
             "steps": one.trained,
         }
+        if has_replay:
+            row["messages"] = "on time" if one.is_replay else "at once"
+        if has_real:
+            row["real values"] = ", ".join(one.real) or "none"
         for kind in kinds:
             row[kind] = milliseconds(one.seconds[kind]) if kind in one.seconds else None
         row["between passes"] = milliseconds(one.between)

@@ -1,4 +1,5 @@
-"""``megatron-ext schedules``: the list of schedules."""
+"""``megatron-ext schedules``: the list of schedules. It has what a user compares first; formulas
+and pictures stand in docs/schedules.md."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def schedules(as_json: Json = False) -> None:
     print_table([{_HEADERS.get(key, key): value for key, value in row.items()} for row in rows])
 
 
-# Names of columns that differ from the keys of --json.
+# Table headings that differ from the keys of --json.
 _HEADERS = {
     "name": "schedule",
     "chunks": "stages of a rank",

@@ -1,4 +1,8 @@
-"""``megatron-ext simulate``: predicted time and memory of a schedule."""
+"""``megatron-ext simulate``: predicted time and memory of a schedule.
+
+Options describe a problem, `compile.build` makes and proves its program, and the rest of this file
+says in words what the simulator finds.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +20,16 @@ from megatron_ext.commands.options import (
     UNIT,
     CostsText,
     HtmlPage,
-    InPairs,
     Json,
     Limit,
     Microbatches,
-    PostValidationOption,
     Ranks,
-    SliceCount,
-    SliceLengthsOption,
     SpecArgument,
     Speeds,
 )
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress_line import showing_progress
+from megatron_ext.commands.schedule_options import config_and_options, option, with_schedule_options
 from megatron_ext.commands.simulation_files import SimulationFiles
 from megatron_ext.compile.auto_spec import auto_searches
 from megatron_ext.compile.build import prove_built
@@ -38,8 +39,9 @@ from megatron_ext.compile.program.noise import Spread, spread
 from megatron_ext.compile.program.simulate import simulate as simulate_program
 from megatron_ext.compile.program.unequal import UnequalMicrobatches, profile_of
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.compile.registry import ResolvedSpec, choose, with_option
+from megatron_ext.compile.registry import ResolvedSpec, choose
 from megatron_ext.compile.report import ScheduleReport, report
+from megatron_ext.config import OVERLAP, setting_of
 from megatron_ext.observe.noise_text import parse_noise, rows_of_spread
 from megatron_ext.planner.candidate import Variant
 from megatron_ext.planner.shortest_search import AS_1F1B, take
@@ -47,24 +49,15 @@ from megatron_ext.planner.stock import run_by_stock
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.microbatch_costs import MicrobatchLoads, parse_microbatch_costs
-from megatron_ext.schedule.problem import (
-    P2P,
-    Offload,
-    Problem,
-    ScheduleOptions,
-    VocabularyParallel,
-    parse_recompute,
-)
-from megatron_ext.schedule.rank_speeds import at_speeds, parse_rank_speeds
-from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
+from megatron_ext.schedule.problem import Offload, Problem, ScheduleOptions, VocabularyParallel
+from megatron_ext.schedule.rank_speeds import at_speeds
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 from megatron_ext.search.certify import Certificate
 from megatron_ext.search.certify import certify as certify_program
 from megatron_ext.search.for_places import at_places_of, judged_for_places
 
-_SECONDS = 60.0  # of --certify
-LONGEST = 86400.0  # seconds that may be requested: a day
-MOST_RANKS = 16  # of which each has a line of its own
+LONGEST = 86400.0  # largest time limit that may be requested, in seconds: a day
+MOST_RANKS = 16  # most ranks that are printed with a line each
 
 _EXACT = "stock Megatron's to the last bit"
 _AMONG_SLICES = (
@@ -74,6 +67,7 @@ _UNDER_MEGATRON = "makespan under Megatron"
 _ROUNDED = "stock Megatron's but for rounding: sums are made in another order"
 
 
+@with_schedule_options
 def simulate(
     spec: SpecArgument,
     pp: Ranks,
@@ -81,66 +75,27 @@ def simulate(
     costs: CostsText = UNIT,
     memory_limit: Limit = None,
     rank_speeds: Speeds = None,
+    *,
+    schedules: dict[str, str | bool],
     as_json: Json = False,
-    vpp: Annotated[
-        int | None,
-        typer.Option(help="Number of stages (chunks) of a rank, for loop schedules and auto."),
-    ] = None,
-    p2p: Annotated[
-        P2P,
-        typer.Option(
-            help="Communicators for messages: async, one for each pair of neighbouring ranks, "
-            "direction and kind of message (default); batched, one for the whole pipeline, on "
-            "which messages wait for each other."
-        ),
-    ] = P2P.ASYNC,
-    vocab_parallel: Annotated[
-        VocabularyParallel,
-        typer.Option(
-            help="Vocabulary parallelism: none (default), or 1 or 2, which partition the embedding "
-            "and the output layer over all ranks. 1 stores two more microbatches, 2 stores one "
-            "more."
-        ),
-    ] = VocabularyParallel.NONE,
-    offload: Annotated[
-        Offload,
-        typer.Option(
-            help="Activations to copy to host memory: none (default), half (of a rank's chunks), "
-            "full (all that the link has time for), or fit (as few as meet --memory-limit). Needs "
-            "d2h= and perhaps h2d= in --costs."
-        ),
-    ] = Offload.NONE,
-    recompute: Annotated[
-        str,
-        typer.Option(
-            metavar="{none,fit,first:N}",
-            help="Activations to recompute: none, fit (as few as meet --memory-limit; searches: "
-            "what makes the step shortest within it), or first:N (those of the first N stages).",
-        ),
-    ] = "none",
-    slices: SliceCount = 1,
-    slice_lengths: SliceLengthsOption = Lengths.EVEN.value,
-    pairs: InPairs = False,
-    post_validation: PostValidationOption = False,
     steps: Annotated[
         int,
         typer.Option(
             min=1,
             max=1000,
-            help="Number of consecutive steps in the picture, the page and the trace.",
+            help="Number of consecutive steps in the picture, the page and the file of --perfetto.",
         ),
     ] = 1,
     certify: Annotated[
-        bool,
+        float | None,
         typer.Option(
-            "--certify",
-            help="Search for a lower bound of the makespan, and print how much shorter than this "
-            "schedule any other could be.",
+            min=0,
+            max=LONGEST,
+            metavar="SECONDS",
+            help="Search so long for a lower bound of the makespan, and print how much shorter "
+            "than this schedule any other could be.",
         ),
-    ] = False,
-    seconds: Annotated[
-        float, typer.Option(min=0, max=LONGEST, help="Time limit of --certify, in seconds.")
-    ] = _SECONDS,
+    ] = None,
     noise: Annotated[
         str | None,
         typer.Option(
@@ -180,13 +135,13 @@ def simulate(
         typer.Option(
             help=(
                 "Draw the schedule's timeline below the timeline of 1F1B into this .svg or .png "
-                "file. With --post-validation or --pairs, the upper timeline is that of the same "
-                "schedule without the option."
+                "file. With --post-validation or --overlap-moe-expert-parallel-comm, the upper "
+                "timeline is that of the same schedule without the option."
             )
         ),
     ] = None,
     page: HtmlPage = None,
-    trace: Annotated[
+    perfetto: Annotated[
         Path | None,
         typer.Option(help="Write the timeline into this .json file, for ui.perfetto.dev."),
     ] = None,
@@ -227,35 +182,30 @@ def simulate(
     With --noise the times of passes vary, and their order stays.
     """
     try:
-        _check_options(csv, vocab_parallel, certify, post_validation, pairs)
-        if torch_csv is not None:
-            _check_for_torch(vocab_parallel, offload, recompute, post_validation)
-        is_drawn = any(file is not None for file in (plot, page, trace))
-        _check_used(steps, seconds, is_drawn=is_drawn, is_certified=certify)
-        files = SimulationFiles(csv, torch_csv, program_file, trace, plot, page)
+        config, options = config_and_options(
+            schedules, memory_limit=memory_limit, rank_speeds=rank_speeds
+        )
+        _check_options(options, csv=csv, torch_csv=torch_csv, certify=certify)
+        if steps > 1 and all(file is None for file in (plot, page, perfetto)):
+            raise ValueError(
+                f"--steps {steps} are steps of a picture, a page or a file of --perfetto: add "
+                f"--plot, --html or --perfetto, or drop --steps"
+            )
+        files = SimulationFiles(csv, torch_csv, program_file, perfetto, plot, page)
         files.check()
         varying = None if noise is None else parse_noise(noise)
         differing = _differing(microbatch_costs, microbatches, deal)
-        options = ScheduleOptions(
-            p2p=p2p,
-            vocab_parallel=vocab_parallel,
-            activation_offload=offload,
-            recompute=parse_recompute(recompute, "--recompute"),
-            steps_overlap=post_validation,
-            slices=Slices(slices, parse_lengths(slice_lengths, "--slice-lengths")),
-            pairs=pairs,
-        )
         with showing_progress():
-            speeds = () if rank_speeds is None else parse_rank_speeds(rank_speeds).of_ranks(pp)
+            speeds = () if config.rank_speeds is None else config.rank_speeds.of_ranks(pp)
             request = _Request(pp, microbatches, costs, memory_limit, options, speeds)
-            resolved, problem, why = request.resolve(_with_chunks(spec, vpp))
+            resolved, problem, why = request.resolve(spec)
             program, made = report(resolved, problem, Variant(resolved, problem).build)
             with task("simulating a device that waits at passes"):
                 waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
             unequal, drawn = _with_unequal(program, differing, deal)
             more = _More(
                 makespan_under_megatron=_under_megatron(program, resolved),
-                certificate=certify_program(program, seconds) if certify else None,
+                certificate=None if certify is None else certify_program(program, certify),
                 noise=None if varying is None else spread(program, varying),
                 unequal_microbatches=unequal,
             )
@@ -275,7 +225,7 @@ def simulate(
     typer.echo(f"times are in the unit of the costs ({costs})")
     if more.certificate is not None:
         typer.echo(_bound(more.certificate, made))
-    if post_validation:
+    if options.steps_overlap:
         typer.echo(what_overlapping_gains(program))
     files.name(program)
 
@@ -292,7 +242,7 @@ def _under_megatron(program: Program, resolved: ResolvedSpec) -> float | None:
 
 @dataclass(frozen=True)
 class _More:
-    """Figures that options add to the report; None for those that were not requested."""
+    """Figures that options add to simulate's report; None for those that were not requested."""
 
     makespan_under_megatron: float | None
     certificate: Certificate | None
@@ -306,7 +256,7 @@ class _More:
         return under_megatron | _certified(self.certificate) | made
 
     def rows(self) -> dict[str, Any]:
-        """Return the printed rows, by name."""
+        """Return the printed rows of these figures, by name."""
         rows: dict[str, Any] = {}
         if self.makespan_under_megatron is not None:
             rows[_UNDER_MEGATRON] = self.makespan_under_megatron
@@ -317,7 +267,7 @@ class _More:
 
 @dataclass(frozen=True)
 class _Request:
-    """Problem described by the options, before its placement is known."""
+    """Problem described by simulate's options, before its placement is known."""
 
     ranks: int
     microbatches: int
@@ -327,9 +277,8 @@ class _Request:
     speeds: tuple[float, ...] = ()
 
     def resolve(self, spec: str) -> tuple[ResolvedSpec, Problem, str]:
-        """Return the schedule that ``spec`` names, its problem, and why it was taken of several.
-
-        The reason is "" if ``spec`` names one schedule.
+        """Return the schedule that ``spec`` names, its problem, and why it was chosen among
+        several. The reason is "" if ``spec`` names one schedule.
 
         Raises:
             ValueError: ``spec`` names no schedule, or none of those that it names can be made.
@@ -338,7 +287,7 @@ class _Request:
         if len(searches) < 2:
             resolved = choose(spec)
             return resolved, self.problem(resolved), ""
-        # Without a limit each search would have one of its own.
+        # Without a common limit each search would choose a limit of its own.
         within = self if self.limit is not None else replace(self, limit=AS_1F1B)
         taken = take(searches, within.problem)
         resolved = choose(taken.spec)
@@ -353,21 +302,17 @@ class _Request:
         return Problem(placement, self.microbatches, costs, limit, options=self.options)
 
 
-def _with_chunks(spec: str, chunks: int | None) -> str:
-    if chunks is None:
-        return spec
-    return with_option(spec, "vpp" if auto_searches(spec) is None else "chunks", chunks)
-
-
 def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
-    """Return the printed rows of ``made``, by name; options that were not requested have none."""
+    """Return the printed rows of the report ``made``, by name; options that were not requested have
+    none."""
     rows: dict[str, Any] = {
         "pipeline ranks": made.pp,
         "stages of a rank": made.vpp,
         "microbatches": made.microbatches,
     }
     if made.slices > 1:
-        rows["slices of a microbatch"] = f"{made.slices}, {made.slice_lengths}"
+        joined = ", their W joined" if made.join_slice_weights else ""
+        rows["slices of a microbatch"] = f"{made.slices}, {made.slice_lengths}{joined}"
     if made.vocab_parallel is not VocabularyParallel.NONE:
         rows["vocabulary parallelism"] = made.vocab_parallel
     if made.activation_offload is not Offload.NONE:
@@ -407,7 +352,7 @@ def _results(made: ScheduleReport) -> str:
 
 
 def _of_ranks(held: Sequence[float]) -> str:
-    """Return the microbatches that each rank holds, as text."""
+    """Return text on the microbatches that each rank stores."""
     most = max(held)
     if min(held) == most:
         return f"{counted(most, 'microbatch')} on every rank"
@@ -435,58 +380,39 @@ def _bound(certificate: Certificate, made: ScheduleReport) -> str:
     )
 
 
+# Options that torch.distributed.pipelining has nothing like.
+_NOT_TORCHS = ("vocab_parallel", "activation_offload", "recompute", "steps_overlap")
+
+
 def _check_options(
-    csv: Path | None,
-    vocab_parallel: VocabularyParallel,
-    certify: bool,
-    post_validation: bool,
-    pairs: bool,
+    options: ScheduleOptions, *, csv: Path | None, torch_csv: Path | None, certify: float | None
 ) -> None:
-    if csv is not None and vocab_parallel is not VocabularyParallel.NONE:
+    """Raise ValueError if a file or --certify does not go with ``options``."""
+    vocabulary = options.vocab_parallel
+    if csv is not None and vocabulary is not VocabularyParallel.NONE:
         raise ValueError(
-            f"--csv writes a table to which the passes of --vocab-parallel {vocab_parallel} "
+            f"--csv writes a table to which the passes of {option('vocab_parallel')} {vocabulary} "
             f"would be added a second time when the table is read: drop --csv or "
-            f"--vocab-parallel"
+            f"{option('vocab_parallel')}"
         )
-    if certify and pairs:
+    if certify is not None and options.pairs:
         raise ValueError(
-            "--certify bounds passes that run one after the other, and with --pairs passes "
-            "overlap: drop --certify or --pairs"
+            f"--certify bounds passes that run one after the other, and with {OVERLAP} passes "
+            f"overlap: drop --certify or {OVERLAP}"
         )
-    if certify and post_validation:
+    if certify is not None and options.steps_overlap:
+        late = option("post_validation")
         raise ValueError(
-            "--certify bounds the makespan, and with --post-validation a step costs the span: "
-            "drop --certify or --post-validation"
+            f"--certify bounds the makespan, and with {late} a step costs the span: drop --certify "
+            f"or {late}"
         )
-
-
-def _check_used(steps: int, seconds: float, *, is_drawn: bool, is_certified: bool) -> None:
-    """Raise ValueError if an option has no effect without another one."""
-    if steps > 1 and not is_drawn:
+    if torch_csv is None:
+        return
+    if wrong := [option(setting_of(name)) for name in _NOT_TORCHS if options.requests(name)]:
+        names = ", ".join(wrong)
         raise ValueError(
-            f"--steps {steps} are steps of a picture, a page or a trace: add --plot, --html or "
-            f"--trace, or drop --steps"
-        )
-    if seconds != _SECONDS and not is_certified:
-        raise ValueError(
-            f"--seconds {seconds:g} is the time limit of --certify: add --certify, or drop "
-            f"--seconds"
-        )
-
-
-def _check_for_torch(
-    vocab_parallel: VocabularyParallel, offload: Offload, recompute: str, post_validation: bool
-) -> None:
-    requested = {
-        "--vocab-parallel": vocab_parallel is not VocabularyParallel.NONE,
-        "--offload": offload is not Offload.NONE,
-        "--recompute": recompute != "none",
-        "--post-validation": post_validation,
-    }
-    if names := [name for name, is_requested in requested.items() if is_requested]:
-        raise ValueError(
-            f"--torch-csv: torch.distributed.pipelining has nothing like {', '.join(names)}; drop "
-            f"--torch-csv, or {', '.join(names)}"
+            f"--torch-csv: torch.distributed.pipelining has nothing like {names}; drop "
+            f"--torch-csv, or {names}"
         )
 
 
@@ -502,7 +428,7 @@ def _certified(certificate: Certificate | None) -> dict[str, float | None]:
 
 
 def _differing(text: str | None, microbatches: int, replicas: int) -> MicrobatchLoads | None:
-    """Return the unequal microbatches that ``text`` describes; None if it is None."""
+    """Return the unequal microbatches that ``text`` describes; None if ``text`` is None."""
     if text is None:
         if replicas > 1:
             raise ValueError(
@@ -528,7 +454,7 @@ def _with_unequal(
 
 
 def _of_unequal(unequal: UnequalMicrobatches | None) -> dict[str, Any]:
-    """Return the printed rows of ``unequal``, by name; none if it is None."""
+    """Return the printed rows of the figures ``unequal``, by name; none if they are None."""
     if unequal is None:
         return {}
     printed = {

@@ -1,4 +1,8 @@
-"""Files that ``megatron-ext simulate`` writes: tables, programs, traces, pictures and pages."""
+"""Files that ``megatron-ext simulate`` writes: tables, programs, traces, pictures and pages.
+
+Each is another view of the same program. Whether it can be written is checked before the program is
+made, which may take minutes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from megatron_ext.viz.page.write import Page, check_page, write_page
 
 @dataclass(frozen=True)
 class SimulationFiles:
-    """Files to write; None for one that was not requested."""
+    """Files of a simulation to write; None for one that was not requested."""
 
     csv: Path | None
     torch_csv: Path | None
@@ -37,7 +41,8 @@ class SimulationFiles:
     page: Path | None
 
     def check(self) -> None:
-        """Raise ValueError for a file that cannot be written, before anything is made for it."""
+        """Raise ValueError for a file of a simulation that cannot be written, before anything is
+        made for it."""
         for file in (self.csv, self.torch_csv, self.program):
             if file is not None and not file.parent.is_dir():
                 raise ValueError(f"{file}: there is no folder {file.parent}")
@@ -76,7 +81,7 @@ class SimulationFiles:
             write_page(Page(f"{resolved.spec} on {on}", runs, command_line()), self.page)
 
     def name(self, program: Program) -> None:
-        """Print the paths of the files, and how to look at them or use them."""
+        """Print the paths of the written files, and how to look at them or use them."""
         if self.torch_csv is not None:
             problem = program.problem
             typer.echo(for_torchtitan(problem.placement, problem.microbatches, self.torch_csv))
@@ -107,7 +112,7 @@ def _reference_program(resolved: ResolvedSpec, problem: Problem) -> Program:
 
 
 def _differing(reference: Program, program: Program) -> tuple[Program, ...]:
-    """Return ``program`` behind ``reference``, or alone if the two are the same."""
+    """Return ``program`` behind the baseline ``reference``, or alone if the two are the same."""
     return (program,) if reference.digest == program.digest else (reference, program)
 
 

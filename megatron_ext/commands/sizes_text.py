@@ -1,4 +1,8 @@
-"""The verdict of ``megatron-ext plan --any-sizes`` in at most ten lines."""
+"""The verdict of ``megatron-ext plan --any-sizes`` in at most ten lines.
+
+A gain from other sizes may rest on parts of the estimate that no measurement has checked. The lines
+name these parts, and what our schedules add to what better sizes give alone.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from megatron_ext.base.words import bytes_text, counted
 from megatron_ext.planner.candidate import ALIKE
 from megatron_ext.planner.sizes.sizes_plan import SizedAlternative, SizesPlan
 from megatron_ext.planner.verdict import WORTH, candidate_name
-from megatron_ext.schedule.problem import Offload
 
 
 def sizes_lines(made: SizesPlan) -> Iterator[str]:
@@ -47,7 +50,7 @@ def sizes_lines(made: SizesPlan) -> Iterator[str]:
 
 
 def _are_same(one: SizedAlternative, other: SizedAlternative | None) -> bool:
-    """Whether two alternatives have the same sizes, schedule, recompute and layout."""
+    """Return whether two alternatives have the same sizes, schedule, recompute and layout."""
     if other is None:
         return False
     before, after = (
@@ -58,8 +61,8 @@ def _are_same(one: SizedAlternative, other: SizedAlternative | None) -> bool:
 
 
 def _not_checked(made: SizesPlan) -> Iterator[str]:
-    """Name the parts of the estimates that no measurement has checked, and the answers that rest on
-    them."""
+    """Return text that names the parts of the estimates that no measurement has checked, and the
+    answers that rest on them."""
     answers = {"now": made.baseline, "control": made.control, "any": made.best}
     parts: dict[str, list[str]] = {}
     for name, one in answers.items():
@@ -83,7 +86,7 @@ def _found(made: SizesPlan, one: SizedAlternative | None) -> str:
     words = [one.title] if made.baseline is None or one.sizes != made.baseline.sizes else []
     schedule = candidate_name(one.candidate)
     words.append(f"under {schedule}" if words else schedule)
-    if one.candidate.report.activation_offload is not Offload.NONE:
+    if one.candidate.report.offloads:
         words.append("with offload")
     if made.baseline is not None and one.recompute != made.baseline.recompute:
         words.append(f"with recompute {one.recompute}")

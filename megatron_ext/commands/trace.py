@@ -1,4 +1,9 @@
-"""``megatron-ext trace``: the time of measured steps by its causes."""
+"""``megatron-ext trace``: the time of measured steps by its causes.
+
+A trace has thousands of passes; the question is why a step took longer than its passes. The command
+prints the parts of its time, the largest single causes, and for Megatron's own step what our
+schedules would take.
+"""
 
 from __future__ import annotations
 

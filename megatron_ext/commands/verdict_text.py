@@ -1,4 +1,8 @@
-"""The verdict of a plan in at most ten lines."""
+"""The verdict of a plan in at most ten lines.
+
+Most users read no table. These lines say what they have, what they should write, what it gains,
+what it rests on, and that nothing is worth a change if that is so.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,8 @@ _SHOWN = 3  # names of a tie
 
 
 def verdict_lines(made: JobPlan) -> Iterator[str]:
-    """Return the lines on the recommendation of ``made``, its gain, and the flags to write."""
+    """Return the lines on the recommendation of the plan ``made``, its gain, and the flags to
+    write."""
     found = made.verdict
     taken = found.taken
     yield f"now:       {_baseline(made)}"
@@ -68,7 +73,8 @@ def _change(made: JobPlan, taken: Alternative) -> Iterator[str]:
 
 
 def _unequal(made: JobPlan, gains: UnequalGains) -> Iterator[str]:
-    """Say what arranging the microbatches gains, and the flags for it."""
+    """Return text on what another order and dealing of the microbatches gains, and the flags for
+    it."""
     if gains.refused and not gains.flags:
         yield f"unequal:   nothing is arranged, which may save {gains.most:.1%}: {gains.refused}"
         return
@@ -116,8 +122,8 @@ def _no_gain(found: Verdict) -> str:
 
 
 def _not_compared(made: JobPlan) -> str:
-    """Name what was not compared to its end because the time of the plan was over; return "" if
-    everything was."""
+    """Return text that names what was not compared to its end because the planning time was over;
+    "" if everything was."""
     if not made.is_short:
         return ""
     return f"; the time of the plan ended before all was compared{_kinds_not_compared(made)}"
@@ -131,8 +137,8 @@ _REFUSAL = re.compile(r"--pipeline-schedule \S+ (does not go with .*)")
 
 
 def _all_of_ours_refused(made: JobPlan) -> str:
-    """Return the commonest reason, and what to write, if settings of Megatron refuse all of our
-    schedules; else ""."""
+    """Return the most frequent reason, and what to write, if settings of Megatron rule out all of
+    our schedules; else ""."""
     if not all(is_stock(candidate) for candidate in made.plan.candidates):
         return ""
     found = map(_REFUSAL.search, made.plan.refusals.values())
@@ -167,7 +173,8 @@ def _gain(made: JobPlan, taken: Alternative) -> str:
         return text
     of_stock = found.saving_of(stock)
     text += f": {of_stock:.1%} by Megatron's own flags ({made.of_stock}), "
-    if taken.seconds > (1 - WORTH) * stock.seconds:  # so it is taken for its memory
+    # The time gained is too small, so the schedule was chosen for its memory.
+    if taken.seconds > (1 - WORTH) * stock.seconds:
         less = _amount(stock, stock.holds - taken.holds)
         return f"{text}and ours take {less} less in the same time"
     return f"{text}{gain - of_stock:.1%} by ours"
@@ -182,7 +189,7 @@ def _unit(made: JobPlan) -> str:
 
 
 def _amount(one: Alternative, held: float) -> str:
-    """Return ``held``, in the unit of the memory of ``one``, as text."""
+    """Return the memory ``held``, in the unit of the alternative ``one``, as text."""
     is_known = one.candidate.fullest is not None
     return bytes_text(held) if is_known else counted(round(held, 2), "microbatch")
 

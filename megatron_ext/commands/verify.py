@@ -1,4 +1,8 @@
-"""``megatron-ext verify``: a proof of a schedule file."""
+"""``megatron-ext verify``: a proof of a schedule file.
+
+A table from elsewhere may be incomplete or may hang. The proof that every schedule of a training
+passes tells where it fails, on any machine.
+"""
 
 from __future__ import annotations
 

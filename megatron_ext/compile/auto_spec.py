@@ -17,7 +17,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class PlacedSearch:
-    """The search for schedules on one placement, with ``chunks`` a rank."""
+    """Search for schedules on one placement, with ``chunks`` a rank."""
 
     placement: str
     chunks: int
@@ -34,8 +34,8 @@ _PLACEMENTS = tuple(dict.fromkeys(search.placement for search in SEARCHES))
 
 
 def auto_searches(spec: str) -> tuple[str, ...] | None:
-    """Return the specs that ``spec`` stands for, one or several to choose from; None if it is no
-    ``auto``.
+    """Return the specs of searches that ``spec``, an ``auto``, stands for, one or several to choose
+    from; None if it is no ``auto``.
 
     Raises:
         ValueError: an option is not understood, or no search remains.

@@ -38,7 +38,7 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, Transform
 
-_TRIES = 4  # times that the memory of messages is subtracted from that of passes
+_TRIES = 4  # number of times that the memory of messages is subtracted from that of passes
 
 
 def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
@@ -51,7 +51,7 @@ def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
         ValueError: this machine has too little memory to build so large a program.
     """
-    # Refusals that need no schedule.
+    # Some requests are refused without a schedule.
     check_size(problem)
     _check_slices(resolved, problem)
     features = build_hooks_of(problem)
@@ -67,13 +67,13 @@ def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
         for feature in features:
             if (program := feature.program(construction)) is not None:
                 return program
-        # The family's passes; transforms and proof.
+        # The schedule is made of the family's passes and the transforms, and then proved.
         passes, schedule = construction.within_limit()
         return _proof(passes, construction.problem, schedule)
 
 
 def prove_built(schedule: Schedule, problem: Problem) -> Program:
-    """Return the program of a ``schedule`` that `build_program` has made in another process.
+    """Return the proved program of a ``schedule`` that `build_program` has made in another process.
 
     Args:
         problem: the problem of that program, with its own costs.
@@ -102,16 +102,16 @@ def complete(schedule: Schedule, problem: Problem) -> Program:
 
 @dataclass(frozen=True)
 class _Construction(Construction):
-    """Construction whose parts are the functions of this file."""
+    """Construction of a program whose parts are the functions of this file."""
 
     @override
     def passes(self, limit: MemoryLimit | None) -> Schedule:
         alone, features = self.problem, build_hooks_of(self.problem)
-        # The problem as the family sees it.
+        # Features change the problem that the family sees.
         for feature in features:
             alone = feature.for_family(self.resolved, alone)
         alone = replace(alone, memory_limit=limit, first_trained_stage=0)
-        # The family, within the features that change its passes.
+        # The family runs within the contexts of the features that change its passes.
         family = self.resolved.build
         for feature in features:
             family = partial(feature.made, self.resolved, family)
@@ -136,8 +136,8 @@ class _Construction(Construction):
         return replace(self, resolved=resolved, problem=problem)
 
     def within_limit(self) -> tuple[Schedule, Schedule | None]:
-        """Return the family's passes within the memory limit, and the same passes transformed, if
-        they are."""
+        """Return the family's passes within the memory limit, and the same passes transformed if
+        features have done that."""
         limit = self._limit_of_passes()
         passes, schedule = self.passes(limit), None
         if limit is not None and limit.bytes is not None:
@@ -182,13 +182,13 @@ class _Construction(Construction):
                 made = self.passes(MemoryLimit(bytes=allowed))
             except ValueError:
                 break
-            if made != smaller:  # not all families can do with less
+            if made != smaller:  # not every family can lower its memory
                 smaller, schedule = made, _transformed(made, problem)
         return first
 
 
 _PROOFS: ContextVar[deque[tuple[Schedule, Program]] | None] = ContextVar("kept", default=None)
-_PROGRAMS = 2  # they are large
+_PROGRAMS = 2  # number of cached programs, which are large
 
 
 @contextlib.contextmanager
@@ -236,7 +236,7 @@ def _cached(passes: Schedule, problem: Problem) -> Program | None:
 
 
 def _limit_inserts(problem: Problem) -> bool:
-    """Return whether the inserted actions depend on the memory limit."""
+    """Return whether the actions that transforms insert depend on the memory limit."""
     return any(feature.inserts_by_limit for feature in build_hooks_of(problem))
 
 
@@ -268,11 +268,11 @@ def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
         transforms += feature.before_messages(problem)
     if problem.forward_only:
         transforms.append(keep_forward)
-    # Sends and receives, their places in the rows, and the waits for sends.
+    # This inserts sends and receives into the rows, and the waits for sends.
     transforms += [communicate, order_messages, await_sends]
     if problem.first_trained_stage and not problem.forward_only:
         transforms.append(drop_frozen_prefix)
-    # Other actions of features: copies to the host, messages once a step.
+    # This inserts the actions of features: copies to the host, messages once a step.
     for feature in features if not problem.forward_only else ():
         transforms += feature.after_messages(problem)
     for transform in transforms:
@@ -281,7 +281,7 @@ def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _check_passes(schedule: Schedule, problem: Problem) -> None:
-    """Refuse passes that a family must not make of ``problem``, with the stages that transforms
+    """Refuse passes that a family must not make of ``problem``, including stages that transforms
     remove."""
     alone = problem
     for feature in build_hooks_of(problem):

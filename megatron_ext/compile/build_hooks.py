@@ -16,7 +16,8 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Family, Schedule, Transform
 
-_LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # factors of the memory limit for families
+# Factors by which the memory limit for families is raised at first.
+_LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ class Construction(ABC):
 
     @abstractmethod
     def transformed(self, passes: Schedule, limit: MemoryLimit | None) -> Schedule:
-        """Return ``passes`` with all inserted actions, which fit into ``limit``."""
+        """Return ``passes`` with all inserted actions, if these fit into ``limit``."""
 
     @abstractmethod
     def proved(self, passes: Schedule) -> Program:
-        """Return the program of ``passes``.
+        """Return the proved program of ``passes``.
 
         Raises:
             InvalidSchedule: it does not solve the problem, or not within its memory limit.
@@ -64,7 +65,7 @@ class Construction(ABC):
 
     @abstractmethod
     def of(self, resolved: ResolvedSpec, problem: Problem) -> Construction:
-        """Return the construction of another program."""
+        """Return the construction of the program of another schedule or problem."""
 
     @property
     def looser_limits(self) -> list[MemoryLimit | None]:
@@ -75,7 +76,7 @@ class Construction(ABC):
 
 
 class BuildHooks:
-    """Part of one feature in the construction of programs. It has no state.
+    """Part that one feature takes in the construction of programs. It has no state.
 
     Attributes:
         inserts_by_limit: whether the inserted actions depend on the memory limit.
@@ -88,14 +89,14 @@ class BuildHooks:
         raise NotImplementedError
 
     def check(self, resolved: ResolvedSpec, problem: Problem) -> None:
-        """Refuse a schedule that does not go with the feature."""
+        """Refuse a schedule that does not go with this feature."""
 
     def with_own_costs(self, problem: Problem) -> Problem:
-        """Return ``problem`` with the costs that its passes have with the feature."""
+        """Return ``problem`` with the costs that its passes have under this feature."""
         return problem
 
     def without(self, problem: Problem) -> Problem:
-        """Return ``problem`` as a family sees it that does not know of the feature."""
+        """Return ``problem`` as a family sees it that does not know of this feature."""
         return problem
 
     def for_family(self, resolved: ResolvedSpec, problem: Problem) -> Problem:
@@ -104,26 +105,28 @@ class BuildHooks:
 
     def made(self, resolved: ResolvedSpec, family: Family, problem: Problem) -> Schedule:
         """Return the compute actions of ``resolved`` for ``problem``, as its family sees it.
-        ``family`` makes them without the feature."""
+        ``family`` makes them without this feature."""
         return family(problem)
 
     def completed(self, passes: Schedule, problem: Problem) -> Schedule:
-        """Return ``passes``, which stood fast before, as the family's would be with the
+        """Return given ``passes`` with the actions that the family would have made for this
         feature."""
         return passes
 
     def limit_of_passes(self, limit: MemoryLimit, problem: Problem) -> MemoryLimit:
-        """Return ``limit`` less what the inserted actions hold."""
+        """Return the memory ``limit`` less what this feature's inserted actions hold."""
         return limit
 
     def before_messages(self, problem: Problem) -> Sequence[Transform]:
-        """Return what inserts passes into a schedule without messages."""
+        """Return the transform that inserts this feature's passes into a schedule without
+        messages."""
         return ()
 
     def after_messages(self, problem: Problem) -> Sequence[Transform]:
-        """Return what inserts actions into a schedule with its messages."""
+        """Return the transform that inserts this feature's actions into a schedule with its
+        messages."""
         return ()
 
     def program(self, construction: Construction) -> Program | None:
-        """Return the program if the feature constructs it in a way of its own."""
+        """Return the proved program if this feature constructs it in a way of its own."""
         return None

@@ -1,4 +1,9 @@
-"""A family of a user's Python file, whose results are checked when it returns them."""
+"""A family of a user's Python file, whose results are checked when it returns them.
+
+A family is a function from a problem to a schedule, and everybody can write one. Its mistakes would
+otherwise show much later, as an error deep in the proof or in the search. So what it returns is
+checked at once, and the error names the user's file.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,8 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
 
-_MOST = 2**31 // len(KINDS)  # numbers have 32 bits, and stage and kind share one number (`columns`)
+# Most numbers of a table: stage and kind share one 32-bit number (`columns`).
+_MOST = 2**31 // len(KINDS)
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
@@ -35,7 +41,7 @@ class CheckedFamily:
     searches: bool = False
 
     def placement(self, place: Callable[..., Placement]) -> Callable[..., Placement]:
-        """Return ``place`` with a check that its placement uses all ranks and no others."""
+        """Return ``place`` with a check that the placement uses all ranks and no others."""
 
         @functools.wraps(place)
         def checked(ranks: int, **options: Any) -> Placement:
@@ -85,7 +91,8 @@ class CheckedFamily:
         return checked
 
     def _checked(self, schedule: Schedule) -> Schedule:
-        """Return ``schedule`` with its rows as tuples, and kinds given as text as `Kind`."""
+        """Return ``schedule`` with its rows as tuples, and kinds of actions given as text as
+        `Kind`."""
         if not isinstance(schedule.placement, Placement):
             raise self._error(
                 f"{self.name} has {shown(repr(schedule.placement))} for a placement; write "

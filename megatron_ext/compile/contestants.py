@@ -1,4 +1,8 @@
-"""Contestants of a race: schedules of one placement, compared with a baseline."""
+"""Contestants of a race: schedules of one placement, compared with a baseline.
+
+They are known before a training begins, because patches and memory depend on all of them. Only
+schedules of one placement can race: a model's stages do not move between steps.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,15 @@ from megatron_ext.schedule.stock_executor import STOCK
 
 
 class RaceThen(enum.StrEnum):
-    """Schedules that a training may go on under when its race is over."""
+    """Schedules that a training may run after its race is over."""
 
     WINNER = "winner"
-    REPORT = "report"  # the baseline; the race only reports its figures
+    REPORT = "report"  # the baseline of a race that only reports figures
 
 
 @dataclass(frozen=True)
 class Contestants:
-    """Schedules of a race, as the user wrote them, the baseline first."""
+    """Schedules that compete in a race, as the user wrote them, the baseline first."""
 
     specs: tuple[str, ...]
 
@@ -36,7 +40,7 @@ class Contestants:
 
     @property
     def order_of_baseline(self) -> str:
-        """Words on whether the baseline's order of passes is stock's."""
+        """Words that say whether the baseline's order of passes is stock's."""
         name = family_name(self.baseline)
         return "stock's order" if name in STOCK else "no order of stock's, which has no such stages"
 

@@ -17,13 +17,14 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
 CHOICES = ("auto", "yes", "no")
-_WORTH = 1.001  # eager has to be shorter by this factor to be worth its memory
+_WORTH = 1.001  # an eager schedule must be shorter by this factor to be worth its memory
 
 
 def eager_or_not(
     name: str, problem: Problem, requested: str, build: Callable[[bool], Schedule]
 ) -> Schedule:
-    """Return the schedule of ``build``, eager or not.
+    """Return the better of the schedules that ``build`` makes with and without eager forward
+    passes.
 
     Args:
         requested: one of `CHOICES`. ``auto`` chooses the eager schedule if microbatches are cut

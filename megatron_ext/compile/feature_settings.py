@@ -1,24 +1,47 @@
-"""Settings of the features that a folder holds whole, which `PipelineConfig` has as fields."""
+"""Settings of the features that a folder holds whole, which `PipelineConfig` has as fields.
+
+The config declares its fields from this table, so that a feature's settings are written in its own
+folder.
+"""
 
 from __future__ import annotations
 
 from megatron_ext.base.setting import FeatureSettings
+from megatron_ext.features.arrangement.settings import ARRANGEMENT_SETTINGS
 from megatron_ext.features.metrics.settings import METRICS_SETTINGS
+from megatron_ext.features.offload.settings import OFFLOAD_SETTINGS
+from megatron_ext.features.post_validation.settings import POST_VALIDATION_SETTINGS
 from megatron_ext.features.profile.settings import PROFILE_SETTINGS
 from megatron_ext.features.race.settings import RACE_SETTINGS
+from megatron_ext.features.shared_prompts.settings import (
+    SHARED_PROMPTS_SETTINGS,
+)
+from megatron_ext.features.shared_prompts.settings import (
+    SharedPrompts as SharedPrompts,
+)
 from megatron_ext.features.split_report.settings import SPLIT_REPORT_SETTINGS
 from megatron_ext.features.trace.settings import TRACE_SETTINGS
+from megatron_ext.features.vocabulary.settings import VOCABULARY_SETTINGS
 
-# In the order in which their conflicts are looked for.
+# Features in the order in which their conflicts are looked for.
 FEATURES: tuple[FeatureSettings, ...] = (
     SPLIT_REPORT_SETTINGS,
     METRICS_SETTINGS,
     TRACE_SETTINGS,
+    ARRANGEMENT_SETTINGS,
+    VOCABULARY_SETTINGS,
+    OFFLOAD_SETTINGS,
+    POST_VALIDATION_SETTINGS,
     PROFILE_SETTINGS,
     RACE_SETTINGS,
+    SHARED_PROMPTS_SETTINGS,
 )
 
 DECLARED = {name: metadata for feature in FEATURES for name, metadata in feature.declared.items()}
 WATCHING = [name for feature in FEATURES if feature.only_watches for name in feature.declared]
 NAMING_SCHEDULES = ["schedule", *(name for name in DECLARED if "names_schedules" in DECLARED[name])]
 WATCHING_STOCK = [name for name in WATCHING if "on_stock" in DECLARED[name]]
+# Settings that have another name than the option of a schedule which they request, by option.
+SETTING_OF_OPTION = {
+    metadata["option"]: name for name, metadata in DECLARED.items() if "option" in metadata
+}

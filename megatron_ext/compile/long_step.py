@@ -30,16 +30,16 @@ from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
-_PERIODS = 5  # in the shortest step that is tried; each next one has about twice as many
+_PERIODS = 5  # periods of the shortest step that is tried; each further one has about twice as many
 _RECOMPUTES = by_kind(lambda rule: rule.repeats is not None)
 _REPEATED = {rule.repeats for rule in RULES.values()}
 _MADE = np.array([kind in _REPEATED for kind in KINDS])
-_LONG = 1.5  # times a shorter step's microbatches: below that the long step itself is built
+_LONG = 1.5  # Below this multiple of a shorter step's microbatches the long step itself is built.
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Figures of a schedule.
+    """Simulated figures of a long step.
 
     Attributes:
         held_bytes: the peak of each rank; None if the costs have no bytes.
@@ -53,7 +53,8 @@ class Simulated:
 
 
 class HoldsMore(ValueError):
-    """Refusal of a long step that holds more with each microbatch, and soon too much."""
+    """Refusal of a long step whose memory grows with each microbatch, and soon exceeds the
+    limit."""
 
 
 def simulate_step(
@@ -64,8 +65,8 @@ def simulate_step(
     all_microbatches: bool = False,
     most: Sequence[float] | None = None,
 ) -> Simulated:
-    """Return the figures of ``resolved`` for ``problem``, from the repeating part of a shorter step
-    if it has one.
+    """Return the simulated figures of ``resolved`` for ``problem``, from the repeating part of a
+    shorter step if it has one.
 
     Args:
         whole: build all microbatches.
@@ -115,7 +116,7 @@ def _check_growth(
 
 
 def _fewer(resolved: ResolvedSpec, problem: Problem) -> Iterator[int]:
-    """Yield numbers of microbatches to try, the smallest first."""
+    """Yield numbers of microbatches for shorter steps to try, the smallest first."""
     period = _period(resolved, problem)
     number = _PERIODS * period + problem.microbatches % period
     while _LONG * number <= problem.microbatches:
@@ -138,8 +139,8 @@ def _shorter(
     number: int,
     build: Callable[[ResolvedSpec, Problem], Program],
 ) -> tuple[Program, ScheduleReport] | None:
-    """Return the step of ``number`` microbatches; None if it is refused with a text that may name
-    the number.
+    """Return the problem of a step of ``number`` microbatches; None if it is refused with a text
+    that may name the number.
 
     Raises:
         InvalidSchedule: as `report`.
@@ -155,8 +156,8 @@ def _shorter(
 def _by_repeating_part(
     program: Program, made: ScheduleReport, microbatches: int, period: int
 ) -> Simulated | None:
-    """Return the figures of a step of ``microbatches``; None if ``program`` does not determine
-    them."""
+    """Return the simulated figures of a step of ``microbatches``; None if ``program`` does not
+    determine them."""
     part = repeating_part(program, (1, period))
     if part is None:
         return None
@@ -173,7 +174,8 @@ def _by_repeating_part(
 def _with_periods(
     made: ScheduleReport, program: Program, part: RepeatingPart, times: int
 ) -> ScheduleReport:
-    """Return ``made``, the report of ``program``, with its period repeated ``times`` more."""
+    """Return ``made``, the report of ``program``, with its repeating part repeated ``times``
+    more."""
     more = times * part.seconds
     makespan, span = made.makespan + more, made.span + more
     work = made.work + times * part.work / made.pp
@@ -211,7 +213,8 @@ def simulated_in_full(
     problem: Problem,
     build: Callable[[ResolvedSpec, Problem], Program] = build_program,
 ) -> Simulated:
-    """Return the figures of ``resolved`` for ``problem``, built whole. Raises as `report`."""
+    """Return the simulated figures of ``resolved`` for ``problem``, built whole. Raises as
+    `report`."""
     program, made = report(resolved, problem, build)
     return Simulated(made, _held_bytes(program), has_all_microbatches=True)
 

@@ -1,4 +1,9 @@
-"""Guard around the code of a user's schedule file, which may fail, exit, or never end."""
+"""Guard around the code of a user's schedule file, which may fail, exit, or never end.
+
+Such a file is code of somebody else that runs within ours. Its exceptions become one error that
+names the file and the line, except a refusal that it raises on purpose; and code that does not end
+is stopped.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from megatron_ext.base.progress import duration, task
 from megatron_ext.base.words import shown
 
 _OURS = Path(__file__).parents[1]
-LONGEST = 600.0  # most seconds of code that does not declare itself a search
+LONGEST = 600.0  # longest time in seconds for code that does not declare itself a search
 
 
 @contextlib.contextmanager
@@ -64,14 +69,14 @@ def _is_refusal(error: ValueError, path: Path) -> bool:
 
 
 def _line_of(error: BaseException, path: Path) -> str:
-    """Return ``, line 7``: the line of the file at ``path`` that ``error`` came from, if it came
-    from one."""
+    """Return text such as ``, line 7``: the line of the file at ``path`` at which ``error`` was
+    raised, if it was in that file."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     return f", line {lines[-1]}" if lines else ""
 
 
-class _TimeIsUp(BaseException):  # not an Exception, which the code may catch
+class _TimeIsUp(BaseException):  # not an Exception, which the interrupted code may catch
     pass
 
 
@@ -93,6 +98,6 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if left:  # a timer that was already running
+        if left:  # another timer was already running
             left = max(left - (time.monotonic() - start), 0.001)
             signal.setitimer(signal.ITIMER_REAL, left, interval)

@@ -97,8 +97,8 @@ def output_layer_waits(program: Program) -> bool:
 
 
 def costs_in(program: Program, costs: Costs) -> Costs:
-    """Return ``costs`` as distributed over the passes of ``program``: with the output layer's
-    weight gradient in I or in W, as the program places it."""
+    """Return ``costs`` by the passes of ``program``: the output layer's weight gradient counts in I
+    or in W, where the program computes it."""
     problem = program.problem
     if problem.options.vocab_parallel is not VocabularyParallel.NONE:
         return share_vocabulary(costs, problem.placement, problem.options.vocab_parallel)
@@ -108,7 +108,7 @@ def costs_in(program: Program, costs: Costs) -> Costs:
 
 
 def with_input_gradient(costs: Costs) -> Costs:
-    """Return ``costs`` with the output layer's weight gradient in I, if they give its costs."""
+    """Return ``costs`` with the output layer's weight gradient in I, if they have its seconds."""
     if costs.vocabulary is None or not costs.vocabulary.output_layer[2]:
         return costs
     forward, input_gradient, weight_gradient = costs.vocabulary.output_layer
@@ -126,7 +126,7 @@ def with_input_gradient(costs: Costs) -> Costs:
 
 
 def _last_plus(figures: tuple[float, ...], more: float) -> tuple[float, ...]:
-    return (*figures[:-1], max(figures[-1] + more, 0.0))  # rounding may leave less than 0
+    return (*figures[:-1], max(figures[-1] + more, 0.0))  # rounding may leave a figure below 0
 
 
 def _fits(program: Program) -> bool:

@@ -1,4 +1,8 @@
-"""Gains of post-validation, which lets the steps of some schedules overlap."""
+"""Gains of post-validation, which lets the steps of some schedules overlap.
+
+Overlapping steps cost the span in place of the makespan, which is less for a few schedules only. A
+schedule that would gain nothing by it is refused, with the names of those that gain.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,18 @@ from megatron_ext.compile.program.simulate import simulate, step_seconds
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import entries
 
-_LEAST = 1e-3  # of the makespan: a smaller gain is not worth it
+_LEAST = 1e-3  # least gain as a share of the makespan; a smaller one is not worth it
 
 
 def is_gain(makespan: float, step: float) -> bool:
-    """Return whether overlapping steps, of ``step`` seconds each, are enough shorter than a single
-    step of ``makespan`` seconds."""
+    """Return whether overlapping steps, of ``step`` seconds each, are enough shorter than a
+    synchronous step of ``makespan`` seconds."""
     return step < makespan * (1 - _LEAST)
 
 
 def what_overlapping_gains(program: Program) -> str:
-    """Return a line on the gain of post-validation, which ``program`` has: its step compared with
-    its makespan."""
+    """Return a line on the gain of post-validation in ``program``: the seconds of its overlapping
+    step compared with its makespan."""
     makespan, step = _figures(program)
     if not is_gain(makespan, step):
         return (
@@ -32,7 +36,7 @@ def what_overlapping_gains(program: Program) -> str:
 
 
 def check_overlaps(program: Program) -> None:
-    """Raise ValueError if post-validation, which ``program`` has, makes its steps no shorter."""
+    """Raise ValueError if post-validation in ``program`` makes its steps no shorter."""
     makespan, step = _figures(program)
     if not is_gain(makespan, step):
         raise ValueError(
@@ -45,7 +49,8 @@ def check_overlaps(program: Program) -> None:
 
 
 def _overlapping_families() -> str:
-    """Return the names of the families whose steps overlap: fewer chunks first, searches last."""
+    """Return the names of the schedule families whose steps overlap: fewer chunks first, searches
+    last."""
     able = [entry for entry in entries().values() if entry.traits.steps_overlap]
     able.sort(key=lambda entry: (entry.place(2).chunks, entry.traits.searches, entry.name))
     *others, last = (entry.name for entry in able)

@@ -1,4 +1,10 @@
-"""Pairs of passes that run as one, added to schedules that can have them if they are requested."""
+"""Pairs of passes that run as one, added to schedules that can have them if they are requested.
+
+A pair is a forward and a backward pass of a rank, run side by side so that one computes while the
+other waits for experts' messages. Families and searches need not know of pairs, as these are added
+to finished passes. With a search the other families of its placement compete, since the order that
+is best without pairs need not be the best with them.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +23,11 @@ from megatron_ext.schedule.schedule import Family, Schedule
 
 
 class OverlapBuild(BuildHooks):
-    """Pairs of a forward and a backward pass that run as one."""
+    """Construction of programs with overlapped forward and backward passes."""
 
     @override
     def is_on(self, problem: Problem) -> bool:
-        return True  # a schedule that has pairs loses them if none are requested
+        return True  # a schedule with overlapped passes loses them if they are not requested
 
     @override
     def check(self, resolved: ResolvedSpec, problem: Problem) -> None:
@@ -56,7 +62,8 @@ class OverlapBuild(BuildHooks):
 
 
 def with_pairs(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule``, which has passes only, with pairs if ``problem`` requests them."""
+    """Return ``schedule``, which has compute actions only, with overlapped passes if ``problem``
+    requests them."""
     if not problem.options.pairs or problem.forward_only:
         return replace(schedule, pairs=frozenset()) if schedule.pairs else schedule
     return overlap_passes(schedule, problem)
@@ -66,7 +73,7 @@ def _others(alone: Problem, problem: Problem) -> Iterator[Schedule]:
     for resolved in on_placement(problem.placement):
         try:
             schedule = with_pairs(resolved.build(alone), problem)
-        except ValueError:  # it has no pairs, or does not fit
+        except ValueError:  # the schedule has no passes to overlap, or does not fit
             continue
         amount, allowed = in_microbatches(schedule), problem.held_by_1f1b
         allowed += 1 / problem.placement.chunks

@@ -22,13 +22,14 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem, Recompute
 from megatron_ext.schedule.schedule import Schedule, Transform
 
-_TRIES = 4  # times that a limit is tried between one that is enough and one that is not
-_STEP = 0.05  # least share of the passes' memory that is subtracted at a time
-_NOT_MUCH_LESS = 0.8  # times what a schedule needs: lower end of the search for a sufficient limit
+_TRIES = 4  # number of limits that are tried between one that is enough and one that is not
+_STEP = 0.05  # Least share of the passes' memory that the limit is lowered by at a time.
+# Lowest limit that is tried, as a share of the memory that a schedule requires.
+_NOT_MUCH_LESS = 0.8
 
 
 class RecomputeBuild(BuildHooks):
-    """Recomputation of activations, chosen by the transform or by the family itself."""
+    """Recompute of activations, chosen by the transform or by the family itself."""
 
     inserts_by_limit = True
 
@@ -58,7 +59,8 @@ class RecomputeBuild(BuildHooks):
 
 def _is_placed_by(resolved: ResolvedSpec, problem: Problem) -> bool:
     """Return whether the family itself chooses the activations to recompute."""
-    if problem.forward_only or problem.slices.count > 1:  # a search of slices recomputes none
+    # Searches for sliced microbatches recompute nothing.
+    if problem.forward_only or problem.slices.count > 1:
         return False
     return resolved.traits.fits_recompute and problem.options.recompute.fit
 
@@ -71,7 +73,7 @@ def _shortest(construction: Construction) -> Program:
     """
     resolved, problem = construction.resolved, construction.problem
     if resolved.traits.searches and problem.slices.count > 1:
-        resolved = resolved.without_search  # not a search for each limit
+        resolved = resolved.without_search  # the search is not repeated for each limit
     programs, refusals = _programs(construction.of(resolved, problem))
     if programs:
         return min(programs, key=lambda program: step_seconds(program, problem.costs))
@@ -145,7 +147,8 @@ def _proved_in_bytes(passes: Schedule, construction: Construction) -> Program:
         over = max(peaks(schedule, in_bytes(problem.costs))) - limit.bytes
         if over <= 0:
             break
-        allowed -= math.ceil(max(over, _STEP * allowed))  # recompute frees large pieces
+        # The limit falls in large steps, since recompute frees large pieces.
+        allowed -= math.ceil(max(over, _STEP * allowed))
         if allowed <= 0:
             break
         schedule = construction.transformed(passes, MemoryLimit(bytes=allowed))

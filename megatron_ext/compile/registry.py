@@ -1,4 +1,9 @@
-"""Registry of families, and the conversion of a user's ``NAME[:key=value,...]`` into a schedule."""
+"""Registry of families, and the conversion of a user's ``NAME[:key=value,...]`` into a schedule.
+
+A user names a schedule by a text: a family with options, a search that stands for several, a table,
+or a file with a family of their own. All of them become a `ResolvedSpec`, from which placement and
+schedule are made. Misspelt names and options are refused with what was probably meant.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +56,7 @@ class Maturity(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of the schedules of a family.
+    """Properties of a family's schedules.
 
     Attributes:
         splits_backward: whether the schedules have I and W, and not B alone.
@@ -107,7 +112,7 @@ def family(
     at_once: Callable[..., Schedule] | None = None,
     **traits: bool,
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
-    """Register the decorated function as the family ``name``.
+    """Register the decorated function as the schedule family ``name``.
 
     Args:
         place: function from a number of ranks to the placement.
@@ -139,7 +144,7 @@ def family(
 
 @functools.cache
 def entries() -> dict[str, FamilyEntry]:
-    """Return our registered families by name, in the order of their files."""
+    """Return our registered schedule families by name, in the order of their files."""
     from megatron_ext import schedule_families as families
 
     for module in pkgutil.iter_modules(families.__path__):
@@ -161,21 +166,21 @@ class ResolvedSpec:
     place: Callable[[int], Placement]
     build: Family
     traits: Traits
-    ranks: int | None = None  # for which a table is made; None: any number
+    ranks: int | None = None  # number of ranks for which a table is made; None: any number
     microbatches: int | None = None  # the same
-    slices: int | None = None  # of a microbatch in a table; None: any number
+    slices: int | None = None  # number of slices of a microbatch in a table; None: any number
     recomputes: bool = False  # whether it is a table with passes that recompute activations
     has_pairs: bool = False  # whether it is a table with passes that run as one
     at_once: Family | None = None
 
     @property
     def takes_long(self) -> bool:
-        """Whether its schedule is found by a search, for which steps cannot wait."""
+        """Whether the schedule is found by a search, for which steps cannot wait."""
         return self.traits.searches or self.at_once is not None
 
     @property
     def without_search(self) -> ResolvedSpec:
-        """This choice, or the one that is used instead of its search."""
+        """This resolved spec, or the one that is used instead of its search."""
         if self.at_once is None:
             return self
         traits = replace(self.traits, searches=False)
@@ -183,7 +188,7 @@ class ResolvedSpec:
 
     @property
     def example(self) -> Placement:
-        """The placement on some number of ranks, as an example of its shape."""
+        """Placement on some number of ranks, as an example of its shape."""
         return self.place(self.ranks or 2)
 
     @property
@@ -207,7 +212,8 @@ def choose(spec: str) -> ResolvedSpec:
         raise ValueError(f"schedule file {table[1]} is a table and has no options: drop {table[2]}")
     spec = _named(spec)
     entry, options = _entry_and_options(spec)
-    # Megatron looks up the rank of the first stage several times a microbatch.
+    # The placement is cached, as Megatron looks up the rank of the first stage several times a
+    # microbatch.
     place = functools.cache(functools.partial(entry.place, **accepted(entry.place, options)))
     build = functools.partial(entry.build, **accepted(entry.build, options))
     at_once = entry.at_once and functools.partial(entry.at_once, **accepted(entry.at_once, options))
@@ -215,7 +221,7 @@ def choose(spec: str) -> ResolvedSpec:
 
 
 def _named(spec: str) -> str:
-    """Return ``spec``, or the search that it stands for if it is an ``auto``.
+    """Return ``spec``, or the search that it stands for if it is ``auto``.
 
     Raises:
         ValueError: it stands for several searches.
@@ -232,7 +238,7 @@ def _named(spec: str) -> str:
 
 
 def entry_of(spec: str) -> FamilyEntry:
-    """Return the family that ``spec``, which is no table, names.
+    """Return the schedule family that ``spec``, which is no table, names.
 
     Raises:
         ValueError: as `choose`.
@@ -241,7 +247,7 @@ def entry_of(spec: str) -> FamilyEntry:
 
 
 def on_placement(placement: Placement) -> Iterator[ResolvedSpec]:
-    """Yield our families without a search that can use ``placement``."""
+    """Yield our schedule families without a search that can use ``placement``."""
     numbers = {"vpp": placement.chunks, "waves": max(placement.chunks // 2, 1)}
     for entry in entries().values():
         spec = entry.name
@@ -254,7 +260,8 @@ def on_placement(placement: Placement) -> Iterator[ResolvedSpec]:
 
 
 def _entry_and_options(spec: str) -> tuple[FamilyEntry, dict[str, Any]]:
-    """Return the family that ``spec``, which is no table, names, and the options that it gives."""
+    """Return the schedule family that ``spec``, which is no table, names, and the options that it
+    gives."""
     if python := _PYTHON_FILE.fullmatch(spec):
         entry, options_text = _from_python_file(Path(python[1])), python[2] or ""
     else:
@@ -274,7 +281,7 @@ def options_of(spec: str) -> tuple[frozenset[str], dict[str, Any]]:
 
 
 def file_of(spec: str) -> Path | None:
-    """Return the file that ``spec`` names; None if it names none."""
+    """Return the schedule file that ``spec`` names; None if it names none."""
     python = _PYTHON_FILE.fullmatch(spec)
     if python is not None:
         return Path(python[1])
@@ -282,7 +289,7 @@ def file_of(spec: str) -> Path | None:
 
 
 def with_option(spec: str, key: str, value: object) -> str:
-    """Return ``spec`` with one more option."""
+    """Return the schedule ``spec`` with one more option."""
     return f"{spec}{',' if ':' in spec else ':'}{key}={value}"
 
 
@@ -311,9 +318,9 @@ def _find(name: str) -> FamilyEntry:
 
 
 def _remarking(build: Callable[..., Schedule], text: str) -> Callable[..., Schedule]:
-    """Return ``build`` changed to log the remark ``text`` when it is called."""
+    """Return the family function ``build`` changed to log the remark ``text`` when it is called."""
 
-    @functools.wraps(build)  # keeps its signature, from which options are read
+    @functools.wraps(build)  # the wrapper keeps the signature, from which options are read
     def remarking(problem: Problem, **options: Any) -> Schedule:
         remark(text)
         return build(problem, **options)
@@ -322,7 +329,7 @@ def _remarking(build: Callable[..., Schedule], text: str) -> Callable[..., Sched
 
 
 def _all_names() -> list[str]:
-    """Return the names of our families, followed by their aliases."""
+    """Return the names of our schedule families, followed by their aliases."""
     return [*entries(), AUTO, *(alias for entry in entries().values() for alias in entry.aliases)]
 
 
@@ -396,8 +403,8 @@ def cut_as_in(problem: Problem, schedule: Schedule) -> Schedule:
 
 
 def _in_csv_file(path: Path) -> tuple[Schedule, bool]:
-    """Return the schedule in a file, and whether the file holds every stage twice; the schedule is
-    folded then."""
+    """Read the schedule of a CSV file. Return it, and whether the file holds every stage twice;
+    such a schedule is folded."""
     text = read_text_file(path, "schedule file")
     check_table(text, f"schedule file {path}")
     rows = rows_from_csv(text, path.name)
@@ -407,7 +414,7 @@ def _in_csv_file(path: Path) -> tuple[Schedule, bool]:
 
 
 _TABLE_WITH_OPTIONS = re.compile(r"(.+\.csv):(.*)", re.IGNORECASE)
-_PYTHON_FILE = re.compile(r"(.+\.py)(?::(.*))?")  # a path may hold a colon of its own
+_PYTHON_FILE = re.compile(r"(.+\.py)(?::(.*))?")  # a path may itself contain a colon
 
 
 def _from_python_file(path: Path) -> FamilyEntry:
@@ -422,7 +429,7 @@ def _from_python_file(path: Path) -> FamilyEntry:
 
 @functools.cache  # failures are not cached: a corrected file is read afresh
 def _import_family(path: Path) -> FamilyEntry:
-    """Return the one family that the file at ``path`` registers."""
+    """Return the one schedule family that the Python file at ``path`` registers."""
     added = _families_in(path)
     if len(added) != 1:
         names = ", ".join(entry.name for entry in added) or "none"
@@ -457,8 +464,8 @@ def _import_family(path: Path) -> FamilyEntry:
 
 
 def _families_in(path: Path) -> list[FamilyEntry]:
-    entries()  # registers ours first, so that they do not count as the file's
-    # A module is needed for dataclasses and pickle to find the file's classes.
+    entries()  # our own families are registered first, so that they do not count as the file's
+    # Dataclasses and pickle need a module in which to find the file's classes.
     module = types.ModuleType(str(path))
     module.__file__ = str(path)
     registered: list[FamilyEntry] = []

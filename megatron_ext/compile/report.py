@@ -1,4 +1,8 @@
-"""Report on a simulated schedule, as data for programs."""
+"""Report on a simulated schedule, as data for programs.
+
+The command, the page and programs that read JSON show the same figures. They are computed once,
+under the names that ``--json`` prints.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from megatron_ext.schedule.schedule import bitwise_order
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """A simulated schedule; ``--json`` prints these names in this order.
+    """Figures of a simulated schedule; ``--json`` prints these names in this order.
 
     Attributes:
         schedule: its name with its options, as chosen.
@@ -42,6 +46,7 @@ class ScheduleReport:
     microbatches: int
     slices: int
     slice_lengths: str
+    join_slice_weights: bool
     vocab_parallel: VocabularyParallel
     activation_offload: Offload
     recompute: str
@@ -62,12 +67,27 @@ class ScheduleReport:
 
     @property
     def share_in_pairs(self) -> float:
-        """Share of the forward passes that run as one with a backward pass."""
+        """Share of the forward passes that overlap with a backward pass."""
         return self.pairs / (self.microbatches * self.slices * self.pp * self.vpp)
 
     @property
+    def steps_overlap(self) -> bool:
+        """Whether consecutive steps overlap."""
+        return self.post_validation
+
+    @property
+    def offloads(self) -> bool:
+        """Whether activations are offloaded."""
+        return self.activation_offload is not Offload.NONE
+
+    @property
+    def offload(self) -> str | None:
+        """Method by which activations are offloaded; None if none are."""
+        return self.activation_offload.value if self.offloads else None
+
+    @property
     def peak(self) -> float:
-        """The largest peak of a rank, in microbatches."""
+        """Largest peak memory of a rank, in microbatches."""
         return max(self.peak_activation_microbatches)
 
 
@@ -76,7 +96,7 @@ def report(
     problem: Problem,
     build: Callable[[ResolvedSpec, Problem], Program] = build_program,
 ) -> tuple[Program, ScheduleReport]:
-    """Build, prove and simulate ``resolved``, and return its program and the report.
+    """Build, prove and simulate ``resolved``, and return its program and the report of its figures.
 
     Raises:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
@@ -97,6 +117,7 @@ def report(
         microbatches=problem.microbatches,
         slices=problem.slices.count,
         slice_lengths=str(problem.slices),
+        join_slice_weights=problem.slices.joined_weights,
         vocab_parallel=problem.options.vocab_parallel,
         activation_offload=problem.options.activation_offload,
         recompute=str(problem.options.recompute),

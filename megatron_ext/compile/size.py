@@ -1,4 +1,9 @@
-"""Size of a problem, and the time and memory to build its program, known before building begins."""
+"""Size of a problem, and the time and memory to build its program, known before building begins.
+
+A typing error such as a million microbatches would fill the memory of a machine for minutes before
+it fails. The size is therefore estimated from stages and microbatches alone, and refused if it does
+not fit.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,8 @@ from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
 
 _WORTH_A_WORD = 500_000  # passes
-# Measured for 1f1b, interleaved, zb-h1 and zb-v on 8 to 128 ranks: seconds and bytes to build,
-# prove and simulate one microbatch on one stage: about eight actions, with messages and waits. The
+# Seconds and bytes to build, prove and simulate one microbatch on one stage (about eight actions,
+# with messages and waits), measured for 1f1b, interleaved, zb-h1 and zb-v on 8 to 128 ranks. The
 # seconds grow with the ranks, since the progress of every rank is computed for each pass (`waits`).
 _SECONDS, _SECONDS_PER_RANK = 60e-6, 0.1e-6
 _BYTES = 3500
@@ -73,7 +78,7 @@ def _counts(problem: Problem) -> str:
 
 
 def _stage_microbatches(problem: Problem) -> int:
-    """Return the number of stages times the number of microbatches, or of slices."""
+    """Return the product of the numbers of stages and of microbatches or slices."""
     return problem.placement.stages * problem.pieces
 
 

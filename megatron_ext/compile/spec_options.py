@@ -1,4 +1,9 @@
-"""Options of a schedule in a user's text form: ``key=value,...``."""
+"""Options of a schedule in a user's text form: ``key=value,...``.
+
+The options of a family are the keyword-only parameters of its function, with their types and
+defaults. So a new option needs no second declaration, and an error can list the options that there
+are.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +15,24 @@ from megatron_ext.base.words import meant_by, shown
 
 Parameters = Mapping[str, inspect.Parameter]
 
-_BOOLEANS = {"true": True, "false": False}  # bool("false") is True
+_BOOLEANS = {"true": True, "false": False}  # words for booleans, since bool("false") is True
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the options that ``function`` takes: its keyword-only parameters."""
+    """Return the schedule options that ``function`` takes: its keyword-only parameters."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the ``options`` that ``function`` takes."""
+    """Return those schedule ``options`` that ``function`` takes."""
     return {key: value for key, value in options.items() if key in parameters_of(function)}
 
 
 def parse_options(name: str, parameters: Parameters, text: str) -> dict[str, Any]:
-    """Return the options in ``text`` of the schedule ``name``, converted to the type of their
-    default.
+    """Return the options in ``text`` of the schedule ``name``, converted to the types of their
+    defaults.
 
     Raises:
         ValueError: there is no such option, or its value is not understood.
@@ -56,7 +61,8 @@ def parse_options(name: str, parameters: Parameters, text: str) -> dict[str, Any
 
 
 def perhaps(name: str, known: Iterable[str], all_known: str) -> str:
-    """Return the end of an error about a ``name`` that is not among ``known``."""
+    """Return the end of an error about an unknown ``name``, which suggests similar ones among
+    ``known``."""
     meant = meant_by(name, known)
     if not meant:
         return all_known

@@ -26,7 +26,7 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Kept:
-    """Activations that layers keep of a token, summed over all tensor-parallel ranks.
+    """Activations that a layer stores for each token, summed over all tensor-parallel ranks.
 
     Attributes:
         elements: elements kept for the backward pass inside attention and MLPs.
@@ -51,7 +51,7 @@ class Kept:
         return Kept(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
-@lru_cache(maxsize=4096)  # layouts have the same stages many times
+@lru_cache(maxsize=4096)  # the result is cached, since layouts have the same stages many times
 def held_of_stage(
     model: Model, stage: Stage, execution: Execution, measured: Measured | None = None
 ) -> tuple[float, float]:
@@ -73,14 +73,17 @@ def held_by_component(
     by its type, and of the stage's components besides layers."""
     tokens, size = execution.tokens, execution.element_bytes
     boundary = tokens * model.hidden_size * size
-    split = execution.split_tokens * model.hidden_size * size  # on one rank, between layers
+    # Bytes of a layer's input that one rank stores; sequence parallelism splits its tokens.
+    split = execution.split_tokens * model.hidden_size * size
     if stage.depths:
-        # The projection's input of twice the width, and what the norms of embeddings, of hidden
-        # states and behind the layer keep; only the embeddings if the rest is recomputed.
+        # Multi-token prediction stores the input of its projection (of twice the width), and what
+        # its three norms (of embeddings, of hidden states, and behind the layer) store. If the rest
+        # is recomputed, it stores only the embeddings.
         of_norms = 3 * (_norms(model, execution) - 1)
         projection = boundary if execution.recompute else (2 + of_norms) * split
         yield DEPTH, stage.depths * projection, stage.depths * 3 * split
-    if stage.output_layer or stage.final_norm:  # what enters the output layer, and the final norm's
+    # The inputs of the output layer and of the final norm are stored.
+    if stage.output_layer or stage.final_norm:
         of_norm = stage.final_norm * (_norms(model, execution) - 1)
         yield OUTPUT_LAYER, (stage.output_runs + of_norm) * split, 0.0
     layers = [(layer, layer) for layer in stage.layers] + [(DEPTH, model.mtp_layer)] * stage.depths
@@ -109,7 +112,7 @@ def keys_values_of_stage(model: Model, stage: Stage, execution: Execution) -> fl
 
 
 def _left_for_w(kept: Kept, execution: Execution) -> float:
-    """Return the summed widths that wait for W on a rank."""
+    """Return the summed widths of the activations that wait for W on a rank."""
     share = 1 / execution.tensor_parallel
     gathered = len(execution.gathered_for_w) if execution.sequence_parallel else 0
     return kept.widths * share + kept.unsharded / 2 * (2 - gathered) * (1 - share)
@@ -151,7 +154,7 @@ def _kept_by(symbol: str, model: Model, execution: Execution) -> Kept:
 
 
 def _row_input(symbol: str, model: Model) -> float:
-    """Return the width of the input of the last matrix of a pair."""
+    """Return the width of the input of the second matrix of an attention or MLP."""
     match symbol:
         case "*" | "w" | "+":
             if model.multi_latent_attention:
@@ -209,9 +212,9 @@ def _attention(model: Model, execution: Execution) -> Kept:
         if model.qk_layernorm and execution.transformer_engine:
             made = output + model.key_value_width
     if model.attention_output_gate:
-        made += 2 * output  # the gate, and what is gated
+        made += 2 * output  # the gate and the gated output are stored
     matrix, masks = _attention_matrix(model, execution)
-    # Transformer Engine's attention keeps what it makes itself.
+    # Transformer Engine's attention stores its own output.
     is_forgotten = "linear_proj" in execution.unkept and not execution.transformer_engine
     kept = Kept(
         elements=inside_kept + (0 if is_forgotten else output) + made + matrix,
@@ -247,9 +250,10 @@ def _queries_keys_values(model: Model, execution: Execution) -> int:
     elif is_new:
         kept += keys
     if model.qk_layernorm:
-        of_norms = _norms(model, execution) - 1  # without their outputs, which are counted
+        # The norms' stored values without their outputs, which are counted already.
+        of_norms = _norms(model, execution) - 1
         if model.normalization != "RMSNorm" or execution.element_bytes == _FP32:
-            of_norms -= 1  # their inputs are these views
+            of_norms -= 1  # the inputs of the norms are these views, and already counted
             has_joint = True
             kept += query if is_copied else 0
         kept += of_norms * (query + keys)
@@ -265,7 +269,8 @@ def _attention_matrix(model: Model, execution: Execution) -> tuple[float, float]
     if execution.transformer_engine:
         return 0, 0 if is_recomputed else 4 * heads
     looked_at = heads * execution.sequence
-    turned = 0.0  # by cosines and sines of positions, of queries and of keys
+    # Elements of queries and keys that are rotated by the cosines and sines of positions.
+    turned = 0.0
     if model.is_rotary:
         width = model.qk_pos_emb_head_dim if model.multi_latent_attention else model.kv_channels
         turned = 4 * width / execution.micro_batch
@@ -277,10 +282,11 @@ def _attention_matrix(model: Model, execution: Execution) -> tuple[float, float]
 
 
 def _mlp(model: Model, execution: Execution) -> Kept:
-    activation = _matrices(model) * model.ffn_hidden_size  # its input, and its output
+    # The input and the output of the activation function.
+    activation = _matrices(model) * model.ffn_hidden_size
     kept = activation - ("linear_fc2" in execution.unkept) * model.ffn_hidden_size
     if execution.framework is Framework.PYTORCH and model.gated_linear_unit:
-        kept += model.ffn_hidden_size  # what enters the product with the gate
+        kept += model.ffn_hidden_size  # the input of the product with the gate
     if "mlp" in execution.recompute_modules:
         kept = 0
     inside = Kept(elements=kept, widths=2 * model.hidden_size + activation)
@@ -292,8 +298,8 @@ def _matrices(model: Model) -> int:
 
 
 def _experts(model: Model, execution: Execution) -> Kept:
-    """Return what experts keep. A shared expert's input is the norm's output; routed experts have
-    copies of it."""
+    """Return the activations that experts store. A shared expert's input is the norm's output;
+    routed experts have copies of it."""
     latent, recomputed = model.moe_latent_size, execution.recompute_modules
     shared, routed = model.moe_shared_expert_intermediate_size, model.moe_router_topk
     inner = latent or model.hidden_size
@@ -324,7 +330,7 @@ def _mamba(model: Model, execution: Execution) -> Kept:
 
 def _recurrent(model: Model, execution: Execution, projected: int, width: int) -> Kept:
     kept = Kept(
-        elements=2 * projected + width,  # around its convolution
+        elements=2 * projected + width,  # elements around the convolution of a recurrent layer
         widths=2 * model.hidden_size + projected + width,
     )
     return kept + _around(model, execution)

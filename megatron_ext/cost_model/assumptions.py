@@ -1,5 +1,8 @@
-"""Settings of a training that the cost model ignores or that no measurement has checked, and its
-assumptions about them."""
+"""Settings of a training that the cost model ignores or that no measurement has checked.
+
+An estimate looks the same whether it was checked or not. So each such setting has a line on what is
+assumed of it, which plans print below their figures.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ _ASSUMPTIONS = (
     _Assumption(
         "overlap_moe_expert_parallel_comm",
         bool,
-        "half of the time of experts' messages hides where two passes run as a pair",
+        "{} of the time of experts' messages hides where two passes run as a pair",
     ),
     _Assumption(
         "moe_shared_expert_overlap", bool, "the shared expert hides nothing of experts' messages"
@@ -62,14 +65,19 @@ _ASSUMPTIONS = (
 
 
 def _is_megatrons(module: str) -> bool:
-    """Whether the layers of ``module`` are Megatron's own, which are known."""
+    """Return whether the layers of ``module`` are Megatron's own, which are known."""
     return module.split(".")[:3] == ["megatron", "core", "models"]
 
 
-def assumptions(settings: Any) -> str | None:
+def assumptions(settings: Any, share: Callable[[], str]) -> str | None:
     """Return a line that says which of ``settings``, Megatron's arguments, the estimates ignore and
-    which no measurement has checked; None if there is nothing to say."""
-    named = list(_named(settings))
+    which no measurement has checked; None if there is nothing to say.
+
+    Args:
+        share: returns the share of the time of experts' messages that passes in pairs hide, in
+            words.
+    """
+    named = list(_named(settings, share))
     unknown = describe(settings).unknown
     if unknown:
         named.append(f"{', '.join(unknown)}: ignored in times and memory")
@@ -82,7 +90,8 @@ _NODE = 8  # GPUs
 
 
 def not_checked(execution: Execution) -> str | None:
-    """Return a line on the `unchecked_parts` of ``execution``; None if all are checked."""
+    """Return a line that names the `unchecked_parts` of ``execution``; None if all parts are
+    checked."""
     parts = unchecked_parts(execution)
     return f"not checked against measurements: {', '.join(parts)}" if parts else None
 
@@ -102,10 +111,11 @@ def unchecked_parts(execution: Execution) -> tuple[str, ...]:
     )
 
 
-def _named(settings: Any) -> Iterator[str]:
+def _named(settings: Any, share: Callable[[], str]) -> Iterator[str]:
     for assumption in _ASSUMPTIONS:
         value = getattr(settings, assumption.setting, None)
         if value is not None and assumption.is_on(value):
             flag = argument_flag(assumption.setting)
             words = f"{flag} {' '.join(value)}" if assumption.setting == "spec" else flag
-            yield f"{words}: {assumption.text}"
+            text = assumption.text
+            yield f"{words}: {text.format(share()) if '{}' in text else text}"

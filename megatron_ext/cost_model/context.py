@@ -12,13 +12,14 @@ CONTEXT = 0.66e9
 # (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp, and
 # get_cublas_workspace_size_bytes in transformer_engine/pytorch/module/base.py).
 WORKSPACES = 64 * 2**20
-# NCCL's buffers for a channel from one rank to another: 10 MiB at the receiver (LL, LL128 and
-# Simple: `BUFFER_BYTES`, in pages of 2 MiB) and 2 MiB at the sender. A ring has one such connection
-# a channel, and up to 24 channels. All ranks of a node that exchange tokens have 32 channels each:
-# 3.3 GB of each of eight H100s, measured (https://github.com/NVIDIA/nccl/issues/1685).
+# Bytes of NCCL's buffers for a channel from one rank to another: 10 MiB at the receiver (LL, LL128
+# and Simple: `BUFFER_BYTES`, in pages of 2 MiB) and 2 MiB at the sender. A ring has one such
+# connection a channel, and up to 24 channels. All ranks of a node that exchange tokens have 32
+# channels each: 3.3 GB of each of eight H100s, measured
+# (https://github.com/NVIDIA/nccl/issues/1685).
 CHANNEL = 12 * 2**20
 RING_CHANNELS, EXCHANGE_CHANNELS = 24, 32
-_PEERS = 7  # in a node of eight GPUs
+_PEERS = 7  # peers of a GPU in a node of eight
 
 
 def context_bytes(

@@ -15,11 +15,14 @@ from megatron_ext.cost_model.model import SYMBOLS, Model
 from megatron_ext.cost_model.tower import Tower, TowerTraining, tower_of
 
 _Get = Callable[..., Any]
-_BEFORE_DEPTHS, _SEGMENT_END = "/", "|"  # in a hybrid model's pattern
+# These characters separate parts of a hybrid model's pattern.
+_BEFORE_DEPTHS, _SEGMENT_END = "/", "|"
 _ROTARY = ("rope", "mrope", "yarn")
-# The sizes of multi-latent attention, which Megatron's arguments have for other attention too.
+# Sizes of multi-latent attention. Megatron's arguments have defaults for them with other attention
+# too.
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-# Settings that change what a layer does, and are not described: a word for people each.
+# Settings that change what a layer does and that the cost model does not know, with a name for
+# users.
 _NOT_DESCRIBED = {
     "enable_hyper_connections": "hyper connections",
     "head_wise_attn_gate": "gates of attention's heads",
@@ -36,7 +39,8 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
     get = _reader(settings)
     hidden_size, heads = settings.hidden_size, settings.num_attention_heads
     ffn = get("ffn_hidden_size") or 4 * hidden_size
-    # Without this flag, which a TransformerConfig has not, the arguments say 1 group and mean none.
+    # If this flag is off, Megatron's arguments have 1 group and mean none. A TransformerConfig
+    # lacks it.
     grouped = get("group_query_attention", True)
     layers = layers_of(settings)
     number = get("num_experts") or get("num_moe_experts") or 0
@@ -71,6 +75,7 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
             *("linear_num_key_heads", "linear_num_value_heads"),
             *("mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
             *("moe_router_topk", "moe_shared_expert_intermediate_size", "moe_latent_size"),
+            *("moe_router_num_groups", "moe_router_group_topk"),
         ),
         mamba_num_heads=_mamba_heads(get, hidden_size),
         num_experts=number,
@@ -112,9 +117,9 @@ def layers_of(settings: Any) -> tuple[str, ...]:
     )
 
 
-# Share of the time of experts' messages that overlaps within pairs. Published shares differ
-# threefold.
-OVERLAP = 0.5
+# Share of the time of experts' messages that overlaps within pairs, unless the GPU reaches less
+# (`Rates.overlap`). An assumption: published shares differ threefold.
+OVERLAP = 1 / 2
 
 
 def execution_of(
@@ -123,12 +128,14 @@ def execution_of(
     micro_batch: int,
     captured: frozenset[str] = frozenset(),
     pipeline_span: int = 0,
+    has_one_queue: bool = False,
 ) -> Execution:
-    """Return how a microbatch is executed under ``settings``.
+    """Return how a microbatch is executed under ``settings``, Megatron's arguments or a model's
+    config.
 
     Args:
         sequence: tokens of a sample, on all context-parallel ranks together.
-        captured, pipeline_span: as in `Execution`.
+        captured, pipeline_span, has_one_queue: as in `Execution`.
     """
     get = _reader(settings)
     tensor_parallel = get("tensor_model_parallel_size") or 1
@@ -162,6 +169,8 @@ def execution_of(
         context_exchange=exchange if isinstance(exchange, str) else exchange[0],
         pipeline_span=pipeline_span,
         overlap=OVERLAP if get("overlap_moe_expert_parallel_comm") else 0.0,
+        is_frozen=bool(get("freeze_language_model")),
+        has_one_queue=has_one_queue,
     )
 
 
@@ -233,7 +242,7 @@ def _precision(get: _Get) -> Precision:
     if get("fp4"):
         return Precision.FP4
     if get("fp8"):
-        return Precision.FP8
+        return Precision.MXFP8 if get("fp8_recipe") == "mxfp8" else Precision.FP8
     return Precision.BF16 if get("bf16") or get("fp16") else Precision.FP32
 
 

@@ -95,7 +95,7 @@ def _of_microbatch(
         ),
         origin="estimated from the model's dimensions" if measured is None else measured.origin,
     )
-    # Measured seconds already include exactly the time that ranks waited.
+    # Measured seconds already contain the time that ranks waited, neither more nor less.
     hides = execution.framework is Framework.MEGATRON and measured is None
     if hides and any(stage.forward.get(Group.TENSOR) for stage in layers):
         costs = _with_hidden_exchanges(costs, layers, execution)
@@ -110,6 +110,15 @@ def _of_microbatch(
     return costs.with_host(copies, copies)
 
 
+# Shares by which F, and the backward pass, of Megatron's layers take longer beside the collectives
+# of a divided vocabulary: stage times of the authors of vocabulary parallelism on eight A100s
+# (measured.csv of scripts/evaluation, rows 578 to 593, in view: 6.5 to 8.9 % and 4.6 to 7.2 %).
+CONTENTION = 0.077, 0.060
+# Bytes of a logit that a shard reads and writes to correct its softmax by the sums of other shards
+# (megatron/core/tensor_parallel/vocab_output.py of the same authors).
+_RESCALED = 8
+
+
 def message_bytes(model: Model, execution: Execution) -> float:
     """Return the bytes of a message between two stages."""
     return execution.split_tokens * model.hidden_size * execution.element_bytes
@@ -121,8 +130,8 @@ def _attention_share(stage: PassSeconds) -> float:
 
 
 def _links(stages: Sequence[Stage], message: float, speed: float, latency: float) -> LinkCosts:
-    """Return the costs of messages of so many bytes. Behind multi-token prediction they have the
-    hidden states of its depths too."""
+    """Return the costs of messages of ``message`` bytes. Behind multi-token prediction they have
+    the hidden states of its depths too."""
     of_one = message / speed
     links = LinkCosts(of_one, message_bytes=message, latency=min(latency, of_one))
     states = tuple(1 + depths for depths in accumulate(stage.depths for stage in stages[:-1]))
@@ -139,8 +148,8 @@ def _links(stages: Sequence[Stage], message: float, speed: float, latency: float
 
 
 def _to_neighbour(execution: Execution, rates: Rates) -> tuple[float, float]:
-    """Return the bytes per second from one pipeline rank to the next, and the seconds of a short
-    message."""
+    """Return the bytes per second of a message from one pipeline rank to the next, and the seconds
+    of a short one."""
     is_near = 0 < execution.pipeline_span <= rates.domain
     near, far = zip(rates.to_neighbours, rates.latencies, strict=True)
     return near if is_near else far
@@ -153,13 +162,16 @@ def _vocabulary(model: Model, last: Stage, execution: Execution, rates: Rates) -
     run = seconds_of_output_layer(model, execution, rates)
     runs = last.output_runs
     forward, input_gradient, weight_gradient = (runs * figure for figure in run.totals)
-    logits = runs * execution.tokens * model.vocabulary / execution.tensor_parallel
+    logits = runs * execution.tokens * model.vocabulary / execution.ranks_of_loss
     inputs = runs * execution.split_tokens * model.hidden_size
     return VocabularyCosts(
         output_layer=(forward, input_gradient, weight_gradient),
         embedding=seconds_of_embedding(model, execution, rates),
         logits_bytes=4 * logits,
         deferred_bytes=(inputs + logits) * execution.element_bytes,
+        launch=rates.launch,
+        rescaling=_RESCALED * logits / rates.memory,
+        contention=CONTENTION,
     )
 
 

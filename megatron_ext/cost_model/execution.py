@@ -1,4 +1,8 @@
-"""Execution of a model's microbatch on one rank: sizes, parallelism, precision and recompute."""
+"""Execution of a model's microbatch on one rank: sizes, parallelism, precision and recompute.
+
+The same model costs other seconds and bytes under other settings. All that an estimate reads of a
+training is in `Execution`, by Megatron's names; the model's own dimensions are in `Model`.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +12,34 @@ from enum import StrEnum
 
 
 class Precision(StrEnum):
-    """Number format in which layers' matrices are multiplied."""
+    """Number format in which the matrices of layers are multiplied."""
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP8 = "fp8"
+    MXFP8 = "mxfp8"  # with a scale for each 32 elements
     FP4 = "fp4"
 
     @property
     def is_quantized(self) -> bool:
-        """Whether tensors, which have 16 bits elsewhere, are cast for the products."""
-        return self in (Precision.FP8, Precision.FP4)
+        """Whether tensors, which have 16 bits elsewhere, are cast for matrix products."""
+        return self in (Precision.FP8, Precision.MXFP8, Precision.FP4)
 
 
 class Framework(StrEnum):
     """Kernels and overlap that layers are assumed to have."""
 
     MEGATRON = "Megatron with Transformer Engine"
-    PYTORCH = "plain PyTorch"  # with flash attention and a fused norm; nothing else is fused
+    # Flash attention and the norm are fused and nothing else, as in Aleph Alpha's Scaling
+    # (https://github.com/Aleph-Alpha/scaling): tensor-parallel ranks gather the logits, and each
+    # has the whole loss (transformer/model/layers/lm_head.py), a gate's matrix is a layer of its
+    # own (core/nn/mlp.py), and gradients are all-reduced in fp32 (core/optimizer/allreduce.py).
+    PYTORCH = "plain PyTorch"
 
 
 @dataclass(frozen=True)
 class Execution:
-    """Execution of a microbatch. Values mean what they mean in Megatron's arguments.
+    """Settings of how a microbatch is executed. Values mean what they mean in Megatron's arguments.
 
     Attributes:
         sequence: tokens of a sample, on all context-parallel ranks together.
@@ -49,6 +58,7 @@ class Execution:
             and also ``gradients`` of row-parallel outputs (Transformer Engine's layers).
         userbuffers: which matrices, ``column``- or ``row``-parallel, have an unsplit backward pass
             because Userbuffers overlap products with communication. Empty: products wait for it.
+        is_frozen: whether layers' weights are frozen, so that no unsplit backward pass has a W.
         unkept: frozen matrices without a trained adapter, whose inputs are not stored, by the names
             of Megatron's modules.
         dispatcher: how tokens go to experts: ``alltoall``, ``allgather`` or ``flex``.
@@ -56,7 +66,9 @@ class Execution:
         slices: number of slices of each sequence; with more than one, all sizes are those of a mean
             slice, which attends to half of the sequence.
         overlap: share of the time of experts' messages that overlaps the other pass's computation
-            if two passes run as a pair; 0: there are no pairs.
+            if two passes run as a pair, unless the GPU reaches less; 0: there are no pairs.
+        has_one_queue: whether kernels and messages share one hardware queue, before Blackwell
+            (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
         pipeline_span: number of ranks from the first rank of a pipeline to its last; 0: it is not
             known, and pipeline ranks count as being on different nodes.
     """
@@ -79,6 +91,7 @@ class Execution:
     captured: frozenset[str] = frozenset()
     gathered_for_w: frozenset[str] = frozenset(["inputs", "gradients"])
     userbuffers: frozenset[str] = frozenset()
+    is_frozen: bool = False
     unkept: frozenset[str] = frozenset()
     loss_fusion: bool = False
     dispatcher: str = "alltoall"
@@ -86,6 +99,7 @@ class Execution:
     pipeline_span: int = 0
     slices: int = 1
     overlap: float = 0.0
+    has_one_queue: bool = False
     framework: Framework = Framework.MEGATRON
 
     @property
@@ -110,6 +124,18 @@ class Execution:
         """Tokens of a microbatch that a rank has between layers: its share with sequence
         parallelism."""
         return self.tokens / (self.tensor_parallel if self.sequence_parallel else 1)
+
+    @property
+    def has_local_kernels(self) -> bool:
+        """Whether Megatron's local layers run, whose biases, dropouts and copies are kernels of
+        their own."""
+        return not self.transformer_engine and self.framework is Framework.MEGATRON
+
+    @property
+    def ranks_of_loss(self) -> int:
+        """Tensor-parallel ranks that share the logits and the loss: one in plain PyTorch, where
+        each rank gathers all."""
+        return 1 if self.framework is Framework.PYTORCH else self.tensor_parallel
 
     def is_recomputed(self, position: int) -> bool:
         """Return whether the layer at ``position`` of its stage is recomputed as a whole."""

@@ -1,4 +1,9 @@
-"""GPUs: figures of their data sheets (gpus.toml), and the shares that are assumed to be reached."""
+"""GPUs: figures of their data sheets (gpus.toml), and the shares that are assumed to be reached.
+
+Users name a GPU; the estimate needs the operations and bytes per second that kernels really reach.
+Data sheets tell the peaks. The shares of them that are reached come from papers, from NCCL's
+sources and from one H200, or are assumptions, and say which.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from megatron_ext.schedule.limit import parse_limit
 
 @dataclass(frozen=True)
 class DataSheet:
-    """A GPU in the machine that it is sold in.
+    """Data sheet of a GPU in the machine that it is sold in.
 
     Attributes:
         bf16, fp8, fp4: floating-point operations per second; 0: it has no such units.
@@ -28,6 +33,7 @@ class DataSheet:
         host: bytes per second to the host, one way.
         sms: streaming multiprocessors, or compute units.
         matrices: share of ``bf16`` that the best shapes of matrix products reach.
+        eights: share of ``fp8`` that they reach.
         source: source of these figures.
     """
 
@@ -42,14 +48,22 @@ class DataSheet:
     host: float
     sms: int
     matrices: float
+    eights: float
     source: str
+
+
+# Share of the tensor cores' rate in 8 bits that products reach. On an H200 estimated over measured
+# seconds of 96 products are 1.06 in the middle (docs/measurements.md).
+_EIGHTS = 0.58
 
 
 def _data_sheets() -> dict[str, DataSheet]:
     """Return the data sheets of gpus.toml, keyed by the name of the GPU."""
     tables = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text())
     return {
-        name: DataSheet(memory=table.pop("memory_gib") * 2**30, **table)
+        name: DataSheet(
+            memory=table.pop("memory_gib") * 2**30, eights=table.pop("eights", _EIGHTS), **table
+        )
         for name, table in tables.items()
     }
 
@@ -62,8 +76,7 @@ class Achieved:
     """Shares of a data sheet's figures that kernels and collectives reach, from 0 to 1.
 
     Attributes:
-        fp8, fp4: tensor cores at these rates. On an H200 estimated over measured seconds of 96
-            products in FP8 are 1.06 in the middle (docs/measurements.md). fp4 is an assumption.
+        fp4: tensor cores in 4 bits. An assumption.
         grouped: experts' products, relative to single products of their shapes. With equal rows
             they reach all of it on an H200 (docs/measurements.md); uneven routing reaches less. An
             assumption.
@@ -79,7 +92,6 @@ class Achieved:
         host: two GPUs often share a switch, and both directions the host's memory. An assumption.
     """
 
-    fp8: float = 0.58
     fp4: float = 0.48
     grouped: float = 0.8
     attention: float = 0.6
@@ -95,20 +107,36 @@ ACHIEVED = Achieved()
 # bytes a clock of an A100 at 1.41 GHz, for 312e12 operations a second (NVIDIA A100 Tensor Core GPU
 # Architecture, 2020). Other GPUs are assumed to have the same ratio.
 OPERANDS = 5120 * 1.41e9 / 312e12
-# Seconds between two kernels that the host has launched ahead: 3.8 us a kernel of 2.9 us
-# (https://developer.nvidia.com/blog/cuda-graphs/).
+# Random numbers per second that PyTorch's dropout draws on one SM of an A100: 1.0e11 on all, by F
+# of the zero-bubble paper's 1.5B model (measured.csv of scripts/evaluation, rows 572 to 574, in
+# view). F of its 14.6B model is then 0.94 of the measured. Other GPUs are assumed to have the same.
+DRAWN = 1.0e11 / 108
+# Times as long as with one scale for a tensor that weight gradients take in MXFP8, with the casts
+# for them: operands are cast a second time, along the other dimension, with scales of their own. By
+# fine-tuning of Llama 3 70B on GB200 (measured.csv of scripts/evaluation, rows 25 and 26, in view);
+# LoRA, without weight gradients, takes as long (rows 28 and 29). The ratio of rows 424 and 425 is
+# then within 1 %.
+MXFP8_WEIGHTS = 1.3
+# Shares of the time of experts' `alltoall` messages that overlap within pairs before Blackwell (on
+# GPUs without fp4, AMD's too), with many hardware queues and with one, in which a message holds up
+# the passes issued behind it. Megatron-LM #6311 on 64 H100s, with CUDA_DEVICE_MAX_CONNECTIONS of 32
+# and 1 (measured.csv of scripts/evaluation, rows 331 and 332, in view).
+OVERLAP, OVERLAP_IN_ONE_QUEUE = 1 / 3, 1 / 6
+# Seconds from one kernel to the next if the host has launched both ahead: 3.8 us for a kernel of
+# 2.9 us (https://developer.nvidia.com/blog/cuda-graphs/).
 KERNEL = 0.9e-6
 # Seconds that a pass of a chunk takes in addition to its operations if the host launches it:
 # messages are posted and waited for, and the first kernels reach an idle GPU. An assumption, as
 # `ACHIEVED`.
 LAUNCH = 0.2e-3
-# Seconds of a short message to a peer, and over the network. A long one takes them in addition.
+# Latency in seconds of a message to a peer over NVLink, and over the network. A long message takes
+# it in addition to its bytes.
 LATENCIES = BEGIN + NEAR_STEP, BEGIN + FAR_STEP
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU to plan for.
+    """GPU for which a plan is made.
 
     Attributes:
         memory: bytes; None if not given.
@@ -134,7 +162,8 @@ class Gpu:
         linear = {
             Precision.FP32: matrix / 2,  # TF32
             Precision.BF16: matrix,
-            Precision.FP8: sheet.fp8 * ACHIEVED.fp8,
+            Precision.FP8: sheet.fp8 * sheet.eights,
+            Precision.MXFP8: sheet.fp8 * sheet.eights,
             Precision.FP4: sheet.fp4 * ACHIEVED.fp4,
         }[precision]
         if not linear:
@@ -142,6 +171,7 @@ class Gpu:
             raise ValueError(
                 f"this GPU has no tensor cores for {precision}: plan for one of {able}"
             )
+        is_before_blackwell = not sheet.fp4
         return Rates(
             linear=linear,
             grouped=linear * ACHIEVED.grouped,
@@ -159,13 +189,17 @@ class Gpu:
             operands=sheet.bf16 * OPERANDS,
             kernel=KERNEL,
             attention_backward=sheet.bf16 * ACHIEVED.attention_backward,
+            slower_weights=MXFP8_WEIGHTS if precision is Precision.MXFP8 else 1.0,
+            drawn=sheet.sms * DRAWN,
+            overlap=OVERLAP if is_before_blackwell else 1.0,
+            overlap_in_one_queue=OVERLAP_IN_ONE_QUEUE if is_before_blackwell else 1.0,
         )
 
     def can(self, precision: Precision) -> bool:
-        """Return whether the GPU has units for ``precision``."""
+        """Return whether the GPU has units for products in ``precision``."""
         sheet = self.sheet
-        units = {} if sheet is None else {Precision.FP8: sheet.fp8, Precision.FP4: sheet.fp4}
-        return units.get(precision, 1.0) > 0
+        units = {Precision.FP8: "fp8", Precision.MXFP8: "fp8", Precision.FP4: "fp4"}
+        return sheet is None or precision not in units or getattr(sheet, units[precision]) > 0
 
 
 GPUS = {name: Gpu(sheet.memory, sheet) for name, sheet in DATA_SHEETS.items()}
@@ -196,7 +230,7 @@ class FreeMemory:
 
     @property
     def usable(self) -> float:
-        """Bytes that a rank may take with all that its allocator reserves."""
+        """Bytes that a rank may take, including all that its allocator reserves."""
         return self.allocated + self.reserved
 
     def reserved_for(self, allocated: float, lasting: float) -> float:
@@ -208,7 +242,8 @@ class FreeMemory:
 def free_memory(
     memory: float, reserved: float | None = None, *, lasting: float = 0.0
 ) -> FreeMemory:
-    """Return how the usable part of ``memory``, the bytes of a GPU, is divided.
+    """Return how the usable part of ``memory``, the bytes of a GPU, is split into stored and
+    reserved bytes.
 
     Args:
         reserved: bytes that an allocator was measured to reserve beyond its allocations, if known.
@@ -223,7 +258,7 @@ def free_memory(
 
 
 _MOST_RANKS = 100_000
-_SIZE = re.compile(r"(\d+)gb?")  # in names of drivers: 40GB, 144G
+_SIZE = re.compile(r"(\d+)gb?")  # Memory in the name that a driver gives a GPU: 40GB, 144G
 
 _EXAMPLE = (
     f"write one of {', '.join(GPUS)}, or what yours reaches: operations=400e12,bytes=40e9,"
@@ -243,7 +278,7 @@ def assumed_rates(precision: Precision) -> Rates:
 
 def gpu_named(name: str) -> Gpu | None:
     """Return the GPU that its driver calls ``name``, such as ``NVIDIA GB200`` or ``AMD Instinct
-    MI300X``; None if it is none of `GPUS`."""
+    MI300X``; None if `GPUS` lacks it."""
     sheet = name_of_gpu(name)
     return None if sheet is None else GPUS[sheet]
 
@@ -259,7 +294,7 @@ def name_of_gpu(name: str) -> str | None:
 
 
 def short_name(gpu: Gpu | None) -> str | None:
-    """Return the key of `GPUS` for ``gpu``; None if its data sheet is none of theirs."""
+    """Return the key of `GPUS` for ``gpu``; None if its data sheet is not among them."""
     sheet = None if gpu is None else gpu.sheet
     return next((name for name, known in DATA_SHEETS.items() if known is sheet), None)
 

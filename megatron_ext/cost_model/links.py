@@ -1,4 +1,8 @@
-"""Speed of messages between pipeline ranks by their link: within a node or between nodes."""
+"""Speed of messages between pipeline ranks by their link: within a node or between nodes.
+
+Which links a pipeline uses follows from its ranks' distance and the number of GPUs in a node. A V
+goes back over the same links, and a loop also from the last rank to the first.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,15 @@ from megatron_ext.schedule.placement import Neighbour, Placement
 
 
 def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, stride: int) -> Costs:
-    """Return ``costs`` with the seconds of each message set to those of its link.
+    """Return ``costs`` with the seconds of each message set by its link, within a node or between
+    nodes.
 
     Args:
         ranks: number of ranks of the launch, on all nodes.
         stride: number of ranks from one pipeline rank to the next.
     """
     remote = [s for s in range(placement.last) if placement.is_remote(s, Neighbour.NEXT)]
-    if not remote or not costs.links.message_bytes or stride < 1:  # a launch with too few ranks
+    if not remote or not costs.links.message_bytes or stride < 1:  # the launch has too few ranks
         return costs
     seconds = [costs.links.message_bytes / speed for speed in rates.to_neighbours]
     near, far = zip(seconds, rates.latencies, strict=True)
@@ -53,8 +58,7 @@ def with_links_of_span(
 def crosses_a_node(
     two_ranks: frozenset[int], ranks_of_node: int, pipeline: int, ranks: int, stride: int
 ) -> bool:
-    """Return whether any pipeline of ``pipeline`` ranks has the ``two_ranks`` on two
-    nodes."""
+    """Return whether ``two_ranks`` of any pipeline of ``pipeline`` ranks are on two nodes."""
     lower, upper = min(two_ranks), max(two_ranks)
     block = pipeline * stride
     places = (

@@ -22,14 +22,14 @@ from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.timeline import Event
 
-_Passes = Mapping[tuple[int, Kind], float]  # seconds by stage and kind
+_Passes = Mapping[tuple[int, Kind], float]  # seconds of passes by stage and kind
 
 _OF_STAGES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """Measurements of one rank.
+    """Measurements of one rank in a training.
 
     Attributes:
         seconds: seconds of its passes, by stage and kind.
@@ -57,7 +57,7 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class Machine:
-    """Measurements of ranks besides their passes.
+    """Measurements of ranks in addition to their passes.
 
     Attributes:
         links: mean seconds of a message, by whether it goes from node to node.
@@ -84,7 +84,7 @@ class Machine:
 
 
 def medians(events: Iterable[Event]) -> dict[tuple[int, Kind], float]:
-    """Return the median seconds of the passes ``events``, by stage and kind."""
+    """Return the median seconds of passes in ``events``, by stage and kind."""
     groups = defaultdict(list)
     for event in events:
         groups[event.action.stage, event.action.kind].append(event.end - event.start)
@@ -197,7 +197,7 @@ def _held_bytes(
 
 
 def _scaled(in_passes: Costs, costs: Costs) -> VocabularyCosts:
-    """Return the vocabulary's part of the passes ``costs``, in the proportions of ``in_passes``."""
+    """Return the vocabulary's part of the costs of passes, in the proportions of ``in_passes``."""
     assert in_passes.vocabulary is not None
     ends = in_passes.vocabulary.of_ends
 
@@ -243,7 +243,7 @@ def _with_weight_gradient_in_w(costs: Costs, in_passes: Costs, estimate: Costs) 
 def _of_shards(
     seconds: Mapping[Kind, Sequence[float]], program: Program, estimate: VocabularyCosts
 ) -> VocabularyCosts:
-    """Return the summed costs of all shards of the vocabulary."""
+    """Return the summed costs of the vocabulary passes of all shards."""
     totals = {kind: sum(figures) for kind, figures in seconds.items()}
     forward, input_gradient = totals[Kind.LOGITS], totals[Kind.LOGITS_INPUT]
     if program.problem.options.vocab_parallel is VocabularyParallel.TWO:  # both are in one pass

@@ -19,13 +19,13 @@ from itertools import accumulate, pairwise
 
 from megatron_ext.cost_model.tower import Tower
 
-SYMBOLS = frozenset("*w+GM-E")  # of parts whose costs are known
+SYMBOLS = frozenset("*w+GM-E")  # symbols of the layer types whose costs are known
 ATTENTION = frozenset("*w+")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A language model.
+    """Dimensions of a language model.
 
     Attributes:
         layers: the parts of each layer.
@@ -82,6 +82,8 @@ class Model:
 
     num_experts: int = 0
     moe_router_topk: int = 0
+    moe_router_num_groups: int = 0
+    moe_router_group_topk: int = 0
     moe_ffn_hidden_size: int = 0
     moe_shared_expert_intermediate_size: int = 0
     moe_shared_expert_gate: bool = False
@@ -100,7 +102,7 @@ class Model:
 
     @property
     def is_known(self) -> bool:
-        """Whether the costs of all parts of its layers are known."""
+        """Whether the costs of all parts of the model's layers are known."""
         return set("".join(self.layers)) <= SYMBOLS
 
     @property
@@ -114,7 +116,7 @@ class Model:
         return self.num_query_groups * self.kv_channels
 
     def evenly(self, stages: int) -> list[int]:
-        """Return how many layers each of so many ``stages`` has if all have equally many.
+        """Return the number of layers of each of ``stages`` stages if all have equally many.
 
         Raises:
             ValueError: the layers cannot be split evenly.
@@ -129,7 +131,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Stage:
-    """Part of a model on one stage.
+    """Layers and other parts of a model on one stage.
 
     Attributes:
         layers: the parts of each of its layers.
@@ -150,8 +152,8 @@ class Stage:
 
     @property
     def final_norm(self) -> bool:
-        """Whether it has the norm behind the last layer. That is the stage of the output layer, or
-        with multi-token prediction the stage of the last layer."""
+        """Whether the stage has the norm behind the last layer. That is the stage of the output
+        layer, or with multi-token prediction the stage of the last layer."""
         is_behind = not self.layers and self.output_runs > 1
         return self.ends_layers or (self.output_layer and not is_behind)
 

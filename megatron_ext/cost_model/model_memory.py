@@ -27,14 +27,15 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
 _FP32 = 4
-_ALIGNED = 64  # elements, where a parameter begins
-_BUCKET_END = 128  # elements, and the number of data-parallel ranks, divide a bucket's
+_ALIGNED = 64  # a parameter begins at a multiple of this number of elements
+# The elements of a bucket are a multiple of this number and of the number of data-parallel ranks.
+_BUCKET_END = 128
 _LARGE_BUCKET_END = 2**16
 
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes on one rank.
+    """Bytes of a model on one rank.
 
     Attributes:
         expert_weights, expert_gradients: the part of ``weights`` and ``gradients`` that only
@@ -58,12 +59,12 @@ class ModelBytes:
 
     @property
     def lasting(self) -> float:
-        """Bytes that are allocated once, for all steps."""
+        """Bytes that are allocated once, for all steps of a training."""
         return self.stored + self.context
 
     @property
     def total(self) -> float:
-        """Bytes of everything but stored activations."""
+        """Bytes of everything on a rank except stored activations."""
         return self.lasting + self.temporary
 
 
@@ -96,11 +97,12 @@ class TrainingState:
     large_buckets: bool = False
 
 
-_BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000  # elements, as Megatron has them
+# Megatron's sizes of a bucket, in elements: the least, and per data-parallel rank.
+_BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
 
 
 def default_bucket(data_parallel: int) -> int:
-    """Return the elements from which Megatron ends a bucket of gradients by itself."""
+    """Return Megatron's own number of elements from which a bucket of gradients ends."""
     return max(_BUCKET, _BUCKET_OF_RANK * data_parallel)
 
 

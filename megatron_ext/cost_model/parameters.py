@@ -17,7 +17,7 @@ from megatron_ext.cost_model.tower_costs import tower_matrices
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, or a rank's part of it.
+    """Size of a parameter, or of a rank's part of it.
 
     Attributes:
         is_matrix: whether products use it in 8 bits if the run does so: layers' matrices.
@@ -65,8 +65,8 @@ def _of_language_model(model: Model, stage: Stage, execution: Execution) -> Iter
     for _ in range(min(stage.depths, 1) if model.mtp_use_repeated_layer else stage.depths):
         yield from _of_depth(model, execution)
     if stage.output_layer and not (is_tied and has_both):
-        # If multi-token prediction on this stage is tied, the output layer uses the table of
-        # look-ups above; Megatron still allocates its own, which is unused.
+        # If multi-token prediction on this stage is tied, the output layer uses that table of
+        # look-ups; Megatron still allocates a table for the output layer, which is unused.
         yield replace(table, is_alone=is_tied and not stage.depths)
 
 
@@ -116,8 +116,8 @@ def _norm(model: Model, width: int) -> Iterator[Parameter]:
 def _linear(
     inputs: int, outputs: int, *, bias: bool, columns: int = 1, rows: int = 1
 ) -> Iterator[Parameter]:
-    """Yield a matrix that is partitioned over ``columns`` ranks by its outputs or over ``rows``
-    ranks by its inputs."""
+    """Yield a linear layer's matrix, partitioned over ``columns`` ranks by its outputs or over
+    ``rows`` ranks by its inputs."""
     yield Parameter(inputs * outputs // (columns * rows), is_matrix=True)
     if bias:
         yield Parameter(outputs // columns)
@@ -202,11 +202,11 @@ def _delta_net(model: Model, ranks: int) -> Iterator[Parameter]:
     projected = 2 * keys + 2 * values + 2 * heads
     yield from _linear(model.hidden_size, projected, bias=False, columns=ranks)
     yield Parameter((2 * keys + values) // ranks * model.linear_conv_kernel_dim)
-    yield Parameter(model.linear_value_head_dim)  # its norm has no bias
+    yield Parameter(model.linear_value_head_dim)  # the norm of the output has no bias
     yield from _linear(values, model.hidden_size, bias=False, rows=ranks)
 
 
-_MAMBA_KERNEL = 4  # of its convolution
+_MAMBA_KERNEL = 4  # width of Mamba's convolution
 
 
 def _mamba(model: Model, ranks: int) -> Iterator[Parameter]:
@@ -220,5 +220,5 @@ def _mamba(model: Model, ranks: int) -> Iterator[Parameter]:
         yield Parameter(heads // ranks)
     projected = 2 * width + states + heads
     yield from _linear(model.hidden_size, projected, bias=False, columns=ranks)
-    yield Parameter(width // ranks)  # its norm
+    yield Parameter(width // ranks)  # the norm of the output
     yield from _linear(width, model.hidden_size, bias=False, rows=ranks)

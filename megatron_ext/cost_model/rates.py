@@ -1,4 +1,9 @@
-"""Rates that a rank achieves on its machine, in floating-point operations and bytes per second."""
+"""Rates that a rank achieves on its machine, in floating-point operations and bytes per second.
+
+An operation takes as long as the slower of its arithmetic and its memory traffic, plus what its
+kernel costs to launch. Exchanges go within a domain of fast links or beyond it. `Rates` has these
+figures for one machine and turns operations into seconds.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +42,11 @@ class Rates:
         kernel: seconds from the end of a kernel to the start of the next.
         attention_backward: floating-point operations per second of attention's backward pass; 0:
             as ``attention``.
+        slower_weights: times as long as other products of their shapes that weight gradients of
+            layers' and experts' matrices take.
+        drawn: random numbers per second that a dropout draws; inf: they take no time.
+        overlap, overlap_in_one_queue: the most of the time of experts' ``alltoall`` messages that
+            overlaps within pairs, with many hardware queues and with one.
         measured: measurements of a model on this machine, to which estimates are scaled; None if
             there are none.
         factors: ratios of measured to estimated seconds of single operations on this machine, by
@@ -59,6 +69,10 @@ class Rates:
     operands: float = math.inf
     kernel: float = 0.0
     attention_backward: float = 0.0
+    slower_weights: float = 1.0
+    drawn: float = math.inf
+    overlap: float = 1.0
+    overlap_in_one_queue: float = 1.0
     measured: Measured | None = None
     factors: MachineFactors | None = None
 
@@ -125,9 +139,11 @@ class Rates:
         return forward, backward, weights
 
     def _computed(self, operation: Operation) -> tuple[float, float, float]:
-        """Return the seconds that F, I and W compute."""
+        """Return the seconds of F, I and W in which operations compute."""
         flops, engine = operation.flops, self._engine(operation.engine)
         product = operation.product
+        if operation.drawn:
+            return operation.drawn / self.drawn, 0.0, 0.0
         if product is None or not self.sms:
             backward = engine
             if operation.engine is Engine.ATTENTION and self.attention_backward:
@@ -143,6 +159,8 @@ class Rates:
             cores.seconds(shape, product.groups, operation.operand_bytes, output)
             for shape, output in zip(product.shapes, outputs, strict=True)
         )
+        if operation.engine in (Engine.LINEAR, Engine.GROUPED):
+            weights *= self.slower_weights
         return forward, backward, weights
 
     def _factors(self, operation: Operation) -> tuple[float, float, float]:
@@ -182,6 +200,9 @@ class Rates:
         nodes = ranks / near
         of_ranks = _distinct(ranks, choices) if choices else 1
         of_nodes = _distinct(nodes, choices) if choices else 1
+        most, groups = exchange.groups
+        if choices and most and groups:  # each group is on so many nodes
+            of_nodes = min(of_nodes, most * max(nodes / groups, 1))
         within = (near - 1) / (near if choices else ranks)
         to_peers = of_ranks * within / self.peers
         to_others = of_nodes * (nodes - 1) / nodes / self.network
@@ -197,7 +218,8 @@ class Rates:
         return forward, backward
 
     def _factor_of(self, exchange: Exchange, moved: float) -> float:
-        """Return the ratio of measured to estimated seconds of ``exchange``, of ``moved`` bytes."""
+        """Return the ratio of measured to estimated seconds of ``exchange``, which moves ``moved``
+        bytes."""
         if self.factors is None:
             return 1.0
         if exchange.group is Group.TENSOR:
@@ -213,5 +235,5 @@ def _distinct(places: float, choices: int) -> float:
     return places * (1 - (1 - 1 / places) ** choices)
 
 
-# One core of a CPU, with gloo over the loopback interface.
+# Rates of one core of a CPU, with gloo over the loopback interface.
 CPU = Rates.from_training_speed(operations=20e9, network=1e9, host=5e9, peers=1e9)

@@ -1,4 +1,5 @@
-"""Speed of data-parallel ranks that reduce gradients and gather parameters."""
+"""Speed of data-parallel ranks that reduce gradients and gather parameters, over the links that lie
+between them."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ from megatron_ext.cost_model.execution import Framework
 from megatron_ext.cost_model.rates import Rates
 
 # Nodes of a ring in plain PyTorch that is as fast as its links; of more nodes it is slower in
-# proportion. An assumption, which rests on one measured set of 32 nodes (measured.csv of
-# scripts/evaluation, 30B, in view). Megatron's rings do not: with such a slowdown Llama 3 405B on
-# 16,384 GPUs, a ring of 128 nodes, would take twice its published time.
-FULL_SPEED_NODES = 8
+# proportion. An assumption about one cluster, whose switches are not published: its 13B models on
+# 4 nodes are as fast as the links, its 30B models on 8, 16 and 32 nodes slower (measured.csv of
+# scripts/evaluation, both in view). Megatron's rings do not slow down: otherwise Llama 3 405B on
+# 16,384 GPUs, a ring of 128 nodes, would take several times its published time.
+FULL_SPEED_NODES = 4
 
 
 def seconds_of_a_byte(
@@ -18,13 +20,12 @@ def seconds_of_a_byte(
     """Return the seconds for each byte that ``ranks`` ranks, ``stride`` apart, scatter or gather.
 
     In a ring every rank sends all but its own share to the next. The ranks of a node form as many
-    rings as they are, and each ring leaves the node by another rank's port. In plain PyTorch they
-    are assumed to form one ring, at the speed of one port, and slower over many nodes.
+    rings as they are, and each ring leaves the node by another rank's port. In plain PyTorch rings
+    over many nodes are slower.
     """
     near = max(min(ranks, rates.domain // stride), 1)
-    is_plain = framework is Framework.PYTORCH
-    rings = 1 if is_plain else near
     within = 1 / rates.peers if near > 1 else 0.0
+    is_plain = framework is Framework.PYTORCH
     slower = max(1.0, ranks / near / FULL_SPEED_NODES) if is_plain else 1.0
-    between = slower / (rings * rates.network) if ranks > near else 0.0
+    between = slower / (near * rates.network) if ranks > near else 0.0
     return (ranks - 1) / ranks * max(within, between)

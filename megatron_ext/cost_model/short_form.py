@@ -1,4 +1,8 @@
-"""A dense GPT described in one word: ``layers=64,hidden=6144,...``."""
+"""A dense GPT described in one word: ``layers=64,hidden=6144,...``.
+
+Somebody who only wonders about a model has no configuration file. The word has the few sizes that
+decide its costs; everything else has the defaults of a dense GPT.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from megatron_ext.cost_model.model import Model
 
 @dataclass(frozen=True)
 class Described:
-    """A dense GPT and its microbatches.
+    """Dimensions of a dense GPT and of its microbatches, as a user writes them.
 
     Attributes:
         sequence, micro_batch: tokens of a microbatch are their product.
@@ -67,13 +71,14 @@ class Described:
             "sequence": self.sequence,
             "vocabulary": self.vocabulary,
         }
-        if self.kv_heads and tensor_parallel % self.kv_heads:  # else ranks share query groups
+        # Otherwise the query groups divide the tensor-parallel ranks, which then share them.
+        if self.kv_heads and tensor_parallel % self.kv_heads:
             divided["kv-heads"] = self.kv_heads
         for name, size in divided.items():
             if size % tensor_parallel:
                 raise ValueError(
-                    f"--tp {tensor_parallel}: {name} {size} of --model cannot be split evenly over "
-                    f"{tensor_parallel} tensor-parallel ranks; write a --tp that divides it, or "
+                    f"tp={tensor_parallel}: {name} {size} cannot be split evenly over "
+                    f"{tensor_parallel} tensor-parallel ranks; write a tp that divides it, or "
                     f"another {name}"
                 )
         return Execution(
@@ -85,7 +90,8 @@ class Described:
         )
 
 
-_MOST_LAYERS, _MOST = 100_000, 10**12  # each layer takes memory here
+# The number of layers is limited further, as each one takes memory in the description.
+_MOST_LAYERS, _MOST = 100_000, 10**12
 
 _BOOLEANS = {"true": True, "false": False}
 _EXAMPLE = (

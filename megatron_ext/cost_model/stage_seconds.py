@@ -1,10 +1,14 @@
-"""Seconds of F, I and W of a stage, by operation and by the group of ranks that they wait for."""
+"""Seconds of F, I and W of a stage, by operation and by the group of ranks that they wait for.
+
+Estimates are scaled by measurements of single operations and groups, and overlapped where Megatron
+overlaps them. The parts of a pass are therefore kept apart until the end.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 
@@ -58,7 +62,7 @@ class PassSeconds:
         return forward, backward, weights
 
     def with_recompute(self) -> PassSeconds:
-        """Return these seconds with F recomputed in I."""
+        """Return these seconds with F repeated in I, as for a recomputed layer."""
         recomputed = PassSeconds(input_gradient=self.forward, squared=(0.0, self.squared[0]))
         return summed([self, recomputed])
 
@@ -78,7 +82,7 @@ def _times(seconds: SecondsByTerm, scale: float) -> SecondsByTerm:
 
 
 def summed(parts: Iterable[PassSeconds]) -> PassSeconds:
-    """Return the sum of ``parts``."""
+    """Return the sum of the seconds of ``parts``."""
     parts = list(parts)
     return PassSeconds(
         _summed(part.forward for part in parts),
@@ -97,7 +101,7 @@ def _summed(terms: Iterable[SecondsByTerm]) -> SecondsByTerm:
     return dict(total)
 
 
-@lru_cache(maxsize=4096)  # layouts have the same stages many times
+@lru_cache(maxsize=4096)  # the result is cached, since layouts have the same stages many times
 def seconds_of_layers(
     model: Model, stage: Stage, execution: Execution, rates: Rates
 ) -> PassSeconds:
@@ -161,6 +165,8 @@ def _of_part(part: Part, execution: Execution, rates: Rates) -> PassSeconds:
     modules = frozenset() if execution.recompute else execution.recompute_modules
     passes = []
     for operation in part.operations:
+        if execution.is_frozen:
+            operation = replace(operation, is_unsplit=False)
         f, i, w = rates.seconds_of(operation)
         recomputed = f if operation.modules & modules else 0.0
         term = operation.engine

@@ -15,7 +15,7 @@ from megatron_ext.base.words import shown
 
 
 class TowerTraining(StrEnum):
-    """The trained part of a tower with its projector."""
+    """Choice of the trained part of a tower with its projector."""
 
     ALL = "trained"
     PROJECTOR = "frozen, its projector trained"
@@ -24,7 +24,7 @@ class TowerTraining(StrEnum):
 
 @dataclass(frozen=True)
 class Tower:
-    """A vision tower with its projector.
+    """Dimensions of a vision tower with its projector.
 
     Attributes:
         patches: tokens of the tower for each sample, class tokens included.
@@ -60,11 +60,11 @@ class Tower:
         return -(-self.patches // self.images)
 
 
-# Tokens of an image if they are not given: 448 x 448 pixels in patches of 14.
+# Tokens of an image by default: 448 x 448 pixels in patches of 14 x 14.
 IMAGE = 1024
 
-# Sizes by the value of --vision-model-type, from examples/multimodal/config.py of Megatron-LM
-# core_v0.19.0 (InternViT's 25th head is padding).
+# Sizes of a tower by the value of --vision-model-type, from examples/multimodal/config.py of
+# Megatron-LM core_v0.19.0 (InternViT's 25th head is padding).
 _TYPES = {
     "clip": "layers=24,hidden=1024,heads=16,ffn=4096",
     "siglip": "layers=27,hidden=1152,heads=16,ffn=4304",
@@ -74,10 +74,11 @@ _TYPES = {
     "radio-g": "layers=40,hidden=1536,heads=24,ffn=4096,gated=true",
     "cradio-g": "layers=40,hidden=1536,heads=24,ffn=6144",
 }
-_NEEDED = ("layers", "hidden", "heads", "ffn")  # plain words: the hidden size, as in --model
+_NEEDED = ("layers", "hidden", "heads", "ffn")  # plain words: the hidden size, as in a job's sizes
 _SIZES = (
     *_NEEDED,
     *("query_groups", "gated", "patch", "out_hidden", "deepstack_mergers", "image", "merged"),
+    "tokens",
 )
 _TRAINED = {
     "all": TowerTraining.ALL,
@@ -85,13 +86,16 @@ _TRAINED = {
     "none": TowerTraining.NOTHING,
 }
 _EXAMPLE = (
-    f"write one of {', '.join(_TYPES)}, or layers=27,hidden=1152,heads=16,ffn=4304, and "
-    f"trained=projector or trained=none behind it if the tower is frozen"
+    f"write one of {', '.join(_TYPES)}, or layers=27,hidden=1152,heads=16,ffn=4304, and behind it "
+    f"tokens=4096 (the tower's tokens for each sample), and trained=projector or trained=none if "
+    f"the tower is frozen"
 )
 
 
 def parse_tower(text: str) -> dict[str, Any]:
     """Return the sizes of the tower that ``text`` names or lists, for `tower_of`.
+
+    ``tokens`` are those of the tower for each sample, which `tower_of` takes apart.
 
     Raises:
         ValueError: an unknown name, or a size that is unknown or no number from 1.

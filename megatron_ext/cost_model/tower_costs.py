@@ -26,11 +26,13 @@ def tower_costs(tower: Tower, execution: Execution, rates: Rates) -> TowerCosts:
     Frozen layers have neither I nor W and store nothing.
     """
     run = tower_execution(tower, execution)
-    rates = replace(rates, measured=None)  # of the language model's layers
+    # The measured rates are of the language model's layers, and are not used for the tower.
+    rates = replace(rates, measured=None)
     model, trained = tower_layers(tower), tower.trained
     totals = [0.0, 0.0, 0.0]
     for name, seconds in seconds_by_component(model, Stage(model.layers), run, rates):
-        if name != PASS:  # the tower is a part of the first stage's pass
+        # The tower is a part of the first stage's pass, whose overhead counts once.
+        if name != PASS:
             of_layer = seconds.totals if trained is TowerTraining.ALL else (seconds.totals[0], 0, 0)
             totals = [total + more for total, more in zip(totals, of_layer, strict=True)]
     first, last = _projector(tower, run)
@@ -39,14 +41,15 @@ def tower_costs(tower: Tower, execution: Execution, rates: Rates) -> TowerCosts:
         if trained is TowerTraining.NOTHING:
             backward = weights = 0.0
         elif trained is TowerTraining.PROJECTOR and operation is first:
-            backward = 0.0  # nothing before it is trained
+            backward = 0.0  # no layer before the projector is trained
         for at, more in enumerate((forward, backward, weights)):
             totals[at] += tower.projectors * more
     held = 0.0
     if trained is TowerTraining.ALL:
         held, _ = held_of_stage(model, Stage(model.layers), run)
     if trained is not TowerTraining.NOTHING:
-        width = 2 * tower.merged * tower.hidden_size  # what enters both matrices
+        # Both matrices of the projector have an input of this width.
+        width = 2 * tower.merged * tower.hidden_size
         held += tower.projectors * _joined_tokens(tower, run) * width * run.element_bytes
     return TowerCosts((totals[0], totals[1], totals[2]), held)
 
@@ -83,6 +86,7 @@ def tower_execution(tower: Tower, execution: Execution) -> Execution:
         unkept=frozenset(),
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        is_frozen=False,
         overlap=0.0,
     )
 

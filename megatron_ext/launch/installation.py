@@ -1,4 +1,9 @@
-"""Installation of a configuration into a running process."""
+"""Installation of a configuration into a running process.
+
+Patches must be in force before anything of Megatron that they change is used: a model that exists,
+or a function that somebody holds, would keep the old behaviour. `install` refuses to come too late,
+and applies either all patches or none.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +45,8 @@ def install(config: PipelineConfig) -> Handle:
     patches = wanted_patches(config)
     problem = _too_late(patches)
     if problem is not None:
-        gc.collect()  # an unreferenced exception may refer to these in its frames
+        # Frames of an unreferenced exception may still refer to the functions to patch.
+        gc.collect()
         problem = _too_late(patches)
     if problem is not None:
         raise PatchError(problem)
@@ -71,7 +77,7 @@ def _existing_model() -> str | None:
     if module is None:
         return None
     for candidate in gc.get_objects():
-        # Not isinstance, which may run code of the object.
+        # The type is compared directly, as isinstance may run code of the object.
         if issubclass(type(candidate), module.MegatronModule):
             return type(candidate).__name__
     return None

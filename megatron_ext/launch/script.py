@@ -39,7 +39,7 @@ CPU_PLATFORM = "megatron_ext.patches.cpu"
 
 
 def is_launch(argv: Sequence[str]) -> bool:
-    """Whether ``argv`` starts with a script (``x.py``) or ``-m module``."""
+    """Return whether ``argv`` starts with a script (``x.py``) or ``-m module``."""
     return bool(argv) and (argv[0] == "-m" or argv[0].endswith(".py"))
 
 
@@ -72,9 +72,10 @@ class Chosen:
     dropped: tuple[str, ...] = ()
 
 
-# Takes the words after the script, the settings and the world size.
+# Function of the words after the script, the settings and the world size.
 ChoosePlan = Callable[[Sequence[str], PipelineConfig, int], Chosen]
-# Applies the patches of one rank's rehearsal under the settings; returns words to add.
+# Function that applies the patches of one rank's rehearsal under the settings and returns the words
+# to add.
 PrepareRehearsal = Callable[[PipelineConfig], Sequence[str]]
 
 
@@ -131,7 +132,9 @@ def launch(
             words, dropped = [*words, *chosen.flags], chosen.dropped
             config = PipelineConfig.parse(**(given | added | given_in(chosen.flags)))
         if recorded is not None:
-            _record(recorded)  # before ours: actions that ours defer are recorded when they run
+            # The recording patches come first, so actions that our patches defer are recorded when
+            # they run.
+            _record(recorded)
         if prepare_rehearsal is not None:
             words = [*words, *prepare_rehearsal(config)]
         if given or added or {"-h", "--help"} & set(arguments):
@@ -151,7 +154,7 @@ def _run(script: str, *, as_module: bool) -> None:
         else:
             sys.path[0] = str(Path(script).resolve().parent)
             runpy.run_path(script, run_name="__main__")
-    except InvalidSchedule as error:  # that a search has found, in the first step
+    except InvalidSchedule as error:  # a search in the first step has found no valid schedule
         exit_for(error)
     except argparse.ArgumentError as error:  # the script adds its flags after ours
         name = next((flag for flag in our_flags() if str(error).endswith(f": {flag}")), None)
@@ -240,7 +243,7 @@ def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": partial(_of_slurm, env, "SLURM_LOCALID"),
         "LOCAL_WORLD_SIZE": partial(_tasks_on_first_node, env),
         "MASTER_ADDR": partial(_first_host_of, env),
-        # one port a job, so that jobs that share a node do not meet
+        # Each job has a port of its own, so that jobs that share a node do not meet.
         "MASTER_PORT": lambda: str(20000 + int(_of_slurm(env, "SLURM_JOB_ID", "0")) % 20000),
     }
     return {name: find() for name, find in wanted.items() if name not in env}
@@ -293,7 +296,7 @@ def _tasks_on_first_node(env: Mapping[str, str]) -> str:
 def _has_gpu() -> bool:
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: its libraries are not found
+    except (ImportError, OSError) as error:  # an OSError: the package's libraries are not found
         raise without_torch("a training needs", error) from error
     return torch.cuda.is_available()
 

@@ -18,7 +18,7 @@ from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.timeline import Event, Timeline
 
 TOP = 3
-WORTH_NAMING = 0.005  # of the makespan
+WORTH_NAMING = 0.005  # least cause that is named, as a share of the makespan
 SLOW = 1.5  # a pass that takes this many times the median of its stage and kind
 SLOW_PASSES_TRIED = 10
 
@@ -37,7 +37,8 @@ class MakespanPart(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Cause:
-    """Something without which the makespan would have been shorter by ``seconds``."""
+    """Cause of a longer makespan: without it the makespan would have been shorter by
+    ``seconds``."""
 
     seconds: float
     text: str
@@ -45,7 +46,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Explanation of a makespan.
+    """Explanation of a measured makespan.
 
     Attributes:
         parts: seconds of the makespan, by part. A part can be negative, because of single passes
@@ -70,7 +71,7 @@ def explain(measured: Timeline, predicted: Timeline) -> Explanation:
     work = sum(map(step.at_par, step.events)) / len(measured.compute)
     costs = {e.action: e.end - e.start for row in predicted.compute for e in row}
     scale = work / predicted.work
-    # The makespan that remains when one after the other is replaced by its ideal.
+    # Makespan that remains when one cause after the other is replaced by its ideal.
     left = {
         MakespanPart.MESSAGES: step.makespan(step.seconds, step.delay_without_messages),
         MakespanPart.BETWEEN: step.makespan(step.seconds, _no_delay),
@@ -105,7 +106,8 @@ class _Step:
         self.events = {event.action: event for row in measured.compute for event in row}
         ready = self.replay.ready(self.events)
         self.delays = {a: event.start - max(ready[a]) for a, event in self.events.items()}
-        self.sender: dict[Action, int] = {}  # of the message a pass waits for, if there is one
+        # The sender of the message that a pass waits for, if there is one.
+        self.sender: dict[Action, int] = {}
         for action, event in self.events.items():
             makers = [self.events[maker] for maker in self.replay.inputs[action]]
             others = [maker for maker in makers if maker.rank != event.rank]
@@ -202,7 +204,7 @@ class _Step:
             def at_once(action: Action, blocked: set[Action] = blocked) -> float:
                 return 0.0 if action in blocked else self.delays[action]
 
-            worst = max(actions, key=self.delay)  # the first of equals, in every process
+            worst = max(actions, key=self.delay)  # the first of equal delays, in every process
             total = _ms(sum(map(self.delay, actions)))
             amounts = f"{total} in all, most before {worst}: {_ms(self.delays[worst])}"
             if sender is None:

@@ -1,4 +1,5 @@
-"""Features that remark on launches, in the order of their remarks."""
+"""Features that remark on launches, in the order of their remarks. Only this table knows all of
+them."""
 
 from __future__ import annotations
 

@@ -21,15 +21,16 @@ FORWARD, BACKWARD, WEIGHT = slice(0, 1), slice(1, 3), slice(2, 3)  # passes of a
 PassTriple = tuple[float, float, float]  # seconds of F, I and W
 
 _EACH = "each pass"
-_DISTINGUISHABLE = 0.02  # of the largest singular value: smaller ones are noise
-_UNSEEN = 0.05  # of a part's scale that no stage sees: the part is in doubt beyond
-_COUNTS = 0.01  # of a stage: parts that are smaller on all stages are not doubted
-DOUBT = 2.0  # factor on the estimate of a part that no stage tells apart
+_DISTINGUISHABLE = 0.02  # singular values below this share of the largest one are noise
+# The estimate of a part is in doubt if no stage sees more than this share of its scale.
+_UNSEEN = 0.05
+_COUNTS = 0.01  # parts below this share of all stages are not in doubt
+DOUBT = 2.0  # factor of doubt about a part that no stage tells apart from others
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Parts of a model, with estimated seconds.
+    """Parts of a model, such as layers by type, with estimated seconds.
 
     Attributes:
         layers: the types of the layers of each stage; `DEPTH` for a layer of multi-token
@@ -47,11 +48,12 @@ class ModelParts:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the parts, in the order of columns."""
+        """Names of the model's parts, in the order of columns."""
         return (*self.of_layer, *self.first, *self.last, _EACH)
 
     def counts(self, layers: Sequence[Sequence[str]]) -> NDArray[np.float64]:
-        """Return how often each stage (row) has each part (column), with these ``layers``."""
+        """Return how often each stage (row) has each part of the model (column), with these
+        ``layers``."""
         table = np.zeros((len(layers), len(self.names)))
         for row, kinds in enumerate(layers):
             for kind in kinds:
@@ -62,7 +64,8 @@ class ModelParts:
         return table
 
     def seconds(self, passes: slice) -> NDArray[np.float64]:
-        """Return the estimated seconds of each part in these ``passes`` of a triple."""
+        """Return the estimated seconds of each part of the model in these ``passes``, some of F, I
+        and W."""
         triples = (*self.of_layer.values(), *self.first.values(), *self.last.values(), self.each)
         return np.array(triples)[:, passes].sum(1)
 
@@ -84,7 +87,7 @@ class ModelParts:
         return cut
 
     def doubted(self) -> Iterator[ModelParts]:
-        """Yield this model with other estimates of parts that no stage tells apart."""
+        """Yield this model with other estimates for parts that no stage tells apart."""
         table = self.counts(self.layers)
         doubtful: set[str] = set()
         for passes in (FORWARD, BACKWARD):
@@ -126,7 +129,7 @@ class ModelParts:
         expected *= sums.sum() / max(expected.sum(), 1e-30)
         scales = 1 + np.linalg.pinv(expected, rcond=_DISTINGUISHABLE) @ (sums - expected.sum(1))
         fitted = expected * np.maximum(scales, 0.0)
-        # What is left is a slower rank's, or noise: parts that leave a stage keep it.
+        # What is left is due to a slower rank or to noise: each part keeps its share of a stage.
         fitted *= (sums / np.maximum(fitted.sum(1), 1e-30))[:, None]
         of_one = fitted.sum(0) / np.maximum(table.sum(0), 1.0)
         return self.counts(stages) * of_one

@@ -1,4 +1,9 @@
-"""Checked access to an object of a JSON file that others may have written."""
+"""Checked access to an object of a JSON file that others may have written.
+
+Files of traces, races and costs may come from another version, another machine, or an editor. Each
+access names the file, the key and the value that was expected, so that a damaged file is one line
+and no traceback.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_MOST = 1e18  # of any number; NaN and infinity are not below it
+_MOST = 1e18  # largest number in a record; NaN and infinity are not below it
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Remark of a feature on a launch, made before the launch runs."""
+"""Remark of a feature on a launch, made before the launch runs. Doctor shows it with its checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ext.compile.program.verify import Program
 
 @dataclass(frozen=True)
 class JudgedLaunch:
-    """Launch that a feature remarks on.
+    """Launch on which a feature may remark.
 
     Attributes:
         config: its `PipelineConfig`.

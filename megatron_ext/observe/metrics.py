@@ -20,7 +20,7 @@ from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Timeline
 
-POINTS = 0.05  # by which a measured bubble share may leave the predicted one
+POINTS = 0.05  # largest difference of a measured bubble share from the predicted one
 PATIENCE = 100  # iterations after which a remark is logged
 
 
@@ -79,14 +79,15 @@ class RankSums:
         )
 
     def numbers(self, chunks: int) -> list[float]:
-        """Return the sums as a list of one length on all ranks. ``chunks``: the most of a rank."""
+        """Return the sums as a list with one length on all ranks. ``chunks`` is the largest number
+        of chunks of a rank."""
         plain = [getattr(self, name) for name in _PLAIN]
         unused = [0.0] * (4 * chunks - len(self.times))
         return [*plain, *self.times, *unused]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> RankSums:
-        """Return the sums with these ``numbers``: the inverse of `numbers`."""
+        """Return the sums that have these ``numbers``: the inverse of `numbers`."""
         plain = dict(zip(_PLAIN, numbers, strict=False))
         return cls(**plain, times=tuple(numbers[len(_PLAIN) :]))
 
@@ -96,7 +97,7 @@ _PLAIN = [field.name for field in fields(RankSums) if field.name != "times"]
 
 @dataclass(frozen=True)
 class Metrics:
-    """Mean figures of the steps of some iterations.
+    """Mean pipeline metrics of the steps of some iterations.
 
     Attributes:
         bubble_shares: idle share of a step over all ranks, predicted and measured.
@@ -146,7 +147,7 @@ class Metrics:
         return ", ".join(words)
 
     def figures(self) -> dict[str, float]:
-        """Return the measured figures by name, as for TensorBoard."""
+        """Return the measured metrics by name, as for TensorBoard."""
         figures: dict[str, float] = {
             "pipeline/slowest rank": self.slowest,
             "pipeline/slowest rank, slower by": self.slower,
@@ -207,7 +208,8 @@ def _begins(schedule: Schedule, ranks: Sequence[RankSums]) -> list[float]:
         for chunk, stage in enumerate(stages):
             sums = rank.times[4 * chunk : 4 * chunk + 4]
             times[stage] = [time / rank.steps for time in sums]
-    least: dict[tuple[int, int], list[float]] = {}  # least offset of the second rank of a pair
+    # The least offset of the second rank of each two neighbours.
+    least: dict[tuple[int, int], list[float]] = {}
     pairs = []
     for stage in range(placement.last):
         neighbours = placement.rank_of[stage], placement.rank_of[stage + 1]
@@ -242,15 +244,16 @@ def _most(figures: Sequence[float]) -> tuple[int, int] | None:
 
 
 class Departure:
-    """Reports once that the measured bubble has differed from the predicted one for `PATIENCE`
-    iterations."""
+    """Watcher that reports once that the measured bubble has differed from the predicted one for
+    `PATIENCE` iterations."""
 
     def __init__(self) -> None:
-        self._iterations = 0  # iterations for which it has differed, up to now
+        self._iterations = 0  # number of iterations in which the bubble has differed, up to now
         self._has_told = False
 
     def see(self, metrics: Metrics, iterations: int) -> str | None:
-        """Return the remark due after ``iterations`` more with these ``metrics``, if any is."""
+        """Return the remark that is due after ``iterations`` more with these ``metrics``; None if
+        none is."""
         has_left = abs(metrics.above_predicted) > POINTS
         self._iterations = self._iterations + iterations if has_left else 0
         if self._iterations < PATIENCE or self._has_told:

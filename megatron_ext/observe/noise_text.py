@@ -1,4 +1,8 @@
-"""Text form of the noise of passes, and texts on a step's duration under it."""
+"""Text form of the noise of passes, and texts on a step's duration under it.
+
+Passes never take exactly what they cost, so a predicted step is the middle of a range. Users
+describe the noise in a few words, or with a trace, and read the range in a few rows.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +62,8 @@ def _share(figure: str, text: str) -> float:
 
 
 def noise_of(steps: Sequence[TracedStep]) -> Noise:
-    """Return the noise of ``steps``: each pass's seconds over the mean of its kind and stage."""
+    """Return the noise of traced ``steps``: each pass's seconds relative to the mean of its kind
+    and stage."""
     groups = defaultdict(list)
     for event in (event for step in steps for row in step.measured.compute for event in row):
         groups[event.action.kind, event.action.stage].append(event.end - event.start)

@@ -1,4 +1,8 @@
-"""A program's predicted step compared with the measured ones, rank by rank."""
+"""A program's predicted step compared with the measured ones, rank by rank.
+
+One number would hide why a step was longer than predicted: slower passes, or more waiting. Each
+rank's first start, last end and sum of passes are therefore compared, and the bubble of both.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,8 @@ from megatron_ext.schedule.timeline import Timeline
 
 
 class RankStep(NamedTuple):
-    """One step on one rank: start of its first pass, end of its last, and seconds of all passes."""
+    """Measured step on one rank: start of its first pass, end of its last, and seconds of all
+    passes."""
 
     start: float
     end: float
@@ -42,7 +47,7 @@ class Comparison:
 
     @property
     def bubble_shares(self) -> tuple[float, float]:
-        """Idle share of the step over all ranks, predicted and measured."""
+        """Share of the step that ranks are idle, predicted and measured."""
         ranks = len(self.measured_busy)
         return (
             1 - sum(self.predicted_busy) / ranks / self.predicted,
@@ -50,7 +55,7 @@ class Comparison:
         )
 
     def lines(self) -> list[str]:
-        """Return a line of text for each rank."""
+        """Return a line of text on the comparison for each rank."""
         error = f"{abs(self.error):.1%} {'shorter' if self.error < 0 else 'longer'}"
         step = f"step predicted {_ms(self.predicted)}, measured {_ms(self.measured)} ({error})"
         pairs = zip(self.predicted_busy, self.measured_busy, strict=True)

@@ -1,4 +1,9 @@
-"""Replay of the passes of a schedule with other durations."""
+"""Replay of the passes of a schedule with other durations.
+
+To know what a slow pass or a late message has cost, the step is run once more with its measured
+durations, one of them changed. Only passes are replayed: messages are part of the delay after which
+a pass starts.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +29,14 @@ SecondsOf = Callable[[Action], float]
 
 @dataclass(frozen=True)
 class Replay:
-    """The passes of ``schedule``, and the passes that each waits for. Messages are no actions here:
-    they take no time, or the time given as a pass's delay."""
+    """Replay of the passes of ``schedule``, which knows the passes that each one waits for.
+    Messages are no actions here: they take no time, or the time given as a pass's delay."""
 
     schedule: Schedule
 
     @cached_property
     def inputs(self) -> Inputs:
-        """The passes that make the inputs of a pass, by pass."""
+        """For each pass, the passes that make its inputs."""
         rows = self.schedule.compute_rows
         passes = {action for row in rows for action in row}
         placement = self.schedule.placement
@@ -40,7 +45,7 @@ class Replay:
 
     @cached_property
     def _graph(self) -> Precedence:
-        """The passes, each after its inputs and after the pass before on its rank."""
+        """Passes in an order with each after its inputs and after the pass before on its rank."""
         rows = self.schedule.compute_rows
         node = {action: number for number, action in enumerate(chain.from_iterable(rows))}
         waits = [(node[later], node[earlier]) for row in rows for earlier, later in pairwise(row)]

@@ -21,8 +21,8 @@ from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.rank_speeds import RankSpeeds
 from megatron_ext.schedule.timeline import Timeline
 
-SLOW = 0.05  # from which share more than the others' a rank is slow; less is noise
-PATIENCE = 100  # iterations, after which somebody should look
+SLOW = 0.05  # a rank is slow if it takes this share more than the others; less is noise
+PATIENCE = 100  # iterations of slowness after which a line is logged, since somebody should look
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def slow_ranks(ratios: Sequence[float]) -> dict[int, float]:
 
 
 def speeds_of(ratios: Sequence[float]) -> RankSpeeds | None:
-    """Return the speeds of ranks with these ``ratios``, 1 for each that is not slow; None if none
-    is."""
+    """Return the speeds of ranks whose passes take these ``ratios`` of the others' time, 1 for each
+    that is not slow; None if none is."""
     slow = slow_ranks(ratios)
     if not slow:
         return None
@@ -80,8 +80,8 @@ def speeds_in(steps: Sequence[TracedStep]) -> tuple[RankSpeeds | None, RankSpeed
 
 
 def share_lost(predicted: Timeline, slow: Mapping[int, float]) -> float:
-    """Return by how much these ``slow`` ranks lengthen the ``predicted`` step, as a share of it.
-    Both steps are replayed with messages that take no time."""
+    """Return the share of the ``predicted`` step by which these ``slow`` ranks lengthen it. Both
+    steps are replayed with messages that take no time."""
     events = {event.action: event for row in predicted.compute for event in row}
 
     def seconds(action: Action) -> float:
@@ -95,10 +95,11 @@ def share_lost(predicted: Timeline, slow: Mapping[int, float]) -> float:
 
 
 class SlowRanks:
-    """Reports once that the same ranks have been slow for `PATIENCE` iterations."""
+    """Watcher that reports once that the same ranks have been slow for `PATIENCE` iterations."""
 
     def __init__(self) -> None:
-        self._iterations: dict[int, int] = {}  # by rank, for which it has been slow up to now
+        # Number of iterations that each rank has been slow, up to now.
+        self._iterations: dict[int, int] = {}
         self._told: set[int] = set()
 
     def see(
@@ -109,7 +110,8 @@ class SlowRanks:
         this_pipeline: PipelineTimes,
         others: Sequence[PipelineTimes],
     ) -> str | None:
-        """Return the remark due after ``iterations`` more with these ``ratios``, if any is.
+        """Return the remark that is due after ``iterations`` more with these ``ratios``; None if
+        none is.
 
         Args:
             this_pipeline: times of the pipeline that ``ratios`` are of.
@@ -179,6 +181,6 @@ def _slow_replicas(pipelines: Sequence[PipelineTimes]) -> list[PipelineTimes]:
 def _is_in(
     replicas: Sequence[PipelineTimes], pipelines: Sequence[PipelineTimes]
 ) -> Callable[[int], bool]:
-    """Return a test for ranks that are slow in none but the ``replicas``."""
+    """Return a test for ranks that are slow in the given ``replicas`` only."""
     others = [one for one in pipelines if one not in replicas]
     return lambda rank: not any(rank in slow_in(one, pipelines) for one in others)

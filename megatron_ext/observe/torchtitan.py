@@ -36,8 +36,8 @@ def for_torchtitan(placement: Placement, microbatches: int, table: Path) -> str:
 
 
 def _schedule_with(placement: Placement) -> str | None:
-    """Return a schedule of torch's with this placement, whichever way a V opens; None if there is
-    none."""
+    """Return one of torch's schedules with this placement, whichever way a V opens; None if there
+    is none."""
     ranks = placement.ranks
     if placement.rank_of == line(ranks).rank_of:
         return "1F1B"

@@ -45,26 +45,27 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.stock_executor import StockExecutor
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
 
-NAME = "trace.json"  # in the folder that a training run is given
+NAME = "trace.json"  # name of the file in the folder that a training run is given
 _VERSION = 3
 _BEGIN = f'{{"displayTimeUnit": "ms", "version": {_VERSION}, "traceEvents": ['
 _END = "\n]}\n"
-_LARGEST = 2**31  # bytes of a trace that is read
+_LARGEST = 2**31  # largest trace in bytes that is read
 LARGEST_WRITTEN = 2**30  # by a training
 TRACED_OF_RUN = range(5, 8)  # iterations of a run that are traced by default
 
 
 _PASS, _PREDICTED_PASS, _REDUCTION = "compute", "predicted compute", "reduction"  # categories
-_STOCK = "a step of Megatron's own"  # the event that says so
-_PARTS = "parts of the model"  # the event that has them
-_RESERVED = "reserved beyond allocated"  # the event that has it
+_STOCK = "a step of Megatron's own"  # event whose presence marks a step of stock
+_PARTS = "parts of the model"  # event that holds the parts of the model
+_RESERVED = "reserved beyond allocated"  # event that holds the reserved bytes
 
-_OfStock = tuple[tuple[float, ...], StockExecutor]  # `weight_shares` and `executor` of a step
+# `weight_shares` and `executor` of a step of stock.
+_OfStock = tuple[tuple[float, ...], StockExecutor]
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A measured step and its prediction.
+    """Traced step with its prediction.
 
     Attributes:
         iteration: its number in Megatron's log.
@@ -133,17 +134,17 @@ class TraceFile:
     """
 
     def __init__(self, path: Path, largest: float = math.inf) -> None:
-        """Start ``path`` afresh; its folder is made if there is none."""
+        """Start the trace file ``path`` afresh; its folder is made if there is none."""
         self._largest = largest
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_file(path, _BEGIN + _END)
         self._path = path
         self._is_empty = True
-        self._origin: float | None = None  # what time 0 of the trace is
-        self._tracks: dict[tuple[int, str], int] = {}  # their numbers, by rank and title
+        self._origin: float | None = None  # clock time that is 0 in the trace
+        self._tracks: dict[tuple[int, str], int] = {}  # numbers of tracks by rank and title
 
     def add(self, step: TracedStep) -> None:
-        """Write ``step``: its passes and reductions, and the predicted passes."""
+        """Write ``step`` to the trace: its passes and reductions, and the predicted passes."""
         origin = step.measured.start if self._origin is None else self._origin
         about = {
             "iteration": step.iteration,
@@ -155,7 +156,7 @@ class TraceFile:
         self._origin = origin
 
     def add_simulated(self, steps: Sequence[Timeline], seconds_per_unit: float) -> None:
-        """Write consecutive ``steps`` without measured ones."""
+        """Write consecutive simulated ``steps``, which have no measured ones, to the trace."""
         for number, timeline in enumerate(steps):
             events = [*_slices(timeline, "", {"step": number}), *_held(timeline)]
             self._write(events, 0.0, seconds_per_unit)
@@ -188,7 +189,8 @@ class TraceFile:
                 _write_all(file, text.encode())
             except OSError as error:  # a full disk, perhaps
                 file.seek(end)
-                file.write(_END.encode())  # on what was the file's already
+                # The file had these bytes before, so a full disk has room for them.
+                file.write(_END.encode())
                 file.truncate()
                 raise OSError(error.errno, error.strerror, str(self._path)) from error
         self._is_empty, self._tracks = False, tracks
@@ -209,7 +211,7 @@ def bytes_of_step(simulated: Timeline) -> int:
     passes = tuple(event for row in simulated.compute for event in row)
     step = traced_step(1000, replace(simulated, events=passes), simulated, 1e-5)
     about = {"iteration": 1000, "schedule": simulated.schedule.name, "cost_factor": 1 / 3}
-    digits = 16  # of times as measured, of which a simulation has fewer
+    digits = 16  # digits of a measured time, more than a simulated one has
     return sum(
         len(json.dumps(event)) + digits * ("dur" in event) for event in _events_of(step, about)
     )
@@ -303,7 +305,7 @@ def reserved_in(steps: Sequence[TracedStep]) -> float | None:
 
 @dataclass(frozen=True)
 class _Slice:
-    """One slice of a step, as read from the file."""
+    """One slice (event) of a step, as read from a trace."""
 
     rank: int
     name: str
@@ -355,7 +357,7 @@ def _step(
 
 
 def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
-    """Return the passes of ``category``, with the reductions of a measured step."""
+    """Return the timeline of the passes of ``category``, with the reductions of a measured step."""
     of_rank: dict[int, list[Event]] = {}
     reductions, pairs = [], list[OverlappedPasses]()
     try:
@@ -420,7 +422,7 @@ def track_of(action: Action, placement: Placement) -> str | None:
     if rule.lane is Lane.COMPUTE:
         return "passes"
     if rule.where is Where.RANK:
-        return None  # messages of a few bytes, and marks
+        return None  # messages of a few bytes and marks have no track
     if rule.lane is Lane.SEND:
         return f"{action.kind} to rank {channel_of(action, placement).receiver}"
     if rule.lane is Lane.COLLECTIVE:
@@ -522,7 +524,7 @@ def _slice(
 def _instant(
     event: Event, name: str, track: str, category: str, args: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the end of ``event``, as an instant on its rank's track."""
+    """Return the end of ``event`` as an instant event on its rank's track."""
     return {
         "ph": "i",
         "s": "t",
@@ -540,7 +542,7 @@ def _counter(rank: int, ts: float, held: float) -> dict[str, Any]:
 
 
 def _names(rank: int, title: str, number: int) -> Iterator[dict[str, Any]]:
-    """Yield the metadata events that must precede the first slice of a track."""
+    """Yield the metadata events with names that must precede the first slice of a track."""
     for what, args in (
         ("process_name", {"name": f"rank {rank}"}),
         ("thread_name", {"name": title}),

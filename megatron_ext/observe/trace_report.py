@@ -1,4 +1,8 @@
-"""Report on traced steps, as data for programs. Times are in seconds."""
+"""Report on traced steps, as data for programs. Times are in seconds.
+
+The text of `megatron-ext trace` and its ``--json`` have the same figures, which are computed once,
+here, under the names that are printed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from megatron_ext.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of one step, measured or predicted."""
+    """Figures of one traced step, measured or predicted."""
 
     makespan: float
     span: float
@@ -66,7 +70,7 @@ class TraceReport:
 
 
 def median_step(steps: Sequence[TracedStep]) -> TracedStep:
-    """Return the step with the median makespan; of two, the shorter."""
+    """Return the step with the median makespan; of two in the middle, the shorter."""
     by_makespan = sorted(steps, key=lambda step: step.measured.makespan)
     return by_makespan[(len(steps) - 1) // 2]
 

@@ -1,4 +1,8 @@
-"""Texts on a trace of Megatron's own step: for its log, and for `megatron-ext trace`."""
+"""Texts on a trace of Megatron's own step: for its log, and for `megatron-ext trace`.
+
+The same findings go to two places, and should read alike in both: rows and remarks are made here,
+and who prints them adds nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from megatron_ext.base.words import counted
 from megatron_ext.observe.trace_report import TraceReport
 from megatron_ext.observe.what_if import SHARES, Prospect, WhatIf
 
-_WORTH_SAYING = 0.005  # of the makespan
+_WORTH_SAYING = 0.005  # least difference that is mentioned, as a share of the makespan
 
 
 def schedule_name(report: TraceReport) -> str:
@@ -44,8 +48,8 @@ def summary(report: TraceReport, folder: Path) -> Iterator[str]:
 
 
 def sections(assumed: WhatIf) -> Iterator[tuple[str, list[Prospect]]]:
-    """Yield the title and the schedules of the two tables of ``assumed``. Megatron's own schedule
-    is first in the first table."""
+    """Yield the title and the schedules of each of the two tables of ``assumed``. Megatron's own
+    schedule is first in the first table."""
     peak = counted(assumed.stock.peak, "microbatch")
     title = f"what schedules would take with these costs, in no more memory (peak {peak})"
     yield title, [assumed.stock, *assumed.within]
@@ -54,7 +58,7 @@ def sections(assumed: WhatIf) -> Iterator[tuple[str, list[Prospect]]]:
 
 
 def prospect_rows(prospects: Sequence[Prospect]) -> list[dict[str, str]]:
-    """Return a row for each of ``prospects``, by column."""
+    """Return a table row for each of ``prospects``, by column."""
     return [
         {
             "schedule": prospect.schedule,
@@ -69,7 +73,7 @@ def prospect_rows(prospects: Sequence[Prospect]) -> list[dict[str, str]]:
 
 
 def remarks(assumed: WhatIf) -> Iterator[str]:
-    """Yield the assumptions behind the tables, a line each."""
+    """Yield the assumptions behind the tables of predicted schedules, a line each."""
     least, most = SHARES
     yield (
         f"W is assumed to take {least:g} to {most:g} of a backward pass, which Megatron runs whole"
@@ -93,7 +97,7 @@ def _between(low: str, high: str) -> str:
 
 
 def _table(rows: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Return ``rows`` beneath their keys, as lines."""
+    """Return a table of ``rows`` beneath their keys, as lines."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

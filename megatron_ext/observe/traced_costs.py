@@ -1,4 +1,9 @@
-"""Measured costs of traced steps of Megatron's own schedules, for `what_if`."""
+"""Measured costs of traced steps of Megatron's own schedules, for `what_if`.
+
+To predict another schedule from a trace, its costs are needed rather than its times. The median
+seconds of each stage's passes are measured; messages are what passes waited after the pass that
+made their input.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +18,13 @@ from megatron_ext.observe.what_if import TracedCosts
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.timeline import Timeline
 
-_QUICK = 4  # messages take the first quartile of delays: longer delays include other waiting
+# A message is charged the first quartile of its delays, as longer ones include other waiting.
+_QUICK = 4
 
 
 def traced_costs(steps: Sequence[TracedStep]) -> TracedCosts | None:
-    """Return the medians over the passes of ``steps``; None if they are not Megatron's own."""
+    """Return the costs of Megatron's own step as medians over the passes of ``steps``; None if
+    these are not Megatron's own."""
     latest = steps[-1]
     if latest.weight_shares is None:
         return None

@@ -33,7 +33,7 @@ from megatron_ext.schedule.stock_executor import StockExecutor
 
 SHARES = (0.3, 0.5)  # least and largest share of B that is W
 SECONDS = 60.0
-_WORTH = 0.001  # share of the time that has to be gained for more memory
+_WORTH = 0.001  # least gain, as a share of the time, for which a schedule may take more memory
 # Factors on `seconds_to_build` for families that ignore costs and for those that use them, with and
 # without a limit, measured on 8 ranks.
 _BUILT, _FITTED = 2, 12
@@ -241,9 +241,8 @@ def _tried(
     """
     resolved = choose(spec)
     if resolved.traits.searches:
-        resolved = (
-            resolved.without_search
-        )  # no time for a search, whose result would take no longer
+        # The time does not allow a search, and its result would take no longer.
+        resolved = resolved.without_search
     placement = resolved.place(traced.schedule.placement.ranks)
     costs = traced.costs(placement.stages)
     if costs is None:
@@ -264,7 +263,7 @@ def _tried(
     limited = Problem(placement, traced.microbatches, costs, MemoryLimit(microbatches=stock.peak))
     try:
         within = _prospect(spec, build_program(resolved, limited), traced, stock)
-    except ValueError:  # it needs more
+    except ValueError:  # the schedule needs more memory
         within = None
     if within is not None:
         yield within

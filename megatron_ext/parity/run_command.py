@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_ext.config import PipelineConfig, flag, variable
 from megatron_ext.launch.command.launch_words import Launch, read_launch
 
-# A comparison writes nothing to the user's own logs and projects.
+# Settings that keep a comparison from writing to the user's own logs and projects.
 _QUIET = ("--tensorboard-dir", "", "--wandb-project", "")
 # Characters that shells expand: a command with any of them cannot be split and rejoined.
 _SHELL = "$`;&|<>*?("
@@ -23,7 +23,7 @@ _SHELL = "$`;&|<>*?("
 
 @dataclass(frozen=True)
 class RunCommand:
-    """Launch command, split into its parts.
+    """Launch command of a run to record, split into its parts.
 
     Attributes:
         launcher: the words up to the script, without ``-m megatron_ext``.
@@ -44,8 +44,8 @@ class RunCommand:
         return [*self.shell, shlex.join(words)] if self.shell else words
 
     def value(self, name: str) -> str | None:
-        """Return the value of a flag in the command, the last one if it is repeated; None if it has
-        none."""
+        """Return the value of a flag in the command, the last one if the flag is repeated; None if
+        it has none."""
         found = None
         for word, following in pairwise((*self.arguments, "")):
             if word == name:

@@ -1,4 +1,9 @@
-"""Sequential runs of launch commands on this machine, each recorded."""
+"""Sequential runs of launch commands on this machine, each recorded.
+
+Two runs may differ by kernels and by chance even if they are the same, so A runs twice, and its own
+difference is the measure of that between A and B. Both begin from one checkpoint, which A writes if
+they load none: initial weights depend on the stages of a rank.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +28,24 @@ from megatron_ext.parity.run_command import RunCommand, recorded, saving
 from megatron_ext.recordings.comparable import refusal
 
 _LATEST = "latest_checkpointed_iteration.txt"
-_SHOWN = 12  # lines of the output of a run that failed
-_LONGEST = 10_000  # characters of such a line
+_SHOWN = 12  # lines shown of the output of a failed run
+_LONGEST = 10_000  # longest line shown of that output, in characters
 # Errors that end a rank: ours and argparse's, the last line of a traceback, C++'s. torchrun's own
-# report, which follows, names no reason.
+# report follows them and names no reason.
 _REASON = re.compile(
     r"\berror\b[^:]*: |^(\[rank\d+\]:\s*)?(\w+\.)*\w*(Error|Exception)(:|$)|^\s+what\(\): "
 )
-# Lines that do not continue an error: torch's log, another traceback, an empty line.
+# Lines that do not continue an error: of torch's log, of another traceback, an empty line.
 _UNRELATED = re.compile(r"[IWE]\d{4} |(\[rank\d+\]:\s*)?(Traceback|$)")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
-TellRun = Callable[[str], None]  # receives the start of a run, and its end with a newline
+# Function that receives the text at the start of a run, and at its end, with a newline.
+TellRun = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class RecordedRuns:
-    """Folders of the recordings.
+    """Folders of the recordings of a comparison.
 
     Attributes:
         loading: words that each run has for its checkpoint.
@@ -224,7 +230,8 @@ def check_comparable(a: RunCommand, b: RunCommand) -> None:
     """
     parsed = [_arguments(command, name) for command, name in ((a, "A"), (b, "B"))]
     if any(arguments is None for arguments in parsed):
-        return  # Megatron is not installed here: the recordings are compared later
+        # Without Megatron on this machine the commands are not compared; the recordings are, later.
+        return
     one, other = (arguments or {} for arguments in parsed)
     both = {name for name in one if one[name] is not None and other.get(name) is not None}
     a_both, b_both = ({name: values[name] for name in both} for values in (one, other))

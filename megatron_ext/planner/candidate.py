@@ -1,4 +1,9 @@
-"""The variants that are tried for a model, the candidates made of them, and a plan of several."""
+"""The variants that are tried for a model, the candidates made of them, and a plan of several.
+
+A plan compares schedules, and for each some ways to treat vocabulary, memory and recompute. A
+variant is one such combination before it is tried, a candidate is one that runs and fits, and the
+plan ranks them: by time, then by memory, then by the number of settings.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +22,24 @@ from megatron_ext.cost_model.model_memory import ModelBytes
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import is_line_or_v
 from megatron_ext.schedule.problem import (
-    Offload,
     Problem,
     Recompute,
     VocabularyParallel,
 )
 from megatron_ext.schedule.slices import Slices
 
-ALIKE = 0.01  # of a step, or of a rank's bytes: two estimates that differ by less are a tie
+# Two estimates are a tie if they differ by less than this share of a step, or of a rank's bytes.
+ALIKE = 0.01
 
 
 class VocabMethod(enum.StrEnum):
-    """Treatment of embedding and output layer."""
+    """Treatment of embedding and output layer in a plan."""
 
-    NAIVE = "naive"  # nothing: they are on the first and the last stage
-    REDISTRIBUTED = "redistributed"  # the stages with them have fewer layers
-    ONE = VocabularyParallel.ONE.value  # both are divided over all ranks
+    # Nothing is done: embedding and output layer are on the first and the last stage.
+    NAIVE = "naive"
+    # The stages with the embedding and the output layer have fewer layers.
+    REDISTRIBUTED = "redistributed"
+    ONE = VocabularyParallel.ONE.value  # embedding and output layer are divided over all ranks
     TWO = VocabularyParallel.TWO.value
 
     @property
@@ -42,13 +49,13 @@ class VocabMethod(enum.StrEnum):
 
     @classmethod
     def of(cls, vocabulary: VocabularyParallel) -> VocabMethod:
-        """Return the treatment that the setting ``vocabulary`` stands for."""
+        """Return the treatment of the vocabulary that the setting ``vocabulary`` stands for."""
         return cls.NAIVE if vocabulary is VocabularyParallel.NONE else cls(vocabulary.value)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A schedule with a problem, to be tried.
+    """Schedule with the problem that it solves, to be tried.
 
     Attributes:
         model: bytes of parameters, gradients and optimizer states on each rank; None: not known.
@@ -66,7 +73,7 @@ class Variant:
 
     @property
     def build(self) -> Callable[[ResolvedSpec, Problem], Program]:
-        """Function that makes its program."""
+        """Function that makes the program of a schedule."""
         return build_program if self.problem.costs.held_bytes is None else place_output_layer
 
     def check_launch(self) -> None:
@@ -90,7 +97,7 @@ def keeps_pairs(resolved: ResolvedSpec, vocabulary: VocabularyParallel) -> bool:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of a rank: of the model, temporary tensors and CUDA's context, and of activations at
+    """Bytes of a rank: of the model, of temporary tensors and CUDA's context, and of activations at
     their peak."""
 
     model: ModelBytes
@@ -103,7 +110,7 @@ class RankMemory:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A schedule that can run.
+    """Schedule that can run, with its simulated figures.
 
     Attributes:
         report: the report on its program.
@@ -122,8 +129,8 @@ class Candidate:
     has_all_microbatches: bool = True
 
     def program(self) -> Program:
-        """Build its program once more. A plan stores no programs, since they are large; results of
-        searches are cached."""
+        """Build the candidate's program once more. A plan stores no programs, since they are large;
+        results of searches are cached."""
         return self.variant.build(self.variant.resolved, self.variant.problem)
 
     @property
@@ -132,7 +139,7 @@ class Candidate:
 
     @property
     def family(self) -> str:
-        """Its name, without options."""
+        """Name of the candidate's schedule family, without options."""
         return self.schedule.partition(":")[0]
 
     @property
@@ -141,33 +148,33 @@ class Candidate:
 
     @property
     def step(self) -> float:
-        """Time of a step: the makespan, or about the span if steps overlap."""
+        """Time of a step under the candidate: the makespan, or about the span if steps overlap."""
         return self.report.step
 
     @property
     def overlaps(self) -> bool:
-        """Whether it uses post-validation, and gains by it."""
-        return self.report.post_validation and is_gain(self.report.makespan, self.step)
+        """Whether the candidate uses post-validation, and gains by it."""
+        return self.report.steps_overlap and is_gain(self.report.makespan, self.step)
 
     @property
     def fullest(self) -> float | None:
-        """Bytes of the rank that holds most; None: not known."""
+        """Bytes of the rank that stores most; None if they are not known."""
         return None if self.memory is None else max(rank.total for rank in self.memory)
 
     @property
     def recompute(self) -> Recompute:
-        """Recompute of activations in bubbles."""
+        """Recompute of activations in bubbles, as the candidate's schedule uses it."""
         return self.variant.problem.options.recompute
 
     @property
     def holds(self) -> float:
-        """`fullest` if it is known, else its peak in microbatches."""
+        """Memory of the candidate: `fullest` if it is known, else its peak in microbatches."""
         return self.report.peak if self.fullest is None else self.fullest
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Comparison of schedules.
+    """Comparison of schedules for one job.
 
     Attributes:
         candidates: shortest step first.
@@ -184,14 +191,14 @@ class Plan:
 
     @property
     def best(self) -> Candidate | None:
-        """The `recommendable` candidate with the shortest step; of equals, the one that holds
-        least."""
+        """The `recommendable` candidate with the shortest step; of equals, the one with the least
+        memory."""
         return next(iter(self.recommendable), None)
 
     @property
     def tied(self) -> tuple[Candidate, ...]:
-        """The `recommendable` candidates whose step is as long as that of `best`, the one that is
-        recommended of these first."""
+        """The `recommendable` candidates that tie with `best` for the shortest step, the
+        recommended one first."""
         return tied(self.recommendable)
 
     @property
@@ -254,7 +261,7 @@ def tied_for_best[T](
         return ()
     least = min(map(holds, alike))
     lean = [one for one in alike if holds(one) <= (1 + ALIKE) * least]
-    best = min(lean, key=settings)  # the first, so the shortest step, of several
+    best = min(lean, key=settings)  # the first of several candidates has the shortest step
     return best, *(one for one in alike if one is not best)
 
 
@@ -266,7 +273,7 @@ def tied(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 
 def setting_names(candidate: Candidate) -> tuple[str, ...]:
-    """Name the settings of ``candidate`` in addition to its schedule."""
+    """Return the settings of ``candidate`` in addition to its schedule, in words."""
     made = candidate.report
     words = []
     if candidate.method is VocabMethod.REDISTRIBUTED:
@@ -277,7 +284,7 @@ def setting_names(candidate: Candidate) -> tuple[str, ...]:
         words.append(counted(made.slices, "slice"))
     if made.pairs:
         words.append("passes in pairs")
-    if made.activation_offload is not Offload.NONE:
+    if made.offloads:
         words.append("activations on the host")
     if made.recomputed:
         words.append(f"{made.recomputed:.0%} recomputed")

@@ -19,7 +19,8 @@ from megatron_ext.planner.planning_time import WHOLE_STEPS, until_end
 from megatron_ext.planner.verdict import Alternative, Verdict, Written, eligible, verdict_of
 from megatron_ext.schedule.problem import Offload
 
-# Share of the shortest step. An alternative that takes up to so much more may prove to be shorter.
+# Share of the shortest step by which an alternative may be slower and is still built whole, since
+# it may prove to be shorter.
 CLOSE = 0.02
 _LIMIT = "--pipeline-memory-limit"
 
@@ -49,13 +50,13 @@ def confirmed_verdict(
         found = verdict_of(confirmation.baseline, confirmation.pool, free)
         recommended = [one for one in (found.taken, found.stock) if one is not None]
         if confirmation.judge_next(recommended) or confirmation.build_next():
-            continue  # the verdict may be another one now
+            continue  # the verdict may have changed, so it is found once more
         return found, confirmation.plan
 
 
 @dataclass
 class _Confirmation:
-    """Progress of `confirmed_verdict`, which takes one step after another until the verdict stays.
+    """Progress of `confirmed_verdict`, which repeats its steps until the verdict stays.
 
     Attributes:
         plan: the plan, with the true figures that are known so far.
@@ -75,7 +76,8 @@ class _Confirmation:
     judged: list[Alternative] = field(default_factory=list)
 
     def judge_next(self, recommended: Sequence[Alternative]) -> bool:
-        """Judge the next of ``recommended`` that was not. Return whether there was one."""
+        """Judge the next of ``recommended`` alternatives that was not judged. Return whether there
+        was one."""
         for one in recommended:
             if one in self.judged:
                 continue
@@ -111,7 +113,7 @@ class _Confirmation:
         return True
 
     def _replace(self, estimated: Alternative, built: Alternative | None) -> None:
-        """Put ``built`` in place of ``estimated``; None removes it."""
+        """Replace ``estimated`` by ``built``; None removes it."""
         at = self.pool.index(estimated)
         self.pool[at : at + 1] = [] if built is None else [built]
         true = None if built is None else built.candidate
@@ -119,7 +121,7 @@ class _Confirmation:
 
 
 def _close(pool: Sequence[Alternative]) -> list[Alternative]:
-    """Return the alternatives that may prove to be the shortest, shortest first."""
+    """Return the alternatives that may prove to be the fastest, shortest estimated step first."""
     ordered = sorted(eligible(pool), key=lambda one: one.seconds)
     return [one for one in ordered if one.seconds <= (1 + CLOSE) * ordered[0].seconds]
 
@@ -131,7 +133,7 @@ def _built_in_time(estimated: Alternative, free: float | None) -> tuple[Alternat
 
 
 def _built(estimated: Alternative, free: float | None) -> Alternative | None:
-    """Return ``estimated`` with its true figures; None if it cannot be built whole."""
+    """Return ``estimated`` with the figures of its whole program; None if this cannot be built."""
     try:
         built = with_whole_step(estimated, free)
     except ValueError as error:
@@ -142,7 +144,8 @@ def _built(estimated: Alternative, free: float | None) -> Alternative | None:
 
 
 def with_whole_step(estimated: Alternative, free: float | None = None) -> Alternative:
-    """Return ``estimated`` with its true figures. Raises ValueError if it cannot be built whole."""
+    """Return ``estimated`` with the figures of its whole program. Raises ValueError if this cannot
+    be built."""
     before = estimated.candidate
     try:
         built = built_in_full(before, free)
@@ -153,15 +156,15 @@ def with_whole_step(estimated: Alternative, free: float | None = None) -> Altern
 
 
 def without_idle_limit(one: Alternative) -> Alternative:
-    """Return ``one`` without the memory limit that it writes, if its schedule is the same without
-    one. The limit has to be the plan's, and not the user's."""
+    """Return the alternative ``one`` without the memory limit that it writes, if its schedule is
+    the same without the limit. The limit has to be the plan's, and not the user's."""
     made, written = one.candidate, one.write()
     if made.limit is None or _LIMIT not in written.added:
         return one
     options = made.variant.problem.options
     if options.recompute.fit or options.activation_offload is Offload.FIT:  # fit into the limit
         return one
-    # Without a limit, searches stay within 1F1B's memory.
+    # If the user gives no limit, searches stay within 1F1B's memory.
     if made.variant.resolved.traits.searches and made.report.peak > made.report.pp:
         return one
     problem = replace(made.variant.problem, memory_limit=None)
@@ -169,7 +172,7 @@ def without_idle_limit(one: Alternative) -> Alternative:
     try:
         if unlimited.program().schedule != made.program().schedule:
             return one
-    except ValueError:  # it cannot be built without one
+    except ValueError:  # the alternative cannot be built without a limit
         return one
     without = _without_limit(written)
     return replace(one, candidate=unlimited, write=lambda: without)

@@ -1,4 +1,9 @@
-"""Curves of a plan for its picture: its schedules by memory limit and by microbatches."""
+"""Curves of a plan for its picture: its schedules by memory limit and by microbatches.
+
+The best schedule for the memory of one GPU may not be the best for another. The picture shows each
+schedule within several limits and for several numbers of microbatches, so that one sees how far a
+recommendation holds.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +20,9 @@ from megatron_ext.planner.limits import limit_left
 from megatron_ext.planner.planner import VariantOf
 from megatron_ext.schedule.limit import MemoryLimit
 
-LIMITS = 12  # of memory, at most
+LIMITS = 12  # most memory limits of a curve
 MICROBATCHES_PER_RANK = (0.5, 1, 2, 4, 8)
-MOST_LINES = 6  # schedules in the curves by microbatches
+MOST_LINES = 6  # most schedules in the curves by microbatches
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,12 @@ def curves_of(plan: Plan, variant_of: VariantOf, allowed_bytes: float | None = N
         for candidate in searched:
             front = by_limit.setdefault(candidate.schedule, [])
             for within in _limited(_variant(candidate, variant_of), allowed_bytes):
-                with contextlib.suppress(ValueError):  # not even one microbatch fits
+                # A limit too low for a single microbatch is skipped.
+                with contextlib.suppress(ValueError):
                     made = consider(within, candidate.method, allowed_bytes)
                     if not front or made.step < front[-1].step:
-                        while front and front[-1].holds >= made.holds:  # despite its lower limit
+                        # A schedule may store no less despite its lower limit.
+                        while front and front[-1].holds >= made.holds:
                             front.pop()
                         front.append(made)
                 work.done += 1
@@ -66,13 +73,13 @@ def curves_of(plan: Plan, variant_of: VariantOf, allowed_bytes: float | None = N
 
 def _variant(candidate: Candidate, variant_of: VariantOf) -> Variant:
     variant = variant_of(candidate.schedule, candidate.method)
-    assert variant is not None  # the candidate was made from it
+    assert variant is not None  # each candidate was made from a variant
     return replace(variant, may_recompute=False)
 
 
 def _limited(variant: Variant, allowed_bytes: float | None) -> Iterator[Variant]:
-    """Yield ``variant`` within up to `LIMITS` limits, tightest first: fractions of the available
-    bytes, or whole microbatches if bytes are not known."""
+    """Yield ``variant`` within up to `LIMITS` memory limits, tightest first: fractions of the
+    available bytes, or whole microbatches if bytes are not known."""
     for limit in _limits(variant, allowed_bytes):
         yield replace(variant, problem=replace(variant.problem, memory_limit=limit))
 
@@ -90,7 +97,7 @@ def _limits(variant: Variant, allowed_bytes: float | None) -> list[MemoryLimit]:
 
 
 def _compared(plan: Plan) -> list[Candidate]:
-    """Return the best candidate of each schedule that is on the plan's front, and of 1F1B."""
+    """Return the best candidate of each schedule on the plan's front, and of 1F1B."""
     best = {candidate.schedule: candidate for candidate in plan.best_of_each}
     names = dict.fromkeys(candidate.schedule for candidate in plan.front)
     first = [name for name in names if name != "1f1b"][: MOST_LINES - 1]
@@ -106,6 +113,7 @@ def _by_microbatches(
         {math.ceil(times * ranks) for times in MICROBATCHES_PER_RANK} | {microbatches}
     ):
         problem = replace(variant.problem, microbatches=number)
-        with contextlib.suppress(ValueError):  # refused for this number, or too little memory
+        # A schedule that refuses the number of microbatches, or does not fit, is skipped.
+        with contextlib.suppress(ValueError):
             other = replace(variant, resolved=resolved, problem=problem)
             yield number, consider(other, candidate.method, allowed_bytes).step

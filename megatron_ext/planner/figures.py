@@ -1,4 +1,8 @@
-"""A candidate and a plan as data: flags, seconds and bytes, or the reason of a refusal."""
+"""A candidate and a plan as data: flags, seconds and bytes, or the reason of a refusal.
+
+The printed tables, ``--json`` and the pictures name the same figures. They are taken from a
+candidate here, with the flags that make a launch train under it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class Figures:
-    """Settings and figures of a candidate.
+    """Settings and figures of a candidate, for --json.
 
     Attributes:
         vocab_parallel, activation_offload, recompute, slices, memory_limit: settings.
@@ -77,7 +81,7 @@ class Refusal:
 
 
 def candidate_figures(candidate: Candidate) -> Figures:
-    """Return ``candidate`` as data."""
+    """Return ``candidate`` as data for --json."""
     made = candidate.report
     return Figures(
         schedule=candidate.schedule,
@@ -102,7 +106,7 @@ def candidate_figures(candidate: Candidate) -> Figures:
 
 
 def bytes_of(rank: RankMemory) -> RankBytes:
-    """Return the bytes of ``rank``, part by part."""
+    """Return the bytes of ``rank``, part by part, for --json."""
     model = rank.model
     return RankBytes(
         model.weights,
@@ -147,7 +151,7 @@ def flags_of(candidate: Candidate) -> tuple[str, ...]:
         words += ["--pipeline-memory-limit", candidate.limit.written]
     if candidate.method.vocabulary is not VocabularyParallel.NONE:
         words += ["--pipeline-vocab-parallel", candidate.method.vocabulary.value]
-    if made.activation_offload is not Offload.NONE:
+    if made.offloads:
         words += ["--pipeline-activation-offload", made.activation_offload.value]
     if made.recompute != str(Recompute()):
         words += ["--pipeline-recompute", made.recompute]
@@ -155,6 +159,8 @@ def flags_of(candidate: Candidate) -> tuple[str, ...]:
         words += ["--pipeline-slices", str(made.slices)]
     if made.slice_lengths != Lengths.EVEN:
         words += ["--pipeline-slice-lengths", made.slice_lengths]
+    if made.join_slice_weights:
+        words.append("--pipeline-join-slice-weights")
     if candidate.overlaps:
         words.append("--pipeline-post-validation")
     if made.pairs:

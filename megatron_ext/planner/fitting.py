@@ -1,4 +1,9 @@
-"""One schedule for a model: built, simulated, and made to fit into a rank's memory."""
+"""One schedule for a model: built, simulated, and made to fit into a rank's memory.
+
+A schedule that needs too much memory is not lost: offload or recompute may make it fit, at a price
+in time that only a simulation tells. Long steps are simulated with fewer microbatches, and their
+figures derived from the part that repeats.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +66,7 @@ def consider(
                 0, _consider(without_overlap, method, allowed_bytes, may_offload, at_most)
             )
         except ValueError:
-            # Overlapped passes have another order, which may fit although this one does not.
+            # Without this alternative, overlapped passes have another order, which may still fit.
             if not candidates:
                 raise
         return min(candidates, key=by_time)
@@ -99,13 +104,14 @@ def _consider(
     return min(candidates, key=by_time)
 
 
-# A step that takes this many times the lower bound without a limit is slowed by its memory limit.
+# Factor between a step and the lower bound without a limit, from which the memory limit counts as
+# slowing the step.
 SLOWED = 1.1
 
 
 def _is_slowed_by_memory(variant: Variant, candidate: Candidate) -> bool:
     """Return whether the step of ``candidate`` would probably be shorter with more memory."""
-    # Recompute and offload may need a limit to fit into, and make no step shorter by themselves.
+    # Recompute and offload may need a limit to fit into, and by themselves shorten no step.
     stays = variant.problem.with_options(recompute=Recompute(), activation_offload=Offload.NONE)
     unlimited = replace(stays, memory_limit=None)
     return candidate.step > SLOWED * least_time(unlimited, variant.resolved.traits.splits_backward)
@@ -114,7 +120,8 @@ def _is_slowed_by_memory(variant: Variant, candidate: Candidate) -> bool:
 def _options_to_fit(
     variant: Variant, may_offload: bool, may_recompute: bool
 ) -> Iterator[ScheduleOptions]:
-    """Yield the options of offload or recompute with which ``variant`` may fit into its limit."""
+    """Yield the options of offload or recompute with which ``variant`` may fit into its memory
+    limit."""
     problem = variant.problem
     if may_offload and problem.costs.host is not None:
         yield replace(problem.options, activation_offload=Offload.FIT)
@@ -123,8 +130,8 @@ def _options_to_fit(
 
 
 def _as_requested(variant: Variant, method: VocabMethod, allowed_bytes: float | None) -> Candidate:
-    """Return ``variant`` with its own options alone. Raises TooFull if it needs more than
-    ``allowed_bytes``, ValueError if it cannot be built."""
+    """Return ``variant`` as a candidate with its own options only. Raises TooFull if it needs more
+    than ``allowed_bytes``, ValueError if it cannot be built."""
     left = limit_left(variant, allowed_bytes)
     if left is not None and variant.problem.memory_limit is None:
         # A limit holds for all ranks, and is what the model leaves on its fullest rank. If no
@@ -184,7 +191,7 @@ def caching_candidates() -> Iterator[None]:
 def _candidate(
     variant: Variant, method: VocabMethod, allowed_bytes: float | None = None
 ) -> Candidate:
-    """``allowed_bytes`` is that of `_simulated`."""
+    """Return ``variant`` as a candidate. ``allowed_bytes`` is that of `_simulated`."""
     cache = _CACHE.get()
     if cache is None:
         return _simulated(variant, method, allowed_bytes)
@@ -202,7 +209,8 @@ def _simulated(
     *,
     all_microbatches: bool = False,
 ) -> Candidate:
-    """Build and simulate ``variant``. ``all_microbatches`` is that of `simulate_step`.
+    """Return ``variant``, built and simulated, as a candidate. ``all_microbatches`` is that of
+    `simulate_step`.
 
     Raises:
         HoldsMore: a step that takes long to be built holds more than ``allowed_bytes`` on some

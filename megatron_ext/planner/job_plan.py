@@ -27,7 +27,8 @@ from megatron_ext.schedule.microbatch_costs import BatchSize, read_loads
 
 @dataclass(frozen=True)
 class Others:
-    """Alternatives to a job that are no schedules of its plan: other layouts, recompute, and so on.
+    """Alternatives to a job that are not schedules of its plan: other layouts, recompute, and so
+    on.
 
     Attributes:
         long_sequences: alternatives for long sequences; None if they are short.
@@ -44,7 +45,7 @@ _NO_OTHERS = Others()
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob(ABC):
-    """Description of a training job, of its GPUs and of its limits.
+    """Training job for a plan: its description, its GPUs and its limits.
 
     Attributes:
         text: the job in words, with the schedule that it has.
@@ -71,12 +72,12 @@ class PlannedJob(ABC):
 
     @property
     def allowed_bytes(self) -> float | None:
-        """Bytes that tensors of a rank may take; None: not known."""
+        """Bytes that tensors of a rank may take; None if not known."""
         return None if self.free is None else self.free.allocated
 
     @abstractmethod
     def variant(self, spec: str, method: VocabMethod) -> Variant | None:
-        """Return the problem of a schedule, as `make_plan` takes it."""
+        """Return the problem of a schedule for the job, as `make_plan` takes it."""
 
     @abstractmethod
     def compare(self) -> Plan:
@@ -84,21 +85,19 @@ class PlannedJob(ABC):
 
     @abstractmethod
     def baseline(self, plan: Plan) -> Alternative | None:
-        """Return the unchanged job, though it may not fit; None if nothing is known of it.
-
-        ``plan``: the result of `compare`.
-        """
+        """Return the unchanged job, though it may not fit; None if nothing is known of it. ``plan``
+        is the result of `compare`."""
 
     @abstractmethod
     def alternative(self, made: Candidate) -> Alternative:
-        """Return a schedule of the plan with its seconds and its flags."""
+        """Return a schedule of the plan as an alternative, with its seconds and its flags."""
 
     def others(self, plan: Plan) -> Others:
-        """Compare alternatives that are no schedules of ``plan``."""
+        """Compare alternatives that are not schedules of ``plan``."""
         return _NO_OTHERS
 
     def judged(self, one: Alternative) -> Alternative:
-        """Return ``one`` with the figures of the job that is changed to it.
+        """Return the alternative ``one`` with the figures of the job that is changed to it.
 
         Raises:
             ValueError: a training so could not start.
@@ -106,8 +105,8 @@ class PlannedJob(ABC):
         return one if one.write() == NOTHING else with_whole_step(one, self.allowed_bytes)
 
     def refusal_of(self, written: Written) -> str | None:
-        """Return the reason why a training with what is ``written`` could not start, if it could
-        not."""
+        """Return the reason why a training with the flags ``written`` could not start; None if it
+        could."""
         return None
 
     def why_not(self, plan: Plan) -> str:
@@ -115,26 +114,26 @@ class PlannedJob(ABC):
         return ""
 
     def fallbacks(self, others: Others) -> tuple[str, ...]:
-        """Return a text for each thing that would make the job fit."""
+        """Return a text for each change that would make the job fit."""
         return ()
 
     def command(self, written: Written) -> str:
-        """Return the whole launch command with what is ``written``; "" without a command."""
+        """Return the whole launch command with the flags ``written``; "" without a command."""
         return ""
 
     def on_assumed(self, found: Verdict) -> str:
-        """Return what was assumed of the job that the verdict ``found`` depends on; "" if nothing
-        was."""
+        """Return the assumptions about the job that the verdict ``found`` depends on; "" if there
+        are none."""
         return ""
 
     def remarks_on(self, taken: Candidate, written: Written) -> tuple[str, ...]:
-        """Return sentences on the job with what is ``written``."""
+        """Return sentences on the job with the flags ``written``."""
         return ()
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Plan of a job.
+    """Plan of a job with its verdict.
 
     Attributes:
         job: the job in words, with the schedule that it has.
@@ -183,7 +182,7 @@ class JobPlan:
 
     @property
     def spread(self) -> GainSpread | None:
-        """The spread of the gain; None without a gain, or if it was not estimated."""
+        """Spread of the verdict's gain; None without a gain, or if the gain was not estimated."""
         return spread_of(self.verdict) if self.is_estimate else None
 
 
@@ -213,7 +212,8 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
     taken, stock = found.taken, found.stock
     written = NOTHING if taken is None else taken.write()
     unequal = None
-    if taken is not None and loads is not None:  # seconds, though the time of the plan may be over
+    # This takes seconds, although the time of the plan may be over.
+    if taken is not None and loads is not None:
         assert job.batch is not None
         unequal = unequal_gains(loads, job.batch, taken, written, job.refusal_of)
     is_changed = taken is not None and not found.keeps

@@ -1,4 +1,8 @@
-"""The memory that a model leaves of a rank, and lower bounds on the time of schedules."""
+"""The memory that a model leaves of a rank, and lower bounds on the time of schedules.
+
+A search takes seconds to minutes. If a bound shows that it could gain almost nothing, it is not
+begun.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,13 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem, Recompute, VocabularyParallel
 from megatron_ext.search.bounds import lower_bound
 
-CLOSE = 0.02  # above what any schedule takes: of a long step, a search gains no more to speak of
+# A long step this close to the lower bound is not searched for, as little can be gained.
+CLOSE = 0.02
 
 
 def limit_left(variant: Variant, allowed_bytes: float | None) -> MemoryLimit | None:
-    """Return the bytes that the model leaves of ``allowed_bytes`` on the rank where it takes most;
-    None: not known, or nothing."""
+    """Return the bytes that the model leaves of ``allowed_bytes`` on its fullest rank; None if they
+    are not known, or none are left."""
     if allowed_bytes is None or variant.model is None:
         return None
     left = allowed_bytes - max(rank.total for rank in variant.model)
@@ -39,7 +44,8 @@ def is_close(made: Candidate) -> bool:
 def least_time(problem: Problem, splits_backward: bool) -> float:
     """Return a lower bound on the time of all schedules for ``problem``, in any order, with a split
     backward pass or without."""
-    if problem.options.recompute != Recompute():  # which knows how to do with less memory
+    # Recompute may meet the limit in its own way, so the bound ignores both.
+    if problem.options.recompute != Recompute():
         options = replace(problem.options, recompute=Recompute())
         problem = replace(problem, memory_limit=None, options=options)
     costs = problem.costs

@@ -1,4 +1,9 @@
-"""Alternatives for long sequences: slices, compared with other ways to save memory or bubbles."""
+"""Alternatives for long sequences: slices, compared with other ways to save memory or bubbles.
+
+Long sequences fill the memory and leave few microbatches, so ranks wait long. Slices cut both, but
+so do recompute and context parallelism, and each has its price. All are planned like the job
+itself, so that one sees which is worth it.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +30,28 @@ from megatron_ext.planner.training import TrainedModel, Training
 from megatron_ext.planner.verdict import NOTHING, Written
 from megatron_ext.schedule.slices import UNCUT, Lengths, Slices
 
-LONG = 8192  # tokens of a sequence from which on context parallelism is compared too
+LONG = 8192  # tokens of a sequence from which context parallelism is compared too
 COUNTS = (2, 4, 8)
-# Those that are compared with slices: SlimPipe's order is interleaved's where slices are a multiple
-# of ranks.
+# Schedules that are compared with slices. SlimPipe's order equals interleaved's if slices are a
+# multiple of ranks.
 SPECS = (
     *("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-auto"),
     *("zb-v", "v-half", "v-min"),
 )
 WHOLE_SEQUENCES, FULL_RECOMPUTE = "whole sequences", "--recompute-granularity full"
-WORTH_SLICES = 0.03  # of a step: what slices have to save, as no GPU has measured their price
-_PLACED = ("zb-h1", "zb-v")  # one chunk a rank, or two of which one rank has both ends
-_SECONDS = 0.3  # to build a program that is compared here: others are said to take long
+# Least gain, as a share of a step, for which slices are recommended; no GPU has measured their
+# price.
+WORTH_SLICES = 0.03
+# Schedules for one chunk a rank, and for two with both ends on one rank.
+_PLACED = ("zb-h1", "zb-v")
+# Longest time in seconds to build a program that is compared here; longer ones are only named.
+_SECONDS = 0.3
 _IF_RECOMPUTED = "it fits if some activations are recomputed"
 
 
 @dataclass(frozen=True, eq=False)
 class LongSequenceAlternative:
-    """Alternative for long sequences.
+    """Alternative for a job with long sequences: slices, context parallelism or full recompute.
 
     Attributes:
         words: a name for it.
@@ -60,7 +69,7 @@ class LongSequenceAlternative:
 
     @property
     def shortest(self) -> Candidate | None:
-        """The shortest step, of stable schedules if there are some."""
+        """The shortest step of an alternative, of stable schedules if there are some."""
         return next(iter(stable_of(self.candidates) or self.candidates), None)
 
 
@@ -79,8 +88,8 @@ class LongSequences:
 
     @property
     def tied(self) -> tuple[Candidate, ...]:
-        """The schedules with slices whose step is as long as the shortest, the recommended one
-        first; () if whole sequences take little longer."""
+        """The schedules with slices that tie for the shortest step, the recommended one first; ()
+        if whole sequences are hardly slower."""
         made = [made for one in self.alternatives if one.slices > 1 for made in one.candidates]
         uncut = [one.shortest for one in self.alternatives if one.slices == 1 and one.is_here]
         sliced = tied(stable_of(made) or made)
@@ -94,15 +103,16 @@ class LongSequences:
 
 
 def context_parallel(ranks: int, copies: int) -> str:
-    """Name so many context-parallel ranks, and ``copies`` of the model."""
+    """Return the name of an alternative with so many context-parallel ranks and ``copies`` of the
+    model."""
     return f"--context-parallel-size {ranks}, DP {copies}"
 
 
 def long_sequences(
     training: Training, plan: Plan, allowed_bytes: float | None
 ) -> LongSequences | None:
-    """Return the alternatives for the sequences of ``training``, whose ``plan`` this is; None if
-    slices can gain nothing.
+    """Return the alternatives for the long sequences of ``training``, which has the plan ``plan``;
+    None if slices can gain nothing.
 
     Args:
         allowed_bytes: bytes that a rank may take; None: as much as it takes.
@@ -133,7 +143,8 @@ def _with_slices(training: Training, slices: Slices) -> VariantOf:
 def _of_other_settings(
     training: Training, trained: TrainedModel, allowed_bytes: float | None
 ) -> Iterator[LongSequenceAlternative]:
-    """Yield full recompute, and context parallelism with half of the data parallelism."""
+    """Yield the alternatives with full recompute, and with context parallelism and half of the data
+    parallelism."""
     execution, copies = trained.execution, trained.state.data_parallel
 
     def run(execution: Execution, microbatches: int) -> VariantOf:
@@ -183,7 +194,7 @@ def counts_that_may_gain(variants_of: Callable[[Slices], VariantOf], plan: Plan)
 
 
 def alternatives_of_plan(plan: Plan, slices: int = 1) -> list[LongSequenceAlternative]:
-    """Return the alternatives that ``plan`` contains: its schedules without recompute in bubbles
+    """Return the alternatives in ``plan``: its schedules without recompute in bubbles
     (--pipeline-recompute), and with it, if there are any.
 
     Args:
@@ -266,7 +277,7 @@ def long_sequence_alternative(
 
 
 def _why_nothing(plan: Plan) -> str:
-    """Return the reason for which most schedules are refused; "" if some are not."""
+    """Return the reason for which most schedules are refused; "" if some are not refused."""
     if plan.candidates or not plan.refusals:
         return ""
     reasons = [why.removeprefix(f"{name}: ") for (name, _), why in plan.refusals.items()]

@@ -1,4 +1,8 @@
-"""Pipelines whose ranks have GPUs of several types."""
+"""Pipelines whose ranks have GPUs of several types.
+
+Costs are estimated for one type; the others count as ranks of another speed, by the time that the
+model's layers take on them.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,16 @@ ASSUMED_GPU = "times are an H100's, and its memory is not compared: --gpu names 
 
 
 def reference_of(gpus: Sequence[Gpu]) -> Gpu:
-    """Return the GPU that costs are estimated for: the first of ``gpus``, with the least memory of
-    them all."""
+    """Return the GPU for which costs are estimated: the first of ``gpus``, with the least memory of
+    all."""
     sizes = [gpu.memory for gpu in gpus]
     known = [size for size in sizes if size is not None]
     return replace(gpus[0], memory=min(known) if len(known) == len(sizes) else None)
 
 
 def speeds_of_gpus(gpus: Sequence[Gpu], model: Model, execution: Execution) -> RankSpeeds | None:
-    """Return the speed of each rank relative to the first, by the time that all layers of ``model``
-    take on it; None if all are of one type.
+    """Return the speed of each rank relative to the first, by the time of all layers of ``model``
+    on its GPU; None if all GPUs are of one type.
 
     Raises:
         ValueError: a GPU has no units for the precision.
@@ -43,7 +47,8 @@ def speeds_of_gpus(gpus: Sequence[Gpu], model: Model, execution: Execution) -> R
 
 
 def product_of(speeds: Sequence[RankSpeeds | None], ranks: int) -> RankSpeeds | None:
-    """Return the ``speeds`` of so many ranks multiplied with one another; None if all are None.
+    """Return the products of each rank's ``speeds``, for ``ranks`` ranks; None if all speeds are
+    None.
 
     Raises:
         ValueError: they are of more or fewer ranks.

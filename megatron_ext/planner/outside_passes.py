@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.cost_model.estimate import estimate
-from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.execution import Execution, Framework
 from megatron_ext.cost_model.model import Model, stages_of
 from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.reductions import seconds_of_a_byte
 from megatron_ext.schedule.action import Kind
+
+_FP32 = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -68,25 +70,29 @@ def seconds_outside_passes(
         state.expert_data_parallel, of_experts, rates, execution.framework
     )
     seconds = moved / rates.memory
-    seconds += _exposed_bytes(*dense, state) * each_dense
-    seconds += _exposed_bytes(*experts, state) * each_of_experts
+    seconds += _exposed_bytes(*dense, state, execution.framework) * each_dense
+    seconds += _exposed_bytes(*experts, state, execution.framework) * each_of_experts
     if not state.bucket:
         return seconds
     assert passes is not None
 
     def overlappable(dense: float, experts: float, element: float) -> float:
-        # The last bucket is counted as exposed already.
+        # The last bucket is always exposed, and counted elsewhere.
         rest = max(dense - state.bucket * element, 0.0)
         return rest * each_dense + experts * each_of_experts
 
     reduction = overlappable(dense[1], experts[1], state.gradient_bytes)
-    if not state.distributed:  # as a sum, bytes are sent twice
+    if not state.distributed:  # an all-reduce sends the bytes twice
         return seconds + max(2 * reduction - passes.backward, 0.0)
     gather = overlappable(dense[0], experts[0], state.weight_bytes)
     return seconds + max(reduction - passes.backward, 0.0) + max(gather - passes.forward, 0.0)
 
 
-def _exposed_bytes(weights: float, gradients: float, state: TrainingState) -> float:
+def _exposed_bytes(
+    weights: float, gradients: float, state: TrainingState, framework: Framework
+) -> float:
+    if framework is Framework.PYTORCH:  # gradients are summed in fp32, whole, and weights gathered
+        return 2 * gradients * _FP32 / state.gradient_bytes + weights * state.distributed
     exposed = gradients + (weights if state.distributed else gradients)  # a sum sends bytes twice
     if state.bucket:
         of_bucket = state.bucket * (state.gradient_bytes + state.weight_bytes)

@@ -1,4 +1,9 @@
-"""Comparison of all families on one model."""
+"""Comparison of all families on one model.
+
+Trying everything is the only fair comparison, and searches with each treatment of the vocabulary
+would take minutes. So families that need no search come first, and searches are made for the few
+that are best without theirs. A schedule that is not compared is refused with the reason.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +30,14 @@ from megatron_ext.planner.limits import is_close, least_time
 from megatron_ext.planner.planning_time import SCHEDULES, until_end
 from megatron_ext.schedule.limit import MemoryLimit
 
-# A spec's problem with one method, None if it is not compared; raises ValueError if it has none.
+# Function from a spec and a vocabulary method to the problem to solve; None if the two are not
+# compared. It raises ValueError if no problem exists.
 VariantOf = Callable[[str, VocabMethod], Variant | None]
-SpecWithMethod = tuple[str, VocabMethod]  # a spec, and what is done about the vocabulary
+SpecWithMethod = tuple[str, VocabMethod]  # a spec, and its method for the vocabulary
 
-_MATURITIES = tuple(Maturity)  # the stable ones are compared first
-SEARCHED = 2  # with each method, of all that search
-_WHATEVER = ", whatever its order"  # so ends a refusal of what a bound proves to take longer
+_MATURITIES = tuple(Maturity)  # maturities in the order of comparison: stable schedules come first
+SEARCHED = 2  # number of searches that run with each vocabulary method
+_WHATEVER = ", whatever its order"  # end of a refusal if a bound proves that any order takes longer
 NO_TIME = "not compared: the time of the plan was over"
 
 
@@ -91,7 +97,7 @@ def make_plan(
 
 
 def all_specs() -> Iterator[str]:
-    """Yield every family, and those that search with each number of chunks."""
+    """Yield the spec of every family, and of those that search one with each number of chunks."""
     with_chunks = defaultdict(list)
     for search in SEARCHES:
         with_chunks[entry_of(search.spec).name].append(search.spec)
@@ -100,7 +106,7 @@ def all_specs() -> Iterator[str]:
 
 
 class _Comparison:
-    """A plan in the making. Arguments as in `make_plan`."""
+    """Comparison of schedules for a plan in the making. Arguments are those of `make_plan`."""
 
     def __init__(
         self,
@@ -119,7 +125,7 @@ class _Comparison:
         self._is_long = is_long
         self._too_full: dict[
             SpecWithMethod, float
-        ] = {}  # seconds of a step if memory were no limit
+        ] = {}  # seconds of a step if memory were unlimited
         self._allowed_bytes, self._may_offload = allowed_bytes, may_offload
         self._only_promising = only_promising
 
@@ -134,8 +140,8 @@ class _Comparison:
         return True
 
     def make_fit(self, work: Task) -> None:
-        """Make schedules that hold too much fit, the shortest first, as long as they would not take
-        longer than the best."""
+        """Make schedules with too much memory fit, the shortest step first, as long as they may be
+        faster than the best."""
         for spec_and_method, seconds in sorted(self._too_full.items(), key=lambda full: full[1]):
             best = self._best
             if best is None or seconds < best.step:
@@ -144,12 +150,13 @@ class _Comparison:
 
     @property
     def found(self) -> str:
-        """The best of all so far, in words."""
+        """The best candidate so far, in words."""
         best = next(iter(tied(stable_of(self.candidates))), None)
         return "" if best is None else f"so far the best is {best.schedule}: {step_phrase(best)}"
 
     def add_searched(self, pairs: Sequence[SpecWithMethod], work: Task) -> None:
-        """Make the best `SEARCHED` of ``pairs`` candidates, by what each has without its search."""
+        """Search for the best `SEARCHED` of the schedules in ``pairs``, by what each has without
+        its search."""
         short = [self._consider(one, without_search=True) for one in pairs]
         ahead: list[str] = []
         for candidate in sorted(filter(None, short), key=by_time):
@@ -222,15 +229,15 @@ class _Comparison:
 
     @property
     def _best(self) -> Candidate | None:
-        """The best stable candidate to compare others with, if they are compared."""
+        """The best stable candidate for comparison with others, if they are compared."""
         there = [*self.candidates, *self._known.values()]
         better = [] if self._better_than is None else [self._better_than]
         known = (*stable_of(there), *better) if self._only_promising else ()
         return min(known, key=by_time, default=None)
 
     def leave_out(self, pairs: Sequence[SpecWithMethod]) -> None:
-        """Store what is known already, and refuse each schedule of ``pairs`` that was not compared,
-        since there was no time for it."""
+        """Add the candidates that are known already, and refuse each schedule of ``pairs`` that was
+        not compared for lack of time."""
         there = {(made.schedule, made.method) for made in self.candidates}
         self.candidates += [made for one, made in self._known.items() if one not in there]
         answered = {made.schedule for made in self.candidates} | {spec for spec, _ in self.refusals}
@@ -241,14 +248,15 @@ class _Comparison:
 def _check_promising(
     variant: Variant, method: VocabMethod, allowed_bytes: float | None, best: Candidate
 ) -> None:
-    """Raise ValueError if no schedule of this kind takes less time than ``best``, or for a search
-    that would have to be made with every method."""
+    """Raise ValueError if no schedule of this kind is faster than ``best``, or for a search that
+    would have to be made with every vocabulary method."""
     problem = variant.problem
     if variant.resolved.traits.searches and method is not best.method:
         raise ValueError(f"searched for only with the vocabulary as {best.schedule} has it")
-    if problem.options.pairs:  # how much they gain is not bounded
+    if problem.options.pairs:  # there is no bound on what overlapped passes gain
         return
-    if variant.may_recompute:  # which makes a step longer, and any limit looser
+    # Recompute makes a step longer and loosens any limit, so the bound ignores both.
+    if variant.may_recompute:
         problem = replace(problem, memory_limit=None)
     elif allowed_bytes is not None and variant.model is not None and problem.memory_limit is None:
         left = max(allowed_bytes - min(rank.total for rank in variant.model), 0.0)

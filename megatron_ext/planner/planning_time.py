@@ -23,9 +23,10 @@ SCHEDULES, LAYOUTS = "schedules", "layouts of the layers"
 RECOMPUTE, PAIRS, SLICES = "other recompute", "passes in pairs", "slices"
 WHOLE_STEPS = "whole steps of long ones"
 
-LIMIT = 50.0  # CPU seconds of the comparison: the winner is built whole after it
-_REPEAT = 0.5  # CPU seconds: an exception that a destructor has swallowed is raised again
-# numba's compiler calls back from C++, which would print an exception and go on.
+LIMIT = 50.0  # limit in CPU seconds of the comparison; the winner is built whole after it
+# CPU seconds after which an exception is raised once more, if a destructor swallowed it.
+_REPEAT = 0.5
+# An exception in a callback from numba's compiler, which is C++, would only be printed.
 _COMPILER = "llvmlite"
 _SOON = 0.01  # CPU seconds
 
@@ -37,7 +38,7 @@ class PlanningEnd(BaseException):
 
 @dataclass
 class PlanningTime:
-    """The time of one plan.
+    """Planning time of one plan.
 
     Attributes:
         limit: CPU seconds.
@@ -73,7 +74,7 @@ class PlanningTime:
 
     @property
     def why_short(self) -> str:
-        """Reason, in words, why the comparison ended early."""
+        """Reason in words why the comparison ended early."""
         if self.is_interrupted:
             return "the comparison was interrupted"
         return f"part of the comparison did not end within its share of {self.limit:g} CPU seconds"
@@ -111,7 +112,7 @@ def answered() -> None:
 
 
 def has_ended_early() -> bool:
-    """Return whether some of the comparison was ignored because the time of the plan was over."""
+    """Return whether some of the comparison was skipped because the planning time was over."""
     plan = _TIME.get()
     return plan is not None and plan.is_short
 
@@ -138,7 +139,7 @@ def within(share: float) -> Iterator[None]:
 
 @contextmanager
 def provisional() -> Iterator[None]:
-    """Do not note what ends early in the block: it is compared once more."""
+    """Ignore in the block what ends early, since it is compared once more later."""
     plan = _TIME.get()
     if plan is None:
         yield

@@ -1,4 +1,9 @@
-"""Layers moved away from the output layer, as Megatron's flags for that spread them."""
+"""Layers moved away from the output layer, as Megatron's flags for that spread them.
+
+The last stage also has the output layer, which may take as long as several layers. Megatron can
+count it as a layer when it divides the model; costs that were given for equal stages are
+redistributed in the same way.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,8 @@ from megatron_ext.schedule.costs import Costs
 
 
 def tells_vocabulary(costs: Costs) -> bool:
-    """Return whether ``costs`` tell embedding and output layer apart from the layers of their
-    stages."""
+    """Return whether ``costs`` have the seconds of embedding and output layer apart from those of
+    the layers."""
     vocabulary = costs.vocabulary
     return vocabulary is not None and any((*vocabulary.output_layer, *vocabulary.embedding))
 
@@ -39,8 +44,8 @@ def redistributed_layers(layers: int, stages: int) -> list[int]:
 
 
 def redistribute(costs: Costs, layers: int) -> Costs:
-    """Return ``costs`` of ``layers`` equal layers with as many on each stage as Megatron puts there
-    (`redistributed_layers`).
+    """Return ``costs`` of ``layers`` equal layers with each stage's number of layers as Megatron
+    redistributes them (`redistributed_layers`).
 
     Raises:
         ValueError: they do not divide.
@@ -54,7 +59,8 @@ def redistribute(costs: Costs, layers: int) -> Costs:
 
 
 def _numbers_that_divide(layers: int, stages: int) -> str:
-    """Name numbers of layers that can be redistributed, below and above ``layers``."""
+    """Return text with the numbers of layers that can be redistributed, below and above
+    ``layers``."""
     fit = [
         n for n in range(1, layers + stages + 1) if (n + 1) % stages == 0 or (n + 2) % stages == 0
     ]

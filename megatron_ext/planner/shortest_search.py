@@ -1,4 +1,8 @@
-"""Choice of an ``auto``: of the searches that it leaves open, the one with the shortest step."""
+"""Choice of an ``auto``: of the searches that it leaves open, the one with the shortest step.
+
+``auto`` may stand for several searches, on different placements. All are simulated for the problem,
+and the line that is logged says why one was taken and how far the others are behind.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from megatron_ext.planner.figures import slower_by
 from megatron_ext.planner.planner import make_plan
 from megatron_ext.schedule.problem import Problem
 
-AS_1F1B = "1x"  # the limit where there is no other: what 1F1B holds, in microbatches
+AS_1F1B = "1x"  # default memory limit of searches: 1F1B's, in microbatches
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ def schedules_not_compared(plan: Plan) -> str:
     """Return the schedules that were not compared, with the reasons; those with the same reason
     stand together."""
     return "; ".join(
-        f"{', '.join(specs)} ({why.partition(';')[0]})"  # what to do about it stands behind
+        # The remedy stands after the semicolon and is dropped.
+        f"{', '.join(specs)} ({why.partition(';')[0]})"
         for why, specs in _refused_alike(plan).items()
     )
 
@@ -82,7 +87,7 @@ def nothing_left(plan: Plan) -> str:
 
 
 def _refused_alike(plan: Plan) -> dict[str, list[str]]:
-    """Return the refused specs by the reason."""
+    """Return the refused specs by the reason of their refusal."""
     specs: dict[str, list[str]] = {}
     for (spec, _), why in plan.refusals.items():
         specs.setdefault(why.removeprefix(f"{entry_of(spec).name}: "), []).append(spec)
@@ -90,5 +95,5 @@ def _refused_alike(plan: Plan) -> dict[str, list[str]]:
 
 
 def longer(share: float) -> str:
-    """Say how much longer a step takes than another."""
+    """Return text that says how much longer a step takes than another."""
     return f"{share:.1%} longer" if share >= 0.0005 else "about as long"

@@ -1,4 +1,8 @@
-"""Schedules that Megatron runs by itself, and how it then sends their messages."""
+"""Schedules that Megatron runs by itself, and how it then sends their messages.
+
+They are what plans compare with, so they must be predicted as Megatron runs them, not as our
+executor would.
+"""
 
 from __future__ import annotations
 

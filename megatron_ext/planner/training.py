@@ -1,4 +1,9 @@
-"""A training job that is described by its costs, its model's dimensions, or both."""
+"""A training job that is described by its costs, its model's dimensions, or both.
+
+Users know a model in different ways: its dimensions, measured costs, or both. A plan needs costs,
+bytes and the options of schedules for each variant, whatever was given; what is not known stays
+None, and nothing is made up for it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,7 @@ _NO_OPTIONS = ScheduleOptions()
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model and how each rank trains it."""
+    """Model, and how each rank trains it."""
 
     model: Model
     execution: Execution
@@ -47,7 +52,8 @@ class TrainedModel:
     rates: Rates
 
     def stages(self, placement: Placement, method: VocabMethod) -> tuple[Stage, ...]:
-        """Return the layers of each stage. Raises ValueError if they do not divide."""
+        """Return the layers of each stage. Raises ValueError if the number of layers is not
+        divisible."""
         number = placement.stages
         if method is VocabMethod.REDISTRIBUTED:
             return stages_of(self.model, redistributed_layers(len(self.model.layers), number))
@@ -56,7 +62,7 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class Training:
-    """A training job: what is known of it, and the options of its schedules.
+    """Training job for a plan: what is known of it, and the options of its schedules.
 
     Attributes:
         ranks: pipeline ranks.
@@ -81,12 +87,12 @@ class Training:
 
     @property
     def rank_speeds(self) -> tuple[float, ...]:
-        """The speed of each rank; () if all are alike."""
+        """Speed of each rank; () if all are equal."""
         return () if self.speeds is None else self.speeds.of_ranks(self.ranks)
 
     @property
     def is_estimate(self) -> bool:
-        """Whether times are estimated."""
+        """Whether the job's times are estimated."""
         return self.costs is None
 
     def seconds_outside_passes(self, made: Candidate) -> float:

@@ -1,4 +1,8 @@
-"""A training job without a launch command, compared with Megatron's 1F1B."""
+"""A training job without a launch command, compared with Megatron's 1F1B.
+
+It is a `PlannedJob` like a launch command, but has nothing to keep: its baseline is Megatron's 1F1B
+with the same sizes, and its flags are those that a launch would need.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +29,10 @@ from megatron_ext.planner.verdict import NOTHING, Alternative, Written, is_stock
 from megatron_ext.schedule.microbatch_costs import BatchSize
 from megatron_ext.schedule.placement import line
 
-_BASELINE = "1f1b"  # Megatron's own schedule, if no virtual stages are requested
+_BASELINE = "1f1b"  # Megatron's own schedule without virtual stages
 _NOTHING_FITS = (
-    "no schedule fits, for the reasons above. A rank holds less with more --tp or --pp, with "
-    "--distributed-optimizer and more --dp, with recompute=true or a smaller micro-batch in --model"
+    "no schedule fits, for the reasons above. A rank holds less with a larger tp or pp, with "
+    "distributed-optimizer=true and a larger dp, with recompute=true or a smaller micro-batch"
 )
 _NOTHING_FITS_THE_LIMIT = (
     "no schedule fits into --memory-limit, for the reasons above: raise it to the least that they "

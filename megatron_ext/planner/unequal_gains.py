@@ -1,4 +1,9 @@
-"""Gains of ordered and dealt microbatches, and of a program for their places, under a verdict."""
+"""Gains of ordered and dealt microbatches, and of a program for their places, under a verdict.
+
+Microbatches of different lengths make ranks wait for the longest. Ordering and dealing them saves
+part of that under any schedule, so the gain is computed for the recommended one, on samples of the
+job's lengths.
+"""
 
 from __future__ import annotations
 

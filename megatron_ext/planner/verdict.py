@@ -21,10 +21,10 @@ from megatron_ext.planner.candidate import (
     tied_for_best,
 )
 from megatron_ext.planner.spread import ComparisonKind, GainSpread
-from megatron_ext.schedule.problem import Offload, Recompute
+from megatron_ext.schedule.problem import Recompute
 from megatron_ext.schedule.stock_executor import STOCK
 
-WORTH = 0.02  # of a step: less is below what an estimate can tell
+WORTH = 0.02  # least gain, as a share of a step, that an estimate can tell
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def is_stock(candidate: Candidate) -> bool:
     return (
         candidate.family in STOCK
         and candidate.method in (VocabMethod.NAIVE, VocabMethod.REDISTRIBUTED)
-        and made.activation_offload is Offload.NONE
+        and not made.offloads
         and made.recompute == str(Recompute())
         and made.slices == 1
         and not candidate.overlaps

@@ -1,1 +1,4 @@
-"""Schedules timed against one another within a training: who, in which turns, and who has won."""
+"""Schedules timed against one another within a training: who, in which turns, and who has won.
+
+A prediction can be wrong; a race measures on the machine itself, in steps that train.
+"""

@@ -1,4 +1,8 @@
-"""Measurements of a race, as a file: the next start of the same training goes on with them."""
+"""Measurements of a race, as a file: the next start of the same training goes on with them.
+
+A job may end in the middle of a race. What it has measured is written to a file that the next start
+reads, checks against its own race, and goes on from.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,11 @@ from megatron_ext.base.words import shown
 from megatron_ext.compile.contestants import Contestants
 from megatron_ext.race.rounds import TURNS, Race, Round
 
-NAME = "race.json"  # in the folder of the checkpoints
+NAME = "race.json"  # name of the file in the checkpoints' folder
 _VERSION = 2
-THE_RACE = "the race"  # the fact that names the contestants
-_SECONDS = (1e-9, 1e6)  # of an iteration
-_RANGES = {  # of figures
+THE_RACE = "the race"  # name of the fact that holds the contestants
+_SECONDS = (1e-9, 1e6)  # bounds of an iteration's seconds
+_RANGES = {  # bounds of a record's figures
     "bubble": (-1.0, 1.0),
     "predicted_bubble": (-1.0, 1.0),
     "peak": (0.0, 1e18),
@@ -71,13 +75,13 @@ class RaceRecord:
 
 
 def save_race_record(record: RaceRecord, path: Path) -> None:
-    """Write ``record`` to ``path``, whole or not at all. Raises OSError."""
+    """Write ``record`` of a race to ``path``, whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text_file(path, json.dumps({"version": _VERSION, **asdict(record)}, indent=2) + "\n")
 
 
 def load_race_record(path: Path, contestants: Contestants | None = None) -> RaceRecord:
-    """Return the record at ``path``, for a race of ``contestants`` if they are given.
+    """Return the record of a race at ``path``, for a race of ``contestants`` if they are given.
 
     Raises:
         ValueError: the file cannot be read, is no record, is of another version, or is none that a
@@ -156,9 +160,11 @@ def _check_course(record: RaceRecord, contestants: Contestants) -> None:
     strangers = (timed | record.figures.keys()) - set(contestants.specs)
     if strangers or timed - record.figures.keys():
         raise ValueError("rounds and figures are not of the schedules of the race")
+    # Contestants that were not timed could not be built.
     race = Race(
-        contestants.baseline, [spec for spec in contestants.candidates if spec in timed]
-    )  # others could not be built
+        contestants.baseline,
+        [spec for spec in contestants.candidates if spec in timed],
+    )
     for number, measured in enumerate(record.rounds, 1):
         if race.is_over or measured.keys() != {race.baseline, *race.candidates}:
             raise ValueError(f"round {number} is not of the schedules that were left")

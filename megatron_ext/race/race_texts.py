@@ -1,4 +1,8 @@
-"""Texts of a race: while it runs, when it is over, and a row of a table to show to others."""
+"""Texts of a race: while it runs, when it is over, and a row of a table to show to others.
+
+A winner is an invitation to publish a number. So the texts name the machine and the versions, the
+spread next to the gain, and a doubt if a gain is too large to be the schedule's own.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from megatron_ext.race.rounds import ROUNDS, Race
 
 
 def standing(race: Race) -> str:
-    """Return a line about the candidates after a round."""
+    """Return a line about the standing of a race's candidates after a round."""
     words = []
     for spec in (*race.candidates, *race.dropped):
         ratio = race.ratio(spec)
@@ -25,7 +29,8 @@ def standing(race: Race) -> str:
 
 
 def winner_text(race: Race, takes_winner: bool) -> str:
-    """Return a line: the winner, and the schedule under which the training goes on."""
+    """Return a line with the winner of a race, and the schedule under which the training goes
+    on."""
     best = race.best
     closest = "" if best is None else f"{best} is {_pace(race, best)}"
     if race.winner != race.baseline:

@@ -12,11 +12,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-TURNS = 2  # of each schedule in a round
-WARM_UP = 1  # iterations of a turn that are not timed: the first ones after a switch
+TURNS = 2  # turns of each schedule in a round
+WARM_UP = 1  # first iterations of a turn, right after a switch, which are not timed
 TIMED = 4  # iterations of a turn that are timed
 ROUNDS = 5
-ROUNDS_TO_DROP = 2  # before a candidate can be dropped
+ROUNDS_TO_DROP = 2  # rounds after which a candidate can first be dropped
 SLOWER = 0.02  # a candidate is dropped if even its upper quartile is slower by more than this
 
 Round = Mapping[str, Sequence[float]]  # seconds of an iteration in each turn, by schedule
@@ -24,7 +24,7 @@ Round = Mapping[str, Sequence[float]]  # seconds of an iteration in each turn, b
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast as the baseline a candidate is: the median of the rounds, and their
+    """Speed of a candidate relative to the baseline: the median over the rounds, and their
     quartiles."""
 
     median: float
@@ -43,7 +43,7 @@ class Ratio:
 
     @property
     def is_slower(self) -> bool:
-        """Whether the candidate is so much slower, beyond the spread, that no more rounds are
+        """Whether the candidate is slower by so much, beyond the spread, that no more rounds are
         needed."""
         return self.rounds >= ROUNDS_TO_DROP and self.upper < 1 - SLOWER
 
@@ -71,11 +71,12 @@ class Race:
         self.candidates = list(candidates)
         self.dropped: dict[str, str] = {}
         self.rounds: list[Round] = []
-        self._turns: list[tuple[str, float]] = []  # of the current round
+        # Turns of the current round: schedule and seconds.
+        self._turns: list[tuple[str, float]] = []
 
     @property
     def current(self) -> str:
-        """The schedule whose turn it is; the baseline when the race is over."""
+        """Schedule whose turn it is; the baseline when the race is over."""
         return self.baseline if self.is_over else self._order[len(self._turns)]
 
     @property
@@ -98,7 +99,7 @@ class Race:
         return there + there[::-1]
 
     def drop(self, candidate: str, why: str) -> None:
-        """Drop ``candidate`` from the following rounds. Called between rounds only."""
+        """Drop ``candidate`` from the following rounds. This is called between rounds only."""
         assert self.is_between_rounds
         self.candidates.remove(candidate)
         self.dropped[candidate] = why
@@ -142,7 +143,7 @@ class Race:
 
     @property
     def best(self) -> str | None:
-        """The candidate with the best ratio, also of those that were dropped; None if no candidate
+        """Candidate with the best ratio, including those that were dropped; None if no candidate
         has one."""
         ratios = {
             spec: ratio.median
@@ -153,7 +154,7 @@ class Race:
 
     @property
     def winner(self) -> str:
-        """The best candidate, if it is faster beyond the spread, else the baseline."""
+        """The best candidate, if it is faster beyond the spread, otherwise the baseline."""
         best = self.best
         if best is None or (ratio := self.ratio(best)) is None or not ratio.is_faster:
             return self.baseline

@@ -1,4 +1,9 @@
-"""Check that two runs can be compared: the same model, data and course of training."""
+"""Check that two runs can be compared: the same model, data and course of training.
+
+Numbers of runs with another model, other data or other random draws differ for reasons that say
+nothing about a schedule. Such a comparison is refused before it runs; every other difference of the
+arguments is listed next to the verdict.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from typing import Any
 from megatron_ext.base.words import argument_flag
 from megatron_ext.written_settings import add_flags
 
-# Megatron's arguments that must be the same, by subject.
+# Megatron's arguments that two comparable runs must share, by subject.
 MUST_AGREE: Mapping[str, tuple[str, ...]] = {
     "model": (
         "num_layers",
@@ -67,7 +72,7 @@ MUST_AGREE: Mapping[str, tuple[str, ...]] = {
 _DROPOUT = ("hidden_dropout", "attention_dropout")
 _SLICES = ("pipeline_slices", "pipeline_slice_lengths")
 
-# Symbols of a hybrid model's layers; "|" separates stages, which may differ.
+# Symbols of a hybrid model's layers without "|", which separates stages, as stages may differ.
 _PATTERNS = {"hybrid_layer_pattern", "hybrid_override_pattern"}
 
 
@@ -80,7 +85,8 @@ def refusal(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | Non
 
 
 def _other_draws(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | None:
-    """Return why dropout would differ: random numbers are drawn slice by slice."""
+    """Return why dropout of two runs would differ: with slices random numbers are drawn slice by
+    slice."""
     cuts = [_cut_as(arguments) for arguments in (a, b)]
     draws = any(arguments.get(name) for name in _DROPOUT for arguments in (a, b))
     if cuts[0] == cuts[1] or not draws:
@@ -123,7 +129,7 @@ def _without_ends(name: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def argument_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return all other arguments in which the runs differ, by their flags."""
+    """Return the other arguments in which two runs differ, by their flags."""
     must = {name for names in MUST_AGREE.values() for name in names} - _PATTERNS
     a, b = {**_OURS, **a}, {**_OURS, **b}
     return {
@@ -133,11 +139,11 @@ def argument_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str
     }
 
 
-# Megatron's own runs have none of our flags: defaults apply.
+# Defaults of our flags, which stand for their values in runs of Megatron's own.
 _OURS = vars(add_flags(argparse.ArgumentParser(add_help=False)).parse_args([]))
 
 
-# Settings of ours that add the sums of a step in another order by design.
+# Settings of ours that by design add the terms of some sum in another order.
 _ORDER_OF_SUMS = (
     *_SLICES,
     "pipeline_vocab_parallel",
@@ -156,7 +162,8 @@ def adds_in_another_order(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return not draws and any(str(a.get(name)) != str(b.get(name)) for name in _ORDER_OF_SUMS)
 
 
-# Arguments that differ between two runs of one command, or follow from others.
+# Arguments that may differ between comparable runs: they differ between two runs of one command, or
+# follow from other arguments.
 _INCIDENTAL = {
     "load",
     "save",

@@ -1,4 +1,9 @@
-"""Comparison of two recordings: whether they have the same numbers, and the first difference."""
+"""Comparison of two recordings: whether they have the same numbers, and the first difference.
+
+"Equal" is not enough where kernels vary: a run differs from itself. Four recordings can tell apart
+four cases: the same bits, no further than A from itself, no further than A with its sums in another
+order, or different. The first difference says where to look.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,8 @@ from megatron_ext.recordings.scalars import (
     standstill,
 )
 
-# Of a loss in single precision, which is a sum: A's may by chance have the same bits reversed.
+# Relative size of the last bit of a single-precision loss: a sum with another order of terms may
+# differ by it.
 _LAST_BIT = 2.0**-23
 NORM_ULPS = 8  # most ulps between norms whose squares were summed in another order
 
@@ -70,7 +76,7 @@ class First:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Comparison of B with A, and of A with itself.
+    """Comparison of run B with run A, and of A with a second run of itself.
 
     Attributes:
         verdict: the result.
@@ -117,7 +123,7 @@ def compare_runs(
     second: RunRecording | None = None,
     reordered: RunRecording | None = None,
 ) -> RunComparison:
-    """Compare ``b`` with ``a``.
+    """Compare the recordings of run ``b`` with those of run ``a``.
 
     Args:
         second: a second recording of ``a``'s command, for the floor.
@@ -228,7 +234,8 @@ def _beyond_the_floor(
     floor: Mapping[Tensor, TensorDifference],
     times: float = CHANCE,
 ) -> list[Tensor]:
-    """Return the tensors beyond ``times`` the floor, the largest difference first."""
+    """Return the tensors whose difference exceeds ``times`` the floor, the largest difference
+    first."""
     kinds = {
         kind: usual({t: d for t, d in floor.items() if kind_of(t[0]) == kind})
         for kind in ("parameters", "optimizer states")
@@ -257,7 +264,8 @@ def _figures_beyond(
     times: float = CHANCE,
     usual: float = 0.0,
 ) -> list[ComparedScalar]:
-    """Return the figures beyond ``times`` the floor, or ``usual`` if that is more."""
+    """Return the losses and norms whose difference exceeds ``times`` the floor, or ``usual`` if
+    that is more."""
     floor = floor_of(floor_figures)
     return (
         [
@@ -275,8 +283,8 @@ def _pairs(a: RunRecording, b: RunRecording) -> Iterator[tuple[Iteration, Iterat
 
 
 def _differing(a: Iteration, b: Iteration) -> list[Tensor]:
-    """Return the tensors of both whose digests differ. Tensors of which either has only a part are
-    left to the comparison of the last state."""
+    """Return the tensors of both runs whose digests differ. Tensors of which a run has only a part
+    are left to the comparison of the last state."""
     different = []
     for tensor in a.tensors.keys() & b.tensors.keys():
         (digest, size), (other, other_size) = (digest_of(x.tensors[tensor]) for x in (a, b))
@@ -295,7 +303,7 @@ def _missing(a: RunRecording, b: RunRecording) -> set[Tensor]:
 
 
 def _in_order(tensor: Tensor) -> tuple[object, ...]:
-    """Return a sort key: parameters before optimizer states, then by layer and name."""
+    """Return a sort key for tensors: parameters before optimizer states, then by layer and name."""
     name, index = tensor
     return kind_of(name) != "parameters", index, name
 
@@ -343,7 +351,7 @@ def _first_with_floor(
 
 
 def _ranks(a: Copies, b: Copies) -> tuple[int, ...]:
-    """Return the ranks of B with a differing piece; all ranks with any piece if A is sharded
+    """Return the ranks of run B with a differing piece; all ranks with any piece if A is sharded
     differently."""
     alike = a.keys() == b.keys()
     ranks = {
@@ -370,7 +378,7 @@ def _holders(run: RunRecording, tensor: Tensor) -> tuple[int, ...]:
 
 
 def _clipping(a: RunRecording, first: First | None, figures: Sequence[ComparedScalar]) -> float:
-    """Return --clip-grad if it spreads a norm's reordered sum into all gradients; else 0."""
+    """Return --clip-grad if clipping spreads a norm's reordered sum into all gradients; else 0."""
     threshold = float(a.arguments.get("clip_grad") or 0)
     if first is None or not threshold:
         return 0.0

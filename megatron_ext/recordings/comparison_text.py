@@ -1,4 +1,11 @@
-"""Comparison as text and table rows."""
+"""Comparison as text and table rows.
+
+The verdict comes first, one sentence a line. The tables behind it show only what differs by more
+than it should, the largest difference first.
+
+The verdict is one sentence, and the tables behind it show only what differs by more than it should,
+the largest first.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +19,12 @@ from megatron_ext.recordings.floor import TensorDifference
 from megatron_ext.recordings.run_recording import Tensor, readable_name
 from megatron_ext.recordings.scalars import NORM, ComparedScalar
 
-SHOWN = 10  # tensors, of those that differ
+SHOWN = 10  # most different tensors that are listed
 _KINDS = ("parameters", "optimizer states")
 
 
 def rows(found: RunComparison) -> list[dict[str, str]]:
-    """Return a table of the compared quantities and their differences."""
+    """Return a table of the quantities compared between two runs, and their differences."""
     lines = []
     for name, is_norm in (("losses", False), ("gradient norms", True)):
         row = {"": name, "compared": _number(_of(found.figures, is_norm))}
@@ -108,7 +115,7 @@ def _norm(difference: TensorDifference) -> str:
 
 
 def verdict_text(found: RunComparison) -> list[str]:
-    """Return the result, one sentence per line."""
+    """Return the result of the comparison, one sentence per line."""
     if found.verdict is ParityVerdict.SAME:
         what = "losses, parameters and optimizer states"
         lines = [f"the same to the last bit: {what}" + _norms_too(found)]
@@ -192,7 +199,7 @@ def _some(tensors: Sequence[Tensor]) -> str:
 
 
 def settings(found: RunComparison) -> str | None:
-    """Return the arguments in which the commands differ, in one line."""
+    """Return the arguments in which both commands differ, in one line."""
     if not found.settings:
         return None
     return ", ".join(f"{name} ({a} and {b})" for name, (a, b) in found.settings.items())

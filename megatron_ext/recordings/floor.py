@@ -16,9 +16,9 @@ from statistics import median
 from megatron_ext.recordings.run_recording import RunRecording, Tensor
 from megatron_ext.recordings.ulps import Difference, bits_difference
 
-CHANCE = 2.0  # two pairs of runs of one line differ by no more than this factor
-# Two orders of sums differ from a third by no more than this factor: slices split each sum over
-# tokens, and reversed microbatches only the sum over these.
+CHANCE = 2.0  # largest factor between the differences of two pairs of runs of one command
+# Largest factor between the differences of two orders of sums from a third order: slices split each
+# sum over tokens, and reversed microbatches only the sum over microbatches.
 ORDERS = 32.0
 
 
@@ -43,8 +43,8 @@ class TensorDifference:
 
 
 def exceeds(found: float, floor: float, usual: float, times: float = CHANCE) -> bool:
-    """Whether a relative difference exceeds ``times`` the ``floor`` of its tensor, or ``usual``,
-    the floor of others of its kind. NaN exceeds everything."""
+    """Return whether a relative difference exceeds ``times`` the ``floor`` of its tensor, or
+    ``usual``, the floor of others of its kind. NaN exceeds everything."""
     return not found <= times * max(floor, usual)
 
 
@@ -64,5 +64,5 @@ def _compare(a: RunRecording, b: RunRecording, tensor: Tensor) -> TensorDifferen
 
 
 def usual(differences: Mapping[Tensor, TensorDifference]) -> float:
-    """Return the median of relative differences; 0 if there is nothing to compare."""
+    """Return the median of the tensors' relative differences; 0 if there is nothing to compare."""
     return median([d.relative for d in differences.values()] or [0.0])

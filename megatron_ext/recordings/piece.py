@@ -1,4 +1,8 @@
-"""Part of a tensor on a rank, named as in Megatron's format torch_dist."""
+"""Part of a tensor on a rank, named as in Megatron's format torch_dist.
+
+The same tensor lies on other ranks, in other parts, under another schedule. Parts are compared by
+their place in the whole tensor.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# numpy types that store the bits of torch's types: numpy has no bfloat16 and no 8-bit floats.
+# numpy types that store the bits of torch's types, as numpy has no bfloat16 and no 8-bit floats.
 STORED_AS: Mapping[str, str] = {
     "float64": "i8",
     "float32": "i4",
@@ -27,7 +31,8 @@ STORED_AS: Mapping[str, str] = {
 
 STATES = "optimizer.state."  # prefix of names of optimizer states
 
-Place = tuple[tuple[int, ...], tuple[int, ...], int, int]  # offset, shape, start, stop
+# Offset, shape, start and stop of a piece.
+Place = tuple[tuple[int, ...], tuple[int, ...], int, int]
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Piece:
 
     @property
     def place(self) -> Place:
-        """Place in the tensor; copies have the same."""
+        """Place of the piece in its tensor; copies have the same place."""
         return self.offset, self.shape, self.start, self.stop
 
     @property

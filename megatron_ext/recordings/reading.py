@@ -19,14 +19,16 @@ from megatron_ext.recordings.piece import STATES, STORED_AS, Piece
 from megatron_ext.recordings.writing import FORMAT, bytes_file, lines_file
 
 PieceDigests = Mapping[Piece, int]
-_DIGESTS = 1 << 63  # digests are signed integers of 64 bits
-_LONGEST = 2**26  # bytes of a line: of an iteration, a figure for each piece of a rank
-_SHOWN = 60  # characters of a value that an error shows
+_DIGESTS = 1 << 63  # bound of digests, which are signed integers of 64 bits
+# Longest line in bytes; the line of an iteration has a figure for each piece of a rank.
+_LONGEST = 2**26
+_SHOWN = 60  # longest value in characters that an error shows
 
 
 @dataclass(frozen=True)
 class About:
-    """First line of a rank's file; ``arguments`` are Megatron's on rank 0, empty on others."""
+    """First line of a rank's recording; ``arguments`` are Megatron's on rank 0, empty on other
+    ranks."""
 
     world_size: int
     first: int
@@ -36,7 +38,7 @@ class About:
 
 @dataclass(frozen=True)
 class RankIteration:
-    """Line of a rank for an iteration, or for the starting state."""
+    """Line of a rank's recording for an iteration, or for the starting state."""
 
     number: int
     losses: Mapping[str, float]
@@ -57,7 +59,7 @@ class RankRecording:
 
 @dataclass(frozen=True)
 class _Line:
-    """JSON object in a line of ``file``."""
+    """JSON object in a line of ``file``, whose values are checked."""
 
     file: Path
     number: int
@@ -67,8 +69,8 @@ class _Line:
         return ValueError(f"{self.file}, line {self.number}: {what}; record it anew")
 
     def value(self, name: str, is_right: Callable[[Any], bool], kind: str) -> Any:
-        """Return the value of ``name``; raises ValueError unless it ``is_right``, which is a
-        ``kind``."""
+        """Return the value of ``name`` in the line; raises ValueError unless ``is_right`` accepts
+        it. ``kind`` says what it must be."""
         found = self.data.get(name)
         if not is_right(found):
             raise self.wrong(f"{name!r} is {_shown(found)}, and must be {kind}")
@@ -172,7 +174,7 @@ def read_rank(folder: Path, rank: int, about: About) -> RankRecording:
 
 
 def _contents(file: Path) -> tuple[list[tuple[_Line, RankIteration]], _Line | None]:
-    """Return the lines of iterations, and the last line if it is there."""
+    """Return the lines of a recording's iterations, and its last line if it has one."""
     pieces: list[Piece] = []
     iterations: list[tuple[_Line, RankIteration]] = []
     end: _Line | None = None
@@ -191,7 +193,8 @@ def _contents(file: Path) -> tuple[list[tuple[_Line, RankIteration]], _Line | No
 
 
 def _lines(file: Path) -> Iterator[_Line]:
-    with file.open("rb") as opened:  # of a long run, it may be larger than this machine's memory
+    # The bytes of a long run may be larger than this machine's memory.
+    with file.open("rb") as opened:
         for number, text in enumerate(iter(partial(opened.readline, _LONGEST + 1), b""), 1):
             if len(text) > _LONGEST:
                 raise ValueError(
@@ -205,7 +208,7 @@ def _lines(file: Path) -> Iterator[_Line]:
 
 
 def _line(file: Path, number: int, text: bytes) -> _Line | None:
-    """Return the line ``text``; None if it was cut off."""
+    """Return the parsed line ``text``; None if it was cut off."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,8 @@
-"""Recording of a run, read from the folder into which all ranks wrote."""
+"""Recording of a run, read from the folder into which all ranks wrote.
+
+Each rank writes what it has. Only together do they have whole tensors, digests and losses, in terms
+that do not depend on how ranks shared the model.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,14 @@ from megatron_ext.recordings.reading import RankIteration, read_about, read_rank
 from megatron_ext.recordings.ulps import Bits
 from megatron_ext.recordings.writing import bytes_file, lines_file
 
-Tensor = tuple[str, tuple[int, ...]]  # its name in torch_dist, and its index there
-Copies = Mapping[Place, Sequence[tuple[int, int]]]  # of a tensor: rank and digest for each place
-_SUM = 1 << 64  # digests of pieces add up to the tensor's, modulo this
+Tensor = tuple[str, tuple[int, ...]]  # a tensor's name in torch_dist, and its index there
+# The copies of a tensor: rank and digest for each place.
+Copies = Mapping[Place, Sequence[tuple[int, int]]]
+_SUM = 1 << 64  # modulus of digests: those of a tensor's pieces add up to the tensor's
 
 
 def readable_name(tensor: Tensor) -> str:
-    """Return the readable name: ``decoder.layers.mlp.linear_fc1.weight[3]``."""
+    """Return a tensor's readable name, such as ``decoder.layers.mlp.linear_fc1.weight[3]``."""
     name, index = tensor
     return name + (f"[{','.join(map(str, index))}]" if index else "")
 
@@ -61,7 +66,7 @@ class Iteration:
 
     @cached_property
     def tensors(self) -> Mapping[Tensor, Copies]:
-        """Pieces of each tensor, by their places, with the ranks that have them."""
+        """Pieces of each tensor by their places, with the ranks that have them."""
         tensors: dict[Tensor, dict[Place, list[tuple[int, int]]]] = {}
         for rank, digests in self.digests.items():
             for piece, digest in digests.items():

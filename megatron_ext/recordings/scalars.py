@@ -1,4 +1,8 @@
-"""Losses and gradient norms of runs, iteration by iteration."""
+"""Losses and gradient norms of runs, iteration by iteration.
+
+Losses are what people look at, and a loss that does not change proves nothing. Both runs' scalars
+are compared in units in the last place of single precision, in which Megatron computes them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ class ComparedScalar:
     b: float
 
     def __bool__(self) -> bool:
-        """Whether the runs differ."""
+        """Return whether the two runs differ in this loss or norm."""
         return self.a != self.b and not (math.isnan(self.a) and math.isnan(self.b))
 
     @property
@@ -57,7 +61,7 @@ def compared_scalars(a: RunRecording, b: RunRecording) -> list[ComparedScalar]:
 
 
 def floor_of(figures: Sequence[ComparedScalar]) -> Mapping[str, float]:
-    """Return the largest relative difference of a run from itself, by name."""
+    """Return the largest relative difference of a run from its repetition, by name."""
     floor: dict[str, float] = {}
     for figure in figures:
         floor[figure.name] = max(floor.get(figure.name, 0.0), figure.relative)
@@ -65,7 +69,8 @@ def floor_of(figures: Sequence[ComparedScalar]) -> Mapping[str, float]:
 
 
 def standstill(run: RunRecording) -> str | None:
-    """Return why a run proves nothing (its loss or gradients do not change); None if it does."""
+    """Return why a run proves nothing (its loss or gradients do not change); None if it proves
+    something."""
     trained = run.trained
     if len(trained) < 2:
         return "one iteration cannot show whether the loss moves: take at least 2"

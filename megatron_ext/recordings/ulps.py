@@ -13,8 +13,8 @@ import numpy as np
 
 from megatron_ext.recordings.piece import STORED_AS
 
-Bits = np.ndarray  # of the signed integers in `STORED_AS`
-_BLOCK = 1 << 22  # elements looked at together
+Bits = np.ndarray  # array of the signed integers in `STORED_AS`
+_BLOCK = 1 << 22  # elements that are compared at once
 _INFINITY = {
     "float64": 0x7FF0 << 48,
     "float32": 0x7F80 << 16,
@@ -88,12 +88,13 @@ def _share(distance: float, norm: float) -> float:
 
 
 def as_numbers(bits: Bits, dtype: str) -> np.ndarray:
-    """Return the numbers with these ``bits``, in double precision."""
+    """Return the numbers that have these ``bits``, in double precision."""
     if dtype == "bfloat16":
         wide = bits.view(np.uint16).astype(np.uint32) << 16
         return wide.view(np.float32).astype(np.float64)
     if dtype.startswith("float8"):
-        return _ordered(bits, dtype).astype(np.float64)  # good enough to compare sizes by
+        # The distance in ulps is good enough to compare sizes by.
+        return _ordered(bits, dtype).astype(np.float64)
     real = {"bool": "uint8"}.get(dtype, dtype)
     return bits.view(np.dtype(real)).astype(np.float64)
 
@@ -107,7 +108,8 @@ def _largest_distance(a: Bits, b: Bits, dtype: str) -> int:
 
 
 def _ordered(bits: Bits, dtype: str) -> np.ndarray:
-    """Return 64-bit integers in the order of the numbers; neighbouring numbers are 1 apart."""
+    """Return 64-bit integers in the order of the numbers with these bits; neighbouring numbers are
+    1 apart."""
     if dtype in ("uint8", "bool"):
         bits = bits.view(np.uint8)
     wide = bits.astype(np.int64)

@@ -55,7 +55,8 @@ class RankWriter:
     def iteration(
         self, iteration: int, figures: Mapping[str, Any], digests: Mapping[Piece, int]
     ) -> None:
-        """Write ``figures`` of an iteration, and the digests of the rank's pieces after it."""
+        """Write ``figures`` of an iteration, and the digests of the rank's tensor pieces after
+        it."""
         new = [piece for piece in digests if piece not in self._numbers]
         if new:
             self._numbers |= {p: n for n, p in enumerate(new, len(self._numbers))}
@@ -64,7 +65,8 @@ class RankWriter:
         self._write({"iteration": iteration, **figures, "digests": numbered})
 
     def end(self, tensors: Iterator[tuple[Piece, memoryview]]) -> None:
-        """Write the bytes of the pieces after the last iteration, and the last line."""
+        """Write the bytes of the rank's tensor pieces after the last iteration, and the last
+        line."""
         written: list[Any] = []
         at = 0
         try:

@@ -51,16 +51,31 @@ def classes_of(
     made = []
     for ranks in members.values():
         fullest = max(ranks, key=lambda rank: peaks[rank])  # the first of equals
-        made.append(RankClass(fullest, tuple(ranks), _sends_both(placement, fullest)))
+        made.append(RankClass(fullest, tuple(ranks), all(sends(placement, fullest))))
     return tuple(sorted(made, key=lambda one: (not one.sends_both, one.rank)))
 
 
-def _sends_both(placement: Placement, rank: int) -> bool:
-    """Return whether a stage of ``rank`` has a next stage elsewhere, and a stage a previous one."""
+def sending_ranks(placement: Placement, rank: int) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the ranks from which ``rank`` receives activations, and those from which it receives
+    gradients."""
+    on_rank = placement.stages_of[rank]
+
+    def at(distance: int) -> frozenset[int]:
+        stages = (stage + distance for stage in on_rank)
+        ranks = (placement.rank_of[stage] for stage in stages if 0 <= stage <= placement.last)
+        return frozenset(ranks) - {rank}
+
+    return at(-1), at(1)
+
+
+def sends(placement: Placement, rank: int) -> tuple[bool, bool]:
+    """Return whether ``rank`` sends activations, and whether it sends gradients."""
     on_rank = placement.stages_of[rank]
 
     def is_elsewhere(stage: int) -> bool:
         return 0 <= stage <= placement.last and placement.rank_of[stage] != rank
 
-    forward = any(is_elsewhere(stage + 1) for stage in on_rank)
-    return forward and any(is_elsewhere(stage - 1) for stage in on_rank)
+    return (
+        any(is_elsewhere(stage + 1) for stage in on_rank),
+        any(is_elsewhere(stage - 1) for stage in on_rank),
+    )

@@ -3,6 +3,9 @@
 Each pass takes the seconds that it took alone, microbatch by microbatch: medians by stage and kind
 make a step up to 3 % too short. Messages and copies take no time here, because no rank has measured
 them: copies to the host are in the time between passes.
+
+In a replay each rank runs once more, with its messages at the times of the composed step, and the
+passes of that run are composed: a pass may be longer after a wait, or next to a waiting message.
 """
 
 from __future__ import annotations
@@ -13,13 +16,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megatron_ext.compile.program.graph import channel_of
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.rehearsal.classes import RankClass
 from megatron_ext.rehearsal.record import RankRecord
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.timeline import Event, Timeline
 
-_Place = tuple[int, Kind, int]  # chunk of the rank, kind, microbatch
+_Place = tuple[int, Kind, int]  # a rank's chunk, the kind and the microbatch of a pass
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,13 @@ class ComposedStep:
         timeline: passes only.
         outside: the most seconds of a rank's step outside the time from its first pass's start to
             its last pass's end: the optimizer, the loader, logs.
+        moved: for each rank, the times at which the messages of its channels and its collectives
+            have moved (`ReplayRequest.moved`).
     """
 
     timeline: Timeline
     outside: float
+    moved: tuple[Mapping[str, tuple[float, ...]], ...]
 
     @property
     def seconds(self) -> float:
@@ -49,9 +57,16 @@ class ComposedStep:
 
 
 def compose(
-    program: Program, classes: Sequence[RankClass], records: Mapping[int, RankRecord]
+    program: Program,
+    classes: Sequence[RankClass],
+    records: Mapping[int, RankRecord],
+    replayed: Mapping[int, RankRecord] | None = None,
 ) -> ComposedStep:
     """Return the step of ``program`` with the passes of ``records``, by the pipeline rank that ran.
+
+    Args:
+        replayed: records of the same ranks with their messages on time, whose passes then count;
+            the time between passes is that of ``records``, where no rank waits.
 
     Raises:
         ValueError: a rank ran other passes than those of ``program``.
@@ -61,21 +76,35 @@ def compose(
     for one in classes:
         check_recorded_order(program, records[one.rank])
         measured = measured_passes(program, records[one.rank])
+        if replayed is not None:
+            check_recorded_order(program, replayed[one.rank])
+            slowed = measured_passes(program, replayed[one.rank])
+            measured = {
+                place: MeasuredPass(slowed[place].seconds, found.after)
+                for place, found in measured.items()
+            }
         for rank in one.members:
             for action in program.schedule.compute_rows[rank]:
                 found = _of(measured, _place(program, rank, action))
                 seconds[action], after[action] = found.seconds + found.after, found.after
-    _, graph = program.as_run
+    schedule, graph = program.as_run
     times = graph.longest_paths([seconds.get(action, 0.0) for action in graph.actions])
-    passes = [
-        Event(rank, action, start, end - after[action])
-        for rank, action, start, end in zip(
-            graph.ranks.tolist(), graph.actions, *times, strict=True
-        )
-        if action in seconds
-    ]
-    outside = max(map(seconds_outside, records.values()))
-    return ComposedStep(Timeline(program.schedule, tuple(passes)), outside)
+    passes: list[Event] = []
+    moved: list[dict[str, list[float]]] = [defaultdict(list) for _ in schedule.rows]
+    for rank, action, start, end in zip(graph.ranks.tolist(), graph.actions, *times, strict=True):
+        if action in seconds:
+            passes.append(Event(rank, action, start, end - after[action]))
+        elif RULES[action.kind].is_message:
+            moved[rank][str(channel_of(action, schedule.placement))].append(end)
+        elif RULES[action.kind].lane is Lane.COLLECTIVE:
+            moved[rank][str(action.kind)].append(end)
+    return ComposedStep(
+        Timeline(program.schedule, tuple(passes)),
+        # A replayed step begins with the wait for the rank's first message, which is in the
+        # composition already.
+        max(map(seconds_outside, records.values())),
+        tuple({name: tuple(ends) for name, ends in of_rank.items()} for of_rank in moved),
+    )
 
 
 def check_recorded_order(program: Program, record: RankRecord) -> None:

@@ -1,4 +1,5 @@
-"""GPU of this machine, found without CUDA: what has used CUDA cannot fork a process that does."""
+"""GPU of this machine, found without CUDA: a process that has used CUDA cannot fork one that has
+it too."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 
 _QUERY = ("--query-gpu=name,memory.free", "--format=csv,noheader,nounits")
-_SECONDS = 20.0  # limit for a driver that does not answer
+_SECONDS = 20.0  # time limit in seconds for a driver that does not answer
 
 
 @dataclass(frozen=True)

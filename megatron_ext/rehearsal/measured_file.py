@@ -1,4 +1,8 @@
-"""Costs file and trace of a rehearsed schedule, as a training writes them."""
+"""Costs file and trace of a rehearsed schedule, as a training writes them.
+
+What a rehearsal has measured serves as a profile of a training would: plans and launches read the
+costs, and the trace is looked at with the same tools.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.problem import VocabularyParallel
 
-COSTS = "costs.json"  # measured costs, in the folder of a schedule
+COSTS, TRACE = "costs.json", NAME  # names of files in the folder of a schedule
 
 
 def write_costs(
@@ -31,9 +35,8 @@ def write_costs(
     """Write the costs that ``records``, by pipeline rank, have measured on ``device`` to ``path``,
     and return them. Bytes, messages and copies are as estimated. Raises OSError."""
     program = prepared.program
-    estimate = (
-        prepared.costs.unpartitioned or prepared.costs
-    )  # before the vocabulary was partitioned
+    # The estimate before the vocabulary was partitioned.
+    estimate = prepared.costs.unpartitioned or prepared.costs
     ranks = [
         figures
         for one in prepared.classes
@@ -82,15 +85,13 @@ def _figures(
     ]
 
 
-def write_composed_trace(prepared: PreparedSchedule, step: ComposedStep, folder: Path) -> Path:
-    """Write the composed ``step`` as a trace with the prediction by estimated costs, and return its
-    file. Raises OSError."""
+def write_composed_trace(prepared: PreparedSchedule, step: ComposedStep, path: Path) -> None:
+    """Write the composed ``step`` as a trace with the prediction by estimated costs to ``path``.
+    Raises OSError."""
     predicted = simulate(prepared.program, prepared.costs)
     traced = traced_step(1, step.timeline, predicted, clock_error=0.0)
     if prepared.is_stock:
         shares = weight_shares(prepared.costs)
         executor = prepared.program.problem.stock
         traced = replace(traced, weight_shares=shares, executor=executor)
-    path = folder / NAME
     TraceFile(path).add(traced)
-    return path

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from megatron_ext.launch.command.judgement import Judgement
 
 STOCK = "stock"
-ESTIMATE = "estimate.json"  # costs of the programs, in the folder of a schedule
-PASSES = "schedule.csv"  # passes that a search has found
+ESTIMATE = "estimate.json"  # file of the programs' costs in the folder of a schedule
+PASSES = "schedule.csv"  # file of the passes that a search has found
 _EXAMPLE = 'write names separated by spaces, such as --schedules "stock zb-h1 zb-v"'
 
 
@@ -108,7 +108,9 @@ class Preparation:
         facts: model, ranks and microbatches in words.
         world_size: ranks of the launch.
         stride: ranks from one pipeline rank to the next.
-        data_parallel, tensor_parallel, expert_parallel: sizes of these groups.
+        data_parallel, tensor_parallel, context_parallel, expert_parallel: sizes of these groups.
+        leaves_node: whether the ranks of a pipeline are on several nodes.
+        has_experts: whether the model has experts.
         experts: whether the model has experts, and the command leaves their routing open.
         train_iterations: iterations of the training; None: it is given in samples.
         loads: flags of the command for data and checkpoints, which a rehearsal replaces.
@@ -121,7 +123,10 @@ class Preparation:
     stride: int
     data_parallel: int
     tensor_parallel: int
+    context_parallel: int
     expert_parallel: int
+    leaves_node: bool
+    has_experts: bool
     experts: bool
     train_iterations: int | None
     loads: tuple[str, ...]
@@ -187,20 +192,31 @@ def _prepared(
             raise ValueError(f"{name}: {error}") from error
     args = parsed.validated
     stride = of_arguments(args, choose("1f1b").place(args.pipeline_model_parallel_size)).stride
-    routed = {BALANCED, BIASED} & set(words)
+    routed = {BALANCED, BIASED} & {word.split("=")[0] for word in words}
     return Preparation(
         facts=parsed.facts,
         world_size=parsed.variants.world_size,
         stride=stride,
         data_parallel=args.data_parallel_size,
         tensor_parallel=args.tensor_model_parallel_size,
+        context_parallel=args.context_parallel_size,
         expert_parallel=args.expert_model_parallel_size if args.num_experts else 1,
+        leaves_node=_leaves_node(args, stride),
+        has_experts=bool(args.num_experts),
         experts=bool(args.num_experts) and not routed,
         train_iterations=args.train_iters,
         loads=replaced_flags(words),
         remarks=parsed.remarks,
         schedules=tuple(made),
     )
+
+
+def _leaves_node(args: Any, stride: int) -> bool:
+    from megatron_ext.adapter.dimensions import execution, rates
+
+    run = execution(args, args.seq_length, args.micro_batch_size)
+    last = (args.pipeline_model_parallel_size - 1) * stride
+    return last >= rates(run.precision).ranks_of_node
 
 
 def _schedule(
@@ -218,7 +234,7 @@ def _schedule(
         path = folder / ESTIMATE
         path.parent.mkdir(parents=True, exist_ok=True)
         save_costs(_costs_of(parsed, spec), path)
-        # The file rounds, so the program is made from it, as each rank makes it.
+        # A file rounds costs, so the program is made from the file, as each rank makes it.
         source = CostsSource(str(path))
         parsed = replace(
             parsed, variants=replace(variants, config=replace(variants.config, costs=source))
@@ -249,7 +265,8 @@ def _tables(judged: Judgement) -> Iterator[Schedule]:
     if judged.problem.options.vocab_parallel is VocabularyParallel.NONE:
         yield judged.program.schedule
         return
-    # The program has them at other times, by the vocabulary's passes: the family makes them again.
+    # Vocabulary passes have moved the program's other passes, so the family builds the schedule
+    # once more.
     made: list[Schedule] = []
 
     def build(problem: Problem) -> Schedule:
@@ -273,10 +290,10 @@ def _written(request: LaunchRequest, parsed: ParsedLaunch, spec: str) -> Written
     return Written((flag("schedule"), spec, *words_of(options), *changed.added), changed.dropped)
 
 
-# Options of a schedule that the launch command keeps under each one that is rehearsed.
+# Options of the launch command's schedule that are kept for each rehearsed schedule.
 _OPTIONS = (
     *("memory_limit", "vocab_parallel", "activation_offload", "recompute"),
-    *("slices", "slice_lengths", "post_validation"),
+    *("slices", "slice_lengths", "join_slice_weights", "post_validation"),
 )
 
 

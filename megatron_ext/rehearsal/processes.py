@@ -1,4 +1,8 @@
-"""Processes of rehearsed ranks, one after another: they share one GPU."""
+"""Processes of rehearsed ranks, one after another: they share one GPU.
+
+A rank needs a process of its own, as Megatron's state is global, and importing it takes long. One
+process imports everything and forks each rank. A rank that dies leaves the last line that it said.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,8 @@ from megatron_ext.rehearsal.request import FAILURE, RECORD, RankRequest, save_re
 from megatron_ext.rehearsal.server import LOG
 
 _SERVER = ("-m", "megatron_ext.rehearsal.server")
-_LAST_SECONDS = 5.0  # for a process to end by itself
-_SHOWN = 2**12  # bytes at the end of a log
+_LAST_SECONDS = 5.0  # seconds for a process to end by itself before it is killed
+_SHOWN = 2**12  # bytes at the end of a log that are shown
 
 
 class RunsRanks(Protocol):
@@ -91,7 +95,7 @@ def rank_processes(environment: Mapping[str, str], log: Path) -> Iterator[RankPr
         try:
             yield RankProcesses(server, variables)
         except ValueError as error:
-            if server.poll():  # it has ended by an error
+            if server.poll():  # the server process has ended with an error
                 raise ValueError(f"{error}; {_last_line(log)} ({log})") from None
             raise
         finally:

@@ -25,6 +25,7 @@ from megatron_ext.adapter.observers.observer import (
 )
 from megatron_ext.adapter.training_globals import training_global
 from megatron_ext.compile.feature_settings import WATCHING
+from megatron_ext.compile.program.graph import Channel
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch.script import Chosen, launch
 from megatron_ext.patches.engine import apply
@@ -32,6 +33,7 @@ from megatron_ext.patches.megatron.core.models.common.language_module import las
 from megatron_ext.patches.megatron.core.pipeline_parallel import p2p_communication
 from megatron_ext.patches.megatron.core.pipeline_parallel.schedules import stock
 from megatron_ext.patches.megatron.training.training import rehearsal
+from megatron_ext.rehearsal.message_times import MessageTimes
 from megatron_ext.rehearsal.rank_command import refuse_untried_settings
 from megatron_ext.rehearsal.record import (
     RankRecord,
@@ -41,15 +43,23 @@ from megatron_ext.rehearsal.record import (
     save_rank_record,
 )
 from megatron_ext.rehearsal.rehearsed_peers import rehearsed_peers
-from megatron_ext.rehearsal.request import RECORD, RankRequest
-from megatron_ext.rehearsal.values import BACKWARD, FORWARD, Values
+from megatron_ext.rehearsal.request import (
+    BACKWARD,
+    FORWARD,
+    RECORD,
+    PeerValues,
+    RankRequest,
+    sent_file,
+)
+from megatron_ext.rehearsal.values import Values
 from megatron_ext.runtime.device_progress import DeviceProgress
 from megatron_ext.runtime.messages.peers import rehearse_with
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import DeviceClock, HostClock, Recording
+from megatron_ext.schedule.action import Kind
 
-# At which gradients of 16 neither overflow nor vanish; Megatron begins with 2 ** 32, and skips
-# steps until it fits.
+# Loss scale for which gradients of 16 bits neither overflow nor vanish. Megatron begins with 2 **
+# 32, and skips steps until the scale fits.
 LOSS_SCALE = 2.0**12
 
 
@@ -78,7 +88,7 @@ def rehearse_rank(request: RankRequest) -> RankRecord:
         record = rehearsed.record()
         save_rank_record(record, request.folder / RECORD)
         return record
-    except SystemExit as end:  # after a mistake that the launch has told
+    except SystemExit as end:  # the launch has printed the user's mistake already
         why = end.__cause__ or RuntimeError(f"its script exits with {end.code}, see its output")
         raise rehearsed.failed(why) from end.__cause__
     except Exception as error:
@@ -99,7 +109,7 @@ def _environment(request: RankRequest) -> dict[str, str]:
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",  # no process listens there
+        "MASTER_PORT": "29500",  # no process listens on this port
     }
 
 
@@ -135,12 +145,14 @@ class _TimedStep:
 
 
 class _HostTimes:
-    """Part of a clock that notes when the host records each event."""
+    """Part of a clock that notes when the host records each event, the first of which begins the
+    time of messages, unless one was posted before."""
 
-    def __init__(self, times: list[float]) -> None:
-        self._times = times
+    def __init__(self, times: list[float], messages: MessageTimes) -> None:
+        self._times, self._messages = times, messages
 
     def record_event(self) -> Any:
+        self._messages.begin_time()
         self._times.append(time.perf_counter())
         return super().record_event()  # type: ignore[misc]
 
@@ -164,12 +176,17 @@ class _RehearsedRank(StepObserver[ObservedStep]):
             )
         neighbour = () if request.neighbour is None else load_rank_record(request.neighbour).sent
         self._request = request
-        self._values = Values({sent.direction: sent.rms for sent in neighbour})
+        self._values = Values(
+            {sent.direction: sent.rms for sent in neighbour},
+            are_zeros=request.values is PeerValues.ZEROS,
+            received={name: torch.load(path) for name, path in request.received.items()},
+        )
+        self._times = MessageTimes(request.replay, is_on_gpu=not request.is_cpu)
         self._begun = self._trained = 0  # training steps
         self._timed: _TimedStep | None = None  # the step that runs
         self._recorder: Recorder | None = None
         self._steps: list[RehearsedStep] = []
-        self._pipeline_rank = 0
+        self._pipeline_rank, self._pipeline_ranks = 0, 1
         self._schedule = self._digest = ""
         self._allocated = self._reserved = self._lasting = 0
 
@@ -182,11 +199,12 @@ class _RehearsedRank(StepObserver[ObservedStep]):
         """
         _refuse(config)
         if config.schedule is None:
-            apply(stock.patches(config))  # so that its passes are seen
+            # These patches make the passes of Megatron's own schedule seen.
+            apply(stock.patches(config))
         apply(p2p_communication.patches(self._send, self._receive))
         apply(last_copy.patches())
         apply(rehearsal.patches(self))
-        rehearse_with(rehearsed_peers(self._values, _vocabulary))
+        rehearse_with(rehearsed_peers(self._values, self._times, _vocabulary))
         of_all_steps.append(self)
         return ["--fake-process-group", "--initial-loss-scale", str(LOSS_SCALE)]
 
@@ -227,18 +245,26 @@ class _RehearsedRank(StepObserver[ObservedStep]):
                 "frozen weights are not rehearsed: other ranks would have to tell which stages "
                 "need no backward pass"
             )
-        if args.world_size > args.pipeline_model_parallel_size:  # other groups have peers too
+        # Process groups other than the pipeline's have absent peers too.
+        if args.world_size > args.pipeline_model_parallel_size:
             _refuse_uninitialised()
 
     def step(self, run: Callable[[], Any], model: Any) -> Any:
         """Run one training step, and end the training after the last one."""
         self._begun += 1
-        if self._begun > self._request.warm_up:
+        is_timed = self._begun > self._request.warm_up
+        self._times.begin_step(is_timed=is_timed)
+        if is_timed:
             self._timed = _TimedStep()
             self._begin_counting()
+        hands_on = self._request.values is PeerValues.REAL
+        if hands_on and self._begun == self._request.warm_up:
+            self._values.keep_sent()
         began = _now()
         result = run()
         seconds = _now() - began
+        for direction, tensor in self._values.kept().items():
+            torch.save(tensor, sent_file(self._request.folder, direction))
         if self._begun == 1:
             self._values.end_first_step()
         if self._timed is not None:
@@ -264,17 +290,13 @@ class _RehearsedRank(StepObserver[ObservedStep]):
     # ---- Passes
 
     def begin(self, step: ObservedStep) -> None:
-        self._pipeline_rank = step.pipeline.rank()
+        self._pipeline_rank, self._pipeline_ranks = step.pipeline.rank(), step.pipeline.size()
         self._schedule = step.program.schedule.name
         self._digest = "" if isinstance(step, StocksStep) else step.program.digest
         if self._timed is None:
             return
-        host_times = self._timed.host_times
-        clock = (
-            _TimedDeviceClock(host_times)
-            if torch.cuda.is_available()
-            else _TimedHostClock(host_times)
-        )
+        make = _TimedDeviceClock if torch.cuda.is_available() else _TimedHostClock
+        clock = make(self._timed.host_times, self._times)
         self._timed.recording = step.recorder.record(clock)
         if self._recorder is not step.recorder:
             self._recorder = step.recorder
@@ -294,11 +316,23 @@ class _RehearsedRank(StepObserver[ObservedStep]):
 
     # ---- Messages of Megatron's own schedules
 
-    def _send(self, is_forward: bool, tensor: Tensor) -> None:
+    def _send(self, is_forward: bool, tensor: Tensor) -> dist.Work:
         self._values.note(FORWARD if is_forward else BACKWARD, tensor)
+        other = self._neighbour(1 if is_forward else -1)
+        return self._post(self._pipeline_rank, other, is_forward)
 
-    def _receive(self, is_forward: bool, tensor: Tensor) -> None:
+    def _receive(self, is_forward: bool, tensor: Tensor) -> dist.Work:
         self._values.fill(FORWARD if is_forward else BACKWARD, tensor)
+        other = self._neighbour(-1 if is_forward else 1)
+        return self._post(other, self._pipeline_rank, is_forward)
+
+    def _neighbour(self, distance: int) -> int:
+        """Return the rank at so many places on the loop, which closes behind the last rank."""
+        return (self._pipeline_rank + distance) % self._pipeline_ranks
+
+    def _post(self, sender: int, receiver: int, is_forward: bool) -> dist.Work:
+        kind = Kind.SEND_F if is_forward else Kind.SEND_B
+        return self._times.post([str(Channel(sender, receiver, kind))])
 
 
 def _refuse(config: PipelineConfig) -> None:
@@ -348,7 +382,7 @@ def _step_of(timed: _TimedStep, began: float, seconds: float) -> RehearsedStep:
     if timed.recording is None:
         raise ValueError("the passes of the step were not seen")
     between = sum(timed.host_times[2::2]) - sum(timed.host_times[1:-1:2])
-    events, _ = timed.recording.read()  # which records one more event on a GPU
+    events, _ = timed.recording.read()  # reading records one more event on a GPU
     passes = [RehearsedPass(one.action, one.start - began, one.end - began) for one in events]
     return RehearsedStep(tuple(passes), seconds, between - timed.waited)
 

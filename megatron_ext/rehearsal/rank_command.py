@@ -1,7 +1,12 @@
-"""Words of a launch command for a rank that runs alone, and what such a rank cannot run yet."""
+"""Words of a launch command for a rank that runs alone, and what such a rank cannot run yet.
+
+A rank alone reads no data and no checkpoint, and saves nothing: the flags for these are replaced by
+made-up data and random weights. Features whose ranks depend on what others compute are refused.
+"""
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,14 +32,13 @@ _FILES = (
     *("--tensorboard-dir", "--wandb-project", "--exit-duration-in-mins"),
 )
 _LENGTH = ("--rampup-batch-size", "--exit-interval", "--eval-iters")
-# What a rank alone must not do: watch other ranks, search, write.
+# Settings that are dropped for a rank alone: they watch other ranks, search, or write.
 _OURS = ("costs", *WATCHING)
 _UNTRIED = "is not tried in a rehearsal"
 
 
-# Switches of Megatron, with what they bring along.
+# Megatron's switches that are not rehearsed, with what each one brings along.
 _SWITCHES = {
-    "variable_seq_lengths": "microbatches of varying lengths",
     "use_sharp": "SHARP",
     "use_nccl_ub": "NCCL's user buffers",
     "nccl_ub": "NCCL's user buffers",
@@ -63,13 +67,11 @@ def _of_megatron(args: Any) -> Iterator[str]:
             "--pipeline-model-parallel-size is 1: a rehearsal composes the ranks of a pipeline; "
             "write 2 or more"
         )
-    if args.context_parallel_size > 1:
-        yield (
-            f"--context-parallel-size {args.context_parallel_size} {_UNTRIED}; write "
-            f"--context-parallel-size 1 and more pipeline ranks"
-        )
     if requests_pairs(args):
-        yield f"{PAIRS} {_UNTRIED}; drop it"
+        yield (
+            f"{PAIRS} is not rehearsed: it hides the all-to-all, which copies locally in a rank "
+            f"alone; drop it"
+        )
     for name, what in _SWITCHES.items():
         if getattr(args, name, False):
             yield f"{argument_flag(name)} {_UNTRIED} ({what}); drop it"
@@ -84,7 +86,7 @@ def _of_megatron(args: Any) -> Iterator[str]:
 
 
 def _of_ours(config: PipelineConfig) -> Iterator[str]:
-    if config.post_validation:
+    if config.options.steps_overlap:
         yield f"{flag('post_validation')} {_UNTRIED}; drop it"
     if config.race is not None:
         yield f"{flag('race')} {_UNTRIED}; name its schedules in --schedules"
@@ -95,6 +97,23 @@ def _of_ours(config: PipelineConfig) -> Iterator[str]:
         )
     if config.rank_speeds is not None:
         yield f"{flag('rank_speeds')} {_UNTRIED}: all ranks run on one device; drop it"
+
+
+def refuse_imbalance(words: Sequence[str], imbalance: float | None, *, has_experts: bool) -> None:
+    """Raise ValueError if the ``words`` after a script do not go with ``imbalance``."""
+    if imbalance is None:
+        return
+    name = f"--imbalance {imbalance:g}"
+    if not math.isfinite(imbalance):
+        raise ValueError(f"{name}: the standard deviation of a bias is a finite number; write 1")
+    if not has_experts:
+        raise ValueError(f"{name}: the model has no experts; drop it")
+    given = {BALANCED, BIASED} & {word.split("=")[0] for word in words}
+    if given:
+        raise ValueError(
+            f"{name}: the launch command has {' and '.join(sorted(given))} already; drop one of "
+            f"the two"
+        )
 
 
 def refuse_variables(environment: Mapping[str, str]) -> None:
@@ -115,7 +134,12 @@ def replaced_flags(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def words_alone(
-    words: Sequence[str], costs: Path | None, *, balances_experts: bool, is_cpu: bool
+    words: Sequence[str],
+    costs: Path | None,
+    *,
+    balances_experts: bool,
+    is_cpu: bool,
+    imbalance: float | None = None,
 ) -> tuple[str, ...]:
     """Return the ``words`` after a script for a rank that runs alone.
 
@@ -124,6 +148,8 @@ def words_alone(
         balances_experts: whether each expert gets equally many tokens.
         is_cpu: whether the rank runs on the CPU: its loader then has no workers, which would take
             the cores of its passes.
+        imbalance: standard deviation of the bias of Megatron's router, which then takes the place
+            of ``balances_experts``.
     """
     dropped = [*_DATA, *_FILES, *_LENGTH, *map(flag, _OURS)]
     left = without(words, dropped)
@@ -132,7 +158,9 @@ def words_alone(
         added += ["--num-workers", "0"]
     if MOCK_DATA not in left:
         added.append(MOCK_DATA)
-    if balances_experts and BALANCED not in left:
+    if imbalance is not None:
+        added += [BIASED, str(imbalance)]
+    elif balances_experts and BALANCED not in left:
         added.append(BALANCED)
     if costs is not None:
         added += [flag("costs"), str(costs)]

@@ -1,4 +1,8 @@
-"""Record of one rehearsed rank: its passes, seconds, bytes and sent values, as a file."""
+"""Record of one rehearsed rank: its passes, seconds, bytes and sent values, as a file.
+
+A rank runs in a process that ends, and later ranks and the report need what it has seen. The file
+is written whole or not at all, and checked when it is read.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
-"""Report of a rehearsal. Measured and estimated seconds are never in one number."""
+"""Report of a rehearsal.
+
+Some of a step is measured here and some cannot be: messages, reductions, bytes of other ranks.
+Measured and estimated seconds are never in one number, and what the measured ones lack is listed.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from megatron_ext.base.words import bytes_text
 from megatron_ext.cost_model.operations.operation import Group
@@ -47,12 +51,30 @@ class ScheduleFigures:
 
 
 @dataclass(frozen=True)
+class ReplayFigures:
+    """Figures of a schedule whose ranks ran once more, with their messages on time.
+
+    Attributes:
+        figures: those of the step composed of the ranks' passes then.
+        over_alone: its seconds from first to last pass over those of the ranks' first run.
+        off_end: the most by which the seconds from a rank's own first pass to its last differ from
+            those in the composed step, as a share of the whole step's.
+    """
+
+    figures: ScheduleFigures
+    over_alone: float
+    off_end: float
+
+
+@dataclass(frozen=True)
 class RankResult:
     """Figures of a rank that ran.
 
     Attributes:
+        is_replay: whether its messages were on time; else they were there at once.
         rank: global rank.
         stands_for: pipeline ranks with equal stages, itself included.
+        real: directions in which it received what another rank has sent.
         trained: steps that it trained.
         seconds: mean seconds of a pass, by kind.
         estimated: the estimated ones.
@@ -66,9 +88,11 @@ class RankResult:
     """
 
     schedule: str
+    is_replay: bool
     rank: int
     pipeline_rank: int
     stands_for: tuple[int, ...]
+    real: tuple[str, ...]
     trained: int
     seconds: Mapping[str, float]
     estimated: Mapping[str, float]
@@ -92,6 +116,7 @@ class RehearsalReport:
         estimated_for: GPU of the estimates.
         used_cuda: why ranks ran in processes of their own; "" if they were forked.
         remarks: assumptions of the estimate.
+        replays: of the same schedules; () without a replay.
         not_rehearsed: what no figure here shows.
     """
 
@@ -100,6 +125,7 @@ class RehearsalReport:
     estimated_for: str
     used_cuda: str
     schedules: tuple[ScheduleFigures, ...]
+    replays: tuple[ReplayFigures, ...]
     ranks: tuple[RankResult, ...]
     remarks: tuple[str, ...]
     not_rehearsed: tuple[str, ...]
@@ -126,8 +152,36 @@ def schedule_figures(
     )
 
 
+def replay_figures(
+    prepared: PreparedSchedule,
+    figures: ScheduleFigures,
+    alone: ComposedStep,
+    step: ComposedStep,
+    records: Mapping[int, RankRecord],
+) -> ReplayFigures:
+    """Return the figures of a composed ``step``, which ``figures`` are, of the replayed ranks with
+    these ``records``. ``alone``: the step whose times their messages had."""
+    off = []
+    for one in prepared.classes:
+        row = step.timeline.compute[one.rank]
+        ran = statistics.median(
+            run.passes[-1].end - run.passes[0].start for run in records[one.rank].steps
+        )
+        off.append(abs(ran - (row[-1].end - row[0].start)))
+    return ReplayFigures(
+        figures=figures,
+        over_alone=step.timeline.makespan / alone.timeline.makespan,
+        off_end=max(off) / step.timeline.makespan,
+    )
+
+
 def rank_result(
-    prepared: PreparedSchedule, rank_class: RankClass, record: RankRecord
+    prepared: PreparedSchedule,
+    rank_class: RankClass,
+    record: RankRecord,
+    *,
+    is_replay: bool,
+    real: tuple[str, ...],
 ) -> RankResult:
     """Return the figures of ``record``, the rank that stands for ``rank_class``."""
     measured = measured_passes(prepared.program, record)
@@ -140,16 +194,19 @@ def rank_result(
         estimated[action.kind].append(prepared.costs.of(action))
     if prepared.memory is not None:
         bytes_of = prepared.memory[rank_class.rank]
-        predicted = bytes_of.total - bytes_of.model.context  # which no tensor takes
+        # No tensor takes CUDA's context, so it is subtracted.
+        predicted = bytes_of.total - bytes_of.model.context
         activations = bytes_of.activations
     return RankResult(
         schedule=prepared.name,
+        is_replay=is_replay,
         rank=record.rank,
         pipeline_rank=record.pipeline_rank,
         stands_for=rank_class.members,
+        real=real,
         trained=record.trained,
-        seconds={str(kind): fmean(all_of) for kind, all_of in by_kind.items()},
-        estimated={str(kind): fmean(all_of) for kind, all_of in estimated.items()},
+        seconds={str(kind): statistics.fmean(all_of) for kind, all_of in by_kind.items()},
+        estimated={str(kind): statistics.fmean(all_of) for kind, all_of in estimated.items()},
         between=sum(found.after for found in measured.values()),
         outside=seconds_outside(record),
         host=max(step.host_seconds for step in record.steps),
@@ -161,25 +218,53 @@ def rank_result(
     )
 
 
-def not_rehearsed(prepared: Preparation, *, is_cpu: bool) -> Iterator[str]:
-    """Yield what the measured figures of a rehearsal do not have, a sentence each."""
+def not_rehearsed(
+    prepared: Preparation,
+    *,
+    is_cpu: bool,
+    replays: bool,
+    has_blocks: bool,
+    imbalance: float | None,
+) -> Iterator[str]:
+    """Yield what the measured figures of a rehearsal do not have, a sentence each.
+
+    Args:
+        replays: whether ranks ran once more, with their messages on time.
+        has_blocks: whether messages that waited then occupied thread blocks of a GPU.
+        imbalance: standard deviation of the bias of Megatron's router; None: it has none of ours.
+    """
     if is_cpu:
         yield (
             "the GPU: passes took the time of this CPU, so their seconds say nothing about a "
             "cluster; order, programs and steps are as there"
         )
+    arrival = "comes when the composed step says" if replays else "is there at once"
     yield (
-        "messages between pipeline ranks: what a rank receives is made up and there at once; their "
-        "seconds are estimated"
+        f"messages between pipeline ranks: what a rank receives is made up and {arrival}; their "
+        f"seconds are estimated"
     )
-    yield (
-        "multiprocessors that waiting receives occupy, which can make passes longer on a cluster"
-    )
+    if is_cpu or not replays or not has_blocks:
+        yield (
+            "multiprocessors that waiting receives occupy, which can make passes longer on a "
+            "cluster"
+        )
+    else:
+        yield (
+            "NCCL's own choice of thread blocks: messages that wait occupy as many as its source "
+            "says for such links"
+        )
     if prepared.tensor_parallel > 1:
         yield (f"collectives of {Group.TENSOR} ranks: they copy locally; the waiting is estimated")
+    if prepared.context_parallel > 1:
+        yield f"messages of {Group.CONTEXT} ranks: they copy locally; the waiting is estimated"
     if prepared.expert_parallel > 1:
         yield f"the all-to-all of {Group.EXPERT} ranks: it copies locally; the waiting is estimated"
-    if prepared.experts:
+    if imbalance is not None:
+        yield (
+            f"the balance of experts: logits of routers are random, with a bias whose standard "
+            f"deviation is {imbalance:g} (--moe-router-force-biased)"
+        )
+    elif prepared.experts:
         yield (
             "the balance of experts: each gets equally many tokens "
             "(--moe-router-force-load-balancing)"

@@ -1,23 +1,28 @@
-"""Rehearsal of a launch command: its ranks run one by one, and their passes are composed."""
+"""Rehearsal of a launch command: its ranks run one by one, and their passes are composed.
+
+A launch on 64 GPUs cannot be tried on one, but each of its ranks can run there. Ranks with equal
+stages run once; the simulator then composes the step of the whole pipeline from the measured
+passes, for each schedule.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_ext.base.progress import duration, task
+from megatron_ext.base.progress import Task, duration, task
 from megatron_ext.base.words import counted
 from megatron_ext.cost_model.gpus import gpu_named, short_name
 from megatron_ext.launch.command.launch_words import Launch
 from megatron_ext.launch.planner.parsed_launch import LaunchRequest
 from megatron_ext.planner.mixed_gpus import ASSUMED_GPU
-from megatron_ext.rehearsal.classes import RankClass
-from megatron_ext.rehearsal.compose import compose
+from megatron_ext.rehearsal.classes import RankClass, sending_ranks, sends
+from megatron_ext.rehearsal.compose import ComposedStep, compose
 from megatron_ext.rehearsal.gpu_here import GpuHere, gpu_here
-from megatron_ext.rehearsal.measured_file import COSTS, write_composed_trace, write_costs
+from megatron_ext.rehearsal.measured_file import COSTS, TRACE, write_composed_trace, write_costs
 from megatron_ext.rehearsal.prepare import (
     ESTIMATE,
     Preparation,
@@ -26,29 +31,45 @@ from megatron_ext.rehearsal.prepare import (
     prepare,
 )
 from megatron_ext.rehearsal.processes import RankProcesses, RunsRanks
-from megatron_ext.rehearsal.rank_command import refuse_variables, words_alone
+from megatron_ext.rehearsal.rank_command import refuse_imbalance, refuse_variables, words_alone
 from megatron_ext.rehearsal.record import RankRecord
 from megatron_ext.rehearsal.rehearsal_report import (
     RankResult,
     RehearsalReport,
+    ReplayFigures,
     ScheduleFigures,
     bytes_refusal,
     check_record,
     not_rehearsed,
     rank_result,
+    replay_figures,
     schedule_figures,
 )
-from megatron_ext.rehearsal.request import RECORD, RankRequest
+from megatron_ext.rehearsal.request import (
+    BACKWARD,
+    FORWARD,
+    RECORD,
+    PeerValues,
+    RankRequest,
+    ReplayRequest,
+    sent_file,
+)
 
-# Seconds, about: to import everything once, and to build a rank in a fork. A process of its own
-# takes both.
+# Rough seconds to import everything once, and to build a rank in a forked process. A process
+# without a fork takes both.
 _IMPORTS, _FORK = 20.0, 9.0
 
+# CTAs that NCCL 2.28 takes for a message between two ranks, without a limit: over a network two
+# (ncclTopoGetNchannels in its src/graph/paths.cc); over NVLink of Hopper twice its 18 links, but at
+# most the 32 of its collectives (ncclTopoComputeP2pChannels). The slowest link of a communicator
+# counts for all of its ranks. Read, not measured.
+CTAS_BETWEEN_NODES, CTAS_OF_NVLINK = 2, 32
+
 _ENVIRONMENT = {
-    # As torchrun sets it for several ranks of a node, unless the user has.
+    # torchrun sets this value for several ranks of a node, unless the user has set one.
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    # Megatron asks torch for a GPU as it is imported. torch would ask the driver, after which no
-    # process can be forked; so it asks NVML.
+    # While Megatron is imported, it asks torch for a GPU. With this setting torch asks NVML and not
+    # the driver, after which no process could be forked.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
@@ -67,6 +88,12 @@ class RehearsalRequest:
         warm_up, steps: numbers of steps before the timed ones, and of these.
         world_size: ranks of the launch; None: as the command says.
         is_cpu: whether the ranks run without a GPU.
+        replays: whether each rank runs once more, with its messages on time.
+        has_blocks: whether messages that wait in a replay occupy thread blocks of the GPU.
+        values: values that made-up peers send. With real ones a rank receives what a neighbouring
+            rank has sent that ran before; those with the first stages run first.
+        imbalance: standard deviation of the bias of Megatron's router; None: each expert gets
+            equally many tokens, unless the command says otherwise.
     """
 
     launch: Launch
@@ -76,10 +103,19 @@ class RehearsalRequest:
     steps: int = 3
     world_size: int | None = None
     is_cpu: bool = False
+    replays: bool = False
+    has_blocks: bool = True
+    values: PeerValues = PeerValues.NORMAL
+    imbalance: float | None = None
 
     @property
     def iterations(self) -> int:
         return self.warm_up + self.steps
+
+    @property
+    def rounds(self) -> int:
+        """Number of times that each rank runs."""
+        return 2 if self.replays else 1
 
 
 def rehearse(
@@ -97,12 +133,14 @@ def rehearse(
         PatchError: there is no Megatron to ask.
         OSError: a file cannot be written.
     """
+    _refuse_without_blocks(request)
     refuse_variables({**os.environ, **request.launch.environment})
     gpu = None if request.is_cpu else _gpu()
     folder = request.folder.absolute()
     known = None if gpu is None else gpu_named(gpu.name)
     launched = LaunchRequest(request.launch, world_size=request.world_size, gpu=known)
     prepared = prepare(launched, request.names, folder)
+    refuse_imbalance(request.launch.arguments, request.imbalance, has_experts=prepared.has_experts)
     iterations = prepared.train_iterations
     if iterations is not None and iterations < request.iterations:
         raise ValueError(
@@ -118,7 +156,7 @@ def rehearse(
     tell(_announcement(request, prepared, device))
     environment = _environment(request)
     schedules: list[ScheduleFigures] = []
-    ranks: list[RankResult] = []
+    replays: list[ReplayFigures] = []
     with start(environment, folder / "processes.txt") as run:
         used_cuda = getattr(run, "used_cuda", "")
         if used_cuda:
@@ -126,28 +164,52 @@ def rehearse(
                 f"{used_cuda} after the imports, so no rank can be forked: each starts anew, about "
                 f"{duration(_IMPORTS)} more for each"
             )
-        number = sum(len(one.classes) for one in prepared.schedules)
+        number = sum(len(one.classes) for one in prepared.schedules) * request.rounds
         with task("rehearsal, ranks", number, equal_steps=True) as work:
+            ranks = _Ranks(request, prepared, folder, run, work)
             for schedule in prepared.schedules:
-                records = {}
-                for rank_class, rank_request in _requests(request, prepared, schedule, folder):
-                    record = run(rank_request)
-                    check_record(record, schedule, request.iterations)
-                    records[rank_class.rank] = record
-                    ranks.append(rank_result(schedule, rank_class, record))
-                    work.done += 1
+                records = ranks.run(schedule)
+                step = compose(schedule.program, schedule.classes, records)
                 first = schedules[0].seconds if schedules else None
-                schedules.append(_composed(schedule, records, first, device, folder))
+                schedules.append(schedule_figures(schedule, step, first, *_paths(schedule, folder)))
+                if request.replays:
+                    on_time = ranks.run(schedule, step)
+                    replayed = compose(schedule.program, schedule.classes, records, on_time)
+                    first = replays[0].figures.seconds if replays else None
+                    figures = schedule_figures(schedule, replayed, first, *_paths(schedule, folder))
+                    replays.append(replay_figures(schedule, figures, step, replayed, on_time))
+                    records, step = on_time, replayed
+                _write(schedule, records, step, device, folder)
     return RehearsalReport(
         facts=prepared.facts,
         device=device,
         estimated_for=short_name(known) or "h100",
         used_cuda=used_cuda,
         schedules=tuple(schedules),
-        ranks=tuple(ranks),
+        replays=tuple(replays),
+        ranks=tuple(ranks.results),
         remarks=tuple(text for text in prepared.remarks if text != ASSUMED_GPU),
-        not_rehearsed=tuple(not_rehearsed(prepared, is_cpu=request.is_cpu)),
+        not_rehearsed=tuple(
+            not_rehearsed(
+                prepared,
+                is_cpu=request.is_cpu,
+                replays=request.replays,
+                has_blocks=request.has_blocks,
+                imbalance=request.imbalance,
+            )
+        ),
     )
+
+
+def _refuse_without_blocks(request: RehearsalRequest) -> None:
+    if request.has_blocks:
+        return
+    if not request.replays:
+        raise ValueError(
+            "--without-blocks: only messages of a replay wait; write --replay too, or drop it"
+        )
+    if request.is_cpu:
+        raise ValueError("--without-blocks: a CPU has no thread blocks; drop it")
 
 
 def _gpu() -> GpuHere:
@@ -178,17 +240,18 @@ def _announcement(request: RehearsalRequest, prepared: Preparation, device: str)
     """Return which ranks run, and how long they will take."""
     ranks = [(schedule, one) for schedule in prepared.schedules for one in schedule.classes]
     total = sum(one.program.schedule.placement.ranks for one in prepared.schedules)
-    seconds = _IMPORTS + _FORK * len(ranks)
-    text = (
-        f"{len(ranks)} of {counted(total, 'rank')} run alone on {device}, one after another: about"
-    )
+    seconds = _IMPORTS + _FORK * len(ranks) * request.rounds
+    text = f"{len(ranks)} of {counted(total, 'rank')} run alone on {device}, one after another"
+    if request.replays:
+        text += ", and once more with their messages on time"
+    text += ": about"
     if request.is_cpu:
         return f"{text} {duration(seconds)} to start them, and their steps at the CPU's speed"
     steps = sum(
         request.iterations * (schedule.work(one.rank) + schedule.estimate.reductions)
         for schedule, one in ranks
     )
-    return f"{text} {duration(seconds + steps)}"
+    return f"{text} {duration(seconds + request.rounds * steps)}"
 
 
 def _requests(
@@ -204,10 +267,15 @@ def _requests(
         schedule.arguments,
         None if schedule.is_stock else schedule_folder / ESTIMATE,
         balances_experts=prepared.experts,
+        imbalance=request.imbalance,
         is_cpu=request.is_cpu,
     )
     neighbour: Path | None = None
-    for one in schedule.classes:
+    classes = schedule.classes
+    if request.values is PeerValues.REAL:
+        stages_of = schedule.program.schedule.placement.stages_of
+        classes = tuple(sorted(classes, key=lambda one: min(stages_of[one.rank])))
+    for one in classes:
         rank = one.rank * prepared.stride
         rank_request = RankRequest(
             rank=rank,
@@ -221,22 +289,101 @@ def _requests(
             is_module=request.launch.is_module,
             neighbour=neighbour,
             environment=request.launch.environment,
+            values=request.values,
         )
         yield one, rank_request
         neighbour = neighbour or rank_request.folder / RECORD
 
 
-def _composed(
+class _Ranks:
+    """Ranks of a rehearsal, which run one after another.
+
+    Attributes:
+        results: figures of each rank that has run.
+    """
+
+    def __init__(
+        self,
+        request: RehearsalRequest,
+        prepared: Preparation,
+        folder: Path,
+        run: RunsRanks,
+        work: Task,
+    ) -> None:
+        self.results: list[RankResult] = []
+        self._request, self._prepared, self._folder = request, prepared, folder
+        self._run, self._work = run, work
+        self._ran: set[Path] = set()  # folders of ranks that have run
+
+    def run(
+        self, schedule: PreparedSchedule, step: ComposedStep | None = None
+    ) -> dict[int, RankRecord]:
+        """Run the ranks of ``schedule``, with their messages at the times of the composed ``step``,
+        else at once. Return their records by pipeline rank."""
+        records = {}
+        for one, request in _requests(self._request, self._prepared, schedule, self._folder):
+            if step is not None:
+                request = self._on_time(request, step.moved[one.rank])
+            if request.values is PeerValues.REAL:
+                request = replace(request, received=self._received(schedule, one.rank))
+            record = self._run(request)
+            check_record(record, schedule, self._request.iterations)
+            records[one.rank] = record
+            self._ran.add(request.folder)
+            self.results.append(
+                rank_result(
+                    schedule,
+                    one,
+                    record,
+                    is_replay=step is not None,
+                    real=tuple(sorted(request.received)),
+                )
+            )
+            self._work.done += 1
+        return records
+
+    def _received(self, schedule: PreparedSchedule, rank: int) -> dict[str, Path]:
+        """Return the files of what pipeline ``rank`` receives, by direction: from a neighbour, or
+        from a rank that stands for one, if it has run, else from any that has run."""
+        found = {}
+        placement = schedule.program.schedule.placement
+        for number, direction in enumerate((FORWARD, BACKWARD)):
+            neighbours = sending_ranks(placement, rank)[number]
+            ran = [
+                (bool(neighbours.intersection(one.members)), self._folder_of(schedule, one.rank))
+                for one in schedule.classes
+                if neighbours and sends(placement, one.rank)[number]
+            ]
+            ran = [(is_near, folder) for is_near, folder in ran if folder in self._ran]
+            if ran:
+                _, folder = max(ran, key=lambda one: one[0])
+                found[direction] = sent_file(folder, direction)
+        return found
+
+    def _folder_of(self, schedule: PreparedSchedule, rank: int) -> Path:
+        return folder_of(self._folder, schedule.name) / f"rank{rank * self._prepared.stride}"
+
+    def _on_time(self, request: RankRequest, moved: Mapping[str, tuple[float, ...]]) -> RankRequest:
+        ctas = CTAS_BETWEEN_NODES if self._prepared.leaves_node else CTAS_OF_NVLINK
+        replay = ReplayRequest(moved, ctas, self._request.has_blocks)
+        folder = request.folder.with_name(f"{request.folder.name}-replayed")
+        return replace(request, folder=folder, replay=replay)
+
+
+def _paths(schedule: PreparedSchedule, folder: Path) -> tuple[str, str]:
+    """Return the files of costs and of the trace of ``schedule``."""
+    of_schedule = folder_of(folder, schedule.name)
+    return str(of_schedule / COSTS), str(of_schedule / TRACE)
+
+
+def _write(
     schedule: PreparedSchedule,
     records: Mapping[int, RankRecord],
-    first: float | None,
+    step: ComposedStep,
     device: str,
     folder: Path,
-) -> ScheduleFigures:
-    """Compose the step of ``schedule``, and write its costs and its trace."""
-    schedule_folder = folder_of(folder, schedule.name)
-    step = compose(schedule.program, schedule.classes, records)
-    costs = schedule_folder / COSTS
+) -> None:
+    """Write the costs and the trace of ``schedule``."""
+    costs, trace = map(Path, _paths(schedule, folder))
     write_costs(schedule, records, device, costs)
-    trace = write_composed_trace(schedule, step, schedule_folder)
-    return schedule_figures(schedule, step, first, str(costs), str(trace))
+    write_composed_trace(schedule, step, trace)

@@ -1,4 +1,4 @@
-"""Made-up peers of a rehearsed rank: messages leave at once, and arrive as `Values`.
+"""Made-up peers of a rehearsed rank: messages arrive as `Values`, at their `MessageTimes`.
 
 They stand in for the connections of `runtime.messages`. Transports, stages and the executor do not
 know the difference.
@@ -7,7 +7,6 @@ know the difference.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -15,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.compile.program.graph import Channel
-from megatron_ext.rehearsal.values import BACKWARD, FORWARD, Values
+from megatron_ext.rehearsal.message_times import MessageTimes
+from megatron_ext.rehearsal.request import BACKWARD, FORWARD
+from megatron_ext.rehearsal.values import Values
 from megatron_ext.runtime.messages.batched import PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.collectives import Collectives
@@ -24,20 +25,13 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Kind
 
 
-def rehearsed_peers(values: Values, vocabulary: Callable[[], int]) -> Peers:
-    """Return peers that send ``values``, and tokens of the ``vocabulary``."""
+def rehearsed_peers(values: Values, times: MessageTimes, vocabulary: Callable[[], int]) -> Peers:
+    """Return peers that send ``values``, and tokens of the ``vocabulary``, at ``times``."""
     return Peers(
-        partial(RehearsedChannels, values),
-        partial(RehearsedGroup, values),
-        partial(RehearsedCollectives, values, vocabulary),
+        partial(RehearsedChannels, values, times),
+        partial(RehearsedGroup, values, times),
+        partial(RehearsedCollectives, values, times, vocabulary),
     )
-
-
-class _Done(dist.Work):
-    """Work that has ended."""
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return True
 
 
 class RehearsedChannels(Channels):
@@ -46,6 +40,7 @@ class RehearsedChannels(Channels):
     def __init__(
         self,
         values: Values,
+        times: MessageTimes,
         pipeline: dist.ProcessGroup,
         channels: Iterable[Channel],
         device: torch.device,
@@ -53,21 +48,24 @@ class RehearsedChannels(Channels):
         recorder: Recorder | None = None,
     ) -> None:
         self.rank, self.device, self.are_closed = pipeline.rank(), device, False
-        self._values = values
+        self._values, self._times, self._max_ctas = values, times, max_ctas
 
     def connect_hosts(self) -> None:
-        raise ValueError("microbatches of varying lengths are not rehearsed: fix --seq-length")
+        raise ValueError(
+            "microbatches of varying lengths are not rehearsed: other ranks would have to tell "
+            "them; set variable_seq_lengths=False in the model's config"
+        )
 
     def close(self) -> None:
         self.are_closed = True
 
     def send(self, channel: Channel, tensor: Tensor) -> dist.Work:
         self._values.note(_direction(channel), tensor)
-        return _Done()
+        return self._times.post([str(channel)], self._max_ctas)
 
     def receive(self, channel: Channel, tensor: Tensor) -> dist.Work:
         self._values.fill(_direction(channel), tensor)
-        return _Done()
+        return self._times.post([str(channel)], self._max_ctas)
 
 
 class RehearsedGroup(PipelineGroup):
@@ -76,18 +74,19 @@ class RehearsedGroup(PipelineGroup):
     def __init__(
         self,
         values: Values,
+        times: MessageTimes,
         pipeline: dist.ProcessGroup,
         device: torch.device,
         recorder: Recorder | None = None,
     ) -> None:
         self.rank, self.device, self.are_closed = pipeline.rank(), device, False
-        self._values = values
+        self._values, self._times = values, times
 
     def start(self, messages: Sequence[tuple[Channel, Tensor]]) -> list[dist.Work]:
         for channel, tensor in messages:
             act = self._values.note if channel.sender == self.rank else self._values.fill
             act(_direction(channel), tensor)
-        return [_Done()]
+        return [self._times.post([str(channel) for channel, _ in messages])]
 
 
 class RehearsedCollectives(Collectives):
@@ -96,6 +95,7 @@ class RehearsedCollectives(Collectives):
     def __init__(
         self,
         values: Values,
+        times: MessageTimes,
         vocabulary: Callable[[], int],
         pipeline: dist.ProcessGroup,
         device: torch.device,
@@ -104,27 +104,28 @@ class RehearsedCollectives(Collectives):
     ) -> None:
         self.rank, self.device, self.are_closed = pipeline.rank(), device, False
         self.ranks = pipeline.size()
-        self._values = values
+        self._values, self._times, self._max_ctas = values, times, max_ctas
         self._vocabulary = vocabulary()
 
     def close(self) -> None:
         self.are_closed = True
 
-    def broadcast(self, kind: Kind, tensor: Tensor, root: int) -> dist.Work:
-        if root == self.rank:
-            self._values.note(str(kind), tensor)
-        elif tensor.is_floating_point():
-            self._values.fill(str(kind), tensor)
-        else:
-            self._values.fill_tokens(tensor, self._vocabulary)
-        return _Done()
+    def broadcast(self, kind: Kind, tensors: Sequence[Tensor], root: int) -> list[dist.Work]:
+        for tensor in tensors:
+            if root == self.rank:
+                self._values.note(str(kind), tensor)
+            elif tensor.is_floating_point():
+                self._values.fill(str(kind), tensor)
+            else:
+                self._values.fill_tokens(tensor, self._vocabulary)
+        return [self._post(kind)]
 
     def sum(self, kind: Kind, tensor: Tensor, root: int) -> dist.Work:
         if root == self.rank:
             self._values.add(str(kind), tensor, self.ranks - 1)
         else:
             self._values.note(str(kind), tensor)
-        return _Done()
+        return self._post(kind)
 
     def gather(self, kind: Kind, gathered: Tensor, tensor: Tensor) -> dist.Work:
         """Give each peer this rank's statistics of another token. Its logit of a label is zero, as
@@ -137,7 +138,10 @@ class RehearsedCollectives(Collectives):
             statistics[:, :shift].copy_(tensor[:, tokens - shift :])
             if rank != self.rank:
                 statistics[2].zero_()
-        return _Done()
+        return self._post(kind)
+
+    def _post(self, kind: Kind) -> dist.Work:
+        return self._times.post([str(kind)], self._max_ctas)
 
 
 def _direction(channel: Channel) -> str:

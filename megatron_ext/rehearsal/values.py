@@ -1,13 +1,10 @@
 """Values that made-up peers send to a rehearsed rank: normal, and as large as those of the model.
 
 A product of zeros takes less time than one of numbers, a router sends equal tokens to equal
-experts, and uninitialised memory may hold NaN. The root mean square of a direction is what the
-rank itself sends there, measured in the first step; what the neighbouring rank sent if this rank
-sends nothing there; and in the first step a guess. It is fixed from then on: a rank that received
-what it sent would grow its own values from step to step.
-
-All values are cut from one pool for each type, at another place each time. The pool is made in the
-first step, so that it is there in all timed ones.
+experts, and uninitialised memory may hold NaN. The root mean square of a direction is what the rank
+itself sends there, measured in the first step; what the neighbouring rank sent if this rank sends
+nothing there; and in the first step a guess. It is fixed from then on: a rank that received what it
+sent would grow its own values from step to step.
 """
 
 from __future__ import annotations
@@ -20,12 +17,12 @@ import torch
 from torch import Tensor
 
 from megatron_ext.rehearsal.record import SentValues
+from megatron_ext.rehearsal.request import BACKWARD, FORWARD
 from megatron_ext.schedule.action import Kind
 
-FORWARD, BACKWARD = "forward", "backward"
-
-# Of small models in their first step: outputs of stages, gradients; of the last stage's output,
-# which its norm has scaled; and of a loss with respect to one of some thousand tokens.
+# Guessed size of the values in a message, as small models have them in their first step: outputs of
+# stages; gradients; outputs of the last stage, which its norm has scaled; gradients of the loss of
+# one of some thousand tokens.
 _GUESSES = {
     FORWARD: 0.03,
     BACKWARD: 1e-3,
@@ -35,23 +32,45 @@ _GUESSES = {
     str(Kind.REDUCE_E): 0.02,
     str(Kind.REDUCE_SI): 0.01,
 }
-_GRADIENTS = (BACKWARD, str(Kind.BCAST_SW), str(Kind.BCAST_EW))  # grow with the loss scale
-_SLACK = 1 << 16  # numbers of a pool beyond the largest tensor
-_SHIFT = 64 * 17  # numbers between the places of two tensors in a pool
+# Messages whose values grow with the loss scale.
+_GRADIENTS = (BACKWARD, str(Kind.BCAST_SW), str(Kind.BCAST_EW))
+_SLACK = 1 << 16  # numbers in a pool in addition to the largest tensor's
+_SHIFTED_ROWS = 64  # number of rows with which a real tensor may begin
+_SHIFT = 64 * 17  # numbers between the starts of two successive tensors in a pool
 
 
 class Values:
     """Values of the peers of one rehearsed rank.
 
+    All values are cut from one pool for each type, at another place each time. The pool is made in
+    the first step, so that it is there in all timed ones. Real values, which another rank has sent,
+    are a pool of their own for each direction, cut between two rows so that each number stays in
+    its column.
+
     Attributes:
         loss_scale: factor of all gradients, which guesses do not know.
     """
 
-    def __init__(self, neighbours: Mapping[str, float], loss_scale: float = 1.0) -> None:
-        """``neighbours``: root mean squares that a neighbouring rank has sent, by direction."""
+    def __init__(
+        self,
+        neighbours: Mapping[str, float],
+        loss_scale: float = 1.0,
+        *,
+        are_zeros: bool = False,
+        received: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """``neighbours``: root mean squares that a neighbouring rank has sent, by direction.
+        ``received``: tensors on the host that another rank has sent, which this one receives."""
         self.loss_scale = loss_scale
         self._neighbours = neighbours
-        self._squares: dict[str, list[float]] = defaultdict(list)  # of the first step
+        self._are_zeros = are_zeros
+        self._received = received or {}
+        # Rows of real values on the device, by direction.
+        self._real: dict[str, Tensor] = {}
+        # Tensors that this rank sends, by direction.
+        self._kept: dict[str, Tensor] | None = None
+        # Squares of messages in the first step.
+        self._squares: dict[str, list[float]] = defaultdict(list)
         self._sent: dict[str, SentValues] = {}
         self._is_first = True
         self._pools: dict[torch.dtype, Tensor] = {}
@@ -61,7 +80,16 @@ class Values:
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pools."""
-        return sum(pool.nbytes for pool in self._pools.values())
+        return sum(pool.nbytes for pool in (*self._pools.values(), *self._real.values()))
+
+    def keep_sent(self) -> None:
+        """Copy the first tensor that this rank sends in each direction from now on to the host."""
+        self._kept = {}
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return the copies since `keep_sent`, and make no more."""
+        kept, self._kept = self._kept or {}, None
+        return kept
 
     def end_first_step(self) -> None:
         """Fix the values of all later steps. Raises ValueError if this rank has sent some that are
@@ -83,6 +111,8 @@ class Values:
 
     def note(self, direction: str, tensor: Tensor) -> None:
         """Note that this rank sends ``tensor``; in the first step the host waits for its size."""
+        if self._kept is not None and direction in (FORWARD, BACKWARD):
+            self._kept.setdefault(direction, tensor.detach().to("cpu", copy=True))
         if not self._is_first or not tensor.is_floating_point():
             return
         norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32).item()
@@ -95,7 +125,29 @@ class Values:
         """Overwrite ``tensor`` with what a peer sends. No memory is allocated after the first
         step."""
         flat = tensor.detach().view(-1)
-        torch.mul(self._cut(flat), self._rms(direction), out=flat)
+        if self._are_zeros:
+            flat.zero_()
+        elif direction in self._received:
+            self._fill_really(direction, tensor.detach())
+        else:
+            torch.mul(self._cut(flat), self._rms(direction), out=flat)
+
+    def _fill_really(self, direction: str, tensor: Tensor) -> None:
+        """Overwrite ``tensor`` with rows of a real one, another of which is the first each time."""
+        rows = tensor.view(-1, tensor.shape[-1])
+        real = self._received[direction]
+        if real.shape[-1] != rows.shape[-1]:
+            raise ValueError(
+                f"the tensor received {direction} has rows of {rows.shape[-1]} numbers, and the "
+                f"rank that ran before has sent rows of {real.shape[-1]}"
+            )
+        if direction not in self._real or len(self._real[direction]) < len(rows) + _SHIFTED_ROWS:
+            real = real.view(-1, real.shape[-1]).to(tensor.device, tensor.dtype)
+            number = len(rows) + _SHIFTED_ROWS
+            self._real[direction] = real.repeat(-(-number // len(real)), 1)[:number].clone()
+        self._filled += 1
+        start = self._filled % _SHIFTED_ROWS
+        rows.copy_(self._real[direction][start : start + len(rows)])
 
     def add(self, direction: str, tensor: Tensor, peers: int) -> None:
         """Add to ``tensor``, this rank's part of a sum, the parts of ``peers``, each as large."""

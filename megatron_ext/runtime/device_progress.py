@@ -22,8 +22,8 @@ import torch
 from megatron_ext.runtime.position import Position
 from megatron_ext.schedule.action import Action, OverlappedPasses
 
-# Enough to keep the device busy while the host is briefly delayed, and no more: each further pass
-# ahead is one whose messages' memory is not free yet.
+# Number of passes that the host is ahead of its device: enough to keep the device busy while the
+# host is briefly delayed, and no more, since the messages of each pass ahead still take memory.
 PASSES_AHEAD = 4
 
 
@@ -31,10 +31,10 @@ class DeviceEvent(Protocol):
     """Marker behind the work launched on the device so far (`torch.cuda.Event`)."""
 
     def query(self) -> bool:
-        """Whether the device has finished that work."""
+        """Return whether the device has finished that work."""
 
     def synchronize(self) -> None:
-        """Return when the device has finished that work."""
+        """Wait until the device has finished that work."""
 
 
 def record_event() -> DeviceEvent | None:
@@ -42,7 +42,8 @@ def record_event() -> DeviceEvent | None:
     work has finished when the call returns."""
     if not torch.cuda.is_initialized():
         return None
-    # A wait for it sleeps instead of spinning: it lasts for passes, and data loaders need the core.
+    # A blocking event lets the waiting host sleep: the wait lasts for passes, and data loaders need
+    # the core.
     event = torch.cuda.Event(blocking=True)
     event.record()
     return event
@@ -72,7 +73,7 @@ class DevicePosition:
 
 
 class DeviceProgress:
-    """Tracks what the device has finished. ``record`` makes an event, or None (`record_event`).
+    """Tracker of what the device has finished. ``record`` makes an event, or None (`record_event`).
 
     Attributes:
         position: position at the latest `look`; None if all launched work had finished.
@@ -81,14 +82,17 @@ class DeviceProgress:
     def __init__(self, record: Callable[[], DeviceEvent | None] = record_event) -> None:
         self.position: DevicePosition | None = None
         self._record = record
-        self._passes: deque[DeviceEvent] = deque()  # that no later pass has waited for yet
-        self._given: deque[tuple[Position, DeviceEvent]] = deque()  # not seen to have finished
-        self._newest: tuple[Position, DeviceEvent] | None = None  # of `_given`, at the latest look
+        # Events after passes which no later pass has waited for yet.
+        self._passes: deque[DeviceEvent] = deque()
+        # Positions whose event was not yet seen to have finished.
+        self._given: deque[tuple[Position, DeviceEvent]] = deque()
+        # Newest position in `_given` at the latest look.
+        self._newest: tuple[Position, DeviceEvent] | None = None
         self._ended: Action | OverlappedPasses | str | None = None
         self._lock = threading.Lock()
 
     def hold_back(self) -> None:
-        """Before a pass: wait until at most `PASSES_AHEAD` passes, this one included, are
+        """Wait before a pass until at most `PASSES_AHEAD` passes, including this one, are
         unfinished."""
         if len(self._passes) == PASSES_AHEAD:
             self._passes.popleft().synchronize()

@@ -1,4 +1,5 @@
-"""Execution of a rank's part of a program: one loop, with a handler for each kind of action."""
+"""Execution of a rank's part of a program: one loop, with a handler for each kind of action. No
+order is decided here: a row runs as it was proved."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from megatron_ext.runtime.stage_passes import PassContext, StagePasses
 from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
 from megatron_ext.schedule.kinds import RULES
 
-NEIGHBOURS = 4  # actions on each side of a failing one that its error shows
+NEIGHBOURS = 4  # actions shown on each side of a failing one
 
 
 def execute(
@@ -51,7 +52,7 @@ def execute(
 
 
 def neighbourhood(row: Sequence[Action | OverlappedPasses], place: int) -> str:
-    """Return the action at ``place`` of ``row``, marked, between its neighbours."""
+    """Return text of the action at ``place`` of ``row``, marked, between its neighbours."""
     first, end = max(0, place - NEIGHBOURS), place + 1 + NEIGHBOURS
     before, after = map(str, row[first:place]), map(str, row[place + 1 : end])
     words = [*before, f"{row[place]} <-- ERROR HERE,", *after]
@@ -59,7 +60,7 @@ def neighbourhood(row: Sequence[Action | OverlappedPasses], place: int) -> str:
 
 
 class _Execution:
-    """One step on one rank; each of ``owners`` handles some kinds of action."""
+    """Execution of one step on one rank; each of ``owners`` handles some kinds of action."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class _Execution:
         owners: Sequence[Owner],
         run_overlapped: Callable[[OverlappedPasses], None] | None = None,
     ) -> None:
-        """``run_overlapped`` runs a forward and a backward pass as one, if the program has any."""
+        """``run_overlapped`` runs overlapped passes as one, if the program has any."""
         self.rank = rank
         schedule = program.schedule
         row = [action for action in schedule.rows[rank] if not RULES[action.kind].by_optimizer]
@@ -94,7 +95,7 @@ class _Execution:
             self.run_until_it_counts()
             for owner in self.owners:
                 owner.finish()
-            # In this order: an interruption comes either before the step's end or after it.
+            # The order matters: an interruption comes either before the step's end or after it.
             self.recorder.in_step = False
             self.check_others()
         except BaseException as error:
@@ -153,7 +154,7 @@ class _Execution:
             )
 
     def forget(self) -> None:
-        """Discard all results of the step so far, which restarts."""
+        """Discard all results of the step so far: it restarts."""
         for owner in self.owners:
             owner.forget()
         self.recorder.forget()

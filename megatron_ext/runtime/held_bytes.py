@@ -1,15 +1,10 @@
 """Memory that a microbatch occupies between its passes, measured in one step.
 
-On a GPU the caching allocator's counter is read at the ends of passes, without synchronization. The
-CPU has no such counter: there a hook sees each tensor that autograd saves in F, and the queue of
-weight gradients tells which tensors it stores from I to W. A storage counts once. A storage does
-not count if it is a parameter's, or if several microbatches share it, like a mask.
-
-If F saves only its stage's input, R makes the activation, and R's is counted. (The input's size is
-that of a message, which is known.)
-
-The hooks are for the CPU only: a weight passed through them comes back as another object, and fused
-kernels that add to ``weight.main_grad`` exist only on GPUs.
+Limits in bytes, offload and recompute need the bytes that a pass stores for a later one, and
+estimates may be off. On a GPU the caching allocator's counter is read at the ends of passes,
+without synchronization. A CPU has no such counter; there every tensor that is stored is looked at
+(`SavedTensors`). If F saves only its stage's input, R makes the activation, and R's is counted.
+(The input's size is that of a message, which is known.)
 """
 
 from __future__ import annotations
@@ -44,7 +39,7 @@ class HeldBytes(Protocol):
 
 
 def _of_one(sizes: Mapping[int, float], *, largest: bool) -> float:
-    """Return the figure of `HeldBytes.per_microbatch` of ``sizes``, by microbatch."""
+    """Return `HeldBytes.per_microbatch` for ``sizes``, by microbatch."""
     if not largest:
         return statistics.median(sizes.values())
     behind = [size for microbatch, size in sizes.items() if microbatch > 0]
@@ -56,11 +51,18 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 
 class SavedTensors:
-    """Counter of the tensors that autograd saves and that the queue of weight gradients stores."""
+    """Counter of the tensors that autograd saves and that the queue of weight gradients stores.
+
+    A hook sees each tensor that autograd saves in F, and the queue tells which tensors it stores
+    from I to W. A storage counts once. A storage does not count if it is a parameter's, or if
+    several microbatches share it, like a mask. The hooks are for the CPU only: a weight passed
+    through them comes back as another object, and fused kernels that add to ``weight.main_grad``
+    exist only on GPUs.
+    """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = {parameter.untyped_storage()._cdata for parameter in parameters}
-        # A weak reference to a storage keeps its address: no other storage gets it.
+        # A weak reference to a storage keeps the storage's address, so no other storage gets it.
         self._references: dict[int, StorageWeakRef] = {}
         self._microbatches: dict[int, set[int]] = defaultdict(set)
         self._held: dict[tuple[Held, _Microbatch], dict[int, int]] = {}
@@ -92,7 +94,8 @@ class SavedTensors:
     def _look(self, whose: _Microbatch) -> Callable[[Tensor], Tensor]:
         def pack(tensor: Tensor) -> Tensor:
             self._note(tensor, Held.ACTIVATION, whose)
-            return tensor.detach()  # the same memory: with its graph it would keep itself alive
+            # The same memory without its graph, which would keep the tensor itself alive.
+            return tensor.detach()
 
         return pack
 
@@ -128,7 +131,7 @@ class Allocated:
         gained = torch.cuda.memory_allocated() - before
         stage, kind, microbatch = action
         if _makes_activation(action):
-            # The output of R is sent nowhere: it is freed within the pass.
+            # The output of R is sent nowhere, and is freed within the pass.
             leaves = kind is Kind.FORWARD and stage < self._last
             gained += ((stage > 0) - leaves) * self._message_bytes
             self._gained[stage, Held.ACTIVATION][microbatch] = gained

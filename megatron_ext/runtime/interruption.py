@@ -38,7 +38,7 @@ def listen(recorder: Recorder, connections: Sequence[Closable] = ()) -> FailureR
 
 
 def stop_listening(recorder: Recorder) -> None:
-    """End what `listen` has begun: the training of ``recorder`` is over."""
+    """End what `listen` has begun, as the training of ``recorder`` is over."""
     _listening.discard(recorder)
     if recorder.failure_report is not None:
         recorder.failure_report.stop()
@@ -46,7 +46,7 @@ def stop_listening(recorder: Recorder) -> None:
 
 _listening: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
-# Errors of a process that is forked from this one, such as a data loader's, are not this rank's.
+# A forked process, such as a data loader's, does not report its errors as this rank's.
 os.register_at_fork(after_in_child=_listening.clear)
 
 
@@ -59,9 +59,10 @@ def _report_uncaught_errors() -> None:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception):  # Ctrl-C comes to each rank by itself, if it is to end
+        # Ctrl-C is sent to each rank that is to end, so it is not passed on.
+        if isinstance(error, Exception):
             for recorder in list(_listening):
-                with contextlib.suppress(Exception):  # the error is shown in any case
+                with contextlib.suppress(Exception):  # the error is shown even if this fails
                     recorder.failed_between_steps(error)
         show(kind, error, trace)
 
@@ -93,18 +94,18 @@ class Interruption:
         self._recorder = recorder
 
     def __call__(self, words: str) -> None:
-        """End this rank, because another has failed and left the report ``words``. Never called by
-        the main thread."""
+        """End this rank, because another has failed and left the report ``words``. The main thread
+        never calls this."""
         recorder = self._recorder
         if recorder.has_failed:
-            return  # its own error is the one to show
+            return  # this rank has failed too, and shows its own error
         where = recorder.report()
         recorder.interruption = words
-        # Between steps the device must not go on with what an aborted message has left behind: a
-        # step's end would take it for gradients. Within, the host notices before it leaves the
-        # step, and not the other way round: it says so first.
+        # An interruption aborts messages only within a step. Between steps the device could take
+        # what an aborted message has left behind for gradients. Within a step the host notices the
+        # interruption before it leaves the step.
         if recorder.in_step:
-            for connection in recorder.connections():  # to abort a communicator may take long
+            for connection in recorder.connections():  # aborting a communicator may take long
                 threading.Thread(target=connection.close, daemon=True).start()
         watchdog.say(f"{where}: it ends, as another rank has failed: {words}")
         end = time.monotonic() + watchdog.GRACE_SECONDS

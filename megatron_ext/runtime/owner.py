@@ -1,4 +1,8 @@
-"""Owners of kinds of action, as the executor sees them."""
+"""Owners of kinds of action, as the executor sees them.
+
+The executor knows no kind of action by name. Each kind has one owner, which runs its actions and
+cleans up at the end of a step, or after an error.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +27,16 @@ class Owner:
     """
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Return the functions that run actions, by kind. They may raise `RestartStep`."""
+        """Return the functions that run actions, by kind of action. They may raise
+        `RestartStep`."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Discard the step's results; the step restarts."""
+        """Discard the results of the step, which restarts."""
         raise AssertionError(f"a step with {type(self).__name__} is never restarted")
 
     def finish(self) -> None:
-        """After the last action: assert that nothing is left to do."""
+        """Assert after the last action that nothing is left to do."""
 
     def abandon(self) -> None:
-        """After an error: end the step so that all ranks fail."""
+        """End the step after an error so that all ranks fail."""

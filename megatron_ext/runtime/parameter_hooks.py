@@ -21,14 +21,16 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 Hook = Callable[..., Any]
-HooksByNumber = dict[int, Hook]  # by the numbers of their handles, in the order in which they run
+# Hooks by the numbers of their handles, in the order in which they run.
+HooksByNumber = dict[int, Hook]
 
-_WRAPPERS_HOOK = "DistributedDataParallel._make_backward_post_hook."  # of the class that makes it
+# Qualified name of the hook's maker, in the class DistributedDataParallel.
+_WRAPPERS_HOOK = "DistributedDataParallel._make_backward_post_hook."
 
 
 def has_callers_hooks(parameter: Tensor) -> bool:
-    """Whether ``parameter``, a leaf that requires a gradient, or its node has hooks that are not
-    those of Megatron's data-parallel wrapper."""
+    """Return whether ``parameter``, a leaf that requires a gradient, or its node has hooks other
+    than those of Megatron's data-parallel wrapper."""
     return any(
         not getattr(hook, "__qualname__", "").startswith(_WRAPPERS_HOOK)
         for table in _tables(parameter)
@@ -40,7 +42,8 @@ def hand_over(gradients: Mapping[Tensor, Tensor]) -> None:
     """Let autograd add ``gradients``, by the tensors they belong to, in one backward pass, which
     runs all hooks. A tensor that is computed from others passes its gradient on to them."""
     with torch.enable_grad():
-        # A tensor's own hooks run only if an operation that has read it passes the gradient on.
+        # Hooks of a tensor itself run only if an operation that has read the tensor passes the
+        # gradient on.
         views = [tensor.expand_as(tensor) for tensor in gradients]
     torch.autograd.backward(views, list(gradients.values()))
 
@@ -58,7 +61,8 @@ class SummedGradients:
 
     @contextlib.contextmanager
     def adding(self, microbatch: int) -> Iterator[None]:
-        """Context of a backward pass for ``microbatch``: no hook runs."""
+        """Run a backward pass of ``microbatch`` in this context, in which no hook runs and
+        gradients are summed."""
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -71,13 +75,13 @@ class SummedGradients:
                 sums[parameter] = sums[parameter].add_(part) if parameter in sums else part.float()
 
     def hand_over(self, microbatch: int) -> None:
-        """Let autograd add the sums of ``microbatch``."""
+        """Let autograd add the sums of ``microbatch`` to the parameters' gradients, with hooks."""
         sums = self._sums.pop(microbatch)
         if sums:
             hand_over({parameter: total.to(parameter.dtype) for parameter, total in sums.items()})
 
     def clear(self) -> None:
-        """Forget all sums: the step restarts."""
+        """Forget all sums of gradients, as the step restarts."""
         self._sums.clear()
 
 
@@ -85,7 +89,8 @@ class SummedGradients:
 def without_hooks(
     tables: Iterable[HooksByNumber], is_kept: Callable[[Hook], bool] = lambda hook: False
 ) -> Iterator[None]:
-    """Context in which torch finds no hooks in ``tables``, but for those that are kept."""
+    """Run the block in a context in which torch finds no hooks in ``tables``, except those that are
+    kept."""
     hiding = [(table, dict(table)) for table in tables if table]
     for table, hooks in hiding:
         table.clear()
@@ -104,13 +109,13 @@ def _tables(parameter: Tensor) -> Sequence[HooksByNumber]:
     return [*(table for table in tables if table), *_tables_of_node(parameter)]
 
 
-# References to the tables of each parameter's node, which go with the node.
+# Tables of hooks of each parameter's autograd node. They live as long as the node.
 _of_nodes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _tables_of_node(parameter: Tensor) -> list[HooksByNumber]:
     """Return the hooks on the AccumulateGrad node of ``parameter``: those that run before it and
-    after it. Torch tells of them by a handle alone."""
+    after it. Torch gives access to them by a handle only."""
     known = [reference() for reference in _of_nodes.get(parameter, ())]
     if known and None not in known:
         return known

@@ -1,4 +1,7 @@
-"""Position of a rank in its program, and its text."""
+"""Position of a rank in its program, and its text.
+
+Errors, the watchdog and profilers all say where a rank is, in the same words.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class Position(NamedTuple):
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The rank that it waits for; empty if it waits for all ranks, or computes."""
+        """Ranks that this one waits for: one; none if it waits for all ranks, or computes."""
         return () if self.peer is None or self.direction == "with" else (self.peer,)
 
     @property
@@ -48,7 +51,7 @@ class Position(NamedTuple):
 
 
 def whom(peer: int, direction: str) -> str:
-    """Return the words for the rank or ranks at the other end."""
+    """Return the words for the rank or ranks at the other end of an action."""
     if direction == "with":
         return "with the other pipeline ranks"
     return f"{direction} pipeline rank {peer}"

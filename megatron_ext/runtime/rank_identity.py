@@ -16,10 +16,8 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Process:
-    """Process of a rank of the world.
-
-    ``local_rank`` is None if the launcher does not set it, ``host`` is "" if it is not known yet.
-    """
+    """Process of a rank in the world. ``local_rank`` is None if the launcher does not set it,
+    ``host`` is "" if it is not known yet."""
 
     global_rank: int
     host: str
@@ -40,7 +38,7 @@ class RankIdentity:
     iteration: int | None = None
 
     def note(self, *peers: int) -> str:
-        """Return a text in brackets: this rank, ``peers``, the iteration and the time."""
+        """Return a text in brackets that names this rank, ``peers``, the iteration and the time."""
         facts = [
             f"pipeline rank {rank} is {self.processes[rank]}"
             for rank in dict.fromkeys((self.rank, *peers))

@@ -14,18 +14,19 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from megatron_ext.runtime.device_progress import DeviceProgress
 from megatron_ext.runtime.held_bytes import HeldBytes
 from megatron_ext.runtime.position import Position
-from megatron_ext.runtime.rank_identity import RankIdentity
+from megatron_ext.runtime.rank_identity import RankIdentity, first_identity
 from megatron_ext.runtime.recording import Clock, RecordedReduction, Recording, passes_of
 from megatron_ext.runtime.store.failure_report import FailureReport
 from megatron_ext.schedule.action import Action, OverlappedPasses
 
 
 class Closable(Protocol):
-    """Connections that any thread can cut."""
+    """Connections that any thread can close."""
 
     def close(self) -> None: ...
 
@@ -63,12 +64,19 @@ class Recorder:
         self.interruption: str | None = None
         self.ranges = torch.cuda.is_available()
         self.counting: HeldBytes | None = None
-        self._recording: Recording | None = None  # of the step that runs
+        self._recording: Recording | None = None  # recording of the running step
         self._records_reductions = False
-        self._has_begun = False  # its first step
-        self._left: float | None = None  # `time.monotonic` seconds; None within a step
-        # Weak: the threads that may close them must not keep unused connections alive.
+        self._has_begun = False  # whether the first step has begun
+        # `time.monotonic` seconds at the end of the latest step; None within a step.
+        self._left: float | None = None
+        # The references are weak: threads that may close connections must not keep unused ones
+        # alive.
         self._connections: list[weakref.ref[Closable]] = []
+
+    @classmethod
+    def before_exchange(cls, pipeline: dist.ProcessGroup) -> Recorder:
+        """Return a recorder of this rank before the ranks of ``pipeline`` exchange who they are."""
+        return cls(pipeline.rank(), first_identity(pipeline))
 
     def begin(self, iteration: int) -> None:
         """Note that the following actions belong to ``iteration``."""
@@ -76,7 +84,7 @@ class Recorder:
         self._has_begun, self._left = True, None
 
     def leave(self) -> None:
-        """Note that the step is over, and the caller's other work follows."""
+        """Note that the step is over, and that other work of the caller follows."""
         self._left = time.monotonic()
 
     def add_connection(self, connection: Closable) -> None:

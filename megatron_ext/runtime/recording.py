@@ -28,7 +28,7 @@ class HostClock:
         return list(events)
 
     def has_passed(self, event: Any) -> bool:
-        """Whether the device has reached the event; never waits."""
+        """Return whether the device has reached the event; never waits."""
         return True
 
     def seconds(self, first: Any, later: Any) -> float:
@@ -74,7 +74,7 @@ class RecordedReduction:
     def __init__(self, stage: int, clock: Clock) -> None:
         self.stage = stage
         self.began = clock.record_event()
-        self.ends: list[Any] = []  # an event for each work; the latest counts
+        self.ends: list[Any] = []  # an event at the end of each work; the latest one counts
         self.is_exact = True
         self._clock = clock
         self._futures: list[torch.futures.Future[None]] = []
@@ -100,7 +100,7 @@ class RecordedReduction:
             future.wait()
 
     def _mark_end(self, future: torch.futures.Future[Any]) -> None:
-        # With NCCL this runs at once, on a stream that waits for the work.
+        # With NCCL this call returns at once, and a stream waits for the work.
         self.ends.append(self._clock.record_event())
 
 
@@ -150,8 +150,8 @@ class Recording:
         return reduction
 
     def has_ended(self) -> bool:
-        """Whether the device has finished all passes. The methods below require it, and none of
-        them waits."""
+        """Return whether the device has finished all passes. The methods below require it, and none
+        of them waits."""
         return not self._passes or self.clock.has_passed(self._passes[-1].ended)
 
     def actions(self) -> tuple[Action, ...]:

@@ -1,4 +1,8 @@
-"""Stages as the runtime sees them."""
+"""Stages as the runtime sees them.
+
+The executor runs models it knows nothing about. A stage is anything with these methods, one for
+each kind of pass, so that emulated stages can be run as Megatron's are.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +46,20 @@ class RunnableStage(Protocol):
         """
 
     def output_sent(self, microbatch: int) -> None:
-        """The output of ``microbatch`` has been sent: its data may be freed."""
+        """Note that the output of ``microbatch`` has been sent: its data may be freed."""
 
     def gradients_complete(self) -> None:
-        """The stage has all weight gradients of the step: their synchronization may start."""
+        """Note that the stage has all weight gradients of the step: their synchronization may
+        start."""
 
     def forget(self) -> None:
-        """Discard everything: the step restarts, before any backward pass."""
+        """Discard everything of the step, which restarts before any backward pass."""
 
 
 @dataclass(frozen=True)
 class Backward:
-    """Backward pass that will run next: B if ``is_full``, else I. ``dy`` as in `RunnableStage`."""
+    """Backward pass of a stage that will run next: B if ``is_full``, else I. ``dy`` as in
+    `RunnableStage`."""
 
     stage: RunnableStage
     microbatch: int
@@ -61,6 +67,6 @@ class Backward:
     is_full: bool
 
     def run(self) -> Tensor | None:
-        """Run the pass by itself, and return the gradient of ``x``."""
+        """Run the backward pass by itself, and return the gradient of ``x``."""
         run = self.stage.backward if self.is_full else self.stage.backward_input
         return run(self.microbatch, self.dy)

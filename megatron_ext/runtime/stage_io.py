@@ -1,4 +1,9 @@
-"""Activations and gradients passed between stages, by a message or on the same rank."""
+"""Activations and gradients passed between stages, by a message or on the same rank.
+
+A pass takes its input from the pass before it, which ran on another rank or on this one. Passes
+need not know: what a neighbouring stage made is stored here until it is used, and freed as soon as
+nothing needs it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,8 @@ from megatron_ext.schedule.placement import Neighbour, Placement
 
 
 class Messages(Protocol):
-    """Methods of a transport (`messages.transport.Transport`) that stages need."""
+    """Methods of a transport that stages need for their messages
+    (`messages.transport.Transport`)."""
 
     rank: int
 
@@ -45,7 +51,7 @@ class PipelineEnds:
 
 
 class StageIO(Owner):
-    """Tensors between the passes of one step; owner of sends, receives and their waits.
+    """Tensors between the passes of one step. It owns sends, receives and their waits.
 
     Attributes:
         outputs: output of (stage, microbatch), to pass on.
@@ -60,7 +66,8 @@ class StageIO(Owner):
         ends: PipelineEnds | None = None,
         first_trained_stage: int = 0,
     ) -> None:
-        """``first_trained_stage`` is the first stage that is not frozen."""
+        """Initialise the tensors' state. ``first_trained_stage`` is the first stage that is not
+        frozen."""
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
         self._placement = placement
@@ -90,7 +97,9 @@ class StageIO(Owner):
             x = given
         elif self._placement.is_remote(stage, Neighbour.PREVIOUS):
             x = self._transport.received(Action(stage, Kind.RECV_F, microbatch))
-        else:  # from a stage on this rank: the same memory, detached from that stage's graph
+        # The input comes from a stage on this rank: the same memory, detached from that stage's
+        # graph.
+        else:
             x = self.outputs.pop((before, microbatch)).detach()
             self._stages[before].output_sent(microbatch)
         return x.requires_grad_(self._needs_gradient(stage))
@@ -111,7 +120,8 @@ class StageIO(Owner):
         return self.gradients.pop((after, microbatch))
 
     def take_gradient(self, action: Action, dx: Tensor | None) -> None:
-        """Store ``dx``, the gradient of its input that the backward pass ``action`` returned."""
+        """Store ``dx``, the gradient of a stage's input, which the backward pass ``action``
+        returned."""
         stage, _, microbatch = action
         if not self._needs_gradient(stage):
             return
@@ -122,7 +132,8 @@ class StageIO(Owner):
         self.gradients[stage, microbatch] = dx
 
     def _needs_gradient(self, stage: int) -> bool:
-        """Whether a stage before ``stage``, or an embedding before the first stage, is trained."""
+        """Return whether a stage before ``stage``, or an embedding before the first stage, is
+        trained."""
         return self._first_trained_stage == 0 or stage > self._first_trained_stage
 
     def forget(self) -> None:

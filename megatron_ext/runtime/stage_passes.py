@@ -1,4 +1,8 @@
-"""Passes of a rank's stages: F, R, I, B, W, and pairs of a forward and a backward pass."""
+"""Passes of a rank's stages: F, R, I, B, W, and pairs of a forward and a backward pass.
+
+Each kind of pass is one method of a stage. Here its input is fetched, features may act around it,
+and its result goes to `stage_io`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
 
 
 class PassContext:
-    """Actions of a feature around single passes of a step."""
+    """Contexts of a feature around single passes of a step."""
 
     def around_forward(
         self, stage: int, microbatch: int, x: Tensor | None
@@ -24,11 +28,11 @@ class PassContext:
         return contextlib.nullcontext()
 
     def before_backward(self, action: Action) -> None:
-        """Called before ``action``, an I, B or W, is recorded and runs."""
+        """Hook that runs before ``action``, an I, B or W, is recorded and runs."""
 
 
 class StagePasses(Owner):
-    """Runs the passes of one step; their outputs and gradients go to ``stage_io``."""
+    """Owner of the passes of one step, whose outputs and gradients go to ``stage_io``."""
 
     def __init__(
         self,

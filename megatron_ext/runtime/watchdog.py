@@ -26,10 +26,10 @@ import torch
 
 from megatron_ext.runtime.recorder import Recorder
 
-GRACE_SECONDS = 3.0  # for the main thread to end by itself
+GRACE_SECONDS = 3.0  # seconds that the main thread has to end by itself
 STUCK_SECONDS = 60.0
 LOOK_SECONDS = 1.0
-SAY_SECONDS = 1.0  # that a line may take to be written
+SAY_SECONDS = 1.0  # longest time in seconds that writing a line may take
 
 _Handler = Callable[[int, FrameType | None], None]
 _DEFAULTS: dict[int, _Handler | signal.Handlers] = {
@@ -50,18 +50,19 @@ class Watchdog:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorders = [recorder]
-        self._reported: dict[tuple[Recorder, str], float] = {}  # start of each reported position
-        self._interrupted = False  # the main thread has handled Ctrl-C
+        # Start of each position that was reported.
+        self._reported: dict[tuple[Recorder, str], float] = {}
+        self._interrupted = False  # whether the main thread has handled Ctrl-C
         self._has_signals = False
-        self._thread: threading.Thread | None = None  # ends this process at a signal
+        self._thread: threading.Thread | None = None  # thread that ends this process at a signal
         self._handlers: dict[int, _Handler] = {
             signal.SIGTERM: self._on_sigterm,
             signal.SIGINT: self._on_sigint,
         }
 
     def start(self) -> None:
-        """Start watching. Signals are handled only if the main thread calls this; otherwise only
-        stuck waits are reported."""
+        """Start to watch a rank. Signals are handled only if the main thread calls this; otherwise
+        only stuck waits are reported."""
         _stderr.take()
         running = Watchdog._running
         if running is None:
@@ -82,7 +83,7 @@ class Watchdog:
         """Stop watching ``recorder``, whose training has ended."""
         if (running := cls._running) is None:
             return
-        # New containers: the threads iterate over the old ones meanwhile.
+        # The containers are new, as the threads iterate over the old ones meanwhile.
         running._recorders = [other for other in running._recorders if other is not recorder]
         running._reported = {
             key: since for key, since in running._reported.items() if key[0] is not recorder
@@ -141,17 +142,17 @@ class Watchdog:
             if ready:
                 for signum in self._reader.recv(64):
                     self._signalled(signum)
-            with contextlib.suppress(Exception):  # signals must be handled whatever fails here
+            with contextlib.suppress(Exception):  # signals must be handled even if the report fails
                 self._report_if_stuck()
 
     def _signalled(self, signum: int) -> None:
         if not self._is_ours(signum):
-            return  # somebody else's handler decides what the signal means
-        with contextlib.suppress(Exception):  # the signal asks for an end, not for a report
+            return  # another package's handler decides what the signal means
+        with contextlib.suppress(Exception):  # the process must end even if the report fails
             say(f"got {signal.Signals(signum).name}: {self._report()}")
         time.sleep(GRACE_SECONDS)
         if signum == signal.SIGINT and self._interrupted:
-            return  # the KeyboardInterrupt is on its way, and whoever catches it may take long
+            return  # the main thread handles the KeyboardInterrupt, which may take long
         os._exit(128 + signum)
 
     def _report(self) -> str:
@@ -163,13 +164,14 @@ class Watchdog:
 
     def _watch_device(self, device: int | None) -> None:
         if device is not None:
-            torch.cuda.set_device(device)  # a query creates a context on the thread's device
+            # Otherwise a query would create a context on another device.
+            torch.cuda.set_device(device)
         while True:
             for recorder in self._recorders:
                 try:
                     recorder.device.look()
                 except RuntimeError:
-                    return  # the device has failed, and its users get the error
+                    return  # the device has failed, and whoever uses it gets the error
             time.sleep(LOOK_SECONDS)
 
     def _report_if_stuck(self) -> None:
@@ -208,7 +210,7 @@ class _Stderr:
         self._is_taken = False
 
     def take(self) -> None:
-        """Write to what is stderr now, from now on."""
+        """Write to the present stderr from now on."""
         self._is_taken = True
         if not _is_stderr(2):
             self._descriptor = None
@@ -219,7 +221,7 @@ class _Stderr:
 
     @property
     def descriptor(self) -> int | None:
-        """Descriptor to write to; None if there is no stderr."""
+        """Descriptor of stderr to write to; None if there is no stderr."""
         if self._is_taken:
             return self._descriptor
         return 2 if _is_stderr(2) else None
@@ -245,13 +247,14 @@ def say(text: str) -> None:
 
     try:
         _start("megatron_ext says", lambda: write(line)).join(SAY_SECONDS)
-    except RuntimeError:  # there can be no more threads: at a limit, or as the interpreter ends
+    except RuntimeError:  # no thread can start, at a limit or while the interpreter exits
         if _is_writable(stderr):
             write(line[: select.PIPE_BUF])
 
 
 def _is_stderr(descriptor: int) -> bool:
-    """Whether ``descriptor`` is a stderr, and not a file that was opened since that was closed.
+    """Return whether ``descriptor`` is a stderr, and not a file that was opened since that was
+    closed.
 
     A stderr is inherited, or put in its place by a call; what Python opens is not inheritable.
     """
@@ -264,9 +267,9 @@ def _is_stderr(descriptor: int) -> bool:
 
 
 def _is_writable(descriptor: int) -> bool:
-    """Whether a write of up to `select.PIPE_BUF` bytes to ``descriptor`` returns at once."""
+    """Return whether a write of up to `select.PIPE_BUF` bytes to ``descriptor`` returns at once."""
     try:
-        poll = select.poll()  # which, unlike select, knows descriptors of any number
+        poll = select.poll()  # poll supports descriptors of any number, select only small ones
         poll.register(descriptor, select.POLLOUT)
         return any(event & select.POLLOUT for _, event in poll.poll(0))
     except OSError:

@@ -12,7 +12,7 @@ computed meanwhile.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -23,10 +23,27 @@ from megatron_ext.runtime.parameter_hooks import hand_over
 
 PassKey = tuple[int, int]  # stage, microbatch
 Weights = tuple[Tensor, ...]
-Contribution = Tensor | None  # None: no contribution, or it has been added already
+# Gradient of a weight; None if there is none, or if it was added already.
+Contribution = Tensor | None
 Contributions = tuple[Contribution, ...]
 Accumulate = Callable[[Weights, Contributions], None]
 Lent = Callable[[Tensor], bool]
+
+
+@dataclass(frozen=True)
+class RowProduct[Made: Contribution | Contributions]:
+    """A product over rows that may be computed together with others of the same weights.
+
+    Attributes:
+        operands: returns the operands, rows first, after waiting for a gather.
+        product: returns the contribution of operands; those of several uses may be concatenated.
+    """
+
+    operands: Callable[[], tuple[Tensor, ...]]
+    product: Callable[..., Made]
+
+    def __call__(self) -> Made:
+        return self.product(*self.operands())
 
 
 @dataclass(frozen=True)
@@ -38,6 +55,22 @@ class _Use:
     tensors: tuple[Tensor, ...]
     gather: Callable[[], None] | None = None
 
+    @staticmethod
+    def joined(uses: Sequence[_Use]) -> _Use:
+        """Return one use with the rows of all ``uses`` in order; each is a `RowProduct`."""
+        rows = [use.compute for use in uses if isinstance(use.compute, RowProduct)]
+        gathers = [use.gather for use in uses if use.gather is not None]
+
+        def operands() -> tuple[Tensor, ...]:
+            return tuple(map(torch.cat, zip(*(one.operands() for one in rows), strict=True)))
+
+        def gather() -> None:
+            for begin in gathers:
+                begin()
+
+        tensors = tuple(tensor for use in uses for tensor in use.tensors)
+        return _Use(RowProduct(operands, rows[0].product), tensors, gather if gathers else None)
+
 
 @dataclass
 class _Uses:
@@ -48,9 +81,20 @@ class _Uses:
     uses: list[_Use] = field(default_factory=list)
 
 
+def _joined(of_slices: Sequence[_Uses]) -> Sequence[_Uses]:
+    """Return the uses of the same weights by slices as one, if all are products of rows, and
+    otherwise as they are, from the last slice to the first."""
+    first, *others = of_slices
+    are_rows = all(isinstance(use.compute, RowProduct) for uses in of_slices for use in uses.uses)
+    if not are_rows or any(len(uses.uses) != len(first.uses) for uses in others):
+        return of_slices[::-1]
+    by_use = zip(*(uses.uses for uses in of_slices), strict=True)
+    return [_Uses(first.accumulate, [_Use.joined(uses) for uses in by_use])]
+
+
 class _GathersAhead:
-    """Computes `_Use`s in order, and starts the gather of the next use that needs one beforehand:
-    one gather runs during a product, and never more than one."""
+    """Runner of deferred contributions, `_Use`s, in order. It starts the gather of the next one
+    that needs a gather beforehand: one gather runs during a product, and never more than one."""
 
     def __init__(self, uses: Iterable[_Use]) -> None:
         self._to_begin = deque(use for use in uses if use.gather is not None)
@@ -93,10 +137,11 @@ class WeightGradients:
         self._key: PassKey | None = None
         self._pending: dict[PassKey, dict[tuple[Weights, int], _Uses]] = {}
         self.w_is_next = False
-        self._used_once: set[Weights] = set()  # in each backward pass of this step so far
+        # Weights used once in each backward pass of this step so far.
+        self._used_once: set[Weights] = set()
 
     def splits(self, weight: Tensor) -> bool:
-        """Whether the gradient of ``weight`` is deferred to W.
+        """Return whether the gradient of ``weight`` is deferred to W.
 
         A weight that is computed from others (a parametrization, a mask) and a weight with hooks of
         the caller's get theirs in I: only autograd can pass it on, and only autograd runs hooks.
@@ -110,7 +155,7 @@ class WeightGradients:
         )
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``, which is read after I, or a copy of it if its memory is lent."""
+        """Return ``tensor``, which W reads after I, or a copy of it if its memory is lent."""
         return tensor.clone() if self.is_lent(tensor) else tensor
 
     def __len__(self) -> int:
@@ -118,8 +163,8 @@ class WeightGradients:
 
     @contextlib.contextmanager
     def collecting(self, stage: int, microbatch: int, *, w_is_next: bool = False) -> Iterator[None]:
-        """Context of an I pass: layers' puts belong to this stage and microbatch. ``w_is_next``:
-        the rank computes nothing between this pass and its W."""
+        """Run an I pass in this context: layers' puts belong to its stage and microbatch.
+        ``w_is_next``: the rank computes nothing between this pass and its W."""
         self._key = (stage, microbatch)
         self._pending[self._key] = {}
         self.w_is_next = w_is_next
@@ -207,6 +252,22 @@ class WeightGradients:
         self.run_so_far(stage, microbatch)
         del self._pending[stage, microbatch]
 
+    def run_joined(self, stage: int, slices: Sequence[int]) -> None:
+        """Run the W passes of the ``slices`` of a microbatch, in the order of the sequence, as one:
+        each product of rows takes those of all slices, as for a whole microbatch. Other gradients
+        are computed one after the other, from the last slice to the first."""
+        alike: dict[tuple[Weights, int], list[_Uses]] = {}
+        for number in slices:
+            times = Counter[Weights]()  # a pass that recomputes has several for some weights
+            for (weights, _), uses in self._pending.pop((stage, number)).items():
+                alike.setdefault((weights, times[weights]), []).append(uses)
+                times[weights] += 1
+        joined = [(weights, one) for (weights, _), uses in alike.items() for one in _joined(uses)]
+        self._pending[stage, slices[0]] = {
+            (weights, number): one for number, (weights, one) in enumerate(joined)
+        }
+        self.run(stage, slices[0])
+
     def run_so_far(self, stage: int, microbatch: int) -> None:
         """Run the part of the W pass that belongs to the part of I that has run."""
         pending = self._pending[stage, microbatch]
@@ -228,7 +289,7 @@ class WeightGradients:
             self._used_once.discard(weights)
 
     def clear(self) -> None:
-        """Forget everything, after a step that failed."""
+        """Forget all pending weight gradients, after a step that failed."""
         self._pending.clear()
         self._used_once.clear()
         self.splitting = False
@@ -255,7 +316,7 @@ def refuse_second_derivatives() -> None:
 
 
 def is_owned(tensor: Tensor) -> bool:
-    """Return False: no ``tensor`` is lent."""
+    """Return False, as no ``tensor`` has lent memory."""
     return False
 
 

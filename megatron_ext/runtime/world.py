@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 
 def is_alone() -> bool:
-    """Whether no other process takes part in this job."""
+    """Return whether no other process takes part in this job."""
     return dist.get_world_size() == 1 or dist.get_backend() == "fake"
 
 

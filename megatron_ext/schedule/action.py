@@ -1,4 +1,5 @@
-"""Actions of a pipeline schedule, and their text form."""
+"""Actions of a pipeline schedule, and their text form: ``3F7`` is F of microbatch 7 on stage 3, as
+in torch.distributed.pipelining. A schedule is rows of actions, one row a rank."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Kind(enum.StrEnum):
     RECV_B = "RECV_B"
     WAIT_F = "WAIT_F"
     WAIT_B = "WAIT_B"
-    # Vocabulary parallelism (`transforms.vocabulary`): on a rank's first stage, for its shard.
+    # Vocabulary parallelism: passes of a first stage for its shard.
     LOGITS = "S"
     LOGITS_INPUT = "SI"
     LOGITS_WEIGHT = "SW"
@@ -46,15 +47,14 @@ class Kind(enum.StrEnum):
     WAIT_S = "WAIT_S"
     WAIT_SI = "WAIT_SI"
     WAIT_E = "WAIT_E"
-    # Activation offload (`transforms.offload`): of the tensors that F stores for I, and that I
-    # stores for W.
+    # Activation offload: copies of the tensors that F stores for I, and that I stores for W.
     OFFLOAD_F = "OFFLOAD_F"
     FREE_F = "FREE_F"
     RELOAD_F = "RELOAD_F"
     OFFLOAD_I = "OFFLOAD_I"
     FREE_I = "FREE_I"
     RELOAD_I = "RELOAD_I"
-    # Post-validation (`transforms.post_validation`): once a step for each rank, on its first stage.
+    # Post-validation: once a step on each rank's first stage.
     RECV_P = "RECV_P"
     STEP = "STEP"
     SEND_P = "SEND_P"
@@ -62,7 +62,7 @@ class Kind(enum.StrEnum):
     SETTLE = "SETTLE"
     SEND_V = "SEND_V"
 
-    __hash__ = str.__hash__  # Enum's own is Python code, and slow in dictionaries of actions
+    __hash__ = str.__hash__  # Enum's own hash is Python code, and slow in dictionaries of actions
 
 
 class Slice(int):
@@ -99,7 +99,7 @@ class Slice(int):
 
     @property
     def begin(self) -> float:
-        """The start of the slice, as a share of the sequence."""
+        """Start of the slice, as a share of its sequence."""
         return self.ends[self.slice - 1] if self.slice else 0.0
 
     @property
@@ -128,14 +128,14 @@ def token_share(microbatch: int) -> float:
     return microbatch.end - microbatch.begin if isinstance(microbatch, Slice) else 1.0
 
 
-@functools.lru_cache(maxsize=8)  # called for each action of a file
+@functools.lru_cache(maxsize=8)  # cached, as it is called for each action of a file
 def even_ends(slices: int) -> tuple[float, ...]:
-    """Return the ends of so many slices of equal length, as shares of the sequence."""
+    """Return the ends of ``slices`` slices of equal length, as shares of their sequence."""
     return tuple(number / slices for number in range(1, slices + 1))
 
 
 def slices_of(microbatch: int, ends: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the slices of ``microbatch``, in order, or ``microbatch`` itself if it is not cut."""
+    """Return the slices of ``microbatch``, in order, or ``microbatch`` itself if it is whole."""
     if len(ends) < 2:
         return (microbatch,)
     return tuple(Slice(microbatch, number, ends) for number in range(len(ends)))
@@ -183,7 +183,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-Row = tuple[Action, ...]  # of a rank, in order
+Row = tuple[Action, ...]  # actions of a rank, in order
 Rows = tuple[Row, ...]  # by rank
 
 
@@ -199,14 +199,14 @@ class OverlappedPasses(NamedTuple):
 
 
 _TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)(?:\.(\d{1,9}))?")
-_SLICE = re.compile(r"[A-Z_]\d+\.(\d{1,9})")  # from the end of a kind: digits may be many
+_SLICE = re.compile(r"[A-Z_]\d+\.(\d{1,9})")  # microbatch and slice behind the end of a kind
 COMPOUND = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _BACKWARD = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)
-_LONGEST = 40  # characters of an invalid action that an error shows
+_LONGEST = 40  # characters of an invalid action that an error shows at most
 
 
 def parse_action(text: str, slices: int = 1) -> Action:
-    """Return the action that ``text`` names. The inverse of ``str``.
+    """Return the action that ``text`` names, such as ``3F7``. This is the inverse of ``str``.
 
     Args:
         slices: number of slices of each microbatch; with 1, actions name no slice.
@@ -233,7 +233,7 @@ def parse_action(text: str, slices: int = 1) -> Action:
 
 
 def parse_overlapped(text: str, slices: int = 1) -> OverlappedPasses | None:
-    """Return the pair that ``text`` names, or None if it names none. The inverse of ``str``.
+    """Return the overlapped passes that ``text`` names, if any. This is the inverse of ``str``.
 
     Raises:
         ValueError: as `parse_action`.
@@ -245,7 +245,7 @@ def parse_overlapped(text: str, slices: int = 1) -> OverlappedPasses | None:
 
 
 def slices_named(text: str) -> int:
-    """Return the number of slices of a microbatch of the actions in ``text``; 1: it is not cut.
+    """Return the number of slices of a microbatch in the actions that ``text`` names, or 1.
 
     Raises:
         ValueError: some slice below the largest is not named. This bounds the memory for slices by

@@ -1,4 +1,9 @@
-"""The actions of a schedule as numpy arrays, for code that processes all of them at once."""
+"""The actions of a schedule as numpy arrays, for code that processes all of them at once.
+
+A long step has hundreds of thousands of actions, and a Python loop over them is slow in each of
+many checks. Properties that all microbatches share are computed once for a stage and kind, and
+looked up for all actions with numpy.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 def by_kind(is_so: Callable[[Rule], bool]) -> Flags:
-    """Return ``is_so`` of the rule of each of `KINDS`, in their order."""
+    """Return the values of ``is_so`` for the rules of all `KINDS` of actions, in their order."""
     return np.array([is_so(rule) for rule in RULES.values()])
 
 
@@ -62,19 +67,19 @@ class ActionArrays:
 
     @cached_property
     def numbers(self) -> Ints:
-        """The numbers of the actions: 0, 1, 2 and so on."""
+        """Numbers of all actions: 0, 1, 2 and so on."""
         return np.arange(len(self), dtype=np.int32)
 
     @cached_property
     def stage_kinds(self) -> tuple[tuple[int, Kind], ...]:
-        """The stages and kinds that occur. Properties that all microbatches share are computed once
-        for each of them."""
+        """Stages and kinds of actions that occur. Properties that all microbatches share are
+        computed once for each of these."""
         codes = self._codes_in_use.tolist()
         return tuple((code // len(KINDS), KINDS[code % len(KINDS)]) for code in codes)
 
     @cached_property
     def stage_kind(self) -> Ints:
-        """The position in `stage_kinds` of each action's stage and kind."""
+        """Position of each action's stage and kind in `stage_kinds`."""
         place = np.zeros(self._codes.max(initial=-1) + 1, dtype=np.int32)
         place[self._codes_in_use] = np.arange(len(self._codes_in_use))
         return place[self._codes]
@@ -101,12 +106,12 @@ class ActionArrays:
 
     @property
     def slices(self) -> int:
-        """Number of slices of a microbatch; 1: it is not cut."""
+        """Number of slices of a microbatch; 1 if microbatches are not sliced."""
         return len(self.slice_ends)
 
     @cached_property
     def slice(self) -> Ints:
-        """The slice of each action; 0 if microbatches are not cut."""
+        """Slice of each action; 0 if microbatches are not sliced."""
         return self.microbatch % np.int32(self.slices)
 
     def of_each(self, of: Callable[[Action], _T], by_place: bool = False) -> list[_T]:
@@ -124,13 +129,13 @@ class ActionArrays:
 
     @cached_property
     def examples(self) -> list[list[Action]]:
-        """The actions of microbatch 0 for each of `stage_kinds`: one, or one for each slice."""
+        """Actions of microbatch 0 for each of `stage_kinds`: one action, or one for each slice."""
         parts = slices_of(0, self.slice_ends)
         return [[Action(stage, kind, part) for part in parts] for stage, kind in self.stage_kinds]
 
     def of_stage_kinds(self, others: Ints, shifts: Ints | None = None) -> Ints:
-        """Return for each action the number of a related action of the same microbatch, or -1 if
-        there is none.
+        """Return for each action the number of a related action of the same microbatch, such as its
+        forward pass, or -1 if there is none.
 
         Args:
             others: for each entry of `stage_kinds`, the entry of the related action, or -1.

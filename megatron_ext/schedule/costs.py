@@ -31,16 +31,24 @@ class VocabularyCosts:
         logits_bytes: bytes of all logits, which the loss keeps in fp32 from F to I.
         deferred_bytes: bytes that the output layer holds from I to W if its weight gradient waits
             for W: its input, and the gradient of the logits in the type of the layers.
+        launch: seconds that each pass of a shard takes in addition, if all ranks share both.
+        rescaling: seconds that shards take together to correct the softmax by the sums of others.
+        contention: shares by which layers' F, and I and W, take longer during the collectives of
+            shards.
     """
 
     output_layer: tuple[float, float, float] = (0.0, 0.0, 0.0)
     embedding: tuple[float, float] = (0.0, 0.0)
     logits_bytes: float = 0.0
     deferred_bytes: float = 0.0
+    launch: float = 0.0
+    rescaling: float = 0.0
+    contention: tuple[float, float] = (0.0, 0.0)
 
     @property
     def of_ends(self) -> Mapping[Kind, tuple[float, float]]:
-        """Additional seconds of the first and of the last stage, by kind."""
+        """Additional seconds of the first and of the last stage for embedding and output layer, by
+        kind of pass."""
         lookup, table_gradient = self.embedding
         forward, input_gradient, weight_gradient = self.output_layer
         return {
@@ -65,7 +73,8 @@ class TowerCosts:
 
 
 class CostPart:
-    """A part of `Costs`. Each of its tuples has a figure per stage unless it says otherwise."""
+    """A part of `Costs`. Each of its tuples has one figure per stage unless its field says
+    otherwise."""
 
     def __post_init__(self) -> None:
         for part in fields(self):  # type: ignore[arg-type]  # each part is a dataclass
@@ -86,12 +95,12 @@ def _summed(value: Any, rows: Sequence[Sequence[int]]) -> Any:
         return {key: _summed(figures, rows) for key, figures in value.items()}
     if isinstance(value, tuple) and value:
         return tuple(sum(value[stage] for stage in row) for row in rows)
-    return value  # not a figure per stage
+    return value  # the value has no figure per stage
 
 
 @dataclass(frozen=True)
 class PassCosts(CostPart):
-    """Seconds and bytes of passes.
+    """Seconds and bytes of compute passes.
 
     Attributes:
         seconds: figures by kind. (Any unit of time will do if all share it.)
@@ -129,7 +138,7 @@ class PassCosts(CostPart):
 
 @dataclass(frozen=True)
 class LinkCosts(CostPart):
-    """Seconds and bytes of messages.
+    """Seconds and bytes of messages between stages.
 
     Attributes:
         p2p_seconds: seconds of a message from a stage to the next on another rank; the mean if
@@ -155,8 +164,8 @@ class LinkCosts(CostPart):
         return self.states[stage] if 0 <= stage < len(self.states) else 1
 
     def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> LinkCosts:
-        """Return the links between neighbouring ``rows``: for each two of them the first link that
-        joins them."""
+        """Return the links between neighbouring ``rows`` of stages: for each two rows the first
+        link that joins them."""
         between = [
             next((min(a, b) for a in row for b in following if abs(a - b) == 1), None)
             for row, following in pairwise(rows)
@@ -189,12 +198,15 @@ class SliceCosts(CostPart):
         keys_values: bytes of a microbatch's keys and values, which are part of the activation; ()
             if not known.
         sharing: number of context-parallel ranks that share each slice, one part behind the other.
+        joined_weights: whether the W of all slices are one pass (`Slices.joined_weights`): the
+            fixed part of W is that of the first slice, whose W comes last.
     """
 
     attention: tuple[float, ...] = ()
     fixed: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     keys_values: tuple[float, ...] = ()
     sharing: int = 1
+    joined_weights: bool = False
 
     def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> SliceCosts:
         """Return this part for joined stages, with attention as a share of their seconds."""
@@ -259,12 +271,13 @@ class HostCosts(CostPart):
 
     @property
     def from_host(self) -> tuple[float, ...]:
-        """Seconds to copy the same back, per stage."""
+        """Seconds to copy the same bytes back from the host, per stage."""
         return self.seconds[Kind.RELOAD_F]
 
     @property
     def is_shared(self) -> bool:
-        """Whether a copy may have to wait for another rank's, or for one in the other direction."""
+        """Whether a copy to or from the host may have to wait for another rank's, or for one in the
+        other direction."""
         return self.ranks_per_link > 1 or not self.duplex
 
     def link(self, rank: int, lane: Lane) -> tuple[int, Lane | None]:
@@ -310,7 +323,7 @@ class Costs:
 
     @property
     def seconds(self) -> Mapping[Kind, tuple[float, ...]]:
-        """Seconds of passes by kind and stage."""
+        """Seconds of passes by kind of pass and stage."""
         return self.passes.seconds
 
     @property
@@ -339,7 +352,7 @@ class Costs:
         return len(self.seconds[Kind.FORWARD])
 
     def of(self, action: Action) -> float:
-        """Return the seconds of ``action`` on its lane, by the cost in its kind's rule."""
+        """Return the seconds that ``action`` takes on its lane, by the cost in its kind's rule."""
         rule = RULES[action.kind]
         match rule.cost:
             case Cost.PASS:
@@ -381,7 +394,8 @@ class Costs:
         return _part_of_p2p_seconds(self.p2p_seconds_behind(behind), latency, action.microbatch)
 
     def p2p_seconds_of(self, part: int) -> float:
-        """Return the seconds of a message of ``part``: the mean if links differ."""
+        """Return the seconds of a message of ``part``, a microbatch or slice: the mean over links
+        if they differ."""
         return _part_of_p2p_seconds(self.links.p2p_seconds, self.links.latency, part)
 
     def p2p_seconds_behind(self, stage: int) -> float:
@@ -390,10 +404,8 @@ class Costs:
         return by_stage[stage] if by_stage else self.links.p2p_seconds
 
     def _of_pass(self, kind: Kind, action: Action) -> float:
-        """Return the seconds of ``kind``, whose work ``action`` does.
-
-        A slice attends to itself and to the slices before it.
-        """
+        """Return the seconds of ``kind`` of pass, whose work ``action`` does. A slice attends to
+        itself and to the slices before it."""
         seconds = self.seconds[kind][action.stage]
         part = action.microbatch
         if not isinstance(part, Slice):
@@ -402,28 +414,31 @@ class Costs:
         rest = seconds - squared
         fixed = min(self._fixed_of(kind, action.stage), rest)
         tokens, attended = token_share(part), part.end**2 - part.begin**2
-        # The last of the ranks that share the slice attends to most tokens, and the others wait for
+        if self.slices.joined_weights and action.kind is Kind.BACKWARD_WEIGHT and not part.is_first:
+            return (rest - fixed) * tokens
+        # The last of the ranks that share a slice attends to most tokens, and the others wait for
         # it.
         attended += tokens**2 * (1 - 1 / self.slices.sharing)
         return fixed + (rest - fixed) * tokens + squared * attended
 
     def _at_place(self, kind: Kind, microbatch: int) -> float:
-        """Return the seconds of ``kind`` for ``microbatch`` relative to a mean microbatch."""
+        """Return the seconds of ``kind`` of pass for ``microbatch`` relative to a mean
+        microbatch."""
         factors = self.at_places.get(kind)
         return 1.0 if factors is None else factors[microbatch]
 
     def mean_factor(self, kind: Kind) -> float:
-        """Return the mean of the figures of ``kind`` in `at_places`."""
+        """Return the mean of the factors of ``kind`` of pass in `at_places`."""
         factors = self.at_places.get(kind)
         return 1.0 if factors is None else fmean(factors)
 
     @property
     def alike(self) -> Costs:
-        """Costs with all microbatches alike."""
+        """Equal costs for all microbatches, made of these costs."""
         return replace(self, at_places={}) if self.at_places else self
 
     def _fixed_of(self, kind: Kind, stage: int) -> float:
-        """Return the seconds of ``kind`` on ``stage`` that do not shrink with a slice."""
+        """Return the seconds of ``kind`` of pass on ``stage`` that do not shrink with a slice."""
         return self.slices.fixed[kind][stage] if kind in self.slices.fixed else 0.0
 
     def _of_recompute(self, repeats: Kind, action: Action) -> float:
@@ -439,7 +454,8 @@ class Costs:
         return recompute * (self._of_pass(repeats, action) / repeated if repeated else 1.0)
 
     def of_attention(self, kind: Kind, stage: int) -> float:
-        """Return the seconds of ``kind`` on ``stage`` that grow with the square of the sequence."""
+        """Return the seconds of ``kind`` of pass on ``stage`` that grow with the square of the
+        sequence."""
         if not self.slices.attention or kind not in (Kind.FORWARD, Kind.BACKWARD_INPUT):
             return 0.0
         layers = self._of_layers
@@ -449,8 +465,8 @@ class Costs:
         return min(self.slices.attention[stage] * backward, layers[kind][stage])
 
     def with_slices_of(self, estimate: Costs) -> Costs:
-        """Return these costs, with the slices' figures of ``estimate`` that they lack. Seconds are
-        in the proportion of ``estimate``'s to its passes."""
+        """Return these costs with the slices' figures that they lack, taken from ``estimate``.
+        Seconds are scaled by the ratio of both costs' passes."""
         lacks = []
         if estimate.slices.attention and not self.slices.attention:
             lacks.append("attention")
@@ -477,8 +493,8 @@ class Costs:
         )
 
     def with_slices_shared_by(self, ranks: int) -> Costs:
-        """Return these costs for slices that are shared by ``ranks`` context-parallel ranks, each
-        of which holds the keys and values of all."""
+        """Return these costs for slices that ``ranks`` context-parallel ranks share. Each of these
+        holds the keys and values of all."""
         shared = self.with_slices(sharing=ranks)
         if ranks == 1 or not self.slices.keys_values or self.held_bytes is None:
             return shared
@@ -494,22 +510,22 @@ class Costs:
 
     @cached_property
     def _of_layers(self) -> Mapping[Kind, tuple[float, ...]]:
-        """Seconds without the vocabulary's, by kind and stage. Cached, because each slice's pass
-        reads them."""
+        """Seconds of passes without the vocabulary's part, by kind of pass and stage. The property
+        is cached, because each slice's pass reads it."""
         return self.without_vocabulary().seconds
 
     @cached_property
     def attention_share(self) -> float:
-        """The share of all passes of a microbatch that grows with the square of the sequence, of
-        what is not the same for all slices."""
+        """Share of all passes of a microbatch that grows with the square of the sequence, relative
+        to the part that slices share out."""
         kinds = Kind.FORWARD, Kind.BACKWARD_INPUT
         squared = sum(self.of_attention(k, s) for k in kinds for s in range(self.stages))
         fixed = sum(map(sum, self.slices.fixed.values()))
         return squared / max(sum(map(sum, self.seconds.values())) - fixed, squared or 1.0)
 
     def fused_backward_saving_by(self, action: Action) -> float:
-        """Return the seconds that ``action`` saves: `fused_backward_saving_on` of its stage, times
-        its share of the sequence, or what W takes at its place."""
+        """Return the seconds that a B ``action`` saves over I and W: `fused_backward_saving_on` of
+        its stage, times its share of the sequence, or the time of W in its place."""
         saving = self.fused_backward_saving_on(action.stage) * token_share(action.microbatch)
         return saving * self._at_place(Kind.BACKWARD_WEIGHT, action.microbatch)
 
@@ -520,8 +536,8 @@ class Costs:
         )
 
     def least_on(self, stages: Iterable[int], slices: int = 1) -> float:
-        """Return the least seconds that all passes of a mean microbatch, cut into so many
-        ``slices``, take on ``stages`` of a rank."""
+        """Return the least seconds that all passes of a mean microbatch, cut into ``slices``, take
+        on ``stages`` of a rank."""
         saving = self.mean_factor(Kind.BACKWARD_WEIGHT)
         means = [(self.mean_factor(kind), figures) for kind, figures in self.seconds.items()]
         return sum(
@@ -532,16 +548,17 @@ class Costs:
         )
 
     def _least_fixed_on(self, stage: int) -> float:
-        """Return the seconds that each slice adds to all passes of ``stage``: no more than its
-        passes take without attention, as in `of`."""
+        """Return the seconds that each slice adds to all passes of ``stage``: at most the seconds
+        of its passes without attention, as in `of`."""
         return sum(
             min(figures[stage], self.seconds[kind][stage] - self.of_attention(kind, stage))
             for kind, figures in self.slices.fixed.items()
+            if not (self.slices.joined_weights and kind is Kind.BACKWARD_WEIGHT)
         )
 
     def overlap_saving(self, forward: Action, backward: Action) -> float:
-        """Return the seconds that two passes save by running as a pair, at most the seconds of the
-        shorter pass."""
+        """Return the seconds that two passes save by running at the same time, at most the seconds
+        of the shorter one."""
         table = self.overlap.savings.get(backward.kind) or self.overlap.savings.get(
             Kind.BACKWARD_INPUT
         )
@@ -551,12 +568,12 @@ class Costs:
         return min(saving, self.of(forward), self.of(backward))
 
     def of_overlapped(self, forward: Action, backward: Action) -> float:
-        """Return the seconds of the two passes, side by side."""
+        """Return the seconds of two overlapped passes."""
         return self.of(forward) + self.of(backward) - self.overlap_saving(forward, backward)
 
     def slowed(self, slowness: tuple[float, ...]) -> Costs:
-        """Return these costs for ranks that take ``slowness`` times as long for the passes of each
-        stage."""
+        """Return these costs for slower ranks: each stage's passes take its ``slowness`` times as
+        long."""
 
         def slower(figures: tuple[float, ...]) -> tuple[float, ...]:
             return figures and tuple(f * s for f, s in zip(figures, slowness, strict=True))
@@ -588,12 +605,12 @@ class Costs:
         )
 
     def with_tower(self, tower: TowerCosts) -> Costs:
-        """Return these costs with ``tower`` on the first stage."""
+        """Return these costs with the encoder ``tower`` on the first stage."""
         assert self.tower is None and not self.slowness
         return replace(self._with_first_stage(tower, +1), tower=tower)
 
     def without_tower(self) -> Costs:
-        """Return the costs of the language model alone."""
+        """Return the costs of the language model without its encoder."""
         if self.tower is None:
             return self
         assert not self.slowness
@@ -616,12 +633,14 @@ class Costs:
         held = self.held_bytes
         if held is not None:
             activation = added(held[Held.ACTIVATION], tower.activation)
-            inputs = held[Held.WEIGHT_INPUTS]  # in the same proportion as those of the layers
+            # Inputs of W, which grow by the same factor as the activation.
+            inputs = held[Held.WEIGHT_INPUTS]
             growth = activation[0] / (held[Held.ACTIVATION][0] or 1.0)
             inputs = (inputs[0] * growth, *inputs[1:])
             held = {**held, Held.ACTIVATION: activation, Held.WEIGHT_INPUTS: inputs}
         recompute = self.passes.recompute
-        recompute = recompute and added(recompute, tower.seconds[0])  # R repeats the tower too
+        # R repeats the encoder's forward pass too.
+        recompute = recompute and added(recompute, tower.seconds[0])
         changed = self.with_passes(seconds=seconds, held_bytes=held, recompute=recompute)
         attention = self.slices.attention
         if attention and seconds[Kind.FORWARD][0]:
@@ -682,7 +701,8 @@ class Costs:
         return replace(self, host=HostCosts(seconds, ranks_per_link, duplex))
 
     def with_copies_of(self, other: Costs) -> Costs:
-        """Return these costs with copies at the speed of ``other``'s, of the bytes held here."""
+        """Return these costs with copies of the bytes held here, at the speed of ``other``'s
+        copies."""
         if other.host is None or self.held_bytes is None or other.held_bytes is None:
             return replace(self, host=other.host)
         pairs = zip(
@@ -696,13 +716,13 @@ class Costs:
         return self.with_host(out, back, other.host.ranks_per_link, other.host.duplex)
 
     def with_vocabulary(self, vocabulary: VocabularyCosts) -> Costs:
-        """Return these costs, which are the layers' alone, with ``vocabulary`` on the first and the
-        last stage."""
+        """Return these costs of layers with the embedding and the output layer of ``vocabulary`` on
+        the first and the last stage."""
         assert self.vocabulary is None
         return replace(self._at_the_ends(vocabulary, +1), vocabulary=vocabulary)
 
     def without_vocabulary(self) -> Costs:
-        """Return the layers' costs alone. If the vocabulary's part is not known, the costs still
+        """Return the costs of the layers only. If the vocabulary's part is not known, they still
         include it."""
         if self.vocabulary is None:
             return self
@@ -713,7 +733,7 @@ class Costs:
             more = [0.0] * len(figures)
             more[0] += sign * first
             more[-1] += sign * last
-            # A subtraction may leave less than 0, by rounding.
+            # Rounding may make a difference less than 0.
             return tuple(max(a + b, 0.0) for a, b in zip(figures, more, strict=True))
 
         held = self.held_bytes
@@ -738,7 +758,8 @@ def _part_of_p2p_seconds(p2p_seconds: float, latency: float, part: int) -> float
 def uniform(
     placement: Placement, f: float, i: float, w: float, comm: float = 0.0, origin: str = "given"
 ) -> Costs:
-    """Return equal costs for every rank: ``f``, ``i``, ``w`` seconds per microbatch of a rank."""
+    """Return equal costs for every rank: forward pass, input gradient and weight gradient of a
+    microbatch take ``f``, ``i`` and ``w`` seconds."""
     of_rank = {Kind.FORWARD: f, Kind.BACKWARD_INPUT: i, Kind.BACKWARD_WEIGHT: w}
     seconds = {
         kind: (figure / placement.chunks,) * placement.stages for kind, figure in of_rank.items()

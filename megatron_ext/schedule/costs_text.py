@@ -1,4 +1,9 @@
-"""Text forms of costs: on the command line, and in a JSON file."""
+"""Text forms of costs: on the command line, and in a JSON file.
+
+Costs are the input of every simulation, and come from users, from measurements and from estimates.
+A short text is for trying things out; a file has a figure for each stage, with bytes, links and
+vocabulary. Both are checked against the placement before anything is built.
+"""
 
 from __future__ import annotations
 
@@ -32,29 +37,31 @@ from megatron_ext.schedule.placement import Placement
 
 FILE_VERSION = 2
 
-# Keys of passes, of the vocabulary's parts (with the passes of their figures), of copies to the
-# host and back, and of the link that copies take.
+# Keys of an entry: passes, parts of the vocabulary (with the passes of their figures), copies to
+# the host and back, and the link that copies take.
 _PASSES = {"f": Kind.FORWARD, "i": Kind.BACKWARD_INPUT, "w": Kind.BACKWARD_WEIGHT}
-_RECOMPUTE = "r"  # seconds of R, if they differ from those of F
+_RECOMPUTE = "r"  # key of the seconds of R, if they differ from those of F
 _PARTS = {"output_layer": "F, I and W", "embedding": "the lookup and the weight gradient"}
-_TOWER = "tower"  # F, I and W of an encoder on the first stage; in a file its bytes too
+# Key of the seconds of F, I and W of an encoder on the first stage; a file has its bytes too.
+_TOWER = "tower"
 _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
-# Entries that a measuring training adds; cost_model/measured/file.py reads them.
+# Keys that a measuring training adds; cost_model/measured/file.py reads them.
 _MEASURED = ("links", "reserved", "layers", "machine")
-# Figures that slices need: attention's share of passes, and the parts of a message and of a pass
-# that do not shrink with the slice.
+# Keys of figures that slices need: attention's share of passes, and the parts of a message and of a
+# pass that do not shrink with the slice.
 _FIXED = {f"fixed_{key}": kind for key, kind in _PASSES.items()}
 _SLICES = ("attention", "latency", *_FIXED)
 
-# Seconds that an overlapped pair saves; in a file also a table of them by kind of backward pass.
+# Key of the seconds that overlapped passes save; in a file it may have a table by kind of backward
+# pass.
 _SAVINGS = "overlap_saving"
 _TABLES = {"i": Kind.BACKWARD_INPUT, "b": Kind.FULL_BACKWARD}
 
-_MOST_RANKS = 1_000_000  # that can share a link
-LEAST, MOST = 1e-18, 1e18  # of any figure, so that no sum or share of them is infinite
+_MOST_RANKS = 1_000_000  # largest number of ranks that share a link
+LEAST, MOST = 1e-18, 1e18  # bounds of any figure, so that no sum or share of figures is infinite
 
-# Entries of bytes with a single figure instead of one per stage.
+# Entries of bytes that have a single figure instead of one per stage.
 _DEFERRED = "output weight inputs"
 _SINGLE = (Held.LOGITS.value, _DEFERRED, Held.MESSAGE.value, _TOWER)
 
@@ -62,7 +69,7 @@ _EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per 
 
 
 def format_costs(costs: Costs) -> str:
-    """Return ``costs`` as text for `parse_costs`, with four digits."""
+    """Return ``costs`` as text for `parse_costs`, with figures of four digits."""
     if costs.unpartitioned is not None:
         return format_costs(costs.unpartitioned)
     layers = costs.layers_alone
@@ -115,7 +122,7 @@ def _outlined(per_stage: Sequence[float], placement: Placement) -> str:
 
 
 def _of_like_stages(costs: Costs) -> list[float]:
-    """Return the seconds saved when F and I of one stage run side by side, for each stage."""
+    """Return the seconds saved if F and I of the same stage overlap, for each stage."""
     table = (
         costs.overlap.savings.get(Kind.BACKWARD_INPUT) or costs.overlap.savings[Kind.FULL_BACKWARD]
     )
@@ -198,7 +205,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
 def _with_slices(
     costs: Costs, figures: Mapping[str, Any], placement: Placement, what: str
 ) -> Costs:
-    """Return ``costs`` with the figures under the keys of `_SLICES`, if there are any."""
+    """Return ``costs`` with the slices' figures under the keys of `_SLICES`, if there are any."""
     given = {
         key: figures[key] if isinstance(figures[key], list) else [figures[key]]
         for key in _SLICES
@@ -234,18 +241,18 @@ def _with_slices(
 
 
 def _fixed(costs: Costs) -> dict[str, tuple[float, ...]]:
-    """Return the figures of `SliceCosts.fixed` by their keys, but zeros."""
+    """Return the figures of `SliceCosts.fixed` by their keys, without zeros."""
     fixed = costs.slices.fixed
     return {key: fixed[kind] for key, kind in _FIXED.items() if any(fixed.get(kind, ()))}
 
 
 def _of_all(figures: Sequence[float], stages: int) -> tuple[float, ...]:
-    """Return a figure for each stage: ``figures``, or its only figure for all of them."""
+    """Return one figure for each stage: ``figures``, or its single figure for all stages."""
     return tuple(map(float, figures)) * (stages if len(figures) == 1 else 1)
 
 
 def _with_savings(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
-    """Return ``costs`` with the seconds that pairs save, if ``given`` has them."""
+    """Return ``costs`` with the seconds that overlapped passes save, if ``given`` has them."""
     if _SAVINGS not in given:
         return costs
     value, what = given[_SAVINGS], f"{what}, {_SAVINGS}"
@@ -319,8 +326,8 @@ def _with_tower(costs: Costs, figures: Mapping[str, Any], activation: float, wha
 
 
 def _with_host(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
-    """Return ``costs`` with the figures under the keys of `_COPIES` and `_LINK`, if there are
-    any."""
+    """Return ``costs`` with the figures of host copies under the keys of `_COPIES` and `_LINK`, if
+    there are any."""
     figures = {
         key: given[key] if isinstance(given[key], list) else [given[key]]
         for key in (*_COPIES, *_LINK)
@@ -420,7 +427,8 @@ def load_costs(path: Path, placement: Placement) -> Costs:
 
 
 def read_costs_file(path: Path) -> dict[str, Any]:
-    """Return the entries of the costs file ``path``, checked for their keys alone.
+    """Read the costs file ``path`` and return its entries, whose keys are checked but not their
+    values.
 
     Raises:
         ValueError: no such file, not JSON, another version, or keys that are missing or unknown.
@@ -505,7 +513,7 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
 
 
 def _bytes_of(costs: Costs, held: Mapping[Held, tuple[float, ...]]) -> dict[str, Any]:
-    """Return the entry ``bytes``. ``held`` are the bytes of the layers alone."""
+    """Return the entry ``bytes`` of a costs file. ``held`` are the bytes of the layers only."""
     data: dict[str, Any] = {what.value: _integers(figures) for what, figures in held.items()}
     if costs.slices.keys_values:
         data[Held.KEYS_VALUES.value] = _integers(costs.slices.keys_values)
@@ -528,8 +536,8 @@ def _integers(figures: Sequence[float]) -> list[int]:
 
 
 def _per_stage(figures: Sequence[Any], placement: Placement, what: str) -> tuple[float, ...]:
-    """Return one figure per stage. A single figure is that of a full rank, of which each chunk
-    costs 1/v."""
+    """Return one figure per stage. A single figure is that of a whole rank, and each of its v
+    chunks costs 1/v."""
     _check_figures(what, figures)
     if len(figures) == 1:
         return (float(figures[0]) / placement.chunks,) * placement.stages

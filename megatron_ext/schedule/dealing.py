@@ -22,14 +22,15 @@ MicrobatchCosts = NDArray[np.float64]
 
 
 class MicrobatchOrder(StrEnum):
-    """Order of the microbatches of a step on a replica."""
+    """Orders of the microbatches of a step on a replica."""
 
     ARRIVAL = "arrival"
     SMALL_ENDS = "small-ends"
 
 
 def small_ends(costs: MicrobatchCosts) -> Numbers:
-    """Return the numbers of microbatches with these ``costs``, the largest in the middle."""
+    """Return the numbers of microbatches with these ``costs`` in an order with the most costly in
+    the middle."""
     descending = np.argsort(-costs, kind="stable")
     return np.concatenate([descending[::2][::-1], descending[1::2]])
 
@@ -52,7 +53,7 @@ def arranged(
     if deal:
         numbers = np.argsort(-costs, kind="stable").reshape(-1, replicas)
         numbers[1::2] = numbers[1::2, ::-1].copy()
-        numbers = np.sort(numbers, axis=0)  # of each replica in order of arrival
+        numbers = np.sort(numbers, axis=0)  # each replica has its microbatches in order of arrival
     rows = numbers.T
     if order is MicrobatchOrder.SMALL_ENDS:
         rows = np.stack([row[small_ends(costs[row])] for row in rows])

@@ -16,12 +16,13 @@ from megatron_ext.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class FlippedPlacement(Placement):
-    """A V or wave that opens on rank 0 in the file it came from, and is written back in that
-    form."""
+    """Placement of a V or wave that opens on rank 0 in the file that it came from, and is written
+    back in that form."""
 
 
 def opens_on_first_rank(rank_of: Sequence[int]) -> bool:
-    """Return whether ``rank_of`` is a V, or several one after the other, with stage 0 on rank 0."""
+    """Return whether ``rank_of`` is a V, or several V's one after the other, with stage 0 on rank
+    0."""
     ranks = max(rank_of) + 1
     one_v = (*range(ranks), *reversed(range(ranks)))
     waves, rest = divmod(len(rank_of), len(one_v))
@@ -41,5 +42,6 @@ def flipped(placement: Placement) -> FlippedPlacement:
 
 
 def flip_rows(rows: Rows) -> Rows:
-    """Return ``rows`` with the ranks counted from the other end. Its own inverse."""
+    """Return ``rows`` with the ranks counted from the other end. The function is its own
+    inverse."""
     return rows[::-1]

@@ -37,7 +37,7 @@ HOST_LANES = (Lane.TO_HOST, Lane.FROM_HOST)
 
 
 class Where(enum.Enum):
-    """Stages on which a kind is found."""
+    """Stages on which an action of some kind is found."""
 
     STAGE = "every stage"
     SHARD = "the first stage of a rank, which has the rank's shard of the vocabulary"
@@ -60,12 +60,16 @@ class Cost(enum.Enum):
 class Held(enum.Enum):
     """Memory that lives between actions."""
 
-    ACTIVATION = "activation"  # for the backward pass of a stage
-    WEIGHT_INPUTS = "weight inputs"  # for W alone, once the input gradient is done
-    INPUT = "input"  # of a stage: stored instead of an activation that is recomputed
-    LOGITS = "logits"  # a shard's, and the hidden states that they are computed from
-    KEYS_VALUES = "keys and values"  # of a microbatch; their gradients take the same bytes
-    MESSAGE = "message"  # from its receive to the pass that uses it, or from the pass to its wait
+    ACTIVATION = "activation"  # stored tensors that the backward pass of a stage needs
+    # Stored tensors that only W still needs, once the input gradient is done.
+    WEIGHT_INPUTS = "weight inputs"
+    INPUT = "input"  # input of a stage, stored instead of an activation that is recomputed
+    LOGITS = "logits"  # logits of a shard, and the hidden states that they are computed from
+    # Keys and values of a microbatch; their gradients take the same bytes.
+    KEYS_VALUES = "keys and values"
+    # A message's memory, from its receive to the pass that uses it, or from the pass to the wait
+    # for its send.
+    MESSAGE = "message"
 
 
 class Source(enum.Enum):
@@ -73,9 +77,12 @@ class Source(enum.Enum):
 
     SAME = "same"  # stage, always
     LOCAL = "local"  # the neighbouring stage, when it is on this rank
-    REMOTE = "remote"  # same stage, when the neighbouring stage is on another rank
-    INPUT_SHARD = "input shard"  # of the first stage: the first stage of its rank
-    OUTPUT_SHARD = "output shard"  # of the last stage: the first stage of its rank
+    REMOTE = "remote"  # the same stage, when the neighbouring stage is on another rank
+    # First stage of the rank that has the first stage of the model, for its shard of the embedding.
+    INPUT_SHARD = "input shard"
+    # First stage of the rank that has the last stage of the model, for its shard of the output
+    # layer.
+    OUTPUT_SHARD = "output shard"
     FIRST = "first"  # the first stage, when it is on this rank
     LAST = "last"  # the last stage, when it is on this rank
 
@@ -87,15 +94,15 @@ class Need:
 
     kinds: tuple[Kind, ...]
     source: Source = Source.SAME
-    # At an end of the pipeline without such a neighbour, nothing is needed.
+    # A stage at an end of the pipeline, without such a neighbour, needs nothing.
     neighbour: Neighbour | None = None
-    # The slice of the microbatch, if it is cut: the one before or the one after, if there is one.
+    # The slice before or after this one, if the microbatch is sliced and has such a slice.
     slice: Neighbour | None = None
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table.
+    """One row of the table of kinds of actions.
 
     Attributes:
         kind: the kind that this row describes.
@@ -160,13 +167,13 @@ class Rule:
 
     @cached_property
     def covers(self) -> tuple[Kind, ...]:
-        """The kinds whose work is done by this one. Each must be done exactly once for each
-        microbatch on a stage. Costs are given for these kinds."""
+        """Kinds of passes whose work this kind does. Each of them must be done exactly once for
+        each microbatch on a stage, and costs are given for them."""
         return self.parts or (self.kind,)
 
     @property
     def label(self) -> str:
-        """Name in the legend of a picture."""
+        """Name of a kind of action in the legend of a picture."""
         return self.legend or self.does
 
     @property
@@ -187,7 +194,7 @@ _BACKWARD_NEEDS = (
     Need((Kind.RECV_B,), Source.REMOTE, Neighbour.NEXT),
     Need((Kind.REDUCE_SI,), Source.OUTPUT_SHARD),
     Need((Kind.LOSS,), Source.OUTPUT_SHARD),
-    # The gradients that later slices return to the keys and values that they attended to.
+    # Later slices return gradients for the keys and values that they attended to.
     Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), slice=Neighbour.NEXT),
 )
 
@@ -200,7 +207,8 @@ _ROWS = (
             Need((Kind.FORWARD,), Source.LOCAL, Neighbour.PREVIOUS),
             Need((Kind.RECV_F,), Source.REMOTE, Neighbour.PREVIOUS),
             Need((Kind.REDUCE_E,), Source.INPUT_SHARD),
-            Need((Kind.FORWARD,), slice=Neighbour.PREVIOUS),  # its keys and values
+            # A slice needs the keys and values of the one before.
+            Need((Kind.FORWARD,), slice=Neighbour.PREVIOUS),
         ),
         acquires=(Held.ACTIVATION,),
         in_evaluation=True,
@@ -399,7 +407,7 @@ _ROWS = (
         Lane.COLLECTIVE,
         where=Where.SHARD,
         in_evaluation=True,
-        reads_data=True,  # the first stage's, in the place of its F
+        reads_data=True,  # the pass replaces the first stage's F, which reads data
         cost=Cost.COLLECTIVE,
         option="vocab_parallel",
     ),

@@ -1,4 +1,8 @@
-"""Memory limit of a rank, and its text form."""
+"""Memory limit of a rank, and its text form.
+
+Users know their limit in bytes, papers state it in microbatches, and a comparison is often one with
+1F1B. All three are one type, which compares sums of shares without being misled by rounding.
+"""
 
 from __future__ import annotations
 
@@ -39,51 +43,53 @@ class MemoryLimit:
         return f"{_round_up(amount / BYTES[unit])}{unit}"
 
     def scaled(self, factor: float) -> MemoryLimit:
-        """Return ``factor`` times this limit, in its own unit."""
+        """Return ``factor`` times this memory limit, in its own unit."""
         return self.of(self.amount * factor)
 
     @property
     def amount(self) -> float:
-        """The microbatches or bytes that this limit allows."""
+        """Amount that this memory limit allows, in microbatches or bytes."""
         return self.microbatches if self.microbatches is not None else float(self.bytes or 0)
 
     def of(self, amount: float) -> MemoryLimit:
-        """Return a limit of ``amount``, in the unit of this one."""
+        """Return a memory limit of ``amount`` in the unit of this one."""
         if self.microbatches is not None:
             return MemoryLimit(microbatches=amount)
         return MemoryLimit(bytes=int(amount))
 
     @property
     def written(self) -> str:
-        """This limit as text for `parse_limit`, with three decimals: bytes are rounded down, and
-        microbatches up, so that thirds of one still fit."""
+        """This memory limit as text for `parse_limit`, with three decimals: bytes are rounded down,
+        and microbatches up, so that thirds of one still fit."""
         if self.bytes is None:
             assert self.microbatches is not None
             return _round_up(self.microbatches)
         unit = unit_for(self.bytes)
         thousandths = math.floor(self.bytes / BYTES[unit] * 1000)
-        for number in (thousandths, thousandths + 1):  # `parse_limit` rounds down itself
+        # `parse_limit` rounds down, so one of both numbers is exact.
+        for number in (thousandths, thousandths + 1):
             if int(number / 1000 * BYTES[unit]) == self.bytes:
                 thousandths = number
                 break
         return _decimals(thousandths) + unit
 
     def as_written(self) -> MemoryLimit:
-        """Return this limit as it is read back from its rounded text."""
+        """Return this memory limit as it is read back from its rounded text."""
         return parse_limit(self.written, ranks=1, microbatches=1)
 
 
 def with_rounding(allowed: float) -> float:
-    """Return ``allowed`` plus the rounding error of a sum of shares of it."""
+    """Return ``allowed`` memory plus the rounding error of a sum of shares of it."""
     return allowed * (1 + 1e-9)
 
 
 def fits(held: float, allowed: float) -> bool:
-    """Return whether ``held``, a sum of shares, is within ``allowed``."""
+    """Return whether ``held`` memory, a sum of shares, is within ``allowed``."""
     return held <= with_rounding(allowed)
 
 
-_SLIGHTLY_LESS = 1 - 1e-12  # a sum of shares may be too large by its last digit
+# Factor for comparisons, as a sum of shares may be too large in its last digit.
+_SLIGHTLY_LESS = 1 - 1e-12
 
 
 def _round_up(number: float) -> str:

@@ -25,8 +25,8 @@ PASSES = tuple(kind for kind, is_pass in zip(KINDS, IS_PASS, strict=True) if is_
 DRAWN_STEPS = 20
 _LOGNORMAL = "lognormal:"
 _A_LINE = "a line per microbatch, with the lengths of its documents or its cost"
-_LARGEST, _LONGEST = 2**25, 2**20  # bytes of a file, characters of a line
-_MOST = 1e100  # whose squares and their sums are still figures
+_LARGEST, _LONGEST = 2**25, 2**20  # largest file in bytes, and longest line in characters
+_MOST = 1e100  # largest cost; the sums of squares of such costs are still finite
 _EXAMPLE = f"write lognormal:0.5, or the path of a file with {_A_LINE}"
 
 
@@ -54,7 +54,7 @@ class BatchSize:
 
 @dataclass(frozen=True)
 class MicrobatchLoads:
-    """Loads of the microbatches of several steps: a row per step.
+    """Relative costs of the microbatches of several steps: a row per step.
 
     Attributes:
         tokens: tokens over those of the microbatch that costs are made for.
@@ -65,8 +65,8 @@ class MicrobatchLoads:
     squares: Floats
 
     def costs(self, costs: Costs) -> Mapping[Kind, Floats]:
-        """Return what the passes of each microbatch take over what they take by ``costs``, by kind
-        of pass."""
+        """Return factors on the passes of each microbatch relative to ``costs``, by kind of
+        pass."""
 
         def total(kind: Kind) -> float:
             return sum(costs.seconds[kind])
@@ -86,8 +86,8 @@ class MicrobatchLoads:
 
 
 def parse_microbatch_costs(text: str, per_step: int) -> MicrobatchLoads:
-    """Return loads whose means are 1, or of drawn ones about 1, with ``per_step`` microbatches in a
-    step.
+    """Return relative costs of microbatches: those of a file have mean 1, random ones about 1;
+    there are ``per_step`` in a step.
 
     Args:
         text: ``lognormal:0.5`` draws 20 steps of microbatches with one document each, whose tokens
@@ -105,7 +105,8 @@ def parse_microbatch_costs(text: str, per_step: int) -> MicrobatchLoads:
 
 def read_loads(file: Path, batch: BatchSize) -> MicrobatchLoads:
     """Return the loads in ``file``, which has a line per microbatch, step after step: the lengths
-    of its documents in tokens, between spaces or commas, or one figure that tells its cost.
+    of its documents in tokens, between spaces or commas, or one figure that tells its cost. A
+    prompt that answers share is computed once, and is written as PROMPT+ANSWER+ANSWER.
 
     Lines behind the last whole step are ignored. The loads are over those of a microbatch of
     ``batch`` with one document in each sequence, or if that is not known over their means.
@@ -115,11 +116,11 @@ def read_loads(file: Path, batch: BatchSize) -> MicrobatchLoads:
             than one step has, or more tokens in a line than a microbatch of ``batch``.
     """
     per_step = batch.microbatches * batch.replicas
-    sums = array("d")  # of each microbatch, of its lengths and of their squares
+    sums = array("d")  # for each microbatch the sums of its lengths and of their squares
     for number, row in _rows(file):
         if batch.sequence is not None and batch.is_padded:
             row = _padded(file, number, row, batch.samples * batch.sequence)
-        sums.extend((sum(row), sum(length * length for length in row)))
+        sums.extend((sum(map(sum, row)), sum(map(_squares, row))))
     count = len(sums) // 2
     if count < per_step:
         raise ValueError(
@@ -158,8 +159,18 @@ def _drawn(text: str, per_step: int) -> Floats:
     return lognormal(np.random.default_rng(0), deviation, (DRAWN_STEPS, per_step))
 
 
-def _rows(file: Path) -> Iterator[tuple[int, list[float]]]:
-    """Yield the number and the figures of each line that has any."""
+# Length of a document; or of a prompt, with the lengths of its answers.
+_Document = tuple[float, ...]
+
+
+def _squares(document: _Document) -> float:
+    """Return twice the number of pairs of tokens that attend to one another."""
+    prompt, *answers = document
+    return prompt * prompt + sum(answer * (2 * prompt + answer) for answer in answers)
+
+
+def _rows(file: Path) -> Iterator[tuple[int, list[_Document]]]:
+    """Yield the number and the documents of each line of a file that has any."""
     if not file.is_file():
         raise ValueError(f"microbatch costs {shown(str(file))!r} are no file; {_EXAMPLE}")
     if (size := file.stat().st_size) > _LARGEST:
@@ -170,7 +181,13 @@ def _rows(file: Path) -> Iterator[tuple[int, list[float]]]:
     lines = read_lines(file, "microbatch costs", _LONGEST)
     for number, line in enumerate(lines, 1):
         if words := re.findall(r"[^\s,]+", line):
-            yield number, [_positive(file, number, word) for word in words]
+            yield (
+                number,
+                [
+                    tuple(_positive(file, number, part) for part in word.split("+"))
+                    for word in words
+                ],
+            )
 
 
 def _positive(file: Path, line: int, word: str) -> float:
@@ -186,13 +203,13 @@ def _positive(file: Path, line: int, word: str) -> float:
     return figure
 
 
-def _padded(file: Path, line: int, lengths: list[float], tokens: int) -> list[float]:
-    """Return ``lengths`` with the padding of a microbatch of ``tokens``, which belongs to its last
-    document."""
-    rest = tokens - sum(lengths)
-    if rest < 0:
+def _padded(file: Path, line: int, documents: list[_Document], tokens: int) -> list[_Document]:
+    """Return ``documents`` with the padding of a microbatch of ``tokens``, which belongs to its
+    last document, or its last answer."""
+    length = sum(map(sum, documents))
+    if length > tokens:
         raise ValueError(
-            f"{file}, line {line}: {sum(lengths):g} tokens, and a microbatch of this launch has "
-            f"{tokens}"
+            f"{file}, line {line}: {length:g} tokens, and a microbatch of this launch has {tokens}"
         )
-    return [*lengths[:-1], lengths[-1] + rest]
+    *others, (*parts, last) = documents
+    return [*others, (*parts, last + tokens - length)]

@@ -12,7 +12,7 @@ from functools import cached_property
 
 
 class Neighbour(enum.IntEnum):
-    """Neighbours of a stage: activations go to the next, gradients to the previous one."""
+    """Neighbours of a stage: activations go to the next stage, gradients to the previous one."""
 
     PREVIOUS = -1
     NEXT = +1
@@ -53,7 +53,7 @@ class Placement:
 
     @property
     def last(self) -> int:
-        """The stage with the loss."""
+        """Number of the stage with the loss."""
         return self.stages - 1
 
     def is_first(self, stage: int) -> bool:
@@ -63,20 +63,20 @@ class Placement:
         return stage == self.last
 
     def next(self, stage: int) -> int | None:
-        """Return the stage that takes the output of ``stage``; None after the last."""
+        """Return the stage that takes the output of ``stage``; None for the last stage."""
         return None if self.is_last(stage) else stage + 1
 
     def previous(self, stage: int) -> int | None:
-        """Return the stage that makes the input of ``stage``; None before the first."""
+        """Return the stage that makes the input of ``stage``; None for the first stage."""
         return None if self.is_first(stage) else stage - 1
 
     def neighbour(self, stage: int, which: Neighbour) -> int | None:
-        """Return the `next` or the `previous` stage; None if there is none."""
+        """Return the `next` or the `previous` stage of ``stage``; None if there is none."""
         return self.next(stage) if which == Neighbour.NEXT else self.previous(stage)
 
     def is_remote(self, stage: int, which: Neighbour) -> bool | None:
-        """Return whether that neighbour of ``stage`` is on another rank; None if there is no such
-        neighbour."""
+        """Return whether the neighbouring stage of ``stage`` is on another rank; None if there is
+        no such stage."""
         other = self.neighbour(stage, which)
         return None if other is None else self.rank_of[other] != self.rank_of[stage]
 
@@ -108,7 +108,7 @@ def v(ranks: int) -> Placement:
 
 
 def wave(ranks: int, *, waves: int = 2) -> Placement:
-    """Return ``waves`` V's one after the other: 2*waves chunks a rank (Hanayo)."""
+    """Return the placement of ``waves`` V's one after the other: 2*waves chunks a rank (Hanayo)."""
     _check(ranks, "pipeline ranks")
     _check(waves, "waves", 2 * ranks)
     there, back = tuple(reversed(range(ranks))), tuple(range(ranks))
@@ -125,7 +125,7 @@ _MOST_STAGES = 10**6  # more than any model has layers: a larger number is a mis
 
 
 def _check(number: int, what: str, stages: int = 1) -> None:
-    """Raise ValueError unless ``number`` of ``what``, each with ``stages`` stages, is possible."""
+    """Raise ValueError if ``number`` of ``what``, each with ``stages`` stages, is impossible."""
     if number < 1:
         raise ValueError(f"the number of {what} is {number}; write 1 or more")
     if number * stages > _MOST_STAGES:

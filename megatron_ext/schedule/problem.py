@@ -1,4 +1,9 @@
-"""The problem that a schedule solves."""
+"""The problem that a schedule solves.
+
+A family is a function from a problem to a schedule, so everything that may change a schedule is in
+it: the placement, the microbatches, the costs, the memory limit and the options. Options that do
+not go together are declared here too, with the reasons that errors give.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +24,27 @@ class P2P(enum.StrEnum):
     """Communicators of messages: one for each channel, or one for all, on which batches of
     messages run one after the other (the graph of dependencies includes that order)."""
 
-    ASYNC = "async"  # a communicator for each channel, and every message by itself
-    BATCHED = "batched"  # the pipeline's one communicator
+    ASYNC = "async"  # each channel has a communicator, and every message is sent by itself
+    BATCHED = "batched"  # all messages use the pipeline's one communicator
 
 
 class VocabularyParallel(enum.StrEnum):
     """Ways to partition embedding and output layer over ranks (Yeung et al. 2024, section 4)."""
 
-    NONE = "none"  # not partitioned: they are on the first and the last stage
-    ONE = "1"  # over all ranks; the input gradient is computed when all statistics are there
-    TWO = "2"  # the same, but computed before that: one exchange less
+    NONE = "none"  # embedding and output layer are whole, on the first and the last stage
+    # The vocabulary is split over all ranks; the input gradient is computed after all statistics.
+    ONE = "1"
+    # The input gradient is computed before all statistics are there, which saves one exchange.
+    TWO = "2"
 
 
 class Offload(enum.StrEnum):
     """Choices of activations that are offloaded to host memory (Wan et al. 2025)."""
 
     NONE = "none"
-    HALF = "half"  # the longer-lived half of a rank's chunks
-    FULL = "full"  # all for which host copies are quick enough
-    FIT = "fit"  # the fewest with which each rank is within the memory limit
+    HALF = "half"  # the longer-lived half of a rank's chunks is offloaded
+    FULL = "full"  # as many activations are offloaded as host copies are quick enough for
+    FIT = "fit"  # the fewest activations are offloaded with which each rank meets the memory limit
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,8 @@ class Recompute:
 
 
 def parse_recompute(text: str, name: str = "recompute") -> Recompute:
-    """Return the choice that ``text`` names: ``none``, ``fit`` or ``first:2``.
+    """Return the choice of recomputed activations that ``text`` names: ``none``, ``fit`` or
+    ``first:2``.
 
     Args:
         name: the setting, for errors.
@@ -90,15 +98,15 @@ class ScheduleOptions:
     Attributes:
         p2p: how messages share communicators.
         vocab_parallel: how embedding and output layer are partitioned over the ranks. (Families do
-            not see it: `transforms.vocabulary` adds the passes.)
+            not see it: a transform adds the passes.)
         activation_offload: which activations are offloaded to host memory. (Families see neither it
-            nor the memory limit: `transforms.offload` adds the copies.)
+            nor the memory limit: a transform adds the copies.)
         recompute: which activations are recomputed. (Families do not see it, unless they choose the
             activations themselves, as `Traits.fits_recompute` says: `transforms.recompute` adds the
             passes.)
         steps_overlap: whether the optimizer steps before all ranks are done, and is rolled back
             if that was wrong. Steps overlap then, and cost about their span. (Families see it, as
-            another schedule may then be the best; `transforms.post_validation` adds the messages.)
+            another schedule may then be the best; a transform adds the messages.)
         slices: how microbatches are cut along their sequence. (Families see it.)
         pairs: whether forward and backward passes run as one, side by side. (Families see it;
             `transforms.pairs` chooses them.)
@@ -116,26 +124,26 @@ class ScheduleOptions:
 
     @property
     def conflict(self) -> Conflict | None:
-        """The first conflict between two requested options; None if there is none."""
+        """First conflict between two requested schedule options; None if there is none."""
         given = set(self.requested)
         return next((one for one in CONFLICTS if given.issuperset(one.options)), None)
 
     @property
     def requested(self) -> list[str]:
-        """Names of the options that are requested."""
+        """Names of the requested schedule options."""
         return [option.name for option in fields(self) if self.requests(option.name)]
 
     def requests(self, option: str) -> bool:
-        """Return whether the ``option`` differs from its default."""
+        """Return whether the schedule ``option`` differs from its default."""
         return bool(getattr(self, option) != getattr(ScheduleOptions, option))
 
     def phrase(self, option: str) -> str:
-        """Return ``option`` with its value, as errors name it."""
+        """Return the schedule ``option`` with its value, as errors name it."""
         return _PHRASES[option].format(getattr(self, option))
 
     @staticmethod
     def name_of(option: str) -> str:
-        """Return ``option`` without its value, as errors name it."""
+        """Return the schedule ``option`` without its value, as errors name it."""
         return _PHRASES[option].removesuffix(" {}")
 
 
@@ -144,14 +152,14 @@ _PHRASES = {option.name: option.metadata["phrase"] for option in fields(Schedule
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two options in `ScheduleOptions` that do not go together. ``why`` is the end of an error
-    about them."""
+    """Two schedule options that do not go together. ``why`` is the end of an error about them."""
 
     options: tuple[str, str]
     why: str
 
     def text(self, first: str, second: str) -> str:
-        """Return the error about the two options, which are called ``first`` and ``second``."""
+        """Return the error about the two options in conflict, which are called ``first`` and
+        ``second``."""
         return f"{first} does not go with {second}: {self.why}; drop one"
 
 
@@ -195,7 +203,7 @@ CONFLICTS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """Input of a family: the step that it makes a schedule for.
+    """Problem that a schedule family solves: the step for which it makes a schedule.
 
     Attributes:
         placement: which rank holds which stage.
@@ -244,7 +252,7 @@ class Problem:
         lengths = {self.microbatches, *map(len, self.costs.at_places.values())}
         assert len(lengths) == 1 and not (self.costs.at_places and self.slices.count > 1)
         assert 0 <= self.first_trained_stage <= self.placement.last
-        # A partitioned embedding has gradients of the first stage.
+        # A partitioned embedding gets gradients from the first stage, which must be trained.
         assert (
             not self.first_trained_stage or self.options.vocab_parallel is VocabularyParallel.NONE
         )
@@ -286,50 +294,50 @@ class Problem:
 
     @property
     def slices(self) -> Slices:
-        """The slices of a microbatch (`ScheduleOptions.slices`)."""
+        """Slices of each microbatch (`ScheduleOptions.slices`)."""
         return self.options.slices
 
     @property
     def pieces(self) -> int:
-        """Number of slices in a step, or of microbatches if they are not cut."""
+        """Number of slices in a step, or of microbatches if these are not sliced."""
         return self.microbatches * self.slices.count
 
     @cached_property
     def forwards(self) -> tuple[int, ...]:
-        """The microbatches, or slices of them, of a stage's forward passes, in execution order."""
+        """Microbatches, or slices of them, of a stage's forward passes, in execution order."""
         return tuple(part for k in range(self.microbatches) for part in self.parts(k))
 
     @cached_property
     def backwards(self) -> tuple[int, ...]:
-        """The microbatches, or slices of them, of a stage's backward passes and weight gradients,
-        in execution order."""
+        """Microbatches, or slices of them, of a stage's backward passes and weight gradients, in
+        execution order."""
         return tuple(part for k in range(self.microbatches) for part in reversed(self.parts(k)))
 
     @property
     def orders(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """`forwards` and `backwards`, in this order."""
+        """Microbatches or slices in the execution orders of `forwards` and `backwards`."""
         return self.forwards, self.backwards
 
     def parts(self, microbatch: int) -> tuple[int, ...]:
         """Return the slices of ``microbatch``, in order, or ``microbatch`` itself if microbatches
-        are not cut."""
+        are not sliced."""
         return slices_of(microbatch, self.slice_ends)
 
     @cached_property
     def examples(self) -> tuple[int, ...]:
-        """The microbatches, or slices of one microbatch, whose passes differ. All other
+        """Microbatches, or slices of one microbatch, whose passes differ in cost. All other
         microbatches have the same costs as these."""
         return tuple(range(self.microbatches)) if self.costs.at_places else self.parts(0)
 
     @cached_property
     def slice_ends(self) -> tuple[float, ...]:
-        """The end of each slice, as shares of the sequence."""
+        """End of each slice, as shares of the sequence."""
         return self.slices.ends(self.costs.attention_share)
 
     @property
     def held_by_1f1b(self) -> float:
-        """The largest number of microbatches that the first rank holds under 1F1B with these
-        slices: p, or one and p-1 slices."""
+        """Largest number of microbatches that the first rank stores under 1F1B with these slices:
+        p, or one and p-1 slices."""
         return 1 + (self.ranks - 1) * max(map(token_share, self.parts(0)))
 
     def slice_lengths(self, tokens: int, multiple_of: int = 1) -> tuple[int, ...]:
@@ -350,5 +358,5 @@ class Problem:
         return lengths_of(self.slice_ends, tokens, multiple_of)
 
     def with_options(self, **changes: Any) -> Problem:
-        """Return this problem with some of its `options` replaced."""
+        """Return this problem with some of its schedule `options` replaced."""
         return replace(self, options=replace(self.options, **changes))

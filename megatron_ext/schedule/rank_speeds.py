@@ -41,7 +41,7 @@ class RankSpeeds:
 
 
 def parse_rank_speeds(text: str, flag: str = "--rank-speeds") -> RankSpeeds:
-    """Return the speeds that ``text``, the value of ``flag``, lists, separated by commas.
+    """Return the rank speeds that ``text``, the value of ``flag``, lists, separated by commas.
 
     Raises:
         ValueError: one of them is no number from `LEAST` to `MOST`.
@@ -71,6 +71,6 @@ def at_speeds(costs: Costs, placement: Placement, speeds: Sequence[float]) -> Co
 
 
 def slowness_of(placement: Placement, speeds: Sequence[float]) -> tuple[float, ...]:
-    """Return how many times as long each stage of ``placement`` takes on ranks of these
-    ``speeds``."""
+    """Return how many times as long each stage of ``placement`` takes on ranks of these ``speeds``.
+    1 is the speed of the costs."""
     return tuple(1 / speeds[rank] for rank in placement.rank_of)

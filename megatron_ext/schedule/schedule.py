@@ -1,5 +1,5 @@
-"""Schedules: a row of actions for each rank; and the types of functions that make and change
-them."""
+"""Schedules: a row of actions for each rank; and the types of functions that make and change them.
+A schedule has no times: these follow from costs (`simulate`)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from megatron_ext.schedule.problem import Problem
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule: ``rows[r]`` are the actions of rank r, in order. A family makes the compute
-    actions only.
+    """Schedule of a step: ``rows[r]`` are the actions of rank r, in order. A family makes only the
+    compute actions.
 
     Attributes:
         pairs: passes that run as one. In their row the two are adjacent, the forward pass first.
@@ -46,24 +46,24 @@ class Schedule:
 
     @property
     def microbatches(self) -> int:
-        """Number of microbatches."""
+        """Number of microbatches of the schedule's step."""
         return 1 + max(whole_of(action.microbatch) for row in self.rows for action in row)
 
     @cached_property
     def overlapped_with(self) -> Mapping[Action, Action]:
-        """For each pass that runs in a pair, the other pass of the pair."""
+        """For each overlapped pass, the pass that runs with it."""
         return {a: b for forward, back in self.pairs for a, b in ((forward, back), (back, forward))}
 
     @cached_property
     def paired(self) -> Ints:
-        """Numbers of the forward passes that run in pairs; the backward pass of each has the next
+        """Numbers of the forward passes that overlap; the backward pass of each has the next
         number."""
         forwards = {overlapped.forward for overlapped in self.pairs}
         numbers = enumerate(chain.from_iterable(self.rows)) if forwards else ()
         return np.array([n for n, action in numbers if action in forwards], dtype=np.int32)
 
     def cells(self, row: Sequence[Action]) -> list[str]:
-        """Return the text of each action of ``row``. The two passes of a pair have one text."""
+        """Return the text of each action of ``row``. Two overlapped passes have one text."""
         if not self.pairs:
             return list(map(str, row))
         seconds, others = {overlapped.backward for overlapped in self.pairs}, self.overlapped_with
@@ -75,7 +75,7 @@ class Schedule:
 
     @cached_property
     def arrays(self) -> ActionArrays:
-        """The actions of all rows as numbers. Stages and microbatches have to fit into 32 bits."""
+        """Actions of all rows as arrays. Stages and microbatches have to fit into 32 bits."""
         return action_arrays_of(self.rows)
 
 
@@ -99,7 +99,7 @@ def followed_by_own_w(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
 
 
 def right_behind_own_input(arrays: ActionArrays) -> Ints:
-    """Return the numbers of the W whose own I is the previous pass of their rank."""
+    """Return the numbers of the W that directly follow their own microbatch's I."""
     passes = arrays.numbers[IS_PASS[arrays.kind]]
     before, after = passes[:-1], passes[1:]
     is_it = arrays.kind[before] == KINDS.index(Kind.BACKWARD_INPUT)
@@ -110,7 +110,7 @@ def right_behind_own_input(arrays: ActionArrays) -> Ints:
 
 
 def recomputed(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Return stage and microbatch of each F of a rank's ``row`` that is recomputed as R."""
+    """Return stage and microbatch of each F in a rank's ``row`` that an R recomputes."""
     return frozenset(
         (action.stage, action.microbatch)
         for action in row
@@ -147,7 +147,7 @@ def in_microbatch_order(schedule: Schedule) -> bool:
 
 
 def _turns(arrays: ActionArrays) -> Ints:
-    """Return for each action the position that it should have among its stage's passes of its
-    kind."""
+    """Return for each action its position among the passes of its kind on its stage, as it should
+    be."""
     back = arrays.microbatch + np.int32(arrays.slices - 1) - 2 * arrays.slice
     return np.where(IN_EVALUATION[arrays.kind], arrays.microbatch, back)

@@ -1,4 +1,9 @@
-"""A schedule as CSV: a row per rank, in PyTorch's grammar."""
+"""A schedule as CSV: a row per rank, in PyTorch's grammar.
+
+A schedule can be exchanged as a table: torch.distributed.pipelining, torchtitan and spreadsheets
+read it. Tables of others may count ranks from the other end, and may hold mistakes; what is read is
+checked for gaps in its numbers before it is a schedule.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +140,7 @@ def rows_from_csv(text: str, name: str) -> Rows:
     return tuple(rows)
 
 
-# Kinds that a file or a family may have, which are passes of a stage, with what they do.
+# Kinds of passes that a file or a family may contain, with what they do.
 KINDS_IN_FILES = {
     kind: rule.does
     for kind, rule in RULES.items()
@@ -144,13 +149,13 @@ KINDS_IN_FILES = {
 _KINDS = ", ".join(f"{kind} ({does})" for kind, does in KINDS_IN_FILES.items())
 
 
-# Actions that torch's runtime adds to a schedule, as its dumps have by default: messages, and the
-# parameters of FSDP. Whoever runs the table here adds its own.
+# Actions that torch's runtime adds to a schedule, and that its dumps contain by default: messages,
+# and gathered or released parameters of FSDP. They are dropped, as our runtime adds its own.
 _OF_TORCHS_RUNTIME = re.compile(r"\d+((SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
 def _pairs(text: str) -> frozenset[OverlappedPasses]:
-    """Return the compounds of F and a backward pass in ``text``, whose actions have been
+    """Return the overlapped passes, of F and a backward pass, in ``text``, whose actions have been
     checked."""
     slices = slices_named(text)
     named = (parse_overlapped(found[0], slices) for found in COMPOUND.finditer(text))
@@ -158,7 +163,7 @@ def _pairs(text: str) -> frozenset[OverlappedPasses]:
 
 
 def _delimiter(text: str) -> str:
-    """Return the delimiter of the cells of ``text``: comma, semicolon or tab."""
+    """Return the delimiter between the cells of the table ``text``: comma, semicolon or tab."""
     outside = COMPOUND.sub("", text)
     return "," if "," in outside else next((d for d in ";\t" if d in outside), ",")
 
@@ -171,7 +176,7 @@ def _next_line(lines: Iterator[list[str]], name: str, number: int) -> list[str] 
 
 
 def _row(cells: Sequence[str], where: str, slices: int) -> tuple[Action, ...]:
-    """Return the actions of a rank's line. ``where``: the line as errors name it."""
+    """Return the actions in a rank's line of a table. ``where`` is the line's name in errors."""
     try:
         row = tuple(parse_action(part, slices) for cell in cells for part in _parts(cell))
     except ValueError as error:
@@ -195,7 +200,7 @@ def _row(cells: Sequence[str], where: str, slices: int) -> tuple[Action, ...]:
 
 
 def _parts(cell: str) -> list[str]:
-    """Return the actions in a cell: none, one, or the two of a pair."""
+    """Return the actions in a cell of a table: none, one, or two overlapped passes."""
     compound = COMPOUND.fullmatch(cell.strip())
     if compound:
         return compound[1].split(";")

@@ -19,12 +19,13 @@ from megatron_ext.schedule.action import even_ends
 class Lengths(enum.StrEnum):
     """Rules for the lengths of slices."""
 
-    EVEN = "even"  # the same number of tokens each
-    BALANCED = "balanced"  # equal work each: later slices attend to more, and are shorter
+    EVEN = "even"  # all slices have the same number of tokens
+    # All slices have equal work: later ones attend to more tokens, and are shorter.
+    BALANCED = "balanced"
 
 
 def parse_lengths(text: str, name: str = "slice lengths") -> Lengths | tuple[int, ...]:
-    """Return the lengths that ``text`` names: ``even``, ``balanced``, or tokens such as
+    """Return the slice lengths that ``text`` names: ``even``, ``balanced``, or tokens such as
     ``4096,2048,1024,1024``.
 
     Args:
@@ -51,10 +52,13 @@ class Slices:
     Attributes:
         count: number of slices; 1: microbatches are not cut.
         lengths: a rule, or the tokens of each slice.
+        joined_weights: whether the W passes of a microbatch's slices follow each other, after the
+            last of their I, and compute each weight's gradient once.
     """
 
     count: int = 1
     lengths: Lengths | tuple[int, ...] = Lengths.EVEN
+    joined_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -69,9 +73,14 @@ class Slices:
                 f"slice lengths {self} are given, and microbatches are not cut: give the number of "
                 f"slices, too"
             )
+        if self.count == 1 and self.joined_weights:
+            raise ValueError(
+                "weight gradients of slices are to be joined, and microbatches are not cut: give "
+                "the number of slices, too"
+            )
 
     def __str__(self) -> str:
-        """Return the lengths as text for `parse_lengths`."""
+        """Return the lengths of the slices as text for `parse_lengths`."""
         if isinstance(self.lengths, tuple):
             return ",".join(map(str, self.lengths))
         return str(self.lengths)
@@ -86,7 +95,7 @@ class Slices:
             return tuple(end / sum(self.lengths) for end in accumulate(self.lengths))
         shares = even_ends(self.count)
         if self.lengths is Lengths.BALANCED and attention:
-            # x of the sequence takes (1 - a) x + a x^2 of the time.
+            # The first share x of a sequence takes the share (1 - a) x + a x^2 of its time.
             linear = 1 - attention
             return tuple(
                 2 * share / (linear + math.sqrt(linear**2 + 4 * attention * share))
@@ -112,7 +121,8 @@ def lengths_of(ends: Sequence[float], tokens: int, multiple_of: int = 1) -> tupl
             f"{multiple_of} tokens each: take fewer slices"
         )
     cuts = [round(end * units) for end in ends]
-    for number in range(len(cuts)):  # no slice is empty, and enough is left for the later slices
+    # No slice is empty, and every later slice gets at least one token.
+    for number in range(len(cuts)):
         least = cuts[number - 1] + 1 if number else 1
         cuts[number] = min(max(cuts[number], least), units - (len(cuts) - 1 - number))
     return tuple((end - begin) * multiple_of for begin, end in pairwise([0, *cuts]))

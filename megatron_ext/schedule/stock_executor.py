@@ -1,4 +1,8 @@
-"""How Megatron's own pipeline functions send the messages of a step."""
+"""How Megatron's own pipeline functions send the messages of a step.
+
+They wait for messages in other places than our executor, which is why the same order of passes
+takes another time.
+"""
 
 from __future__ import annotations
 
@@ -25,4 +29,4 @@ class StockExecutor:
     overlaps_ends: bool = False
 
 
-STOCK_EXECUTOR = StockExecutor()  # with the settings that Megatron's scripts have by default
+STOCK_EXECUTOR = StockExecutor()  # Megatron's executor with the default settings of its scripts

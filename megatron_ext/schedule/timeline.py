@@ -1,4 +1,8 @@
-"""Timelines: start and end of each action, as the simulator predicts or the recorder measures."""
+"""Timelines: start and end of each action, as the simulator predicts or the recorder measures.
+
+Predictions and measurements have one form, so that they can be compared, drawn and explained by the
+same code. A step has two lengths: its makespan, and its span if steps overlap.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 
 
 class Event(NamedTuple):
-    """An event: ``action`` occupied its lane on ``rank`` from ``start`` to ``end`` (seconds)."""
+    """Event of a timeline: ``action`` occupied its lane on ``rank`` from ``start`` to ``end``
+    (seconds)."""
 
     rank: int
     action: Action
@@ -47,7 +52,7 @@ class Timeline:
 
     @cached_property
     def compute(self) -> tuple[tuple[Event, ...], ...]:
-        """The compute events of each rank."""
+        """Events of compute passes by rank."""
         rows: list[list[Event]] = [[] for _ in self.schedule.rows]
         for event in self.events:
             if is_compute(event.action):
@@ -56,35 +61,35 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """Start of the first pass."""
+        """Start of the timeline's first pass, in seconds."""
         return min(row[0].start for row in self.compute if row)
 
     @property
     def makespan(self) -> float:
-        """Time from the first start to the last end over all ranks: the time of a step with a
+        """Time from the first start to the last end over all ranks: the cost of a step with a
         synchronous optimizer."""
         return max(row[-1].end for row in self.compute if row) - self.start
 
     @property
     def span(self) -> float:
-        """Longest time from a rank's own start to its own end: the time of a step if steps overlap
-        (the papers' cost)."""
+        """Longest time from a rank's own start to its own end: the cost of a step if steps overlap
+        (the papers' measure)."""
         return max(row[-1].end - row[0].start for row in self.compute if row)
 
     @property
     def work(self) -> float:
-        """Compute seconds of one rank, averaged over ranks."""
+        """Seconds of one rank's compute passes, averaged over ranks."""
         busy = sum(event.end - event.start for row in self.compute for event in row)
         return busy / len(self.compute)
 
     @property
     def bubble_share_makespan(self) -> float:
-        """Idle share of the makespan."""
+        """Share of the makespan that a rank is idle, averaged over ranks."""
         return 1 - self.work / self.makespan
 
     @property
     def bubble_share_span(self) -> float:
-        """Idle share of the span."""
+        """Share of the span that a rank is idle, averaged over ranks."""
         return 1 - self.work / self.span
 
     def moved(self, start: float, factor: float = 1.0) -> Timeline:

@@ -1,4 +1,5 @@
-"""Families with one stage a rank and unsplit backward passes."""
+"""Families with one stage a rank and unsplit backward passes: GPipe, and 1F1B, with which all
+others are compared. Megatron has 1F1B itself."""
 
 from __future__ import annotations
 
@@ -77,9 +78,9 @@ def _one_forward_one_backward(problem: Problem, eager: bool) -> Schedule:
     def row(rank: int) -> Iterator[Action]:
         forwards, backwards = problem.forwards, problem.backwards
         warmup = (p - 1 - rank) * (1 + eager) + problem.slices.count - 1
-        # Warm-up: forwards alone.
+        # The warm-up has forward passes only.
         yield from (Action(rank, Kind.FORWARD, k) for k in forwards[:warmup])
-        # Steady state: one forward, one backward. Cool-down: backwards alone.
+        # The steady state alternates both passes; the cool-down has backward passes only.
         for n, k in enumerate(backwards, start=warmup):
             yield from (Action(rank, Kind.FORWARD, later) for later in forwards[n : n + 1])
             yield Action(rank, Kind.FULL_BACKWARD, k)

@@ -116,7 +116,7 @@ def units(problem: Problem, *, u: int = 0) -> Schedule:
 
 
 def _within(problem: Problem) -> list[int]:
-    """Return the numbers of microbatches of a unit to try within the memory limit, the largest
+    """Return sizes of a unit, in microbatches, to try within the memory limit, the largest
     first."""
     memory = memory_of(problem)
     most = problem.microbatches
@@ -128,7 +128,8 @@ def _within(problem: Problem) -> list[int]:
 
 
 def _units(problem: Problem, u: int, backward: Kind) -> Rows:
-    """Return units of ``u`` microbatches, or slices, each through all chunks of a rank and back."""
+    """Return the units of a step: each runs ``u`` microbatches, or slices, through all chunks of a
+    rank and back."""
     orders = problem.orders
     units_of = list(zip(*(batched(order, u) for order in orders), strict=True))
     return tuple(
@@ -136,7 +137,8 @@ def _units(problem: Problem, u: int, backward: Kind) -> Rows:
             Action(stage, kind, k)
             for there, back in units_of
             for kind, directed, ks in (
-                (Kind.FORWARD, stages, there),  # from the first chunk to the last
+                # Forward passes run from the first chunk to the last.
+                (Kind.FORWARD, stages, there),
                 (backward, stages[::-1], back),  # and back
             )
             for stage in directed
@@ -275,15 +277,15 @@ def _interleaved(name: str, problem: Problem, group: int, backward: Kind) -> Row
         )
     _check_group(name, problem, group, least)
     group = min(group, problem.pieces)
-    # Megatron's warm-up plus the one forward before each backward. The last slice of a microbatch
-    # goes back first.
+    # Each rank starts with Megatron's warm-up and one more forward pass. Backward passes of a
+    # microbatch start with its last slice.
     before = (problem.placement.chunks - 1) * group + slices - 1
     ahead = [before + 2 * (p - rank) - 1 for rank in range(p)]
     return _rows(name, problem, group, ahead, backward)
 
 
 def _rounded_to_microbatches(problem: Problem, passes: int) -> int:
-    """Return ``passes``, rounded up to the passes of whole microbatches."""
+    """Return ``passes``, rounded up to the number of passes of whole microbatches."""
     slices = problem.slices.count
     return slices * -(-passes // slices)
 
@@ -303,15 +305,16 @@ def _pieces(problem: Problem) -> str:
 
 
 def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: Kind) -> Rows:
-    """Return rows of one forward, one backward, with ``ahead[r]`` forwards before rank r's first
-    backward."""
+    """Return rows that alternate one forward and one backward pass, with ``ahead[r]`` forward
+    passes before rank r's first backward pass."""
     there, back = (list(batched(o, group)) for o in (problem.forwards, problem.backwards))
     rows = []
     for stages, lead in zip(problem.placement.stages_of, ahead, strict=True):
         forwards = [Action(s, Kind.FORWARD, k) for ks in there for s in stages for k in ks]
         backwards = [Action(s, backward, k) for ks in back for s in reversed(stages) for k in ks]
         row = forwards[:lead]  # warm-up
-        for n, action in enumerate(backwards):  # steady state; cool-down without forwards
+        # First the steady state, then the cool-down without forward passes.
+        for n, action in enumerate(backwards):
             row += [action, *forwards[lead + n : lead + n + 1]]
         rows.append(tuple(row))
     if pass_graph(Schedule(name, problem.placement, tuple(rows)), problem.costs).stuck:
@@ -325,8 +328,8 @@ def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: K
 
 
 def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule:
-    """Return ``order`` with its W. They may use as much memory as the rank that needs most without
-    them."""
+    """Return ``order`` with its W filled in. They may use as much memory as the rank that needs
+    most without them."""
     ahead = 0.0
     for row in order:
         held = 0.0
@@ -339,8 +342,8 @@ def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule
 
 
 def _filled(name: str, problem: Problem, order: Rows, microbatches: float) -> TimedOrder:
-    """Return ``order`` with its W, within ``microbatches`` or the need of the order itself, and
-    within the limit.
+    """Return ``order`` with its W filled in, within ``microbatches`` or the memory of the order
+    itself, and within the limit.
 
     Raises:
         ValueError: the order itself does not fit into the limit.
@@ -356,6 +359,6 @@ def _filled(name: str, problem: Problem, order: Rows, microbatches: float) -> Ti
                     f"{name}: the order of rank {rank} does not fit into the memory limit of "
                     f"{limit}; the least feasible limit for it is {limit.at_least(max(least))}"
                 )
-    # In bytes, the chunks of which it holds most may be larger than the others.
+    # In bytes, the chunks that a rank stores most of may be larger than the others.
     memory = replace(memory, allowed=tuple(map(max, memory.allowed, least)))
     return fill_best(order, problem, memory, by_span=problem.options.steps_overlap)

@@ -1,4 +1,8 @@
-"""A family with one stage a rank and all weight gradients at the end."""
+"""A family with one stage a rank and all weight gradients at the end.
+
+Splitting the backward pass shortens the way of the gradients back to the first rank. The simplest
+way to use that is to compute every W after the last I; what W needs is held until then.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +38,9 @@ def two_bp(problem: Problem, *, base: str = "1f1b") -> Schedule:
         raise ValueError(f"2bp: base is {base!r}; write base=1f1b or base=gpipe")
     rows = []
     for rank, row in enumerate(entries()[base].build(problem).rows):
-        # Forwards, and backward-p1 in place of the whole backwards.
+        # Forward passes stay, and backward-p1 replaces the whole backward passes.
         order = [Action(s, Kind.FORWARD if k is Kind.FORWARD else _I, n) for s, k, n in row]
-        # Backward-p2 of all microbatches.
+        # Backward-p2 of all microbatches follows at the end.
         late = [Action(rank, Kind.BACKWARD_WEIGHT, n) for n in problem.backwards]
         rows.append((*order, *late))
     return Schedule("2bp", problem.placement, tuple(rows))

@@ -40,7 +40,7 @@ def chimera(problem: Problem) -> Schedule:
 
 
 def two_waves(ranks: int) -> Placement:
-    """Return two V's, one after the other: 4 chunks a rank."""
+    """Return the placement of two V's, one after the other: 4 chunks a rank."""
     return wave(ranks, waves=2)
 
 

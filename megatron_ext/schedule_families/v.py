@@ -22,7 +22,7 @@ from megatron_ext.search.building_block import BuildingBlock, squeeze
 
 _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD
 _CONTROLLABLE_MEMORY = "Qi et al. 2024, arXiv:2405.15362"
-_INTERVAL = 6  # slots: F, I and W of two chunks
+_INTERVAL = 6  # length of an interval in slots: F, I and W of two chunks
 
 Pass = tuple[int, Kind]  # chunk, kind
 
@@ -57,15 +57,16 @@ def zb_v(problem: Problem) -> Schedule:
 
     def passes(device: int) -> Iterator[Pass]:
         backward_0, backward_1 = [(0, _I), (0, _W)], [(1, _I), (1, _W)]
-        # Warm-up: F of chunk 0, F of both chunks, then F, I and W of chunk 1.
+        # The warm-up runs F of chunk 0, F of both chunks, then F, I and W of chunk 1.
         yield from [(0, _F)] * (2 * (p - device) - 1)
         yield from [(1, _F), (0, _F)] * (device + more)
         yield from [(1, _F), *backward_1] * (p - device)
-        # Steady state: F, I and W of each chunk, at the end without F of chunk 0.
+        # The steady state runs F, I and W of each chunk, at its end without F of chunk 0.
         yield from [(0, _F), *backward_0, (1, _F), *backward_1] * (m - least + device)
         yield from [*backward_0, (1, _F), *backward_1] * (p - device - 1)
-        yield from [*backward_0, *backward_1] * more  # the additional slices of the warm-up
-        # Cool-down: I first, then W that fill the end.
+        # Backward passes of the warm-up's additional slices.
+        yield from [*backward_0, *backward_1] * more
+        # The cool-down runs I first, then the W that fill its gaps.
         yield from [(0, _I), (1, _I)] * device
         yield from backward_0 * (p - device)
         yield from [(1, _W)] * device
@@ -153,10 +154,11 @@ def one_forward_one_backward_v(problem: Problem) -> Schedule:
     """
     p = problem.ranks
     first = 2 * p + (3 if p % 3 == 0 else 0)
-    delayed = (1 - p) % 3  # so that the last rank's backwards do not collide with its forwards
+    # A delay that keeps the last rank's backward passes apart from its forward passes.
+    delayed = (1 - p) % 3
 
     def backward(stage: int) -> int:
-        before = 2 * p - 1 - stage  # stages whose backward pass comes earlier
+        before = 2 * p - 1 - stage  # number of stages whose backward pass comes earlier
         return first + 2 * before + 3 * ((before + delayed) // 3)
 
     block = {_F: tuple(range(2 * p)), _B: tuple(map(backward, range(2 * p)))}
@@ -206,7 +208,7 @@ def dualpipe_v(problem: Problem) -> Schedule:
         yield from [(0, _F), (1, _B), (1, _F), (0, _B)] * (m - least + turns)
         # Step 5: nB1F1B0.
         yield from [(1, _B), (1, _F), (0, _B)] * ahead
-        yield from [(1, _B), (0, _B)] * more  # the additional slices of step 2
+        yield from [(1, _B), (0, _B)] * more  # backward passes of the additional slices of step 2
         # Step 6: nB1B0, the second half zb.
         yield from [(chunk, _B) for chunk, _ in cool_down[:turns]]
         yield from split[:turns]
@@ -255,7 +257,7 @@ def _pieces(problem: Problem, least: int) -> int:
 def _per_stage(
     p: int, chunk_0: Callable[[int], int], chunk_1: Callable[[int], int]
 ) -> tuple[int, ...]:
-    """Return a figure for each stage, from one for each chunk on the paper's device i."""
+    """Return one figure for each stage, given one for each chunk on the paper's device i."""
     return (*map(chunk_0, range(p)), *map(chunk_1, reversed(range(p))))
 
 

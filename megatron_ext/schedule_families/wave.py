@@ -1,4 +1,8 @@
-"""Families on several V's, one after the other."""
+"""Families on several V's, one after the other.
+
+With the model cut into more stages than a V has, a microbatch runs down and up the ranks several
+times. Passes are shorter, so ranks wait less at the ends of a step, and send more messages.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +46,21 @@ def hanayo(problem: Problem) -> Schedule:
     rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
     ready: list[dict[Kind, list[tuple[int, int]]]] = [{kind: [] for kind in _SLOTS} for _ in rows]
     turn = [Kind.FORWARD for _ in rows]
-    running: list[tuple[int, Action, int]] = []  # end, pass, and its number among its kind
+    # Running passes: end, action, and its number among those of its kind.
+    running: list[tuple[int, Action, int]] = []
     now, idle = 0, set(range(placement.ranks))
 
     def make_ready(stage: int, kind: Kind, n: int) -> None:
         heapq.heappush(ready[rank_of[stage]][kind], (n, stage))
 
-    # The first microbatches enter.
+    # The first microbatches start on stage 0.
     slices = problem.slices.count
     in_flight = 2 * placement.ranks + slices - 1
     for n in range(min(in_flight, problem.pieces)):
         make_ready(0, Kind.FORWARD, n)
     while True:
-        # Idle ranks begin their oldest possible pass of the kind whose turn it is, else of the
-        # other kind.
+        # An idle rank runs its oldest possible pass of the kind whose turn it is, else of the other
+        # kind.
         for rank in sorted(idle):
             other = _other_kind(turn[rank])
             kind = turn[rank] if ready[rank][turn[rank]] else other
@@ -68,7 +73,7 @@ def hanayo(problem: Problem) -> Schedule:
                 turn[rank] = _other_kind(kind)
         if not running:
             return Schedule("hanayo", placement, tuple(map(tuple, rows)))
-        # Passes end, and make possible what needs them.
+        # Passes that end here make the passes possible that need them.
         now = running[0][0]
         while running and running[0][0] == now:
             _, (stage, kind, _), n = heapq.heappop(running)
@@ -77,11 +82,12 @@ def hanayo(problem: Problem) -> Schedule:
             to = placement.next(stage) if is_forward else placement.previous(stage)
             if to is not None:
                 make_ready(to, kind, n)
-            # The forward of a whole microbatch has ended: its slices turn round.
+            # The forward pass of a whole microbatch has ended, so its slices start their backward
+            # passes.
             elif is_forward and n % slices == slices - 1:
                 for turned in range(n - slices + 1, n + 1):
                     make_ready(stage, Kind.FULL_BACKWARD, turned)
-            # A microbatch has left: the next one enters.
+            # A microbatch has ended, so the next one starts.
             elif not is_forward and n + in_flight < problem.pieces:
                 make_ready(0, Kind.FORWARD, n + in_flight)
 
@@ -104,8 +110,8 @@ def _other_kind(kind: Kind) -> Kind:
     at_once=partial(best_known, "wave-auto"),
 )
 def wave_auto(problem: Problem) -> Schedule:
-    """Least makespan within the memory limit (without a limit: p microbatches), with the backward
-    pass split; with post-validation, least span.
+    """Return the schedule with the least makespan within the memory limit (by default p
+    microbatches), with a split backward pass; with post-validation, that with the least span.
 
     Raises:
         ValueError: nothing on this placement fits into the limit.

@@ -36,8 +36,10 @@ from megatron_ext.search.weight_gradient_filling import (
 from megatron_ext.search.weight_gradient_filling import time as time_rows
 
 _SOURCE = "Qi et al. 2024, arXiv:2401.10241, section 3"
-_LEADS = (1, 2, 1.75, 1.5, 2.25, 1.25)  # microbatches that a rank is ahead of the next
-_ACTIONS = 100_000  # placed in all trials together: the number of trials depends on nothing else
+# Number of microbatches by which a rank is ahead of the next one.
+_LEADS = (1, 2, 1.75, 1.5, 2.25, 1.25)
+# Actions that all trials together place: the number of trials depends on nothing else.
+_ACTIONS = 100_000
 
 
 def line_at_once(problem: Problem) -> Schedule:
@@ -111,7 +113,7 @@ def _packed(best: Schedule, problem: Problem, memory: Memory) -> Schedule:
 
 
 def _step(schedule: Schedule, problem: Problem) -> float:
-    """Return the seconds of a step of ``schedule``."""
+    """Return the seconds of a step under ``schedule``."""
     return step_seconds(complete(schedule, problem), problem.costs)
 
 
@@ -198,8 +200,8 @@ def _best(
     by_span: bool,
     trials: int | None = None,
 ) -> Schedule:
-    """Return the best of our trials, or of the first ``trials`` of them, and of the schedules of
-    ``others`` that fit."""
+    """Return the best of the first ``trials`` trials, or of all, and of the schedules of ``others``
+    that fit."""
     need = [memory.of(stage) for stage in range(problem.ranks)]
     limit = problem.memory_limit
     for rank in range(problem.ranks):
@@ -215,9 +217,8 @@ def _best(
     def seconds(filled: TimedOrder) -> tuple[float, float]:
         return filled.order(True) if by_span else (makespan(schedule(filled), problem), filled.span)
 
-    unlimited = replace(
-        problem, memory_limit=None
-    )  # for families that ignore costs: the limit is checked below
+    # Families that ignore costs get no limit, which is checked below.
+    unlimited = replace(problem, memory_limit=None)
     tried = itertools.islice(_trials(problem, memory, by_span), trials)
     best = min(tried, key=lambda filled: filled.order(by_span))
     figures = seconds(best)
@@ -226,7 +227,8 @@ def _best(
         rows = entry.build(problem if entry.traits.uses_costs else unlimited).rows
         held = peaks(Schedule(other, problem.placement, rows), memory.amount)
         if all(memory.fits(rank, peak) for rank, peak in enumerate(held)):
-            filled = time_rows(rows, problem)  # no more than `makespan`, and faster
+            # The times are no longer than those of `makespan`, and found faster.
+            filled = time_rows(rows, problem)
             if filled.order(by_span) < figures and seconds(filled) < figures:
                 best, figures = filled, seconds(filled)
     return schedule(best)
@@ -237,11 +239,12 @@ def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[TimedOr
     affordable = max(_ACTIONS // (3 * p * m), 2)
     seconds = problem.costs.seconds
     forward, gradient = max(seconds[Kind.FORWARD]), max(seconds[Kind.BACKWARD_INPUT])
-    # The message of a slice takes the latency and its share of the rest. The mean of the links
-    # suffices here, as it only sets where trials begin; each trial is timed with that of each
-    # link.
+    # The message of a slice takes the latency and its share of the rest. The mean over all links
+    # suffices here, as it only sets where trials begin; a trial is timed with each link's own
+    # seconds.
     p2p_seconds = slices * problem.costs.p2p_seconds_of(problem.forwards[0])
-    # As many forwards as fit in before the first gradient comes back; published leads after that.
+    # The first trials run as many forward passes as fit in before the first gradient comes back;
+    # then come the published leads.
     there_and_back = (forward + gradient + 2 * p2p_seconds) / forward if forward else m
     trials = max(affordable // (2 * len(_LEADS)), 2)
     tried: set[tuple[int, ...]] = set()
@@ -268,8 +271,8 @@ class _GreedyOrder:
         p, m, parts, of = problem.ranks, problem.pieces, problem.parts(0), problem.costs.of
         self._forwards, self._backwards = problem.forwards, problem.backwards
         kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        # Seconds by kind, rank and slice; hops by the rank before the link, and slice; microbatches
-        # by number of pieces.
+        # Seconds of passes by kind, rank and slice; seconds of messages by the rank before the
+        # link, and slice; numbers of microbatches by number of pieces.
         self._seconds = {
             kind: [[of(Action(rank, kind, part)) for part in parts] for rank in range(p)]
             for kind in kinds
@@ -287,7 +290,8 @@ class _GreedyOrder:
         self._gradient_at = [[math.inf] * m for _ in range(p)]
         self._left = [memory.amount(Held.WEIGHT_INPUTS, rank) for rank in range(p)]
         self._full = [memory.of(rank) for rank in range(p)]
-        self._events = [(0.0, rank) for rank in range(p)]  # when a rank may have something to do
+        # Times at which a rank may have something to do.
+        self._events = [(0.0, rank) for rank in range(p)]
 
     def rows(self) -> list[list[Action]]:
         rows: list[list[Action]] = [[] for _ in self._full]
@@ -310,7 +314,7 @@ class _GreedyOrder:
         return rows
 
     def _next(self, rank: int, now: float) -> Kind | None:
-        """Return the kind of pass that ``rank`` does now; None if it waits."""
+        """Return the kind of pass that ``rank`` runs next; None if it waits."""
         f, i, w = (done[rank] for done in self._done.values())
         m, full = self._pieces, self._full[rank]
         there, back = self._there, self._back
@@ -318,15 +322,16 @@ class _GreedyOrder:
         fits_another = may_start and self._memory.fits(
             rank, (there[f + 1] - back[i]) * full + (back[i] - back[w]) * self._left[rank]
         )
-        forward = self._forward_at[rank][f] if may_start else math.inf  # pieces in their order
+        # Pieces run forward in their order.
+        forward = self._forward_at[rank][f] if may_start else math.inf
         gradient = self._gradient_at[rank][self._backwards[i]] if i < m else math.inf
         coming = min(gradient, forward if fits_another else math.inf)
-        # I as soon as its gradient is there, else F, if the memory allows another.
+        # I runs as soon as its gradient has come, otherwise F, if the memory allows one more.
         if gradient <= now:
             return Kind.BACKWARD_INPUT
         if forward <= now and fits_another:
             return Kind.FORWARD
-        # W if the memory is full, or if the gap before the next F or I is long enough.
+        # W runs if the memory is full, or if the gap before the next F or I is long enough.
         if w < i:
             k = self._backwards[w]
             seconds = self._seconds[Kind.BACKWARD_WEIGHT][rank][k % self._slices]

@@ -1,5 +1,5 @@
 """Families with one stage a rank and the backward pass split into I and W (Qi et al. 2024,
-arXiv:2401.10241)."""
+arXiv:2401.10241). The next rank waits for I alone, so W fills bubbles."""
 
 from __future__ import annotations
 
@@ -77,17 +77,17 @@ def zb_h2(problem: Problem) -> Schedule:
 
 
 def _row(problem: Problem, rank: int, *, ahead: int, late: int) -> Iterator[Action]:
-    """Yield ``ahead`` forwards before the first I (with k slices, k-1 more), then one of each, with
-    W ``late`` microbatches, or slices, later."""
+    """Yield a rank's row: ``ahead`` forward passes before the first I (with k slices, k-1 more),
+    then one of each, with W ``late`` microbatches, or slices, later."""
     forwards, backwards = problem.forwards, problem.backwards
     warmup = ahead - 2 + problem.slices.count
-    # Warm-up: forwards alone.
+    # The warm-up has forward passes only.
     yield from (Action(rank, Kind.FORWARD, k) for k in forwards[:warmup])
-    # Steady state: F, I, and W of an earlier microbatch. Cool-down: I and W.
+    # The steady state runs F, I, and W of an earlier microbatch; the cool-down runs I and W.
     for n, k in enumerate(backwards):
         yield from (Action(rank, Kind.FORWARD, later) for later in forwards[warmup + n :][:1])
         yield Action(rank, Kind.BACKWARD_INPUT, k)
         if n >= late:
             yield Action(rank, Kind.BACKWARD_WEIGHT, backwards[n - late])
-    # The deferred W fill the end.
+    # The deferred W fill the end of the step.
     yield from (Action(rank, Kind.BACKWARD_WEIGHT, k) for k in backwards[max(n + 1 - late, 0) :])

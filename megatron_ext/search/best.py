@@ -57,7 +57,7 @@ def best_schedule(name: str, problem: Problem) -> Schedule:
     """
     problem = _limited(problem)
     _check_limit(name, problem)
-    # A search with numba tries more, so the schedule that it has stored is better.
+    # The stored result of a search with numba is better, as such a search tries more.
     stored = _stored(name, problem, LARGE)
     if stored is not None:
         return stored
@@ -71,7 +71,7 @@ def best_schedule(name: str, problem: Problem) -> Schedule:
 
 
 def best_known(name: str, problem: Problem) -> Schedule:
-    """Return the best schedule without a search: some plans are packed.
+    """Return the best schedule without a search, for which only some plans are packed.
 
     Raises:
         ValueError: as `best_schedule`.
@@ -88,7 +88,7 @@ def best_known(name: str, problem: Problem) -> Schedule:
             candidates += _packed_candidates(first_plans(shop, starts), shop, problem)
             candidates.sort(key=lambda candidate: candidate.seconds)
     best = _best_of(name, candidates, problem)
-    assert best is not None  # one microbatch at a time
+    assert best is not None  # a step of one microbatch after the other always fits
     return _passes(name, best.program)
 
 
@@ -100,12 +100,12 @@ def _limited(problem: Problem) -> Problem:
 
 
 def _key(problem: Problem, effort_name: str) -> str:
-    """Return a text of everything that the schedule depends on."""
+    """Return a text of everything that a found schedule depends on, as key of the cache."""
     return f"{effort_name}\n{problem!r}"
 
 
 def _stored(name: str, problem: Problem, effort_name: str) -> Schedule | None:
-    """Return the stored result of an earlier search, if it is sound."""
+    """Return the stored schedule of an earlier search, if it is sound."""
     text = disk_cache.load(name, _key(problem, effort_name))
     if text is None:
         return None
@@ -123,14 +123,15 @@ class _Candidate:
     """Candidate of a search: its rows, made on demand, and the seconds of a step if messages block
     nothing."""
 
-    rows: Callable[[], Rows]  # made on demand: slow for a long step, and few are needed
+    # Makes the rows on demand: this is slow for a long step, and few are needed.
+    rows: Callable[[], Rows]
     seconds: float
 
 
 @dataclass(frozen=True)
 class _Chosen:
     program: Program
-    seconds: float  # of a step, simulated
+    seconds: float  # simulated seconds of a step
     place: int  # among the candidates
 
 
@@ -141,7 +142,7 @@ def searched(name: str, problem: Problem, how: Effort) -> Schedule:
 
 
 def searched_briefly(name: str, problem: Problem) -> Schedule:
-    """Return what `searched` finds in about a second. It is not stored."""
+    """Return the schedule that `searched` finds in about a second. It is not stored."""
     return searched(name, problem, effort().brief)
 
 
@@ -158,12 +159,12 @@ def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
     if shop.fits:
         enough, of_shorter = int(least / shop.tick) + max(shop.tails), None
         if problem.microbatches > with_middle(problem) and not problem.costs.at_places:
-            how = how.halved  # the other half is spent on the shorter step
+            how = how.halved  # the other half of the effort is spent on the shorter step
             of_shorter = partial(_plans_of_shorter_step, problem, how)
         packed = search(shop, starts, enough, how, of_shorter)
         candidates += _packed_candidates(packed, shop, problem)
     best = _best_of(name, candidates, problem)
-    assert best is not None  # one microbatch at a time
+    assert best is not None  # a step of one microbatch after the other always fits
     return best
 
 
@@ -178,14 +179,14 @@ def _searched_with_recompute(
     known = list(dict.fromkeys([passes, *_known_with_recompute(problem)]))
     found = search_with_recompute(problem, known, least, how) if shop.fits else []
     best = _best_of(name, _recompute_candidates([*known, *found], problem), problem)
-    assert best is not None  # one microbatch at a time
+    assert best is not None  # a step of one microbatch after the other always fits
     return best
 
 
 def _at_most(
     seconds: float, candidates: Sequence[_Candidate], problem: Problem
 ) -> Sequence[_Candidate]:
-    """Return the candidates that may take no more than ``seconds``."""
+    """Return the candidates whose step may take no more than ``seconds``."""
     if _may_take_less(problem):
         return candidates
     return [candidate for candidate in candidates if candidate.seconds <= seconds * _ROUNDED]
@@ -222,12 +223,14 @@ def _known(problem: Problem) -> list[Rows]:
         if problem.slices.count > 1 and not resolved.traits.takes_slices:
             continue
         if problem.costs.at_places and resolved.traits.uses_costs:
-            continue  # they take longer than all else, and their costs are those of a mean one
+            # Such a family takes longer than all others, and sees the costs of a mean microbatch
+            # only.
+            continue
         for variant in (problem, replace(problem, memory_limit=None)):
             try:
                 schedule = resolved.build(variant)
             except ValueError:
-                continue  # it has no schedule for this problem
+                continue  # the family has no schedule for this problem
             if bitwise_order(schedule):
                 rows.append(schedule.rows)
             break
@@ -241,8 +244,8 @@ def _starts_of_each(all_rows: Sequence[Rows], shop: JobShop) -> list[Starts]:
 def _candidates(
     all_rows: Sequence[Rows], all_starts: Sequence[Starts], shop: JobShop
 ) -> list[_Candidate]:
-    """Return a candidate for each of ``all_rows``, which start at ``all_starts``, the shortest
-    first."""
+    """Return a candidate for each of ``all_rows``, whose passes start at ``all_starts``, the
+    shortest step first."""
     both = zip(all_rows, all_starts, strict=True)
     candidates = [_Candidate(partial(_same, rows), _seconds(s, shop)) for rows, s in both]
     return sorted(candidates, key=lambda candidate: candidate.seconds)
@@ -255,7 +258,7 @@ def _same(rows: Rows) -> Rows:
 def _packed_candidates(
     packed: Sequence[Packed], shop: JobShop, problem: Problem
 ) -> list[_Candidate]:
-    """Return a candidate for each of ``packed``, the shortest first."""
+    """Return a candidate for each of the ``packed`` plans, the shortest step first."""
     candidates = [
         _Candidate(
             partial(rows_of, result.starts, problem.placement, orders=problem.orders),
@@ -304,7 +307,7 @@ def _best_of(name: str, candidates: Sequence[_Candidate], problem: Problem) -> _
 
 
 def _may_take_less(problem: Problem) -> bool:
-    """Return whether a step may take less time than plans count without messages."""
+    """Return whether a step may take less time than plans count, as they do without messages."""
     return problem.options.steps_overlap or any(problem.costs.passes.fused_backward_saving)
 
 
@@ -341,8 +344,8 @@ def _one_at_a_time(problem: Problem) -> Rows:
 
 
 def _check_limit(name: str, problem: Problem) -> None:
-    """Raise ValueError if the limit does not suffice for one microbatch at a time, or bytes are not
-    known."""
+    """Raise ValueError if the memory limit does not suffice for one microbatch at a time, or bytes
+    are not known."""
     limit, placement = problem.memory_limit, problem.placement
     assert limit is not None
     if limit.bytes is None:

@@ -83,7 +83,8 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
 
 
 def _of_differing(problem: Problem) -> float:
-    placement, costs, part = problem.placement, problem.costs, problem.forwards[0]
+    placement, part = problem.placement, problem.forwards[0]
+    costs = problem.costs.with_slices(joined_weights=problem.slices.joined_weights)
     arrival, arrivals = 0.0, []
     for stage in range(placement.stages):
         if placement.is_remote(stage, Neighbour.PREVIOUS):
@@ -106,8 +107,8 @@ def _memory(problem: Problem) -> Memory:
 def _most_work(
     seconds: tuple[float, ...], held: Held, rank: int, problem: Problem, memory: Memory
 ) -> float:
-    """Return the most seconds of passes whose ``held`` fits into the memory of ``rank``
-    together."""
+    """Return the most seconds of passes whose ``held`` memory fits into ``rank`` at the same
+    time."""
     memory_left, most = memory.allowed[rank], 0.0
     needs = {stage: memory.amount(held, stage) for stage in problem.placement.stages_of[rank]}
     best_first = sorted(needs, key=lambda s: seconds[s] / needs[s] if needs[s] else math.inf)
@@ -161,7 +162,8 @@ def _least_held(
 
 
 def _there_and_back(stage: int, backward: Sequence[float], problem: Problem) -> float:
-    """Return the seconds from the start of F on ``stage`` to the end of I there."""
+    """Return the seconds from the start of F on ``stage`` to the end of I there, for one
+    microbatch."""
     placement, costs = problem.placement, problem.costs
     after = range(stage + 1, placement.stages)
     remote = [s for s in after if placement.is_remote(s, Neighbour.PREVIOUS)]

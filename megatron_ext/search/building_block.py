@@ -34,7 +34,7 @@ class BuildingBlock:
     starts: Mapping[Kind, tuple[int, ...]]  # per stage
 
     def with_weight_gradients(self, placement: Placement) -> BuildingBlock:
-        """Return the block with a W for each I, in its rank's next free slot."""
+        """Return the building block with a W for each I, in its rank's next free slot."""
         weight = [0] * placement.stages
         inputs = self.starts[Kind.BACKWARD_INPUT]
         for stages in placement.stages_of:
@@ -47,7 +47,8 @@ class BuildingBlock:
         return replace(self, starts={**self.starts, Kind.BACKWARD_WEIGHT: tuple(weight)})
 
     def unroll(self, microbatches: int) -> StartByAction:
-        """Return the first slot of each pass of all microbatches."""
+        """Return the first slot of each pass of all microbatches, by repeating the building
+        block."""
         return {
             Action(stage, kind, k): first + k * self.interval
             for kind, row in self.starts.items()
@@ -96,7 +97,7 @@ def _by_slot(starts: StartByAction) -> list[tuple[Action, int]]:
 
 
 class _Operation(NamedTuple):
-    """The passes of one kind on one stage, of all microbatches.
+    """Passes of one kind on one stage, of all microbatches, with what moving them needs.
 
     Attributes:
         width: slots that each pass takes.
@@ -114,13 +115,14 @@ class _Operation(NamedTuple):
 
 
 class _Ranks:
-    """The time slots of all ranks while passes are moved."""
+    """Time slots of all ranks while passes are moved."""
 
     def __init__(self, starts: StartByAction, placement: Placement, slices: int) -> None:
         self.operations, self.slices = _operations(starts, placement), slices
         self.moved: list[list[tuple[int, Action]]] = [[] for _ in range(placement.ranks)]
         self.latest = [-1] * placement.ranks  # slot of the latest moved pass, by rank
-        # Twice the slots needed, so that every pass finds idle slots after the last pass.
+        # There are twice the necessary slots, so that every pass finds idle slots after the last
+        # pass.
         slots = 2 * (max(starts.values()) + 2)
         self.idle = [bytearray(_IDLE * slots) for _ in range(placement.ranks)]
         changes = [[0] * slots for _ in range(placement.ranks)]
@@ -131,7 +133,7 @@ class _Ranks:
             self.idle[rank][slot : slot + width] = bytes(width)
             changes[rank][slot] += kind in _ACQUIRES
             changes[rank][slot + width] -= kind in _RELEASES
-        self.held = np.cumsum(changes, axis=1)  # chunks, during each slot
+        self.held = np.cumsum(changes, axis=1)  # chunks that each rank stores during each slot
 
     def remove(self, action: Action, slot: int) -> None:
         """Mark the slots of ``action``, from ``slot`` on, as idle."""
@@ -140,7 +142,7 @@ class _Ranks:
 
     def advance(self, action: Action, slot: int, chunks_held: int) -> None:
         """Move ``action`` from ``slot`` to the earliest possible and allowed slot."""
-        # Long steps spend their time here, so it makes few calls.
+        # Long steps spend most of their time in this function, so it makes few calls.
         stage, kind, k = action
         rank, width, ends, needs, needs_last_slice = self.operations[stage, kind]
         idle, held = self.idle[rank], self.held[rank]
@@ -186,8 +188,8 @@ class _Ranks:
         return tuple(tuple(action for _, action in sorted(row)) for row in self.moved)
 
 
-_IDLE = b"\1"  # an idle slot of a rank
-_ACQUIRES = (Kind.FORWARD,)  # memory for a chunk's activation
+_IDLE = b"\1"  # marks an idle slot of a rank
+_ACQUIRES = (Kind.FORWARD,)  # kinds of passes that allocate a chunk's activation
 _RELEASES = (Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
 _BACKWARD = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)
 
@@ -202,7 +204,7 @@ def _operations(starts: StartByAction, placement: Placement) -> dict[tuple[int, 
     nothing = [0] * microbatches
 
     def needs(stage: int, kind: Kind) -> tuple[int | None, Kind]:
-        """Return the stage and kind of the pass whose result it needs; the stage is None if it
+        """Return the stage and kind of the pass whose result a pass needs; the stage is None if it
         needs none."""
         if kind is Kind.BACKWARD_WEIGHT:
             return stage, Kind.BACKWARD_INPUT

@@ -43,12 +43,12 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """Difference between makespan and bound, as a share of the makespan."""
+        """Difference between the makespan and its lower bound, as a share of the makespan."""
         return max(0.0, 1 - self.lower_bound / self.makespan)
 
     @property
     def optimal(self) -> bool:
-        """Whether it is proved that no schedule of this placement within the limit is shorter."""
+        """Whether it is proved that no schedule on this placement within the limit is shorter."""
         return self.lower_bound >= self.makespan * (1 - _TOLERANCE)
 
 
@@ -70,7 +70,7 @@ def certify(program: Program, seconds: float) -> Certificate:
     if options.activation_offload is not Offload.NONE:
         raise ValueError(
             f"--certify knows no bound with offload {options.activation_offload}: drop --certify "
-            "or --offload"
+            "or --activation-offload"
         )
     if problem.slices.count > 1:
         raise ValueError("--certify knows no bound with slices: drop --certify or --slices")

@@ -23,7 +23,7 @@ from megatron_ext.search.pack import MAX_GAPS, Pack, Packed
 
 Int64s = npt.NDArray[np.int64]
 
-_BITS = 16  # lowest bits of a heap's entry: the operation; those above are its start in the plan
+_BITS = 16  # lowest bits of a heap's entry, which hold the operation; the bits above hold its start
 _MASK = (1 << _BITS) - 1
 if numba.config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set")
@@ -34,7 +34,7 @@ _OPENS, _CLOSES, _PEAK = range(3)  # columns of a gap
 
 
 def compiled_packer(shop: JobShop) -> Pack:
-    """Return `pack.pack` for ``shop``."""
+    """Return the compiled counterpart of `pack.pack` for ``shop``."""
     tables, run = _tables(shop), _compiled()
 
     def pack(plan: Starts) -> Packed:
@@ -51,7 +51,7 @@ def compiled_packer(shop: JobShop) -> Pack:
 def _tables(shop: JobShop) -> tuple[Int64s, ...]:
     assert shop.operation_count <= _MASK
     rank_of = np.repeat(np.arange(shop.placement.ranks), shop.operations_per_rank)
-    # Columns that repeat are stored once: tables of a long step would not fit into a CPU's caches.
+    # Equal columns are stored once, as the tables of a long step would not fit into a CPU's caches.
     width = shop.column_period if shop.recompute_deltas is None else shop.columns
     place = np.arange(shop.columns) % width
     columns = (
@@ -67,12 +67,13 @@ def _tables(shop: JobShop) -> tuple[Int64s, ...]:
     )
 
 
-# The types of `_pack`'s arguments: the plan, the starts, the tables, and three numbers.
+# Types of `_pack`'s arguments: the plan, the starts, the tables, and three numbers.
 _LIST, _TABLE = numba.int64[::1], numba.int64[:, ::1]
 _SIGNATURE = (_TABLE, _TABLE, *(_LIST,) * 9, *(_TABLE,) * 8, *(numba.int64,) * 3)
 
 
-@functools.lru_cache(maxsize=8)  # a search makes many job shops that differ in other figures
+# Cached, as a search makes many job shops that differ in other figures.
+@functools.lru_cache(maxsize=8)
 def _precedences(
     predecessors: Precedences, successors: Precedences
 ) -> tuple[Int64s, Int64s, Int64s]:
@@ -115,7 +116,7 @@ def _pack(
     limit: int,
     max_gaps: int,
 ) -> int:
-    """Fill ``starts`` and return the makespan; -1 if memory got stuck."""
+    """Pack the plan: fill ``starts`` and return the makespan; -1 if memory got stuck."""
     operations, m = plan.shape
     ranks, size = len(microbatch_memory), len(plan) // len(microbatch_memory)
     count = np.zeros(operations, np.int64)
@@ -262,7 +263,7 @@ def _can_end(
 
 @njit
 def _column(k: int, op: int, other: int, is_forward: Int64s, opposite: Int64s) -> int:
-    """Return the column of operation ``other`` with the slice that column ``k`` of ``op`` has."""
+    """Return the column of operation ``other`` with the same slice as column ``k`` of ``op``."""
     return opposite[k] if is_forward[op] != is_forward[other] else k
 
 
@@ -303,8 +304,8 @@ def _push_ready(
     is_forward: Int64s,
     opposite: Int64s,
 ) -> int:
-    """Push the passes that can be placed now that a pass of ``op`` has been. Return the number of
-    entries then."""
+    """Push the passes onto the heap that can be placed now that a pass of ``op`` has been. Return
+    the heap's new number of entries."""
     k, place = count[op], 0
     if k < plan.shape[1] and _is_ready(op, k, count, predecessors, is_forward, opposite):
         entries = _push(heap, entries, (plan[op, k] << _BITS) | op)
@@ -378,7 +379,7 @@ def _gap_for(
 def _fill_gap(
     rank: int, gaps: Int64s, count: int, index: int, start: int, end: int, delta: int
 ) -> int:
-    """Fill part of a gap. Return the number of gaps then."""
+    """Fill part of a gap with a pass. Return the new number of gaps."""
     closes, most = gaps[rank, index, _CLOSES], gaps[rank, index, _PEAK]
     for other in range(index):
         gaps[rank, other, _PEAK] = max(gaps[rank, other, _PEAK], most + delta)
@@ -402,7 +403,8 @@ def _fill_gap(
 def _insert(
     rank: int, gaps: Int64s, count: int, index: int, opens: int, closes: int, most: int
 ) -> int:
-    """Insert a gap; if there are too many, the first is dropped. Return the number of gaps then."""
+    """Insert a gap; if there are too many, the first one is dropped. Return the new number of
+    gaps."""
     if count == gaps.shape[1] - 1:
         index, count = index - 1, count - 1
         _move(rank, gaps, 1, index + 1, -1)
@@ -425,7 +427,7 @@ def _move(rank: int, gaps: Int64s, first: int, last: int, by: int) -> None:
 
 @njit
 def _push(heap: Int64s, entries: int, entry: int) -> int:
-    """Add an entry. Return the number of entries then."""
+    """Add an entry to the heap. Return the new number of entries."""
     return _push_from(heap, entries, entry, entries + 1)
 
 
@@ -443,10 +445,10 @@ def _push_from(heap: Int64s, place: int, entry: int, entries: int) -> int:
 
 @njit
 def _pop(heap: Int64s, entries: int) -> int:
-    """Remove the first entry. Return the number of entries then."""
+    """Remove the heap's first entry. Return the new number of entries."""
     entries -= 1
     place, below = 0, 2
-    while below < entries:  # the last entry mostly belongs far below: first move a gap there
+    while below < entries:  # the last entry mostly belongs far below, so a gap is moved there first
         below -= heap[below - 1] < heap[below]
         heap[place] = heap[below]
         place, below = below, 2 * below + 2
@@ -458,14 +460,14 @@ def _pop(heap: Int64s, entries: int) -> int:
 
 @functools.cache
 def _compiled() -> Callable[..., int]:
-    """Return `_pack` compiled for the types of its arguments here."""
+    """Return `_pack` compiled for the types that its arguments have here."""
     with task("compiling the packer of plans once for all later runs"):
         top = disk_cache.directory()
         folder = None if top is None else top / "numba"
         try:
             if top and folder and disk_cache.is_private(top) and disk_cache.is_private(folder):
                 return _cached(folder)
-        except Exception as error:  # where numba's cache is broken, whatever its pickles raise
+        except Exception as error:  # numba's cache is broken, and its pickles may raise anything
             remark(
                 f"the compiled packer of plans cannot be stored in {folder} "
                 f"({error or type(error)}), so each run compiles it; empty that folder if it is "
@@ -488,7 +490,7 @@ def _cached(folder: Path) -> Callable[..., int]:
         raise OSError(f"{foreign.name} in it is not what numba wrote")
     tempfile.TemporaryFile(
         dir=folder
-    ).close()  # otherwise numba would use a folder next to this file
+    ).close()  # closing it keeps numba from using a folder next to this file
     previous = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(folder)
     try:

@@ -39,7 +39,7 @@ def is_private(folder: Path) -> bool:
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
-        path.mkdir(0o700, exist_ok=True)  # another rank may have made it
+        path.mkdir(0o700, exist_ok=True)  # another rank may have made the folder
         path.chmod(0o700)  # whatever the umask
     status = folder.stat()
     if status.st_uid != os.geteuid():
@@ -75,9 +75,10 @@ def foreign_file(folder: Path) -> Path | None:
     return None
 
 
-# Packages of megatron_ext whose code decides what a search finds. A test compares them with what
-# they import.
+# Packages of megatron_ext whose code decides what a search finds, with the parts of features that
+# change programs. A test compares them with the imports of searches.
 PACKAGES = ("compile", "schedule", "schedule_families", "search")
+_PARTS = ("schedule.py", "schedule/**/*.py")
 
 
 @functools.cache
@@ -85,7 +86,9 @@ def _code() -> str:
     """Return a digest of the code that decides what a search finds."""
     digest = hashlib.sha256()
     top = Path(__file__).parents[1]
-    for path in sorted(path for name in PACKAGES for path in (top / name).rglob("*.py")):
+    packages = [path for name in PACKAGES for path in (top / name).rglob("*.py")]
+    parts = [path for part in _PARTS for path in (top / "features").glob(f"*/{part}")]
+    for path in sorted((*packages, *parts)):
         digest.update(f"{path.relative_to(top)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -116,7 +119,7 @@ def _read(path: Path) -> str | None:
 
 
 def store(name: str, inputs: str, text: str) -> None:
-    """Store ``text``. Readers see the whole of it or nothing."""
+    """Store ``text`` in the cache. Readers see the whole of it or nothing."""
     folder = directory()
     if folder is None:
         return

@@ -27,11 +27,11 @@ from megatron_ext.search.job_shop import Starts, job_shop_of, recomputed_in, row
 from megatron_ext.search.pack import Packed, packer
 from megatron_ext.search.v_patterns import pattern_plans
 
-_MIDDLE = 4  # a step is long if it has so many times the microbatches that 1F1B holds
-_GROUPS = (4, 3, 6, 8, 2, 1)  # microbatches of a period; the most promising first
-_SEAM = 4  # microbatches after the seam of a shortened step that are compared
-_PASSES = 100_000  # passes packed, about: half a second
-_PATTERNS = 1  # patterns tried: others differ by at most 1 %
+_MIDDLE = 4  # a step is long if its microbatches are this multiple of those that 1F1B stores
+_GROUPS = (4, 3, 6, 8, 2, 1)  # numbers of microbatches of a period, the most promising first
+_SEAM = 4  # microbatches after the seam of a shortened step whose order is compared
+_PASSES = 100_000  # passes that are packed, which takes about half a second
+_PATTERNS = 1  # number of patterns tried, as others differ by at most 1 %
 _ROUNDS = 3
 
 
@@ -70,7 +70,8 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
 
     def packed(columns: Starts, later: Starts) -> tuple[Packers, Packed]:
         shop = job_shop_of(problem, None if recomputed is None else recomputed[:, columns])
-        packers = packers_of(shop, packer)  # available before numba has been loaded
+        # Packers that are available before numba has been loaded.
+        packers = packers_of(shop, packer)
         return packers, packers.justified(starts[:, columns] + later)
 
     number = _PASSES // (2 * len(starts) * problem.pieces)
@@ -90,8 +91,8 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
 
 
 def plans_from(known: Starts, pieces: int, slices: int) -> Iterator[Starts]:
-    """Yield plans with ``pieces`` columns, ``slices`` for each microbatch, made from ``known``, the
-    starts of a schedule with another number of columns."""
+    """Yield plans with ``pieces`` columns, ``slices`` for each microbatch, made from the starts
+    ``known`` of a schedule with another number of columns."""
     for columns, later in _columns_from(known, pieces, slices):
         yield known[:, columns] + later
 

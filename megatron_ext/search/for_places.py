@@ -30,8 +30,8 @@ from megatron_ext.search.job_shop import job_shop_of
 def judged_for_places(
     program: Program, costs: Mapping[Kind, Floats], replicas: int, *, expert_replicas: int = 1
 ) -> tuple[UnequalMicrobatches, Program | None]:
-    """Return what steps take whose microbatches cost ``costs`` (`with_unequal_microbatches`), and
-    the program for their places; None if there is none."""
+    """Return the makespans of steps whose microbatches cost ``costs``
+    (`with_unequal_microbatches`), and the program for their places; None if there is none."""
     for_profile = program_for_places(program, profile_of(costs, replicas))
     steps = with_unequal_microbatches(
         program, costs, replicas, for_profile, expert_replicas=expert_replicas
@@ -90,5 +90,5 @@ def problem_for_places(program: Program, at_places: PlaceCosts) -> Problem | Non
 
 
 def _is_plain(problem: Problem) -> bool:
-    """Whether there are no options in addition to the order of passes."""
+    """Return whether a problem has no options in addition to the order of passes."""
     return replace(problem.options, p2p=ScheduleOptions.p2p) == ScheduleOptions()

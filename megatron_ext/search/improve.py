@@ -1,22 +1,11 @@
 """Search for the schedule of least makespan, or of least span if steps overlap, on any placement:
 many plans are packed, and the best ones improved.
 
-A periodic plan runs every microbatch through all stages and back in the same way, each one period
-after the one before. Packed from both sides, it becomes a good schedule: warm-up, steady state,
-cool-down and the places of W need no rules. The best period, and the best weight of backward
-relative to forward passes, depend on costs and memory, so a grid of both is tried. On a V, plans
-that already are a steady state (`pattern_plans`) come first. The best plans are then improved step
-by step: some start times are shifted at random, all passes are packed again, and the result is
-accepted if it is no longer than the result of twenty steps before, which leads out of plateaus
-(late acceptance, Burke and Bykov 2017).
-
-Packing from both sides (double justification, Valls et al. 2005): a schedule read from its end is
-a schedule of the mirrored problem, in which dependencies are reversed, W acquires memory and F
-frees it. Packing the mirrored schedule moves every pass to the right, and packing the result moves
-it back to the left. Neither makes the schedule longer, and idle time moves to the ends.
-
-Every machine with the same effort finds the same schedule: the effort is a number of packed passes
-rather than seconds, times are whole numbers, and the random generator has a fixed seed.
+The best place of each pass depends on costs and memory, and no rule of a family holds for all of
+them. A periodic plan, packed from both sides, becomes a good schedule: warm-up, steady state,
+cool-down and the places of W need no rules. Every machine with the same effort finds the same
+schedule: the effort is a number of packed passes rather than seconds, times are whole numbers, and
+the random generator has a fixed seed.
 """
 
 from __future__ import annotations
@@ -35,26 +24,33 @@ from megatron_ext.search.pack import Pack, Packed
 from megatron_ext.search.v_patterns import pattern_plans
 
 _PERIODS = (35, 42, 50, 57, 65, 73, 80, 90, 100, 120, 150, 200)  # % of a rank's work
-_WEIGHTS = (100, 55, 75, 135, 180)  # of backward passes relative to forward passes, in %
-_MAX_GRID_PASSES = 15_000_000  # passes packed for the grid of periods and weights
-_PROMISING = 8  # plans that are packed more than once, ...
-_ROUNDS = 5  # ... up to so many times
+_WEIGHTS = (100, 55, 75, 135, 180)  # work of backward passes relative to forward passes, in %
+_MAX_GRID_PASSES = 15_000_000  # most passes that are packed for the grid of periods and weights
+_PROMISING = 8  # number of plans that are packed more than once
+_ROUNDS = 5  # most times that a promising plan is packed
 _MIN_STEPS = 100
-_HISTORY = 20  # steps back with whose makespan late acceptance compares
+_HISTORY = 20  # late acceptance compares with the makespan of so many steps before
 _RESULTS = 4  # schedules returned
-_FIRST_PASSES = 100_000  # passes packed by `first_plans`, about
+_FIRST_PASSES = 100_000  # about so many passes are packed by `first_plans`
 _MIN_FIRST_PLANS = 4
-_SLACK = 8  # ranks that idle for less than 1 / _SLACK of a microbatch's work count as busy
+_SLACK = 8  # a rank counts as busy if it idles for less than 1 / _SLACK of a microbatch's work
 
 
 @dataclass(frozen=True)
 class Packers:
     """Packers of a problem to the left (as early as possible) and to the right (as late as
-    possible)."""
+    possible).
+
+    Packing from both sides is double justification (Valls et al. 2005): a schedule read from its
+    end is a schedule of the mirrored problem, in which dependencies are reversed, W acquires memory
+    and F frees it. Packing the mirrored schedule moves every pass to the right, and packing the
+    result moves it back to the left. Neither makes the schedule longer, and idle time moves to the
+    ends.
+    """
 
     shop: JobShop
     left: Pack
-    right: Pack  # for the mirrored problem
+    right: Pack  # packs the mirrored problem
 
     def justified(self, plan: Starts, rounds: int = 1) -> Packed:
         """Return ``plan`` packed to the left and then to the right (double justification), up to
@@ -77,7 +73,7 @@ class Packers:
 
 
 def _mirrored(packed: Packed, durations: Starts) -> Starts:
-    """Return the starts of ``packed`` with time running backwards."""
+    """Return the starts of the plan ``packed`` with time running backwards."""
     return np.ascontiguousarray((packed.makespan - packed.starts - durations)[:, ::-1])
 
 
@@ -93,6 +89,13 @@ def search(
     plans_of_shorter_step: Callable[[], Iterable[Starts]] | None = None,
 ) -> list[Packed]:
     """Return the best schedules found, best first.
+
+    The best period of a plan, and the best weight of backward relative to forward passes, depend on
+    costs and memory, so a grid of both is packed (`periodic_plans`). On a V, plans that already are
+    a steady state (`pattern_plans`) come first. The best plans are then improved step by step: some
+    start times are shifted at random, all passes are packed again, and the result is accepted if it
+    is no longer than the result of twenty steps before, which leads out of plateaus (late
+    acceptance, Burke and Bykov 2017).
 
     Several are returned, because the search ignores how messages block ranks, which may cost one
     schedule more than another.
@@ -136,7 +139,8 @@ def patience_of(how: Effort, ranks: int, passes: int) -> int:
 
 
 def first_plans(shop: JobShop, known: Sequence[Starts] = ()) -> list[Packed]:
-    """Return the schedules made by packing the ``known`` plans and a few more, in no order."""
+    """Return the schedules that come from packing the ``known`` plans and a few more, in no
+    order."""
     packers = packers_of(shop, pack.packer)
     affordable = max(_FIRST_PASSES // (2 * shop.operation_count * shop.columns), _MIN_FIRST_PLANS)
     plans = (*known, *periodic_plans(shop, (75, 100), (80, 100, 65, 50)))
@@ -205,7 +209,8 @@ def _is_busy(packed: Packed, shop: JobShop) -> bool:
 
 
 def _promising(packers: Packers, schedules: Sequence[Packed], work: Task) -> list[Packed]:
-    """Return the best of ``schedules``, each packed again while its makespan falls; best first."""
+    """Return the best of ``schedules``, each packed repeatedly while its makespan falls; best
+    first."""
     repacked = []
     for packed in sorted(schedules, key=_makespan)[:_PROMISING]:
         repacked.append(packers.justified(packed.starts, _ROUNDS))
@@ -238,7 +243,7 @@ def _improved(
 
 
 def _found(shop: JobShop, best: Packed, least: int) -> str:
-    """Return how far the best is above the bound ``least``, in words."""
+    """Return text on how far the best makespan is above the bound ``least``."""
     if not least:
         return ""
     bound = least - max(shop.tails)
@@ -280,10 +285,11 @@ def shifted(packed: Packed, shop: JobShop, rng: RandomIntegers) -> Starts:
     far = max(shop.work * rng.pick((1, 2, 4, 8)) // 10, 1)
     draw = rng.below(100)
     if draw < 35:
-        opens = rng.around(makespan * 11 // 20) + makespan * 9 // 20  # from -0.1 to 1 makespan
+        # The time window opens between -0.1 and 1 makespan.
+        opens = rng.around(makespan * 11 // 20) + makespan * 9 // 20
         closes = opens + makespan * rng.pick((1, 2, 4)) // 10
         inside = (opens < plan) & (plan < closes)
-        if rng.below(2):  # on a few neighbouring ranks only
+        if rng.below(2):  # the change concerns a few neighbouring ranks only
             ranks, size = shop.placement.ranks, shop.operations_per_rank
             lowest, number = rng.below(ranks), max(ranks // rng.pick((2, 4, 8)), 1)
             inside[: lowest * size] = False

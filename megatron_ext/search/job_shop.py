@@ -1,34 +1,11 @@
 """Packing problem of a search: a job shop, in whole ticks of time and whole units of memory.
 
-`job_shop_of` makes a `JobShop` of a problem, for any placement whose ranks have equally many
-chunks. In the terms of scheduling theory:
-
-- a machine is a rank, which runs one pass at a time;
-- a job is a microbatch;
-- an operation is one kind of pass on one stage. Each job has every operation once, and an operation
-  runs the jobs in order. A *pass* is an operation of one job.
-
-The operations of a rank have consecutive numbers, in the order in which a microbatch runs through
-them there: F by chunk, I by chunk backwards, W likewise. With c chunks, rank r has operations 3cr
-to 3c(r+1)-1. With recompute there are also operations of R, before those of I. If the activation of
-a microbatch is stored, its pass of R takes no time and no memory, and no action is made of it
-(`JobShop.recompute_actions`).
-
-If microbatches are split into slices, a job is a slice. F runs the slices of a microbatch in order;
-I and W run them in reverse, because the last slice goes back first (`JobShop.opposite_columns`).
-
-`Starts` are the start times of all passes, in ticks: a row for each operation, a column for each
-job, in the order in which the operation runs them. They are read in two ways. A *plan* gives the
-desired order of the passes, and may be impossible to run. Packing makes a schedule of a plan.
-`starts_of` makes a plan from the rows of a schedule, `rows_of` makes rows from packed starts.
-
-Memory never deadlocks, by the banker's rule with the oldest microbatch served first. Let k be the
-first microbatch that lacks a pass on a rank that acquires memory there. A pass may acquire memory
-only if the following stays within the limit (`pack`): the memory that microbatches after k hold,
-plus all that one microbatch may ever need. The oldest microbatch that is not done can then always
-continue. Earlier microbatches hold no memory any more, so on each rank it either has all the memory
-that it needs, or it is the k of that rank and finds enough. Its progress preserves the rule, as the
-next k has fewer microbatches after it. With slices, the rule is applied to whole microbatches.
+A search packs millions of passes, and must find the same schedule on every machine. It therefore
+does not work on actions, costs and stages, but on a problem of scheduling theory, in arrays of
+whole numbers: a machine is a rank, a job is a microbatch, and an operation is one kind of pass on
+one stage (`JobShop`). `job_shop_of` makes one of a problem, for any placement whose ranks have
+equally many chunks. `starts_of` turns rows of a schedule into a plan, and `rows_of` packed starts
+into rows.
 """
 
 from __future__ import annotations
@@ -53,11 +30,13 @@ from megatron_ext.schedule.placement import Neighbour, Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.search.ticks import common_tick
 
-Starts = npt.NDArray[np.int64]  # shape (operations, columns)
-Operations = tuple[tuple[int, Kind], ...]  # stage and kind of each
-# For each operation, its predecessors (or successors), each with the ticks of the message between.
+Starts = npt.NDArray[np.int64]  # starts of passes, shape (operations, columns)
+Operations = tuple[tuple[int, Kind], ...]  # stage and kind of each operation
+# Predecessors (or successors) of each operation, each with the ticks of the message between the
+# two.
 Precedences = tuple[tuple[tuple[int, int], ...], ...]
-# The same by column: the other operation, the ticks of the messages, and the columns there.
+# The same precedences by column: the other operation, the ticks of the messages, and the columns
+# there.
 ColumnPrecedences = list[list[tuple[int, list[int], list[int]]]]
 
 F, R, I, W = (  # noqa: E741 (the field's letters)
@@ -68,9 +47,11 @@ F, R, I, W = (  # noqa: E741 (the field's letters)
 )
 KINDS = (F, I, W)
 _NOT_YET = _NONE = -1
-_MOST_TICKS = 2**29  # of one message a stage: starts are integers of 32 bits
-_MIN_TICKS = 1_000  # a rank's work for a microbatch takes at least as many: searches shift by 1 %
-_SLICE_SHARES = 1 << 40  # units of memory of a chunk, as slices may have any length
+# Most ticks of the messages of all stages together, as starts are integers of 32 bits.
+_MOST_TICKS = 2**29
+# Least number of ticks of a rank's work for a microbatch, since searches shift passes by 1 % of it.
+_MIN_TICKS = 1_000
+_SLICE_SHARES = 1 << 40  # units of memory that a chunk is counted in, as slices may have any length
 
 
 @dataclass(frozen=True)
@@ -92,11 +73,11 @@ class PassDifferences:
 
     @property
     def column_period(self) -> int:
-        """The number of columns after which the passes of an operation repeat."""
+        """Number of columns after which the passes of an operation repeat."""
         return self.durations.shape[1]
 
     def mirrored(self, receivers: Sequence[int]) -> PassDifferences:
-        """Return the figures with time running backwards.
+        """Return the memory figures with time running backwards.
 
         Args:
             receivers: for each operation, the operation that its messages go to.
@@ -110,6 +91,19 @@ class PassDifferences:
 @dataclass(frozen=True)
 class JobShop:
     """Packing problem, in one direction of time.
+
+    - A machine is a rank, which runs one pass at a time.
+    - A job is a microbatch. If microbatches are split into slices, a job is a slice. F runs the
+      slices of a microbatch in order; I and W run them in reverse, because the last slice goes back
+      first (`opposite_columns`).
+    - An operation is one kind of pass on one stage. Each job has every operation once, and an
+      operation runs the jobs in order. A *pass* is an operation of one job.
+
+    The operations of a rank have consecutive numbers, in the order in which a microbatch runs
+    through them there: F by chunk, I by chunk backwards, W likewise. With c chunks, rank r has
+    operations 3cr to 3c(r+1)-1. With recompute there are also operations of R, before those of I.
+    If the activation of a microbatch is stored, its pass of R takes no time and no memory, and no
+    action is made of it (`recompute_actions`).
 
     Attributes:
         placement: which rank holds which stage.
@@ -153,13 +147,12 @@ class JobShop:
 
     @property
     def slices(self) -> int:
-        """Number of slices of a microbatch; 1: microbatches are whole."""
+        """Number of slices of a microbatch; 1 if microbatches are whole."""
         return 1 if self.differences is None else self.differences.slices
 
     @property
     def column_period(self) -> int:
-        """The number of columns after which the passes of an operation repeat, without
-        recompute."""
+        """Number of columns after which the passes of an operation repeat, without recompute."""
         return 1 if self.differences is None else self.differences.column_period
 
     @property
@@ -173,7 +166,7 @@ class JobShop:
 
     @cached_property
     def operations(self) -> Operations:
-        """The stage and kind of each operation."""
+        """Stage and kind of each operation."""
         return operations_of(self.placement, self.recompute_deltas is not None)
 
     @cached_property
@@ -217,7 +210,7 @@ class JobShop:
         )
 
     def _by_pass(self, by_operation: tuple[int, ...], differing: Starts | None) -> Starts:
-        """Return a figure for each pass. Shape (operations, columns)."""
+        """Return a figure for each pass, shape (operations, columns)."""
         if differing is not None:
             return np.tile(differing, (1, self.columns // self.column_period))
         return np.repeat(np.array(by_operation, np.int64)[:, None], self.columns, 1)
@@ -284,12 +277,12 @@ class JobShop:
 
     @cached_property
     def predecessors_by_column(self) -> ColumnPrecedences:
-        """`predecessors`, with the figures of each column."""
+        """The `predecessors` of each operation, with the figures of each column."""
         return self._by_column(self.predecessors, lambda op, other: op)
 
     @cached_property
     def successors_by_column(self) -> ColumnPrecedences:
-        """`successors`, with the figures of each column."""
+        """The `successors` of each operation, with the figures of each column."""
         return self._by_column(self.successors, lambda op, other: other)
 
     def _by_column(
@@ -310,7 +303,7 @@ class JobShop:
         ]
 
     def mirrored(self) -> JobShop:
-        """Return the same packing problem with time running backwards."""
+        """Return the same job shop with time running backwards."""
         receivers = [
             next((other for other, ticks in row if ticks), op)
             for op, row in enumerate(self.successors)
@@ -334,11 +327,11 @@ class JobShop:
         )
 
 
-# Cached, as it depends on the placement alone: a search makes many job shops that differ in what is
-# recomputed.
+# The table is cached, as it depends on the placement alone: a search makes many job shops that
+# differ in what is recomputed.
 @lru_cache(maxsize=8)
 def _operation_order(placement: Placement) -> tuple[int, ...]:
-    """Return `JobShop.operation_order` for time that runs forwards."""
+    """Return the operations' order for time that runs forwards (`JobShop.operation_order`)."""
     kinds = {F: 0, R: 1, I: 2, W: 3}
     stages = placement.stages_of[0]
     chunks = {stage: chunk for chunk, stage in enumerate(stages)}
@@ -357,7 +350,7 @@ def _operation_order(placement: Placement) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8)
 def _successors(predecessors: Precedences) -> Precedences:
-    """Return `JobShop.successors`."""
+    """Return the successors of each operation (`JobShop.successors`)."""
     rows: list[list[tuple[int, int]]] = [[] for _ in predecessors]
     for op, waits_for in enumerate(predecessors):
         for other, ticks in waits_for:
@@ -380,7 +373,7 @@ def operations_of(placement: Placement, with_recompute: bool = False) -> Operati
 
 
 def job_shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = None) -> JobShop:
-    """Return the packing problem of ``problem``, whose ranks have equally many chunks.
+    """Return the job shop (packing problem) of ``problem``, whose ranks have equally many chunks.
 
     Args:
         recomputed: whether an activation is recomputed, of shape (stages, microbatches). None: no
@@ -415,7 +408,7 @@ def job_shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = Non
             f"a message takes {longest / work:.3g} times as long as the passes of a microbatch on "
             f"a rank, which no search can count: write all costs in one unit"
         )
-    # A pass that costs nothing still has its place in the order.
+    # A pass that costs nothing takes one tick, so that it still has its place in the order.
     durations = [[max(round(figure / tick), 1) for figure in row] for row in seconds]
     activation, rest, stored, limit = _memory(problem, recomputed is not None)
     slices = problem.slices.count
@@ -465,8 +458,8 @@ def _p2p_seconds(problem: Problem) -> dict[int, list[float]]:
 
 
 def _in_order[T](kind: Kind, parts: Sequence[T], problem: Problem) -> Sequence[T]:
-    """Return ``parts``, `Problem.examples` or their figures, in the order in which ``kind`` runs
-    them."""
+    """Return ``parts``, `Problem.examples` or their figures, in the order in which passes of
+    ``kind`` run them."""
     return parts if kind is F or problem.slices.count == 1 else parts[::-1]
 
 
@@ -501,19 +494,20 @@ def _pass_differences(
     return PassDifferences(problem.slices.count, *tables)
 
 
-# Sign of the memory that a pass acquires in addition if its activation is recomputed.
+# Sign of the additional memory that a pass allocates if its activation is recomputed.
 _RECOMPUTE_SIGN = {F: -1, R: 1}
 
 
 def _predecessors(
     placement: Placement, p2p_ticks: Mapping[int, int], operations: Sequence[tuple[int, Kind]]
 ) -> Precedences:
-    """Return `JobShop.predecessors`. The key of ``p2p_ticks`` is the stage before each link between
-    two ranks."""
+    """Return the predecessors of each operation (`JobShop.predecessors`). The key of ``p2p_ticks``
+    is the stage before each link between two ranks."""
     op_of = {key: op for op, key in enumerate(operations)}
 
     def on(stage: int, *kinds: Kind) -> tuple[tuple[int, int], ...]:
-        """Return the operation on ``stage`` of the first of ``kinds`` that has one there."""
+        """Return the operation on ``stage`` of the first kind among ``kinds`` that has one
+        there."""
         return ((next(op_of[stage, kind] for kind in kinds if (stage, kind) in op_of), 0),)
 
     def waits_for(stage: int, kind: Kind) -> tuple[tuple[int, int], ...]:
@@ -580,7 +574,8 @@ def _memory(problem: Problem, with_recompute: bool) -> tuple[list[int], list[int
 def _microbatch_memory(
     problem: Problem, activation: Sequence[int], rest: Sequence[int]
 ) -> list[int]:
-    """Return `JobShop.microbatch_memory`, with each slice rounded up."""
+    """Return the memory of a microbatch on each rank (`JobShop.microbatch_memory`), with each slice
+    rounded up."""
     rounding = problem.slices.count - 1
     return [
         sum(max(activation[stage], rest[stage]) + rounding for stage in stages)
@@ -664,14 +659,13 @@ def timed(starts: Starts, shop: JobShop) -> Starts:
 
 
 def _by_start(starts: Starts) -> npt.NDArray[np.intp]:
-    """Return the positions of passes in ``starts``, counted row by row, in the order of their
-    starts."""
+    """Return the positions of passes in the array ``starts``, counted row by row, in the order of
+    their starts."""
     return np.argsort(starts, axis=None, kind="stable")
 
 
-Orders = list[
-    list[tuple[int, int]]
-]  # for each rank, the operation and column of each of its passes
+# For each rank, the operation and column of each of its passes.
+Orders = list[list[tuple[int, int]]]
 
 
 def _timed(orders: Orders, shop: JobShop) -> Starts:
@@ -709,7 +703,7 @@ def _timed(orders: Orders, shop: JobShop) -> Starts:
 
 
 def _orders_in(rows: Sequence[Sequence[Action]], shop: JobShop) -> Orders:
-    """Return the passes of ``rows``. Each pass of R that is no action follows directly after its
+    """Return the passes of ``rows``. An R that is no action of its own follows directly after its
     F."""
     op_of = {key: op for op, key in enumerate(shop.operations)}
     actions = action_arrays_of(rows)

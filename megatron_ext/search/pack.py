@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_ext.search.job_shop import JobShop, Starts
 
-MAX_GAPS = 12  # gaps recorded for each rank, the latest ones: passes rarely fit into older gaps
+MAX_GAPS = 12  # gaps recorded for each rank, the latest ones, as passes rarely fit into older gaps
 
 
 class Packed(NamedTuple):
@@ -31,7 +31,8 @@ class Packed(NamedTuple):
 
 
 Pack = Callable[[Starts], Packed]
-Gap = list[int]  # start, end, and the peak memory of the rank from here to its last end
+# Start and end of a gap, and the rank's peak memory from its start to the end of the row.
+Gap = list[int]
 
 
 def packer(shop: JobShop) -> Pack:
@@ -42,7 +43,8 @@ def packer(shop: JobShop) -> Pack:
 def pack(shop: JobShop, plan: Starts) -> Packed:
     """Return ``plan`` packed to the left. The limit must suffice for a microbatch
     (`JobShop.fits`)."""
-    # A search without numba spends its time in this loop, so it makes few calls and look-ups.
+    # A search without numba spends most of its time in this loop, so it makes few calls and
+    # look-ups.
     plan_starts: list[list[int]] = plan.tolist()
     operations, m, size = range(shop.operation_count), shop.columns, shop.operations_per_rank
     durations, deltas = shop.pass_durations.tolist(), shop.pass_memory_deltas.tolist()
@@ -93,7 +95,17 @@ def pack(shop: JobShop, plan: Starts) -> Packed:
 
 
 class _BankersRule:
-    """Banker's rule of `job_shop`, by which memory never deadlocks, without recompute."""
+    """Banker's rule with the oldest microbatch served first, by which memory never deadlocks,
+    without recompute.
+
+    Let k be the first microbatch that lacks a pass on a rank that acquires memory there. A pass may
+    acquire memory only if the following stays within the limit: the memory that microbatches after
+    k hold, plus all that one microbatch may ever need. The oldest microbatch that is not done can
+    then always continue. Earlier microbatches hold no memory any more, so on each rank it either
+    has all the memory that it needs, or it is the k of that rank and finds enough. Its progress
+    preserves the rule, as the next k has fewer microbatches after it. With slices, the rule is
+    applied to whole microbatches.
+    """
 
     def __init__(self, shop: JobShop) -> None:
         self.acquiring: list[list[int]] = [[] for _ in shop.microbatch_memory]
@@ -105,7 +117,7 @@ class _BankersRule:
                 self.acquiring[rank].append(op)
             if of_microbatch:
                 self.changing[rank].append((op, held))
-        # Memory that microbatches after the first incomplete one may hold.
+        # Memory that is free for microbatches after the first incomplete one.
         self.free = [shop.limit - memory for memory in shop.microbatch_memory]
         self.slices = shop.slices
 
@@ -124,7 +136,7 @@ class _BankersRule:
 
 
 class _RecomputeRule:
-    """Banker's rule of `job_shop`, by which memory never deadlocks, with recompute."""
+    """Banker's rule of `job_shop` with recompute; under this rule memory never deadlocks."""
 
     def __init__(self, shop: JobShop) -> None:
         self.limit, self.size = shop.limit, shop.operations_per_rank
@@ -134,8 +146,8 @@ class _RecomputeRule:
         self.next_acquiring: list[list[int]] = shop.next_acquiring.tolist()
 
     def may_acquire(self, op: int, rank: int, count: list[int]) -> bool:
-        """Return whether the microbatches of the rank can end one after the other, after the next
-        pass of ``op``."""
+        """Return whether the microbatches of the rank can still end one after the other, after the
+        next pass of ``op``."""
         count[op] += 1
         may = self._can_end(range(rank * self.size, (rank + 1) * self.size), count)
         count[op] -= 1
@@ -146,7 +158,8 @@ class _RecomputeRule:
         free = self.limit
         for (
             op
-        ) in operations:  # microbatches before the oldest free what they hold, and need nothing
+            # Microbatches before the oldest one free all that they store, and need nothing more.
+        ) in operations:
             free -= self.held_after[op][max(count[op], oldest)]
         for k in range(oldest, max(count[operations.start : operations.stop])):
             need = more = 0

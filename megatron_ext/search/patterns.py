@@ -1,34 +1,10 @@
 """Patterns: times of one microbatch's passes on a V that can be repeated exactly every period.
 
-A pattern gives the time at which each rank starts the six passes of a microbatch. Repeated every
-period it is a steady state if no two passes of a rank collide modulo the period, and if the
-microbatches in progress together stay within the memory limit.
-
-Patterns are enumerated by a dynamic program over the ranks, from the turn of the V to its open end.
-The *arrangement* of a rank is the position of its passes on a circle as long as the period. Whole
-periods between passes cause no collision, so each pass comes as soon after the pass it waits for as
-its position on the circle allows. Other ranks have to know only two figures of a rank, both in
-whole periods:
-
-- the *turn trip*, from F of the outer chunk to F of the inner one, plus from I of the inner chunk
-  to I of the outer one. The ranks nearer to the turn determine it.
-- the *end trip*, from F of the inner chunk to its I. The ranks nearer to the open end determine it.
-
-The outer chunk is held for both trips, the inner one for the end trip. The program goes from the
-turn outwards, so it knows the turn trip. Of the end trip it records the longest for which all ranks
-so far have the memory: a pattern that fits with a longer end trip also fits with a shorter one.
-
-The circle of one rank can be rotated relative to that of the next. A microbatch takes four *legs*
-between the two ranks: F down, F up, I down, I up. A small rotation makes two legs longer and two
-shorter, and changes no number of whole periods unless one leg becomes shorter than it can be. So
-only the four rotations with one leg at its shortest have to be tried. No pattern is missed,
-whatever the length of a tick, as long as no rank is ever idle. A rank that is idle in part of the
-period can distribute its idle time over the gaps before F and I in many ways. (A gap before W is
-useless: an earlier W frees memory earlier.) All of them are tried if they are few
-(`Arrangements.EACH`); otherwise all idle time is in one gap.
-
-A pattern stretched in time is a pattern. So if there is no pattern with some period, there is none
-with a shorter period either.
+A search needs good plans to begin with, and a bound tells it when to stop. On a V both come from
+steady states. A pattern gives the time at which each rank starts the six passes of a microbatch.
+Repeated every period it is a steady state if no two passes of a rank collide modulo the period, and
+if the microbatches in progress together stay within the memory limit. `patterns` enumerates
+patterns by a dynamic program over the ranks (`_PatternProgram`).
 """
 
 from __future__ import annotations
@@ -41,21 +17,27 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-OPERATIONS = 6  # of a rank, in the order of a `JobShop`
+OPERATIONS = 6  # operations of a rank, in the order of a `JobShop`
 F_OUTER, F_INNER, I_INNER, I_OUTER, W_INNER, W_OUTER = range(OPERATIONS)
 
-# The start of the first microbatch in ticks, by rank and operation.
+# Starts of the first microbatch's passes in ticks, by rank and operation.
 Pattern = tuple[tuple[int, ...], ...]
-MessageTicks = tuple[int, int]  # ticks of a message of the outer chunk, and of the inner one
+# Ticks of a message of the outer chunk, and of one of the inner chunk.
+MessageTicks = tuple[int, int]
 
 _Ints = NDArray[np.int32]
-_IMPOSSIBLE = -(1 << 20)  # periods: there is no such pattern
-_UNLIMITED = 1 << 16  # periods: more than any trip takes
+_IMPOSSIBLE = -(1 << 20)  # number of periods that stands for a pattern which does not exist
+_UNLIMITED = 1 << 16  # number of periods that no trip takes
 _TINY = 1e-9
 
 
 class Arrangements(enum.Enum):
-    """Ways of spreading a rank's idle time over the gaps before its passes."""
+    """Ways of spreading a rank's idle time over the gaps before its passes.
+
+    A rank that is idle in part of the period can distribute its idle time over the gaps before F
+    and I in many ways. (A gap before W is useless: an earlier W frees memory earlier.) All of them
+    are tried if they are few (`EACH`); otherwise all idle time is in one gap.
+    """
 
     EACH = enum.auto()  # in whole ticks
     ONE_GAP = enum.auto()
@@ -111,12 +93,12 @@ def patterns(
 
 
 _VARIANTS = 3  # patterns for each end, of possibly many that take equally long
-_PRIME = 7919  # for the choice of variants
+_PRIME = 7919  # prime number that spreads the choice of variants
 
 
 def exists(ranks: Sequence[RankWork], p2p_ticks: Sequence[MessageTicks], period: int) -> bool:
     """Return whether there is any pattern of ``period`` ticks. If not, there is none of a shorter
-    period."""
+    period, because a pattern stretched in time is a pattern."""
     return bool(patterns(ranks, p2p_ticks, period, 1, Arrangements.EACH))
 
 
@@ -128,7 +110,7 @@ def arrangements_of(rank: RankWork, period: int) -> int:
 
 @dataclass(frozen=True)
 class _RankArrangements:
-    """The arrangements of a rank, one in each column.
+    """Arrangements of a rank's passes within a period, one in each column.
 
     Attributes:
         starts: start of each operation on the circle; F of the outer chunk starts at 0.
@@ -167,18 +149,19 @@ def _arrangements(rank: RankWork, period: int, spread: Arrangements) -> _RankArr
 
 
 def _one_of(of_rank: _RankArrangements, arrangement: int) -> _RankArrangements:
-    """Return only one of the arrangements ``of_rank``."""
+    """Return only one of the arrangements ``of_rank``, in place of all."""
     figures = (np.asarray(getattr(of_rank, field.name)) for field in fields(of_rank))
     return _RankArrangements(*(figure[..., [arrangement]] for figure in figures))
 
 
 def _placed(ticks: Sequence[int], period: int, spread: Arrangements) -> Iterator[_Ints]:
-    """Yield the starts of the passes on the circle, in every order of passes, with idle time before
-    F and I."""
+    """Yield the starts of the passes within a period, in every order of passes, with idle time
+    before F and I."""
     idle = period - sum(ticks)
     if spread is Arrangements.EACH:
         cuts = itertools.combinations(range(idle + 3), 3)
-        gaps = [(a, b - a - 1, c - b - 1) for a, b, c in cuts]  # the rest comes at the end
+        # The remaining idle time comes at the end of the period.
+        gaps = [(a, b - a - 1, c - b - 1) for a, b, c in cuts]
     else:
         gaps = list({(0, 0, 0), (idle, 0, 0), (0, idle, 0), (0, 0, idle)})
     before = np.array(gaps, dtype=np.int32).T
@@ -199,7 +182,8 @@ _CHUNKS = ((F_OUTER, I_OUTER, W_OUTER), (F_INNER, I_INNER, W_INNER))
 def _least_held(rank: RankWork, starts: _Ints, period: int) -> NDArray[np.float64]:
     """Return the peak memory of ``rank``, per column of ``starts``, if each pass comes within a
     period of the one it waits for."""
-    holds: list[tuple[_Ints, _Ints, float]] = []  # from, for how long, how much
+    # For each stored tensor: start, duration and amount.
+    holds: list[tuple[_Ints, _Ints, float]] = []
     for chunk, (forward, backward, weight) in enumerate(_CHUNKS):
         active = (starts[backward] - starts[forward]) % period + rank.ticks[backward]
         end = starts[forward] + active
@@ -216,21 +200,37 @@ def _least_held(rank: RankWork, starts: _Ints, period: int) -> NDArray[np.float6
     return most
 
 
-# The unused whole periods of the end trip, the next rank's arrangement, and the periods by which
-# the turn trip is longer than on that rank.
+# Number of unused whole periods of the end trip, arrangement of the next rank, and number of
+# periods by which the turn trip is longer than on that rank.
 _Continuation = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class _End:
-    """The arrangement of a pattern on the last rank, and the periods of its turn trip."""
+    """Arrangement of a pattern on the last rank, and the periods of its turn trip."""
 
     arrangement: int
     periods: int
 
 
 class _PatternProgram:
-    """The dynamic program over the ranks."""
+    """The dynamic program over the ranks, from the turn of the V to its open end.
+
+    The *arrangement* of a rank is the position of its passes on a circle as long as the period.
+    Whole periods between passes cause no collision, so each pass comes as soon after the pass it
+    waits for as its position on the circle allows. Other ranks have to know only two figures of a
+    rank, both in whole periods:
+
+    - the *turn trip*, from F of the outer chunk to F of the inner one, plus from I of the inner
+      chunk to I of the outer one. The ranks nearer to the turn determine it.
+    - the *end trip*, from F of the inner chunk to its I. The ranks nearer to the open end determine
+      it.
+
+    The outer chunk is held for both trips, the inner one for the end trip. The program goes from
+    the turn outwards, so it knows the turn trip. Of the end trip it records the longest for which
+    all ranks so far have the memory: a pattern that fits with a longer end trip also fits with a
+    shorter one.
+    """
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class _PatternProgram:
         self.ranks, self.p2p_ticks, self.period = ranks, p2p_ticks, period
         arrangements_by_rank = {rank: _arrangements(rank, period, spread) for rank in set(ranks)}
         self.arrangements = [arrangements_by_rank[rank] for rank in ranks]
-        # By rank, arrangement and periods of the turn trip: the most periods of the end trip.
+        # The most periods of the end trip, by rank, arrangement and periods of the turn trip.
         self.most: list[_Ints] = [self._first_rank()]
         self.transitions: list[dict[int, _Ints]] = [{}]
         made: dict[tuple[RankWork, RankWork, MessageTicks], dict[int, _Ints]] = {}
@@ -300,8 +300,8 @@ class _PatternProgram:
         return [_End(int(arrangements[n]), int(periods[n])) for n in (-time).argsort(kind="stable")]
 
     def pattern(self, end: _End, variant: int) -> Pattern:
-        """Return a pattern with this end. Variant 0 uses the most memory; other variants are
-        arbitrary."""
+        """Return a pattern with this end on the last rank. Variant 0 uses the most memory; other
+        variants are arbitrary."""
         arrangement, turn_trip, end_trip = end.arrangement, end.periods, 0
         arrangements, legs = [arrangement], []
         for rank in range(len(self.ranks) - 1, 0, -1):
@@ -344,7 +344,7 @@ class _PatternProgram:
         )
 
     def _unrolled(self, arrangements: list[int], legs: list[tuple[int, ...]]) -> Pattern:
-        """Return the pattern of these arrangements of the ranks and these legs between them."""
+        """Return the pattern with these arrangements of the ranks and these legs between them."""
         starts = [[0] * OPERATIONS for _ in self.ranks]
         places = [
             [int(start) for start in of_rank.starts[:, n]]
@@ -353,7 +353,7 @@ class _PatternProgram:
         last, period = len(starts) - 1, self.period
 
         def follow(rank: int, op: int, after: int, ticks: int = 0) -> None:
-            """Start ``op`` at its position on the circle, at least ``ticks`` after the start of
+            """Start ``op`` at its position in the period, at least ``ticks`` after the start of
             ``after``."""
             wait = (places[rank][op] - places[rank][after] - ticks) % period
             starts[rank][op] = starts[rank][after] + ticks + wait
@@ -382,7 +382,14 @@ def _rotations(
     outer: _RankArrangements, inner: _RankArrangements, least: _Legs, period: int
 ) -> Iterator[tuple[_Ints, _Ints, _Ints, _Ints]]:
     """Yield the ticks of the four legs, by both arrangements, for each rotation of the inner circle
-    in which one leg is shortest."""
+    in which one leg is shortest.
+
+    The circle of one rank can be rotated relative to that of the next. A microbatch takes four
+    *legs* between the two ranks: F down, F up, I down, I up. A small rotation makes two legs longer
+    and two shorter, and changes no number of whole periods unless one leg becomes shorter than it
+    can be. So only the four rotations with one leg at its shortest have to be tried. No pattern is
+    missed, whatever the length of a tick, as long as no rank is ever idle.
+    """
 
     def lead(op: int) -> _Ints:
         return outer.starts[op][:, None] - inner.starts[op][None, :]

@@ -32,23 +32,25 @@ from megatron_ext.search.improve import (
 from megatron_ext.search.job_shop import job_shop_of, recomputed_in, rows_of, starts_of
 from megatron_ext.search.pack import Packed
 
-Recomputed = npt.NDArray[np.bool_]  # whether an activation is recomputed: stages x microbatches
+# Whether each activation is recomputed, shape (stages, microbatches).
+Recomputed = npt.NDArray[np.bool_]
 
-# The multiples of the golden ratio modulo 1 are a low-discrepancy sequence: those of consecutive
-# numbers are spread evenly over 0 to 1.
+# Factor whose multiples modulo 1 are a low-discrepancy sequence: those of consecutive numbers are
+# spread evenly over 0 to 1 (the golden ratio).
 _GOLDEN = (5**0.5 - 1) / 2
-_SHARES_OF_CHUNK = 4  # the first choices differ by a quarter of a chunk
-_PERIODS = (80, 90, 100, 110, 120, 140)  # of the first plans, in % of a rank's work
-_WEIGHTS = (100, 55, 160)  # of backward passes relative to forward passes, in %
+_SHARES_OF_CHUNK = 4  # number of shares of a chunk by which the first choices differ
+_PERIODS = (80, 90, 100, 110, 120, 140)  # periods of the first plans, in % of a rank's work
+_WEIGHTS = (100, 55, 160)  # work of backward passes relative to forward passes, in %
 _PROMISING = 4  # number of choices that are improved
-_HISTORY = 20  # steps back with whose makespan late acceptance compares
-# Of 100 steps, this many change only the plan, only the choice, and both (the other 25).
+_HISTORY = 20  # late acceptance compares with the makespan of so many steps before
+# In 100 steps of the search, this many change only the plan and only the choice of recomputed
+# activations; the other 25 change both.
 _PLAN_ONLY, _CHOICE_ONLY = 60, 15
 
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """A choice of activations to recompute, and the best schedule found for it."""
+    """Choice of activations to recompute, and the best schedule found for it."""
 
     recomputed: Recomputed
     packers: Packers
@@ -63,7 +65,7 @@ class _Found:
 def search_with_recompute(
     problem: Problem, known: Sequence[Rows], least: float, how: Effort
 ) -> list[Rows]:
-    """Return the best schedules found, best first.
+    """Return the best schedules found with recompute, best first.
 
     Args:
         problem: a problem whose memory limit suffices for a microbatch (`JobShop.fits`).
@@ -72,8 +74,8 @@ def search_with_recompute(
         least: a lower bound in seconds; the search ends if it finds a schedule that reaches it.
     """
     choices = _Choices(problem, how)
-    # Twice the effort of a search without recompute: half is spent on several choices, and half on
-    # the best of them.
+    # A search with recompute has twice the effort of one without: half is spent on several choices
+    # of recomputed activations, and half on the best of them.
     steps = steps_of(how, problem.ranks, choices.passes)
     shares = range(_SHARES_OF_CHUNK * problem.placement.chunks + 1)
     plans = len(known) + len(shares) * len(_PERIODS) * len(_WEIGHTS)

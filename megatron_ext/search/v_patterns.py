@@ -1,5 +1,8 @@
-"""Uses of `patterns` on a V: initial plans for a search, and the shortest period of a steady
-state."""
+"""Uses of `patterns` on a V: initial plans for a search, and the shortest period of a steady state.
+
+`patterns` knows ranks from the turn of the V outwards and whole ticks. Here problems are translated
+for it, and its patterns become plans.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,10 @@ from megatron_ext.search.patterns import (
 )
 
 _PLANS = 24
-_MORE_CHUNKS = 4  # chunks above the limit that a plan may hold before it is packed
-_MOST_ARRANGEMENTS = 3_400  # of a rank, ...
-_MOST_PAIRS = 2_000_000_000  # ... and of neighbours, times the ranks: some seconds
+_MORE_CHUNKS = 4  # chunks above the limit that a plan may store before it is packed
+_MOST_ARRANGEMENTS = 3_400  # most arrangements of a rank, ...
+# Most combinations of two neighbours' arrangements, times the ranks: some seconds.
+_MOST_PAIRS = 2_000_000_000
 
 
 def pattern_plans(shop: JobShop) -> list[Starts]:
@@ -40,7 +44,7 @@ def pattern_plans(shop: JobShop) -> list[Starts]:
     if not is_v(shop.placement):
         return []
     works, p2p_ticks = _ranks_of(shop), _p2p_ticks_of(shop)
-    # With slices, activations are held longer, until the later slices have turned back.
+    # With slices activations live longer, until the later slices have come back.
     works = [replace(w, limit=w.limit - (shop.slices - 1) * sum(w.activations)) for w in works]
     period = max(sum(rank.ticks) for rank in works)
     turns = period * shop.period_offsets

@@ -1,16 +1,8 @@
 """Placement of weight gradients in the gaps of an order of passes, and the timing of an order.
 
 A family that splits the backward pass gives the order in which each rank does its F and I. The
-places of W follow from costs and memory. They are placed greedily, each rank's oldest first:
-
-- in a gap that is long enough, always;
-- before a pass that would exceed the memory limit, as many as necessary;
-- in a gap that is too short, delaying later passes, only if the rank cannot afford to idle. A rank
-  that has to end by a deadline may idle for the time that its start and its work leave over, and no
-  other rank gains if it idles less.
-
-Times are those of `simulate`, except that receives are always posted in time. An order therefore
-never takes less time than computed here.
+places of W follow from costs and memory (`fill_once`). Times are those of `simulate`, except that
+receives are always posted in time. An order therefore never takes less time than computed here.
 """
 
 from __future__ import annotations
@@ -34,15 +26,15 @@ from megatron_ext.schedule.placement import Neighbour
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
-_TOLERANCE = 1e-9  # of a sum of costs
+_TOLERANCE = 1e-9  # relative rounding error of a sum of costs
 
 
 class ExceedsMemory(ValueError):
-    """Order of F and I that exceeds the memory limit wherever its W are placed."""
+    """Error: an order of F and I exceeds the memory limit wherever its W are placed."""
 
 
 class Deadlock(ValueError):
-    """Order of passes in which ranks wait for one another in a cycle."""
+    """Error: an order of passes in which ranks wait for one another in a cycle."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +52,7 @@ class TimedOrder:
     span: float
 
     def order(self, by_span: bool) -> tuple[float, float]:
-        """Return the key by which two orders are compared."""
+        """Return the key by which two timed orders are compared."""
         return (self.span, self.makespan) if by_span else (self.makespan, self.span)
 
 
@@ -72,17 +64,17 @@ class Memory:
     allowed: tuple[float, ...]
 
     def fits(self, rank: int, held: float) -> bool:
-        """Return whether ``rank`` may hold ``held``."""
+        """Return whether ``rank`` may hold ``held`` memory."""
         return fits(held, self.allowed[rank])
 
     def of(self, stage: int) -> float:
         """Return the memory that a microbatch takes on ``stage`` from F to I."""
-        # If the inputs of W are larger than the activation, that much memory must be free at I.
+        # If the inputs of W are larger than the activation, so much memory must be free at I.
         return max(self.amount(held, stage) for held in (Held.ACTIVATION, Held.WEIGHT_INPUTS))
 
 
 def memory_of(problem: Problem, microbatches: float = math.inf) -> Memory:
-    """Return the limit of ``problem`` as `Memory`, or ``microbatches`` if that is less."""
+    """Return the memory limit of ``problem`` as `Memory`, or ``microbatches`` if that is less."""
     limit, share = problem.memory_limit, 1 / problem.placement.chunks
     if limit is not None and limit.bytes is not None:
         bytes_for(limit, problem.costs)
@@ -131,6 +123,14 @@ def fill_once(
 ) -> TimedOrder:
     """Return ``orders``, a row per rank, with a W for each I placed as soon as the rules allow.
 
+    W are placed greedily, each rank's oldest first:
+
+    - in a gap that is long enough, always;
+    - before a pass that would exceed the memory limit, as many as necessary;
+    - in a gap that is too short, delaying later passes, only if the rank cannot afford to idle. A
+      rank that has to end by a deadline may idle for the time that its start and its work leave
+      over, and no other rank gains if it idles less.
+
     Args:
         orders: F and I (or B) of each rank on any placement.
         memory: the limit of each rank; None is no limit.
@@ -146,7 +146,7 @@ def fill_once(
 
 
 def time(rows: Sequence[Sequence[Action]], problem: Problem) -> TimedOrder:
-    """Return the timing of complete ``rows``, unchanged.
+    """Return the times of complete ``rows`` in their order.
 
     Raises:
         Deadlock: they cannot run.
@@ -240,21 +240,23 @@ class _Bounds:
     most: float = math.inf
 
     def note(self, required: float, idles: bool) -> None:
-        """Account for a decision to idle, or not to idle, for which ``required`` is enough."""
+        """Account for a decision to idle, or not to idle, for which the span ``required`` is
+        enough."""
         if idles:
             self.least = max(self.least, required)
         else:
             self.most = min(self.most, required)
 
     def covers(self, limit: float) -> bool:
-        """Whether ``limit`` leads to this filling; False if it is within rounding of a bound."""
+        """Return whether ``limit`` leads to this filling; False if it is within rounding of a
+        bound."""
         margin = _TOLERANCE * (1 + limit)
         return self.least + margin < limit < self.most - margin
 
 
 @dataclass(frozen=True)
 class _Filled:
-    """A filling, with the deadlines and the spans that lead to it."""
+    """Order with its W filled in, with the deadlines and the spans that lead to it."""
 
     timed: TimedOrder
     ends: _Bounds
@@ -264,7 +266,7 @@ class _Filled:
 class _WeightGradient(NamedTuple):
     action: Action
     seconds: float
-    memory: float  # held until it has run
+    memory: float  # memory that is held until the weight gradient has run
 
 
 class _Pass(NamedTuple):
@@ -279,7 +281,8 @@ class _Pass(NamedTuple):
     input: int
     output: int
     to: int  # rank of the neighbouring stage; -1: none
-    link: tuple[int, int, Kind] | None  # None: the neighbouring stage is on the same rank
+    # Channel to the neighbouring stage; None if that stage is on the same rank.
+    link: tuple[int, int, Kind] | None
     p2p_seconds: float  # seconds of the message
     needs: float  # memory that must be free when the pass starts
     change: float  # memory held after the pass, less the memory held before it
@@ -287,7 +290,7 @@ class _Pass(NamedTuple):
 
 
 class _Orders:
-    """F and I of each rank, prepared once for fillings with several deadlines."""
+    """F and I of each rank, prepared once for fillings of W with several deadlines."""
 
     def __init__(
         self, orders: Sequence[Sequence[Action]], problem: Problem, memory: Memory | None
@@ -299,7 +302,8 @@ class _Orders:
     def _prepare(self, orders: Sequence[Sequence[Action]]) -> list[list[_Pass]]:
         placement, of = self.problem.placement, self.problem.costs.of
         parts, stages = self.problem.examples, range(placement.stages)
-        # By kind, stage and example; by the stage before the link, and example.
+        # Seconds of passes by kind, stage and example; seconds of messages by the stage before the
+        # link, and example.
         seconds = {
             kind: [[of(Action(s, kind, part)) for part in parts] for s in stages]
             for kind in _COMPUTE
@@ -344,7 +348,7 @@ class _Orders:
         return [[prepared(action) for action in order] for order in orders]
 
     def fill(self, deadline: float, span: float) -> _Filled:
-        """Return the filling for ``deadline`` and ``span``.
+        """Return the order with its W filled in, for ``deadline`` and ``span``.
 
         Raises:
             ExceedsMemory, Deadlock: as `fill_once`.
@@ -353,7 +357,7 @@ class _Orders:
 
 
 class _Rank:
-    """The state of one rank: its actions so far, its times, and its memory."""
+    """State of one rank during a filling: its actions so far, its times, and its memory."""
 
     def __init__(self, work: float, allowed: float) -> None:
         self.work = work
@@ -371,7 +375,7 @@ class _Rank:
         self.held -= memory
 
     def free_for(self, needs: float) -> bool:
-        """Do pending W until ``needs`` is free; return whether it is."""
+        """Run pending W until the memory ``needs`` is free; return whether it is."""
         while self.held + needs > self.most:
             if not self.pending:
                 return False
@@ -380,7 +384,7 @@ class _Rank:
 
 
 class _Filling:
-    """The state of one call. A pass is placed once its input has been placed, so W see the true
+    """State of one filling of W. A pass is placed once its input has been placed, so W see the true
     gap."""
 
     def __init__(self, orders: _Orders, deadline: float, span: float) -> None:
@@ -388,11 +392,13 @@ class _Filling:
         memory = orders.memory
         allowed = memory.allowed if memory else (math.inf,) * len(orders.work)
         self.ranks = list(map(_Rank, orders.work, allowed))
-        # When the input of each number comes: microbatches and their losses are there already.
+        # Time when the input of each pass is ready: microbatches and their losses are ready at the
+        # start.
         stages, pieces = orders.problem.placement.stages, orders.problem.pieces
         self.ready: list[float | None] = [None] * (2 * stages * pieces)
         self.ready[:pieces] = self.ready[-pieces:] = [0.0] * pieces
-        self.arrived: dict[tuple[int, int, Kind], float] = {}  # by link: its last message
+        # Arrival of the latest message of each link.
+        self.arrived: dict[tuple[int, int, Kind], float] = {}
         self.ends, self.spans = _Bounds(), _Bounds()
 
     def run(self) -> _Filled:
@@ -426,7 +432,7 @@ class _Filling:
         return _Filled(timed, self.ends, self.spans)
 
     def place(self, rank: _Rank, placed: _Pass, ready: float) -> None:
-        """Run ``placed``, whose input comes at ``ready``, and pass its output on."""
+        """Run the pass ``placed``, whose input comes at ``ready``, and pass its output on."""
         action, seconds, _, output, to, link, p2p_seconds, needs, change, weight_gradient = placed
         if rank.pending and ready - rank.free > rank.slack:
             self.fill_gap(rank, ready)

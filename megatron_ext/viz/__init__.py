@@ -1,1 +1,4 @@
-"""Output for people: pictures, traces, and explanations of the time that a step takes."""
+"""Output for people: pictures and pages of timelines.
+
+It draws what was computed elsewhere, and computes no schedule.
+"""

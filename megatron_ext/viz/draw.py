@@ -1,4 +1,9 @@
-"""Pictures: timelines (ranks as rows, kinds by colour, bubbles shaded, memory)."""
+"""Pictures: timelines (ranks as rows, kinds by colour, bubbles shaded, memory).
+
+A schedule is understood by looking at it. Predictions, measurements and the schedules of the
+documentation are drawn alike: the same colours, the bubbles shaded, and below each rank the memory
+that it holds.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +33,12 @@ MARKERS = {kind: rule.marker for kind, rule in RULES.items() if rule.marker}
 PALER = 0.45
 BUBBLE = "#E8E8E8"
 
-WIDTH = 12  # of the timelines' figure, in inches
-LABEL = 7  # of a pass, in points
+WIDTH = 12  # width of the figure with the timelines, in inches
+LABEL = 7  # size of a pass' label in points
 
-PassBox = tuple[float, float, float, float]  # middle (a rank), half of its height, start, end
-_HALF = 0.43  # of a box's height
+# Box of a pass: middle (a rank), half of its height, start, end.
+PassBox = tuple[float, float, float, float]
+_HALF = 0.43  # half of a box's height
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
@@ -180,7 +186,8 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
 
 
 def _places_in_pairs(timeline: Timeline) -> dict[Action, PassBox]:
-    """Return the box of each pass that runs in a pair: as long as the pair, F above."""
+    """Return the box of each overlapped pass: as long as both passes together, with F in the upper
+    half."""
     in_pairs = timeline.schedule.overlapped_with
     events = {event.action: event for event in timeline.events if event.action in in_pairs}
     quarter = _HALF / 2
@@ -199,7 +206,7 @@ def _named(schedule: Schedule) -> str:
 
 
 def _add_boxes(axes: Axes, boxes: Sequence[PassBox], **look: Any) -> None:
-    """Draw ``boxes`` as one shape."""
+    """Add ``boxes`` to the picture as one shape."""
     import matplotlib
     from matplotlib import patches, path
 

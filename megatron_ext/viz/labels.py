@@ -1,4 +1,8 @@
-"""Labels next to the points of a picture, without overlaps."""
+"""Labels next to the points of a picture, without overlaps.
+
+Points of similar schedules lie close together, and their names would cover one another. Each label
+is put at the nearest free place of a few, with a line to its point if it had to move away.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Point = tuple[float, float]
-Frame = tuple[float, float, float, float]  # left, low, right, high: pixels
+Frame = tuple[float, float, float, float]  # frame of a text in pixels: left, low, right, high
 
-SIZE = 8  # of letters, in points
-_DISTANCES = (5, 12, 20, 30, 42, 56, 72)  # from the point to its label, in points
-_NEAR = 12  # up to here it is plain whose label it is; beyond a line is drawn
-_MARKER = 4  # around a point, in pixels, to be left free
-_SIDES = ("left", "center", "right")  # of a label, by the direction it lies in: 1, 0, -1
+SIZE = 8  # size of letters in points
+# Distances between a point and its label that are tried, in points.
+_DISTANCES = (5, 12, 20, 30, 42, 56, 72)
+_NEAR = 12  # largest distance at which it is plain whose label it is; beyond it a line is drawn
+_MARKER = 4  # pixels around a point that stay free
+# Alignment of a label by the direction in which it lies: 1, 0, -1.
+_SIDES = ("left", "center", "right")
 _ENDS = ("bottom", "center", "top")
 
 
@@ -49,7 +55,7 @@ def label_points(axes: Axes, labels: Mapping[Point, str], lines: Sequence[Sequen
 
 
 def _places() -> Iterator[Point]:
-    """Return positions to try for a label, in points from its point."""
+    """Return positions to try for a label, in points from the point that it names."""
     for distance in _DISTANCES:
         for right, up in ((1, 0), (1, 1), (0, 1), (1, -1), (0, -1), (-1, 0), (-1, 1), (-1, -1)):
             yield distance * right, distance * up
@@ -78,7 +84,7 @@ def _size_of(axes: Axes, label: str) -> Point:
 
 
 def _box(axes: Axes, point: Point, place: Point, width: float, height: float) -> Frame:
-    """Return the box, in pixels, of a label at its ``place``, in points from ``point``."""
+    """Return the pixel box of a label at its ``place``, in points from ``point``."""
     pixels = axes.get_figure().dpi / 72  # type: ignore[union-attr]
     x, y = axes.transData.transform(point) + np.array(place) * pixels
     left = x - (1 - np.sign(place[0])) / 2 * width
@@ -102,7 +108,7 @@ def _along(line: np.ndarray) -> list[Point]:
 
 
 def _overlap(box: Frame, other: Frame) -> float:
-    """Return the area of the intersection of both."""
+    """Return the area of the intersection of two frames."""
     width = min(box[2], other[2]) - max(box[0], other[0])
     height = min(box[3], other[3]) - max(box[1], other[1])
     return max(width, 0.0) * max(height, 0.0)

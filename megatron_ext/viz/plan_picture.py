@@ -1,4 +1,8 @@
-"""Picture of a plan: step time against memory, and seconds per microbatch by their number."""
+"""Picture of a plan: step time against memory, and seconds per microbatch by their number.
+
+A recommendation is a point among others. The picture shows all schedules of a plan by time and
+memory, with the front that no other beats, and how each would do with more or fewer microbatches.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +22,21 @@ if TYPE_CHECKING:
 
 FRONT = "#D55E00"
 OTHERS = "#999999"
-# Of lines; Okabe and Ito's palette (2008), and a mark for those who do not tell its colours.
+# Colours of lines, from Okabe and Ito's palette (2008), each with a marker for readers who do not
+# see colours.
 LINES = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D31", "#7F3C8D")
 MARKERS = "osD^vPX*"
 
-# How a plan's points are drawn, and what the legend says.
+# Marker of a plan's points, and its words in the legend.
 _METHODS = {
     VocabMethod.NAIVE: ("o", "output layer on its stage"),
     VocabMethod.REDISTRIBUTED: ("s", "layers moved away from it"),
     VocabMethod.ONE: ("^", "vocabulary parallelism 1"),
     VocabMethod.TWO: ("v", "vocabulary parallelism 2"),
 }
-_ALIKE = 0.01  # of an axis: points that are as close share a label
-_FAR = 1.5  # times where an axis would end: what is beyond is drawn at its end
-_SLOW = 2.5  # times the quickest microbatch: up to there the second panel goes
+_ALIKE = 0.01  # points this close, as a share of an axis, share a label
+_FAR = 1.5  # a point beyond this multiple of an axis' end is drawn at that end
+_SLOW = 2.5  # the second panel ends at this multiple of the quickest microbatch
 
 
 def draw_plan(plan: Plan, curves: Curves, path: Path) -> None:
@@ -61,7 +66,7 @@ def draw_plan(plan: Plan, curves: Curves, path: Path) -> None:
 
 
 def _looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the colour and mark of each line, the same in both panels."""
+    """Return the colour and marker of each schedule's line, the same in both panels."""
     return {
         name: {"color": LINES[number % len(LINES)], "marker": MARKERS[number % len(MARKERS)]}
         for number, name in enumerate(dict.fromkeys(names))
@@ -75,7 +80,8 @@ def _draw_by_memory(
     looks: Mapping[str, Mapping[str, Any]],
     in_bytes: bool,
 ) -> tuple[dict[Point, str], list[list[Point]]]:
-    """Draw the first panel. Return its labels, by the points that they belong to, and its lines."""
+    """Draw the panel of step time against memory. Return its labels, by the points that they belong
+    to, and its lines."""
     unit = 2**30 if in_bytes else 1
     shown = tuple(dict.fromkeys((*plan.best_of_each, *plan.front)))
 
@@ -113,8 +119,8 @@ def _draw_by_memory(
 
 
 def _front(plan: Plan, curves: Curves) -> tuple[Candidate, ...]:
-    """Return what no other beats in both time and memory, results of searches in less memory among
-    them, shortest step first."""
+    """Return the points that no other beats in both time and memory, including results of searches
+    in less memory, shortest step first."""
     permitted = {candidate.schedule for candidate in plan.recommendable}
     of_curves = (
         candidate
@@ -138,8 +144,8 @@ def _clipped(point: Point, ends: Sequence[float]) -> Point:
 
 
 def _set_ends(axes: Axes, lines: Sequence[Sequence[Point]], points: Sequence[Point]) -> None:
-    """Set the ends of ``axes`` so that all points are on it, and the parts of lines that are no
-    higher and no further right than the points."""
+    """Set the ends of both axes so that all points are on the panel, and the parts of lines that
+    are no higher and no further right than the points."""
     furthest, highest = (max(figures) for figures in zip(*points, strict=True))
     near = [(x, y) for line in lines for x, y in line if x <= furthest and y <= highest]
     x, y = zip(*points, *near, strict=True)
@@ -154,8 +160,8 @@ def _with_margin(values: Sequence[float]) -> Point:
 
 
 def _labels(points: Mapping[Candidate, Point], ends: Sequence[float]) -> dict[Point, str]:
-    """Return one label for all points that coincide. A point beyond the end of an axis is labelled
-    with its position."""
+    """Return one label for all points that coincide. A point beyond the end of an axis has its
+    position in the label."""
     sizes = [
         max(figures) - min(figures)
         for figures in zip(*(_clipped(point, ends) for point in points.values()), strict=True)
@@ -186,7 +192,7 @@ def _with_figures(name: str, point: Point, ends: Sequence[float]) -> str:
 def _draw_by_microbatches(
     axes: Axes, curves: Curves, looks: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Draw the second panel."""
+    """Draw the panel of step time against the number of microbatches."""
     numbers = sorted({number for line in curves.by_microbatches.values() for number in line})
     shares = []
     for name, steps in curves.by_microbatches.items():

@@ -1,4 +1,9 @@
-"""SVG files of figures: small, with text as text, and the same bytes in every run."""
+"""SVG files of figures: small, with text as text, and the same bytes in every run.
+
+The pictures of the documentation are committed, and should change only when what they show does.
+matplotlib writes metadata, ids and styles that nothing needs; they are removed, and paths are
+rounded to what can be seen.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +26,14 @@ ElementTree.register_namespace("xlink", XLINK)
 GROUP, PATH, TEXT, USE = (f"{{{SVG}}}{name}" for name in ("g", "path", "text", "use"))
 METADATA, HREF = f"{{{SVG}}}metadata", f"{{{XLINK}}}href"
 
-# Texts are placed by the widths of DejaVu Sans, which matplotlib brings. A machine without it shows
-# Verdana, which is about as wide.
+# Texts are placed by the widths of DejaVu Sans, a font that matplotlib brings. A machine without it
+# shows Verdana, which is about as wide.
 FONTS = ("DejaVu Sans", "Verdana")
 FAMILY = ", ".join((*(f"'{font}'" for font in FONTS), "sans-serif"))
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write ``figure`` as SVG or PNG, by ``path``'s name."""
+    """Write ``figure`` as SVG or PNG, by the suffix of ``path``."""
     import matplotlib
 
     with matplotlib.rc_context(
@@ -51,7 +56,7 @@ def minified(svg: str) -> str:
     """Return ``svg``, written by matplotlib, in less text: rounded to a tenth of a point, with one
     element a line. Comments, metadata, ids of groups, groups without attributes and repeated styles
     are removed."""
-    root = ElementTree.fromstring(svg)  # which drops comments
+    root = ElementTree.fromstring(svg)  # parsing drops comments
     for metadata in root.findall(METADATA):
         root.remove(metadata)
     markers = {f"#{path.get('id')}": path.get("style", "") for path in root.iter(PATH)}
@@ -70,8 +75,8 @@ def minified(svg: str) -> str:
 
 
 def shortened_path(path: str) -> str:
-    """Return ``path``, a list of M, L, C, Q and z, to a tenth of a point, with H and V along the
-    axes."""
+    """Return the SVG path ``path``, a list of M, L, C, Q and z, rounded to a tenth of a point, with
+    H and V along the axes."""
     commands = []
     x = y = ""
     for command, numbers in re.findall(r"([MLCQz])([^MLCQz]*)", path):
@@ -92,21 +97,22 @@ def _tenths(number: str) -> str:
 
 
 def _shorten(element: Element) -> None:
-    """Shorten ``element``'s own attributes."""
+    """Shorten the attributes of the SVG ``element`` itself."""
     if element.tag == GROUP:
-        element.attrib.pop("id", None)  # nothing refers to groups
+        element.attrib.pop("id", None)  # no element refers to the id of a group
     for name in element.attrib.keys() & {"x", "y"}:
         element.set(name, _tenths(element.attrib[name]))
     if "d" in element.attrib:
         element.set("d", shortened_path(element.attrib["d"]))
     if "transform" in element.attrib:
         transform = element.attrib.pop("transform")
-        if not transform.startswith("rotate(-0 "):  # which rotates nothing
+        # This transformation rotates by nothing, and is dropped.
+        if not transform.startswith("rotate(-0 "):
             element.set("transform", re.sub(r"-?\d+\.\d+", lambda n: _tenths(n[0]), transform))
 
 
 def _drop_style(element: Element, inherited: str) -> None:
-    """Remove from ``element``'s style the declarations of ``inherited``."""
+    """Remove the declarations of ``inherited`` from the style of the SVG ``element``."""
     style = element.attrib.pop("style", "").split("; ")
     kept = [declaration for declaration in style if declaration not in inherited.split("; ")]
     if any(kept):
@@ -114,7 +120,7 @@ def _drop_style(element: Element, inherited: str) -> None:
 
 
 def _dissolve_groups(parent: Element) -> None:
-    """Replace groups without attributes by their members."""
+    """Replace SVG groups without attributes by their members."""
     children: list[Element] = []
     for child in parent:
         _dissolve_groups(child)
@@ -123,7 +129,7 @@ def _dissolve_groups(parent: Element) -> None:
 
 
 def _group_texts(parent: Element) -> None:
-    """Write the style of adjacent texts only once."""
+    """Write the style of adjacent SVG texts only once."""
     children: list[Element] = []
     for style, members in groupby(parent, _style_of_text):
         run = list(members)
@@ -142,7 +148,7 @@ def _style_of_text(element: Element) -> str:
 
 
 def _break_lines(parent: Element) -> None:
-    """Begin a line with every element. Elements with children have no text in these files."""
+    """Begin a line with every SVG element. Elements with children have no text in these files."""
     parent.tail = "\n"
     if len(parent):
         parent.text = "\n"

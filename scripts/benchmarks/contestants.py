@@ -1,4 +1,8 @@
-"""Contestants of the benchmark on emulated clocks: our executor, and torch's schedules."""
+"""Contestants of the benchmark on emulated clocks: our executor, and torch's schedules.
+
+Ours and torch's executors are measured in the same way: the same emulated passes, on the same
+ranks, with the ideal step of each order computed next to the measured one.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,8 @@ def program_of(
 
 
 def ideal_of(program: Program) -> float:
-    """Return the ideal seconds of a step: its makespan, or about its span if steps overlap."""
+    """Return the ideal seconds of an emulated step: its makespan, or about its span if steps
+    overlap."""
     return step_seconds(program, program.problem.costs)
 
 
@@ -131,7 +136,8 @@ class EmulatedStage:
 
 
 class EmulatedRank:
-    """This rank's part of a pipeline over the whole world, whose passes take ``costs``."""
+    """This rank's part of an emulated pipeline over the whole world, whose passes take
+    ``costs``."""
 
     def __init__(
         self,
@@ -141,7 +147,7 @@ class EmulatedRank:
         *,
         has_loss: bool = True,
     ) -> None:
-        """Connect the ranks.
+        """Connect the ranks of the emulated pipeline.
 
         Args:
             stage: makes a stage of its number, its chunk, and whether it has the loss.
@@ -205,7 +211,7 @@ def torchs(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:
         try:
             yield _torch_contenders(name, schedule_class, ranks, microbatches, costs)
         except ValueError:
-            continue  # interleaving requires m to be a multiple of p, V's m >= 2p
+            continue  # interleaved requires m to be a multiple of p, a V requires m >= 2p
 
 
 def _torch_contenders(
@@ -213,7 +219,8 @@ def _torch_contenders(
 ) -> Contender:
     rank = dist.get_rank()
     one_stage = name == "1F1B"
-    goes_back = name in ("ZBVZeroBubble", "DualPipeV")  # a V that opens on rank 0
+    # These schedules have a V that opens on rank 0.
+    goes_back = name in ("ZBVZeroBubble", "DualPipeV")
     numbers: Sequence[int] = [rank] if one_stage else [rank, rank + ranks]
     if goes_back:
         numbers = [rank, 2 * ranks - 1 - rank]

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.compile.program.verify import Program
+from megatron_ext.features.post_validation.runtime.actions import Validation
+from megatron_ext.features.post_validation.runtime.messages import ValidationMessages
+from megatron_ext.features.post_validation.runtime.partial_state import PartialState
+from megatron_ext.features.vocabulary.runtime.shard import VocabularyShard
+from megatron_ext.features.vocabulary.runtime.vocabulary_passes import VocabularyPasses
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Handler
-from megatron_ext.runtime.post_validation.actions import Validation
-from megatron_ext.runtime.post_validation.messages import ValidationMessages
-from megatron_ext.runtime.post_validation.partial_state import PartialState
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.vocabulary.shard import VocabularyShard
-from megatron_ext.runtime.vocabulary.vocabulary_passes import VocabularyPasses
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs, LinkCosts, OverlapCosts
@@ -34,7 +34,7 @@ from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import is_compute
 
-SHAPE = (1, 1, 8)  # of what passes between stages
+SHAPE = (1, 1, 8)  # shape of the tensors between stages
 DTYPE = torch.float32
 
 
@@ -72,11 +72,12 @@ def _in_seconds(ms: Any) -> Any:
     return tuple(map(_in_seconds, ms)) if isinstance(ms, tuple) else ms / 1000
 
 
-WAKES_LATE = 0.0003  # seconds, about, that a system lets a sleeper oversleep
+WAKES_LATE = 0.0003  # seconds, about, by which a system lets a sleeping process oversleep
 
 
 def take(seconds: float) -> None:
-    """Let a pass last ``seconds``: asleep, but for the last moment, so that it ends on time."""
+    """Let an emulated pass last ``seconds``: it sleeps, except for the last moment, so that it ends
+    on time."""
     if not _clock.runs:
         return
     end = time.monotonic() + seconds + _clock.seconds_after_wait()
@@ -87,7 +88,7 @@ def take(seconds: float) -> None:
     _clock.ended = time.monotonic()
 
 
-WAIT = 0.002  # seconds between two passes from which the rank has waited
+WAIT = 0.002  # seconds between two passes from which the rank counts as waiting
 
 
 @dataclass
@@ -106,7 +107,7 @@ class _Clock:
     ended: float = 0.0
 
     def seconds_after_wait(self) -> float:
-        """Return the seconds that the pass which begins now takes longer."""
+        """Return the seconds by which the pass that begins now is longer after a wait."""
         return self.slower_after_wait if time.monotonic() - self.ended > WAIT else 0.0
 
 
@@ -120,7 +121,7 @@ _clock = _Clock()
 
 @contextlib.contextmanager
 def as_one(seconds: float) -> Iterator[None]:
-    """Context whose passes take ``seconds`` together."""
+    """Run the passes in this context within ``seconds`` together."""
     _clock.runs = False
     try:
         yield
@@ -210,9 +211,9 @@ def data() -> Tensor:
     return torch.ones(SHAPE, dtype=DTYPE, requires_grad=True)
 
 
-# ---- Vocabulary parallelism: passes that take what they cost, real collectives
+# ---- Vocabulary parallelism: emulated passes that take what they cost, and real collectives
 
-_TOKENS = (1, 1)  # batch, sequence: as many as `SHAPE` has hidden states
+_TOKENS = (1, 1)  # batch and sequence of tokens: as many as `SHAPE` has hidden states
 
 
 class _Ends:
@@ -267,7 +268,7 @@ class _EmulatedPasses(VocabularyPasses):
             take(self._costs.of(action))
 
 
-# ---- Post-validation: real messages, of an optimizer that takes no time
+# ---- Post-validation: real messages of an optimizer that takes no time
 
 
 def synchronise() -> None:
@@ -281,7 +282,7 @@ class EmulatedValidation(Validation):
     def __init__(
         self, pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder
     ) -> None:
-        """Collective over the world."""
+        """Create the validation's messages. Collective over the world."""
         self._messages = ValidationMessages(pipeline, placement, recorder)
 
     def optimizer_step(self) -> None:

@@ -1,4 +1,7 @@
-"""Arguments and tables of the benchmarks. Tables are Markdown, as pages quote them."""
+"""Arguments and tables of the benchmarks.
+
+Every benchmark documents its flags in its docstring, and prints Markdown as pages quote it.
+"""
 
 from __future__ import annotations
 

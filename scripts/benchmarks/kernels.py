@@ -32,23 +32,24 @@ from megatron_ext.cost_model.rates import Rates
 from megatron_ext.runtime.measure.operation_time import sustained_seconds
 from scripts.benchmarks.harness import arguments, print_table
 
-TIMED = 0.25  # seconds of each kernel
+TIMED = 0.25  # seconds that each kernel is timed
 TOKENS = 8192
-# Hidden size, width of queries, keys and values, and width of the MLP.
+# Hidden size of a model, width of queries, keys and values, and width of its MLP.
 MODELS = {"Llama-3 8B": (4096, 6144, 14336), "Llama-3 70B": (8192, 10240, 28672)}
 TENSOR_PARALLEL = (1, 2, 4, 8)
-# Experts on a rank, rows of all of them, hidden size, width of an expert.
+# Number of experts on a rank, rows of all of them, hidden size, width of an expert.
 EXPERTS = {
     "DeepSeek-V3, EP 32": (8, 32768, 7168, 2048),
     "Qwen3-235B, EP 32": (4, 16384, 4096, 1536),
 }
-ATTENTION = ((32, 128, 4096), (32, 128, 8192), (8, 128, 32768))  # heads, their width, tokens
+# Number of heads, their width, tokens.
+ATTENTION = ((32, 128, 4096), (32, 128, 8192), (8, 128, 32768))
 PASSES = ("F", "I", "W")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel's measured and estimated seconds."""
+    """Measured and estimated seconds of one kernel."""
 
     group: str
     kernel: str
@@ -61,7 +62,7 @@ class Row:
 
 
 def seconds(kernel: Callable[[], object]) -> float:
-    """Return the seconds of one call, sustained."""
+    """Return the seconds of one call of a kernel, in sustained operation."""
     return sustained_seconds(kernel, TIMED)
 
 
@@ -157,7 +158,7 @@ def attention(rates: Rates) -> Iterator[Row]:
 
 
 def memory_bound(rates: Rates) -> Iterator[Row]:
-    """Yield kernels that move bytes, forward."""
+    """Yield kernels that only move bytes, forward."""
     execution = Execution(TOKENS)
     hidden_size, _, width = MODELS["Llama-3 8B"]
     x, y = (torch.randn(TOKENS, hidden_size, device="cuda", dtype=torch.bfloat16) for _ in "12")

@@ -38,10 +38,10 @@ from scripts.evaluation.recipes.accepting import argument_values, as_on_gpus, ot
 from scripts.evaluation.recipes.public_form import read_recipes  # noqa: E402
 from scripts.evaluation.recipes.recipe import RECIPES, Recipe, read_models, resolve  # noqa: E402
 
-# Of a launch, which models have in common.
+# Flags of a launch that all models have in common.
 _LAUNCH = """--train-iters 1000 --lr 1e-4 --eval-interval 1000 --eval-iters 0 --mock-data --bf16
 --tokenizer-type NullTokenizer --use-distributed-optimizer --sequence-parallel"""
-# Sizes of Megatron's examples and of users' commands, by name; GPUs, all H100.
+# Sizes of Megatron's examples and of users' commands by name, with the number of GPUs, all H100.
 EXAMPLES = {
     "GPT-3 175B": (
         1024,
@@ -73,13 +73,13 @@ EXAMPLES = {
         for ranks in (2, 4)
     },
 }
-FIRST, LAST = 10.0, 60.0  # CPU seconds that an answer may take
+FIRST, LAST = 10.0, 60.0  # CPU seconds that the first and the last answer may take
 COUNT = 30  # recipes
 
 
 @dataclass(frozen=True)
 class Answers:
-    """CPU seconds of a plan, and what it found; ``why_none``: there is none."""
+    """CPU seconds of a plan, and what it found; ``why_none`` says why it found nothing."""
 
     first: float = 0.0
     last: float = 0.0
@@ -143,7 +143,8 @@ def distinct_recipes() -> list[Recipe]:
 
 
 def spread(recipes: Sequence[Recipe], count: int) -> list[Recipe]:
-    """Return ``count`` of ``recipes``, evenly spread, with the largest step among them."""
+    """Return ``count`` of ``recipes``, evenly spread over their order, with the largest step among
+    them."""
     count = min(count, len(recipes))
     return [recipes[(number + 1) * len(recipes) // count - 1] for number in range(count)]
 

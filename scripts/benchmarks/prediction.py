@@ -41,7 +41,8 @@ SCHEDULES = "1f1b zb-h1 zb-auto interleaved-zb zb-v v-half"
 
 @dataclass(frozen=True)
 class Result:
-    """One schedule. ``slept``: what the passes slept for; ``measured``: what they took."""
+    """Result of one schedule. ``slept``: seconds that its passes slept; ``measured``: seconds that
+    they took."""
 
     schedule: str
     slept: str

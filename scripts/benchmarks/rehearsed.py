@@ -4,8 +4,10 @@
 
 On emulated clocks: passes sleep as long as they cost, on unequal stages, and differ by up to 10 %
 between microbatches. Together, four ranks exchange messages over gloo. Alone, each rank runs as
-`megatron-ext rehearse` runs it, with made-up peers under torch's fake process group. A step that is
-composed of the passes of the ranks together shows what is left of the error without ranks alone.
+`megatron-ext rehearse` runs it, with made-up peers under torch's fake process group; then once more
+with its messages at the times of the composed step (`--replay`), and a third time at those of the
+replayed one. A step that is composed of the passes of the ranks together shows what is left of the
+error without ranks alone.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
 from megatron_ext.rehearsal.classes import RankClass
 from megatron_ext.rehearsal.compose import compose
+from megatron_ext.rehearsal.message_times import MessageTimes
 from megatron_ext.rehearsal.record import (
     RankRecord,
     RehearsedPass,
@@ -38,6 +41,7 @@ from megatron_ext.rehearsal.record import (
     save_rank_record,
 )
 from megatron_ext.rehearsal.rehearsed_peers import rehearsed_peers
+from megatron_ext.rehearsal.request import ReplayRequest
 from megatron_ext.rehearsal.values import Values
 from megatron_ext.runtime.messages.peers import rehearse_with
 from megatron_ext.runtime.recording import clock_of
@@ -55,28 +59,34 @@ from scripts.benchmarks.unequal_clocks import UnequalStage
 
 SCHEDULES = "1f1b zb-h1 zb-v v-half interleaved-zb gis"
 RANKS, MICROBATCHES, STEPS = 4, 8, 3
-SECONDS = {  # of a pass, of a mean microbatch
+SECONDS = {  # seconds of a pass for a mean microbatch
     Kind.FORWARD: 0.040,
     Kind.BACKWARD_INPUT: 0.050,
     Kind.BACKWARD_WEIGHT: 0.030,
 }
-ENDS = 0.9, 1.25  # what the first and the last stage take over another one
-UNEQUAL = 0.1  # by which microbatches differ at most
-VOCABULARY = 8  # tokens; no stage has any
+ENDS = 0.9, 1.25  # seconds of the first and the last stage relative to another one
+UNEQUAL = 0.1  # largest relative difference between microbatches
+VOCABULARY = 8  # number of tokens of a vocabulary that no stage computes with
+
+Moved = Mapping[str, tuple[float, ...]]  # `ComposedStep.moved` of a rank
 
 
 @dataclass(frozen=True)
 class Composed:
-    """Seconds of a step.
+    """Seconds of a step: composed of ranks that ran alone, and measured.
 
     Attributes:
         composed: composed of ranks alone.
+        replayed: composed of ranks alone whose messages were on time.
+        repeated: the same with the messages of ``replayed``.
         of_real_passes: composed of the passes of the ranks together.
         real: the median of real steps.
     """
 
     spec: str
     composed: float
+    replayed: float
+    repeated: float
     of_real_passes: float
     real: float
 
@@ -85,12 +95,20 @@ class Composed:
         return self.composed / self.real - 1
 
     @property
+    def error_of_replay(self) -> float:
+        return self.replayed / self.real - 1
+
+    @property
+    def change_of_another_replay(self) -> float:
+        return self.repeated / self.replayed - 1
+
+    @property
     def error_of_real_passes(self) -> float:
         return self.of_real_passes / self.real - 1
 
 
 def costs_of(placement: Placement) -> Costs:
-    """Return the costs of unequal stages."""
+    """Return the emulated costs of unequal stages."""
     factors = [1.0] * placement.stages
     factors[0], factors[-1] = ENDS
     return Costs(
@@ -115,16 +133,28 @@ def measure(spec: str, slower_after_wait: float = 0.0) -> Composed:
     together = on_forked_ranks(
         RANKS, lambda: gather_from_all(_steps(program, spec, slower_after_wait))
     )
-    with tempfile.TemporaryDirectory() as folder:
-        given = program, spec, slower_after_wait, folder  # ranks sleep, so they do not slow others
-        torch.multiprocessing.start_processes(_alone, given, nprocs=RANKS, start_method="fork")
-        records = {rank: load_rank_record(Path(folder, f"{rank}.json")) for rank in range(RANKS)}
     classes = [RankClass(rank, (rank,), True) for rank in range(RANKS)]
+
+    def rehearsed(moved: Sequence[Moved | None]) -> dict[int, RankRecord]:
+        with tempfile.TemporaryDirectory() as folder:
+            given = program, spec, slower_after_wait, folder, moved
+            # The ranks run at the same time: they sleep, so they do not slow one another.
+            torch.multiprocessing.start_processes(_alone, given, nprocs=RANKS, start_method="fork")
+            return {rank: load_rank_record(Path(folder, f"{rank}.json")) for rank in range(RANKS)}
+
+    records = rehearsed([None] * RANKS)
     real = {rank: _record(rank, program, map(_without_waits, together[rank])) for rank in records}
-    alone, of_real = (
-        compose(program, classes, of_ranks).timeline.makespan for of_ranks in (records, real)
+    alone, of_real = (compose(program, classes, of_ranks) for of_ranks in (records, real))
+    replayed = compose(program, classes, records, rehearsed(alone.moved))
+    repeated = compose(program, classes, records, rehearsed(replayed.moved))
+    return Composed(
+        spec,
+        composed=alone.timeline.makespan,
+        replayed=replayed.timeline.makespan,
+        repeated=repeated.timeline.makespan,
+        of_real_passes=of_real.timeline.makespan,
+        real=statistics.median(map(_makespan, *together)),
     )
-    return Composed(spec, alone, of_real, statistics.median(map(_makespan, *together)))
 
 
 def _makespan(*ranks: Sequence[Event]) -> float:
@@ -148,8 +178,11 @@ def _record(rank: int, program: Program, steps: Iterable[Iterable[Event]]) -> Ra
     return RankRecord(rank, RANKS, rank, name, program.digest, STEPS + 1, tuple(made))
 
 
-def _steps(program: Program, spec: str, slower_after_wait: float) -> list[list[Event]]:
-    """Run some steps of this rank, and return the passes of each, without the first step's."""
+def _steps(
+    program: Program, spec: str, slower_after_wait: float, times: MessageTimes | None = None
+) -> list[list[Event]]:
+    """Run some steps of this rank, and return the passes of each, without the first step's.
+    ``times``: those of its messages; None if it has peers."""
     slow_after_waits(slower_after_wait)
     emulated = EmulatedRank(program.schedule, program.problem.costs, UnequalStage)
     draws = random.Random(0)
@@ -160,7 +193,10 @@ def _steps(program: Program, spec: str, slower_after_wait: float) -> list[list[E
     made = []
     for _ in range(STEPS + 1):
         dist.barrier()
-        time.sleep(2 * WAIT)  # the optimizer comes between two steps of a rank alone, too
+        time.sleep(2 * WAIT)  # a rank alone, too, has the optimizer's step between two steps
+        if times is not None:
+            times.begin_step(is_timed=True)
+            times.begin_time()
         recording = emulated.recorder.record(clock_of(CPU))
         emulated.step(program, choose(spec).traits.splits_backward)
         made.append(recording.read()[0])
@@ -168,14 +204,23 @@ def _steps(program: Program, spec: str, slower_after_wait: float) -> list[list[E
     return made[1:]
 
 
-def _alone(rank: int, program: Program, spec: str, slower_after_wait: float, folder: str) -> None:
+def _alone(
+    rank: int,
+    program: Program,
+    spec: str,
+    slower_after_wait: float,
+    folder: str,
+    moved: Sequence[Moved | None],
+) -> None:
     torch.set_num_threads(1)
     before_everything_else()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
-    rehearse_with(rehearsed_peers(Values({}), lambda: VOCABULARY))
+    given = moved[rank]
+    times = MessageTimes(None if given is None else ReplayRequest(given))
+    rehearse_with(rehearsed_peers(Values({}), times, lambda: VOCABULARY))
     gc.collect()
     gc.disable()
-    record = _record(rank, program, _steps(program, spec, slower_after_wait))
+    record = _record(rank, program, _steps(program, spec, slower_after_wait, times))
     save_rank_record(record, Path(folder, f"{rank}.json"))
 
 
@@ -189,12 +234,16 @@ def main(words: Sequence[str] | None = None) -> int:
     found = (measure(spec, given.slower_after_wait / 1000) for spec in given.schedules.split())
     rows = (
         (
-            *(one.spec, f"{one.composed:.3f}", f"{one.real:.3f}"),
-            *(f"{error:+.1%}" for error in (one.error, one.error_of_real_passes)),
+            *(one.spec, f"{one.composed:.3f}", f"{one.replayed:.3f}", f"{one.real:.3f}"),
+            *(f"{error:+.1%}" for error in (one.error, one.error_of_replay)),
+            *(f"{one.change_of_another_replay:+.2%}", f"{one.error_of_real_passes:+.1%}"),
         )
         for one in found
     )
-    heads = "schedule", "composed, s", "real, s", "error", "with the passes of real ranks"
+    heads = (
+        *("schedule", "composed, s", "replayed, s", "real, s", "error", "error, replayed"),
+        *("another replay changes", "error, with the passes of real ranks"),
+    )
     print_table(heads, rows)
     return 0
 

@@ -39,12 +39,13 @@ from scripts.benchmarks.emulated import (
     take,
 )
 
-STEPS = 3  # timed, after one that is not
-STEPS_IN_A_ROW = 10  # the same, where steps may overlap
-SLEEPS = 25  # of 20 ms, to measure how late a rank wakes up, and how slow it is then
-NOISY = 0.03  # of spread, or of lateness of passes: with more, figures are not to be believed
+STEPS = 3  # timed steps, after one that is not timed
+STEPS_IN_A_ROW = 10  # timed steps in a row, where steps may overlap
+# Number of sleeps of 20 ms, which measure how late a rank wakes up and how slow it is then.
+SLEEPS = 25
+NOISY = 0.03  # share of spread, or of lateness of passes, beyond which figures are too noisy
 
-# In milliseconds: passes that take no time, to measure what an executor takes besides.
+# Costs in milliseconds of passes that take no time, to measure an executor's own time.
 _FREE = "f=1e-6,i=1e-6,w=1e-6"
 
 DEFAULT_SCHEDULES = "1f1b zb-h1 zb-auto interleaved gis zb-v v-half v-min v-auto dualpipe-v"
@@ -52,7 +53,7 @@ DEFAULT_SCHEDULES = "1f1b zb-h1 zb-auto interleaved gis zb-v v-half v-min v-auto
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a benchmark.
+    """Settings of a benchmark of executors.
 
     Attributes:
         costs: milliseconds per microbatch of a full rank, as text (`parse_costs`).
@@ -93,7 +94,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """One contender over all launches.
+    """Figures of one contender over all launches of a benchmark.
 
     Attributes:
         ideal: seconds its schedule takes with free messages and no overhead: its makespan, with
@@ -133,7 +134,7 @@ class BenchReport:
 
     @property
     def doubts(self) -> list[str]:
-        """The reasons not to believe these figures; empty if there are none."""
+        """Reasons not to trust the benchmark's figures; empty if there are none."""
         spread = max((row.spread for row in self.rows), default=0.0)
         doubts = []
         if not self.real_time:
@@ -147,13 +148,14 @@ class BenchReport:
 
 @dataclass(frozen=True)
 class _Steps:
-    """One contender in one launch; ``host_seconds`` are those of a step of free passes."""
+    """Steps of one contender in one launch; ``host_seconds`` are those of a step whose passes take
+    no time."""
 
     name: str
     ideal: float
     passes: int
     seconds: float
-    host_seconds: float = 0.0  # which is measured last
+    host_seconds: float = 0.0  # host seconds, which are measured last
 
 
 @dataclass(frozen=True)
@@ -167,13 +169,13 @@ class _Launch:
 
 
 def measure(setting: Setting, progress: Callable[[str], None]) -> BenchReport:
-    """Measure ``setting``; ``progress`` is told what runs.
+    """Measure the benchmark ``setting``; ``progress`` is told what runs.
 
     Raises:
         ValueError: a schedule that these sizes do not allow.
     """
     sizes = setting.ranks, setting.microbatches, setting.costs
-    for spec, options in setting.ours:  # said here, not by a rank
+    for spec, options in setting.ours:  # mistakes are reported here, not by a rank
         program_of(choose(spec), *sizes, options)
     importlib.import_module("scripts.benchmarks.stock")  # once, before forking
     launches = []
@@ -239,7 +241,7 @@ def _contend(setting: Setting) -> _Launch:
 
 
 def _median_of(contender: Contender, steps: int) -> float:
-    """Return the median seconds of single steps."""
+    """Return the median seconds of single timed steps."""
     contender.step()
     seconds = [_timed(contender.step) for _ in range(steps)]
     if contender.commit_or_rollback is not None:
@@ -248,7 +250,7 @@ def _median_of(contender: Contender, steps: int) -> float:
 
 
 def _contenders(setting: Setting, costs: str) -> Iterator[Contender]:
-    from scripts.benchmarks import stock  # which imports Megatron
+    from scripts.benchmarks import stock  # this module imports Megatron
 
     yield from stock.contenders(setting.ranks, setting.microbatches, costs)
     if not setting.post_validation:
@@ -258,9 +260,9 @@ def _contenders(setting: Setting, costs: str) -> Iterator[Contender]:
 
 
 def _timed(step: Callable[[], None]) -> float:
-    """Return the seconds from the first rank's start to the last rank's end."""
+    """Return the seconds of timed steps from the first rank's start to the last rank's end."""
     dist.barrier()
-    start = time.monotonic()  # one clock for all processes of a machine
+    start = time.monotonic()  # all processes of a machine share this clock
     step()
     end = time.monotonic()
     return _largest(end) + _largest(-start)
@@ -280,11 +282,12 @@ def _in_a_row(contender: Contender, steps: int) -> float:
     dist.all_reduce(last_ends, dist.ReduceOp.MAX)
     if contender.commit_or_rollback is not None:
         contender.commit_or_rollback()
-    return float(last_ends.diff().mean())  # of steps 1, 2, ...
+    return float(last_ends.diff().mean())  # mean over steps 1, 2, ...
 
 
 def _lateness() -> float:
-    """Return by which share an emulated pass lasts too long here: the second worst of `SLEEPS`."""
+    """Return the share by which an emulated pass lasts too long on this machine: the second worst
+    of `SLEEPS`."""
     seconds = 0.02
     lasted = []
     for _ in range(SLEEPS):
@@ -345,7 +348,7 @@ def _forked_rank(
 
 
 def before_everything_else() -> bool:
-    """Whether this rank now runs before all that is not a rank.
+    """Return whether this rank now runs before all that is not a rank.
 
     With others in turns: under SCHED_FIFO, where a thread runs until it waits, four ranks on two
     cores have been seen to keep one another from going on.

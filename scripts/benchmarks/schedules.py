@@ -34,12 +34,12 @@ from scripts.benchmarks.harness import arguments, print_table
 COSTS = (10, 12, 8, 1)  # f, i, w, comm
 RANKS = (8, 16, 32, 64)
 MICROBATCHES = (16, 32, 64, 128, 256, 512)
-AT_LEAST = 0.05  # seconds, for a figure to count in a fit
+AT_LEAST = 0.05  # least seconds of a figure that counts in a fit
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of each step from the family to the timeline."""
+    """Seconds of each step of a schedule's construction, from the family to the timeline."""
 
     family: str
     ranks: int
@@ -62,7 +62,7 @@ def measure(family: str, ranks: int, microbatches: int) -> Measured:
     seconds: list[float] = []
 
     def timed[T](step: Callable[[], T]) -> T:
-        start = time.process_time()  # others may use the machine, too
+        start = time.process_time()  # CPU time, as other processes may use the machine too
         result = step()
         seconds.append(time.process_time() - start)
         return result
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = ("generation", "communication", "proof", "simulation", "total", "us per action")
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
     title = f"costs {COSTS}, {machine}, Python {platform.python_version()}"
-    # A search would find what it made the last time.
+    # The cache is empty, as a search would find what it stored before.
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
         print_table(("family", "p", "m", "actions", *columns), rows(), title)
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _growth(family: str, results: Sequence[Measured]) -> tuple[object, ...]:
-    """Return the exponents of ``family``: with m, and with p."""
+    """Return the exponents with which the seconds of ``family`` grow: with m, and with p."""
     of_family = [row for row in results if row.family == family]
     with_m = [row for row in of_family if row.ranks == 8]
     with_p = [row for row in of_family if row.microbatches == 8 * row.ranks]

@@ -101,7 +101,7 @@ def measure(hidden_size: int, sequence: int, repetitions: int) -> dict[str, floa
 
 
 class Cost(NamedTuple):
-    """Seconds and page faults of one pass."""
+    """Seconds and page faults of one pass of a model."""
 
     seconds: float
     page_faults: float

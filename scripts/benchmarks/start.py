@@ -25,7 +25,7 @@ from megatron_ext.schedule.problem import Problem
 from scripts.benchmarks.harness import arguments
 
 SPECS = ("zb-h1", "interleaved-zb", "zb-v")
-COSTS = (10, 12, 8, 1)  # F, I and W of a rank for a microbatch, and a message
+COSTS = (10, 12, 8, 1)  # seconds of F, I and W of a rank for a microbatch, and of a message
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -1,4 +1,8 @@
-"""Megatron's own schedule functions in the benchmark on emulated clocks."""
+"""Megatron's own schedule functions in the benchmark on emulated clocks.
+
+They run unchanged, with a chunk that sleeps in place of a model, so that only the waiting differs
+from ours.
+"""
 
 from __future__ import annotations
 

@@ -3,17 +3,12 @@
     python -m scripts.benchmarks.unequal          the whole table, two minutes
     python -m scripts.benchmarks.unequal --short  the first two sizes
 
-Four data-parallel replicas; the slowest counts. A mean microbatch takes F : I : W = 10 : 12 : 8 on
-each rank, of which attention has a share that grows with squared lengths, all of it in F and I; a
-message takes 1. Each figure is the median of 20 drawn steps. Programs are within 1F1B's memory. The
-first two figures of a cell are those of one for equal microbatches. The third is that of one made
-for the mean costs of the places in 20 other steps, or the second again, with =, if that is better.
-The last column is the share of the gain that is left if each pass varies by 15 %: the least of all
-sizes.
-
-Below the table stand the bars: `TRIAL` has what a trial with another simulator gained, and no cell
-may be 2 points worse; a program for the places has to be found and proved within `SECONDS`. The
-exit status is 1 if one is missed.
+Of four data-parallel replicas the slowest counts. A mean microbatch takes F : I : W = 10 : 12 : 8
+on each rank, and a message 1. Each figure is the median of 20 drawn steps, under programs within
+1F1B's memory: one for equal microbatches, and third in a cell one for the mean costs of the places
+in 20 other steps (or =, if that is no better). The last column is the share of the gain that is
+left if each pass varies by 15 %, the least of all sizes. The exit status is 1 if a figure misses a
+bar (`TRIAL`, `SECONDS`).
 """
 
 from __future__ import annotations
@@ -42,13 +37,15 @@ from scripts.benchmarks.harness import arguments, print_table
 from scripts.benchmarks.unequal_loads import KINDS, Load, batch
 
 REPLICAS, STEPS, FIRST_SEED, PROFILE_SEED = 4, 20, 700, 3000
-NOISE = 0.15  # standard deviation of what a pass takes, as a share of that
+NOISE = 0.15  # standard deviation of a pass's seconds, relative to their mean
 TIED = "long-128k"
 F, I, W, MESSAGE = 10.0, 12.0, 8.0, 1.0  # noqa: E741
 SIZES = ((4, 8), (8, 16), (8, 32), (16, 64))
 SPECS = ("1f1b", "zb-h1", "v-auto")
 
-# By load and schedule, with all three, for each of `SIZES`.
+# Results of an earlier trial with another simulator, by load and schedule, for each of `SIZES`:
+# steps with all three measures, relative to steps in order of arrival. No cell may be worse by more
+# than `POINTS`.
 TRIAL: dict[tuple[str, str], tuple[float | None, ...]] = {
     ("long-128k", "zb-h1"): (0.835, 0.769, 0.784, 0.714),
     ("long-128k", "v-auto"): (0.868, 0.779, 0.764, 0.745),
@@ -59,12 +56,13 @@ TRIAL: dict[tuple[str, str], tuple[float | None, ...]] = {
     ("full-8k", "v-auto"): (None, 0.965, None, None),
 }
 POINTS = 0.02
-SECONDS = {(8, 32): 2.0, (16, 64): 5.0}  # of a CPU
+# CPU seconds to find and prove a program for the microbatches' places.
+SECONDS = {(8, 32): 2.0, (16, 64): 5.0}
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Steps over those in order of arrival.
+    """Steps with a change, relative to steps in order of arrival.
 
     Attributes:
         ordered: with each replica in order, the largest in the middle.
@@ -82,7 +80,7 @@ class Gain:
 
     @property
     def best(self) -> float:
-        """With the better of both programs."""
+        """The gain with the better of both programs."""
         return self.dealt if self.profile is None else min(self.dealt, self.profile)
 
     def __str__(self) -> str:
@@ -104,7 +102,10 @@ def _program(spec: str, ranks: int, microbatches: int) -> Program:
 
 
 def _costs(load: Load, attention: float) -> dict[Kind, Floats]:
-    """Return the cost of each microbatch over that of a mean one, by kind of pass."""
+    """Return the cost of each microbatch over that of a mean one, by kind of pass.
+
+    Attention is a share of a mean microbatch that grows with squared lengths, all of it in F and I.
+    """
     tokens, squares = load.tokens, load.squares
     backward = attention * (I + W)
     inputs = (I - backward) * tokens + backward * squares
@@ -151,7 +152,7 @@ def gain(spec: str, ranks: int, microbatches: int, name: str, *, tied: bool = Fa
         variants.append((placed, True, True))
     shared = REPLICAS if tied else 1
     under = {id(program): UnequalSteps(program, shared) for program, _, _ in variants}
-    taken = np.empty((2, STEPS, len(variants)))  # without noise, and with it
+    taken = np.empty((2, STEPS, len(variants)))  # seconds of each step, without noise and with it
     rng = np.random.default_rng(1)
     for number, costs in enumerate(_steps(name, microbatches, FIRST_SEED)):
         for column, (program, order, deal) in enumerate(variants):

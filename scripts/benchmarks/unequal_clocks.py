@@ -40,7 +40,7 @@ LOADS = ("long-128k", "sft-packs")
 
 @dataclass(frozen=True)
 class Turn:
-    """A step of the slowest replica.
+    """Seconds of a step of the slowest replica on emulated clocks.
 
     Attributes:
         factors: by kind of pass, what each of its microbatches takes over a mean one, in order.
@@ -70,7 +70,7 @@ class UnequalStage(EmulatedStage):
 
 
 def turns(spec: str, name: str) -> list[tuple[Turn, Turn]]:
-    """Return for each draw the step in order of arrival, and the arranged one."""
+    """Return for each random step the one in order of arrival, and the arranged one."""
     fixed = _program(spec, RANKS, MICROBATCHES)
     placed = for_places(fixed, name) or fixed
     made = []

@@ -31,7 +31,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of load.
+    """Kind of load, whose microbatches differ in some way.
 
     Attributes:
         draw: draws tokens and squares of so many microbatches.
@@ -43,7 +43,8 @@ class Kind:
 
 
 def _conversations(rng: np.random.Generator, number: int, longest: int = 8192) -> Floats:
-    """Log-normal: a median of 500 tokens, sigma 1, as UltraChat's and Tulu's."""
+    """Return lengths of conversations: log-normal with a median of 500 tokens and sigma 1, as
+    UltraChat's and Tulu's."""
     return np.clip(rng.lognormal(np.log(500), 1.0, number), 32, longest)
 
 

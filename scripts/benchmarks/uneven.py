@@ -34,7 +34,7 @@ from scripts.benchmarks.harness import arguments, print_table
 
 LAYERS, RANKS = 80, 8
 COSTS = "f=10,i=12,w=8,comm=1"
-# Seconds of a tower of 10 % of the language model: 0.1 x 8 ranks x 10, 12 and 8.
+# Seconds of an encoder that costs 10 % of the language model: 0.1 x 8 ranks x 10, 12 and 8.
 TOWERS = {"trained": "tower=8/9.6/6.4", "frozen": "tower=8/0/0"}
 SLOW = 1.3
 LINE, V = "zb-h1", "v-auto"
@@ -42,7 +42,8 @@ LINE, V = "zb-h1", "v-auto"
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps over a reference: with even layers, and with the best layout found."""
+    """Seconds of steps relative to a reference: with even layers, and with the best layout
+    found."""
 
     even: float
     laid_out: float
@@ -77,14 +78,15 @@ def best_layout(work: Work, spec: str, *, search: bool = True) -> Evaluated:
 
 
 def with_tower(trained: str, spec: str, microbatches: int = 16, *, search: bool = True) -> Steps:
-    """Return steps with the tower ``trained`` over a step without any bubble."""
+    """Return steps with the encoder ``trained``, relative to a step without any bubble."""
     costs = f"{COSTS},{TOWERS[trained]}"
     ideal = without_bubble(costs, microbatches)
     return _steps(work_of(costs, microbatches), spec, ideal, search)
 
 
 def with_slow_rank(rank: int, spec: str, microbatches: int = 32, *, search: bool = True) -> Steps:
-    """Return steps with ``rank`` slow over the step of ``spec`` on ranks that are all alike."""
+    """Return steps with ``rank`` slow, relative to the step of ``spec`` on ranks that are all
+    alike."""
     speeds = tuple(1 / SLOW if number == rank else 1.0 for number in range(RANKS))
     alike = _on_even_layers(work_of(COSTS, microbatches), spec, search)
     return _steps(work_of(COSTS, microbatches, speeds), spec, alike, search)

@@ -28,7 +28,7 @@ SPECS = ("1f1b", "zb-h1", "zb-v")
 
 
 def costs_of(spec: str, layout: Layout, slow_rank: int) -> str:
-    """Return the milliseconds of each stage, as text."""
+    """Return text with the milliseconds of each stage."""
     placement = choose(spec).place(RANKS)
     slowness = [SLOW if rank == slow_rank else 1.0 for rank in placement.rank_of]
     parts = []

@@ -1,20 +1,18 @@
 """Comparison of predictions with what was measured, and of public recipes with what we accept.
 
-python -m scripts.evaluation            prints how far predicted steps are from measured.csv's, and
-                                        whether they have the measured order; two minutes
-python -m scripts.evaluation --write    writes that into docs/estimated-costs.md
-python -m scripts.evaluation recipes    counts which of recipes.json are accepted, plans them, and
-                                        writes the tables of docs/recipes.md and the headline of
-                                        README.md; forty minutes on two cores
-python -m scripts.evaluation recipes --keep-plans       counts alone; minutes
-python -m scripts.evaluation slices     plans fine-tuning recipes with long bubbles in slices, and
-                                        writes the table of docs/recipes.md; minutes
-python -m scripts.evaluation recipes --file FILE.json   counts those of another file, writes nothing
+    python -m scripts.evaluation            prints how far predicted steps are from measured.csv's,
+                                            and whether they have the measured order; two minutes
+    python -m scripts.evaluation --write    writes that into docs/estimated-costs.md
+    python -m scripts.evaluation recipes    counts which of recipes.json are accepted, plans them,
+                                            and writes the tables of docs/recipes.md and the
+                                            headline of README.md; forty minutes on two cores
+    python -m scripts.evaluation recipes --keep-plans       counts alone; minutes
+    python -m scripts.evaluation slices     plans fine-tuning recipes with long bubbles in slices,
+                                            and writes the table of docs/recipes.md; minutes
+    python -m scripts.evaluation recipes --file FILE.json   counts another file's, writes nothing
 
-FILE has recipes as they are public: by name, each with its settings by dotted names or nested, with
-values of JSON or as text, layouts as text or nested lists; or these as "recipes", and "models". One
-with a key, a value or a model that is not understood is named as such, counts as not accepted, and
-makes the exit status 1.
+FILE has recipes in any public form (`recipes.public_form`), by name; or these as "recipes", and
+"models". One that is not understood counts as not accepted, and makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -41,10 +39,14 @@ def main(words: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", nargs="?", choices=("steps", "recipes", "slices"), default="steps")
-    parser.add_argument("--file", type=Path, help="of measured steps, or of recipes")
+    parser.add_argument("--file", type=Path, help="file of measured steps, or of recipes")
     parser.add_argument("--json", type=Path, help="file to write all figures to, row by row")
-    parser.add_argument("--write", action="store_true", help="steps: write the tables")
-    parser.add_argument("--keep-plans", action="store_true", help="recipes: keep their gains")
+    parser.add_argument(
+        "--write", action="store_true", help="with steps: write the tables into their pages"
+    )
+    parser.add_argument(
+        "--keep-plans", action="store_true", help="with recipes: keep the computed gains"
+    )
     given = parser.parse_args(words)
     if given.write and (given.what != "steps" or given.file):
         parser.error("--write goes with the steps of measured.csv: recipes write without it")
@@ -56,12 +58,14 @@ def main(words: Sequence[str]) -> int:
     data: object
     try:
         if given.what == "recipes":
-            from scripts.evaluation.recipes.evaluated import evaluate_recipes  # which has Megatron
+            # This module imports Megatron.
+            from scripts.evaluation.recipes.evaluated import evaluate_recipes
 
             lines, data, status = evaluate_recipes(given.file, console, plans=not given.keep_plans)
             print("\n".join(lines))
         elif given.what == "slices":
-            from scripts.evaluation.recipes.evaluated import evaluate_slices  # which has Megatron
+            # This module imports Megatron.
+            from scripts.evaluation.recipes.evaluated import evaluate_slices
 
             lines, data, status = evaluate_slices(console)
             print("\n".join(lines))

@@ -17,13 +17,13 @@ from typing import Any
 from megatron_ext.cost_model.model import Model
 
 MEASURED = Path(__file__).with_name("measured.csv")
-PASSES = "passes, "  # begins the job of a row without a step
-GB = 2**30  # bytes: what the sources call GB is what torch.cuda's figures divide by
+PASSES = "passes, "  # a row's job begins like this if the row measures passes without a step
+GB = 2**30  # bytes of a GB: torch.cuda's figures are divided by it in the sources
 
 
 @dataclass(frozen=True)
 class PublishedStep:
-    """A published step.
+    """Step time that others have published.
 
     Attributes:
         job: what was trained where; rows of one job differ in layout or schedule alone.
@@ -111,7 +111,7 @@ def read_measured(path: Path = MEASURED) -> list[PublishedStep]:
 
 
 def _step(row: Mapping[str, str]) -> PublishedStep:
-    """Raises ValueError if a cell is not understood."""
+    """Return the published step in a row. Raises ValueError if a cell is not understood."""
 
     def number(name: str) -> int:
         text = row[name] or ""

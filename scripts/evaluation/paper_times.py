@@ -46,7 +46,7 @@ def simulated(
 
 def _training(step: PublishedStep, times: PublishedStage, launch: float) -> DescribedTraining:
     stages = step.pipeline * step.chunks
-    # As many layers on the ends too: these have an embedding or an output layer in their place.
+    # The ends count as many layers, which an embedding or an output layer replaces.
     layers = times.layers * step.pipeline
     model: Model = replace(times.model, layers=times.model.layers[:1] * layers)
 

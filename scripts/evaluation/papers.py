@@ -19,8 +19,8 @@ from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.work import Work
 from scripts.evaluation.measured import PublishedStep
 
-# An H800 is an H100 whose NVLink has 400 GB/s, 200 one way. 20 of its 132 SMs have nothing but
-# DeepSeek's messages to do (section 3.2.2).
+# An H800 is an H100 whose NVLink has 400 GB/s, 200 in each direction. 20 of its 132 SMs run only
+# DeepSeek's messages (section 3.2.2).
 _COMPUTE = (132 - 20) / 132
 _H100 = DATA_SHEETS["h100"]
 _H800 = replace(_H100, peers=200e9, sms=112, bf16=_COMPUTE * _H100.bf16, fp8=_COMPUTE * _H100.fp8)
@@ -73,7 +73,7 @@ _DEEPSEEK = Model(
     mtp_num_layers=1,
     mtp_layer="*E",
 )
-# Before flash attention, whose matrix these trainings recomputed, and with dropout.
+# These trainings had no flash attention and recomputed the attention matrix, with dropout.
 _SELECTIVE = Execution(
     2048,
     tensor_parallel=8,
@@ -83,7 +83,8 @@ _SELECTIVE = Execution(
 _WITHOUT_DROPOUT = replace(
     Execution(8192, tensor_parallel=8), hidden_dropout=0, attention_dropout=0
 )
-# Each token goes once to a node and on over NVLink. Messages are "fully hidden" within pairs.
+# Each token is sent once to a node and on over NVLink. Messages are "fully hidden" within
+# overlapped passes.
 _IN_PAIRS = Execution(
     4096,
     expert_parallel=64,
@@ -95,7 +96,7 @@ _IN_PAIRS = Execution(
     dispatcher="flex",
     overlap=1.0,
 )
-# Llama's virtual stages are not published: four on each rank are assumed.
+# The paper does not give Llama's virtual stages: four on each rank are assumed.
 _LLAMA_LAYERS = (1, *[2] * 62, 1)
 
 
@@ -118,7 +119,7 @@ class PaperTraining:
     schedule: str
 
 
-# By the job of its rows.
+# Trainings by the job of their rows.
 PAPERS = {
     "korthikanti GPT-3 175B": PaperTraining(
         _gpt3(96, 12288, 96), _SELECTIVE, "a100", 8, (4,) * 24, "interleaved:vpp=3"
@@ -140,8 +141,8 @@ PAPERS = {
         (1,) * 96,
         "interleaved:vpp=8",
     ),
-    # DualPipe on 16 ranks, which hold two copies of the model: folded onto 8 ranks with twice the
-    # data parallelism. Multi-token prediction is on the last stage.
+    # DualPipe on 16 ranks, which hold two copies of the model, is folded onto 8 ranks with twice
+    # the data parallelism. Multi-token prediction is on the last stage.
     "dsv3 h800": PaperTraining(_DEEPSEEK, _IN_PAIRS, "h800", 8, (*[4] * 15, 1), "dualpipe-v"),
 }
 
@@ -154,7 +155,8 @@ def work_of(paper: PaperTraining, step: PublishedStep) -> Work:
         distributed=True,
         data_parallel=copies,
         expert_data_parallel=copies // experts,
-        bucket=default_bucket(copies),  # all of them overlap reductions, or have one copy
+        # All these trainings overlap reductions, or have one replica.
+        bucket=default_bucket(copies),
     )
     work = estimated_work(
         paper.model,
@@ -168,5 +170,5 @@ def work_of(paper: PaperTraining, step: PublishedStep) -> Work:
 
 
 def copies_of(paper: PaperTraining, step: PublishedStep) -> int:
-    """Return the number of data-parallel ranks."""
+    """Return the number of data-parallel ranks of a published step."""
     return step.gpus // (paper.execution.tensor_parallel * paper.pipeline)

@@ -1,4 +1,8 @@
-"""Predicted and measured steps, and how far one was from the other by group of sources."""
+"""Predicted and measured steps, and how far one was from the other by group of sources.
+
+Rows of one source share a machine and a framework, so their errors are alike. They are counted by
+group, and each group's percentiles are printed.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,8 @@ class Percentiles:
         return cls(median, p10, p90, len(figures))
 
 
-_NEW_SOFTWARE = 26.06  # the container from which on Bridge's figures are those of today's software
+# Version of the container from which on Bridge's figures are those of today's software.
+_NEW_SOFTWARE = 26.06
 _JOBS = {
     "zb": "zero bubble, A100",
     "vocab artifact": "vocabulary parallelism, its artifact, A100",

@@ -3,8 +3,8 @@
 measured.csv has step times of Llama models on A100s over tensor and pipeline parallelism,
 microbatch and sequence parallelism (Hagemann et al. 2023, arXiv:2311.05610). Each configuration is
 estimated and compared with every other one of its set. It fits if it takes no more than
-`free_memory` allows, by which `plan` and `doctor` judge too. No constant is fitted, but the
-framework's description, and the slower rings beyond 8 nodes, were chosen with these rows at hand.
+`free_memory` allows, by which `plan` and `doctor` judge too. The framework is described by its
+sources (`Framework.PYTORCH`). The slower rings beyond 4 nodes were chosen with these rows at hand.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from scripts.evaluation.measured import PublishedStep, dense_model
 
-OF_SIZES = "sizes "  # begins the job of a row, with its set
-TIE = 0.02  # predictions as close as this are equal: the best of them that ran is chosen
+OF_SIZES = "sizes "  # a row's job begins like this if the row compares sizes; the set follows
+TIE = 0.02  # predictions this close, as a share, are equal: of those that ran, the best is chosen
 _GPU = GPUS["a100"]
 
 
@@ -78,7 +78,8 @@ def predict_sizes(step: PublishedStep) -> SizesPrediction:
         distributed=True,
         data_parallel=step.size("dp"),
         expert_data_parallel=step.size("dp"),
-        gradient_bytes=2,  # as the weights: 13B on one pipeline rank would not fit otherwise
+        # Gradients have the weights' 2 bytes, as 13B would not fit on one pipeline rank otherwise.
+        gradient_bytes=2,
     )
     stages = evenly(len(model.layers), step.pipeline).of(model)
     costs = with_blocking_messages(estimate(model, stages, execution, rates))

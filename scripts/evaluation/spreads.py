@@ -1,4 +1,5 @@
-"""The spreads of planner/spread.py, computed: how far predicted ratios of steps are off."""
+"""The spreads of planner/spread.py, computed: how far predicted ratios of steps are off. A test
+compares the two."""
 
 from __future__ import annotations
 

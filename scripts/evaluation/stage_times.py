@@ -1,7 +1,8 @@
 """Measured milliseconds of single passes on A100s, and the estimate's for the same stages.
 
-measured.csv has the zero-bubble paper's profiled times, and those of the artifact of vocabulary
-parallelism (its rows with 2,048 tokens): of each list of eight ranks the median of the inner six.
+Steps hide errors of passes that cancel. measured.csv has the zero-bubble paper's profiled times,
+and those of the artifact of vocabulary parallelism (its rows with 2,048 tokens): of each list of
+eight ranks the median of the inner six.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class PublishedStage:
     Attributes:
         method: treatment of the vocabulary; "whole": it is on the first and the last stage.
         passes: milliseconds by pass: F, I, W, B, the output layer's share of a rank, a message.
+        in_view: whether a constant of the estimate was taken from them.
     """
 
     source: str
@@ -44,6 +46,7 @@ class PublishedStage:
     model: Model
     execution: Execution
     passes: Mapping[str, float]
+    in_view: bool
 
 
 _PASSES = {
@@ -79,7 +82,7 @@ def _stage(row: Mapping[str, str]) -> PublishedStage:
         is_rotary=False,
         max_position_embeddings=sequence,
     )
-    # The zero-bubble paper's runs write the attention matrix to memory, with dropout.
+    # The zero-bubble paper's runs write the attention matrix to memory, and use dropout.
     has_matrix = bool(row["weight_gradient_ms"])
     dropout = 0.1 if has_matrix else 0.0
     execution = Execution(
@@ -92,7 +95,13 @@ def _stage(row: Mapping[str, str]) -> PublishedStage:
     )
     passes = {name: float(row[column]) for column, name in _PASSES.items() if row[column]}
     return PublishedStage(
-        row["source"], row["job"].removeprefix(PASSES), layers, model, execution, passes
+        row["source"],
+        row["job"].removeprefix(PASSES),
+        layers,
+        model,
+        execution,
+        passes,
+        row["in_view"] == "1",
     )
 
 

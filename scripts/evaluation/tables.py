@@ -1,9 +1,15 @@
-"""The evaluation's figures: one line for each kind of comparison, in groups."""
+"""The evaluation's figures: one line for each kind of comparison, in groups.
+
+Seconds of steps, ratios of two steps, orders, passes and sizes are compared, each on the
+measurements that tell something about it. A line has one kind with its number of rows, so that no
+figure hides behind another.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from scripts.evaluation.gains import StepRatio, over_1f1b, overlaps, pairs_in_order
 from scripts.evaluation.measured import PublishedStep
@@ -71,6 +77,7 @@ ORDER = "order of schedules of one job"
 OVERLAP = "gain of a setting"
 PASSES = "milliseconds of a pass"
 SIZES = "order of sizes and microbatches"
+AT_TP_8 = "predicted over measured seconds, at TP 8 over TP 1, in the median"
 
 
 def evaluate_all(
@@ -109,7 +116,8 @@ def of_gains(found: Sequence[PredictedStep]) -> Iterator[FigureLine]:
         right, pairs_of_job = pairs_in_order(rows)
         yield FigureLine(ORDER, name, pairs_of_job, 0, order=(right, pairs_of_job))
     for name, ratio in overlaps(found):
-        yield _line(OVERLAP, name, [1 + ratio.error])
+        known = ratio.first.step.in_view or ratio.second.step.in_view
+        yield _line(OVERLAP, name, [1 + ratio.error], int(known))
 
 
 def _gain(kind: str, name: str, pairs: Sequence[StepRatio]) -> FigureLine:
@@ -127,8 +135,10 @@ def with_papers_times(
 
 
 def of_passes(stages: Sequence[PublishedStage]) -> Iterator[FigureLine]:
+    known = ratios_by_pass([stage for stage in stages if stage.in_view])
     for (method, pass_), ratios in ratios_by_pass(stages).items():
-        yield _line(PASSES, f"{pass_}, {method}", ratios)
+        in_view = len(known.get((method, pass_), ()))
+        yield _line(PASSES, f"{pass_}, {method}", ratios, in_view)
 
 
 def of_sizes(steps: Sequence[PublishedStep]) -> tuple[list[FigureLine], list[float]]:
@@ -144,6 +154,15 @@ def of_sizes(steps: Sequence[PublishedStep]) -> tuple[list[FigureLine], list[flo
         for a, b in pairs_of_sizes(predicted)
     ]
     lines.append(_line(SIZES, "the slower over the faster of them", ratios, len(ratios)))
+    ran = [step for step in steps if step.ran]
+
+    def at(ranks: int) -> float:
+        return median(
+            predicted[step].seconds / step.seconds for step in ran if step.size("tp") == ranks
+        )
+
+    if {1, 8} <= {step.size("tp") for step in ran}:
+        lines.append(_line(SIZES, AT_TP_8, [at(8) / at(1)], 1))
     return lines, ratios
 
 

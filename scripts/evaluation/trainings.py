@@ -117,7 +117,7 @@ def recipe_of(step: PublishedStep) -> Recipe:
     if name not in recipes:
         raise ValueError(f"row {step.number}: {name!r} is no recipe of {RECIPES}")
     given = _with_sizes_of(step, flat(recipes[name]))
-    # The number of GPUs and the precision stand in the name.
+    # A recipe's name contains the number of GPUs and the precision.
     model, _, rest = name.partition("gpu_")
     gpu = rest.partition("_")[0]
     precision = _PRECISIONS[cells["precision"]]
@@ -173,7 +173,7 @@ def _experts(step: PublishedStep) -> dict[str, Any]:
     if step.cells["a2a_overlap"]:
         is_on = step.cells["a2a_overlap"] == "1"
         changes["comm_overlap.overlap_moe_expert_parallel_comm"] = is_on or None
-        if is_on:  # Megatron refuses both together
+        if is_on:  # Megatron refuses both overlaps together
             changes["model.moe_shared_expert_overlap"] = None
     if step.chunks == 1:  # there are no pairs
         changes["comm_overlap.overlap_moe_expert_parallel_comm"] = None
@@ -199,8 +199,9 @@ def _recompute(step: PublishedStep) -> dict[str, Any]:
 
 
 _STAGES = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
-_SHORT = 14  # layers of the model of Megatron-LM #6311: DeepSeek-V3's shape, three of them dense
-# Megatron's own defaults, not those of the recipe: optimizer states and gradients in fp32.
+# Number of layers of the model in Megatron-LM #6311: DeepSeek-V3's shape, three of them dense.
+_SHORT = 14
+# Megatron's own defaults instead of the recipe's: optimizer states and gradients in fp32.
 _SHORT_MODEL: Mapping[str, Any] = {
     "model.num_layers": _SHORT,
     "model.moe_layer_freq": [0] * 3 + [1] * (_SHORT - 3),
@@ -230,6 +231,10 @@ def _of_recipe(step: PublishedStep) -> DescribedTraining:
         warnings.simplefilter("ignore")
         configuration = configuration_of(recipe)
     execution = configuration.execution
+    if execution.overlap:  # by a row's own variable, not that of this process
+        is_required = max(execution.tensor_parallel, execution.context_parallel) > 1
+        is_one = "connections 1;" in step.cells["note"] or is_required
+        execution = replace(execution, has_one_queue=is_one)
     if _is_both(step):
         execution = replace(execution, recompute=True)
     work = work_of(configuration, execution)

@@ -17,7 +17,7 @@ from tests.behaviour.inputs import COSTS, HEAD, HOST, run, write_inputs
 from tests.behaviour.record import Subject
 
 _LINE = (
-    "doctor --world-size 8 --gpu-memory 80GiB -- pretrain.py --pipeline-model-parallel-size 4 "
+    "doctor --world-size 8 --gpu h100 -- pretrain.py --pipeline-model-parallel-size 4 "
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
     "--max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 8 --lr 1e-2 "
     "--train-iters 5 --mock-data --tokenizer-type NullTokenizer --vocab-size 8191 "
@@ -28,12 +28,12 @@ _PRINTED = (
     "schedules",
     f"simulate zb-v --pp 4 -m 8 {COSTS} --memory-limit 4",
     f"simulate zb-h1 --pp 4 -m 8 {HEAD} --vocab-parallel 2",
-    f"simulate 1f1b --pp 4 -m 8 {HOST} --offload full",
+    f"simulate 1f1b --pp 4 -m 8 {HOST} --activation-offload full",
     f"simulate zb-h1 --pp 4 -m 8 {COSTS} --post-validation",
-    "simulate 1f1b --pp 2 -m 2 --certify",
-    f"plan --pp 2 -m 4 --memory-limit 2 {HEAD} --layers 7",
-    f"plan --pp 4 -m 8 {COSTS} --post-validation",
-    f"plan --pp 4 -m 8 --gpu h100 --model {_MODEL}",
+    "simulate 1f1b --pp 2 -m 2 --certify 60",
+    f"plan pp=2,m=4,layers=7 --memory-limit 2 {HEAD}",
+    f"plan pp=4,m=8 {COSTS} --pipeline-post-validation",
+    f"plan --gpu h100 {_MODEL},pp=4,m=8",
     "trace traced",
     f"{_LINE} --pipeline-schedule zb-v",
     f"{_LINE} --pipeline-schedule zb-h9 --mock-dat",

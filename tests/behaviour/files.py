@@ -13,7 +13,7 @@ from tests.behaviour.record import Subject
 _SETTINGS = (
     f"1f1b --pp 2 -m 2 {COSTS}",
     f"zb-v --pp 2 -m 3 {COSTS}",
-    f"zb-h1 --pp 2 -m 2 {HOST} --offload full",
+    f"zb-h1 --pp 2 -m 2 {HOST} --activation-offload full",
     f"zb-h1 --pp 2 -m 2 {COSTS} --post-validation",
     f"zb-h1 --pp 2 -m 2 {COSTS} --p2p batched",
     "my_schedule.py --pp 2 -m 2",
@@ -22,7 +22,7 @@ _DIVIDED = f"zb-h1 --pp 2 -m 2 {HEAD} --vocab-parallel 1"
 _WRITTEN = {
     "csv": _SETTINGS,  # a divided vocabulary has no table
     "program": (*_SETTINGS, _DIVIDED),
-    "trace": (_SETTINGS[0], _SETTINGS[2], _DIVIDED),
+    "perfetto": (_SETTINGS[0], _SETTINGS[2], _DIVIDED),
 }
 
 

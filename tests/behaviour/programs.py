@@ -28,13 +28,13 @@ _IN_ALL_FAMILIES = (
     f"--pp 3 -m 6 {HEAD}",
     f"--pp 3 -m 6 {HEAD} --vocab-parallel 1",
     f"--pp 4 -m 8 {HEAD} --vocab-parallel 2",
-    f"--pp 4 -m 8 {HOST} --offload half",
-    f"--pp 4 -m 8 {HOST},link=2,duplex=0 --offload full",
-    f"--pp 4 -m 8 {HOST} --offload fit --memory-limit 3",
+    f"--pp 4 -m 8 {HOST} --activation-offload half",
+    f"--pp 4 -m 8 {HOST},link=2,duplex=0 --activation-offload full",
+    f"--pp 4 -m 8 {HOST} --activation-offload fit --memory-limit 3",
     f"--pp 4 -m 8 {COSTS} --post-validation",
 )
 _MORE = (
-    f"interleaved --vpp 3 --pp 2 -m 4 {COSTS}",
+    f"interleaved:vpp=3 --pp 2 -m 4 {COSTS}",
     f"interleaved:group=8 --pp 4 -m 8 {COSTS}",
     f"interleaved-zb:vpp=3,group=4 --pp 4 -m 8 {COSTS}",
     f"gis:group=2 --pp 4 -m 8 {COSTS}",

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
-from megatron_ext.adapter.refusals import REFUSALS, RefusalGroup, RefusedSetting
+from megatron_ext.adapter.handled_settings.refused_setting import RefusalGroup, RefusedSetting
+from megatron_ext.adapter.refusals import REFUSALS
 from megatron_ext.compile.registry import ResolvedSpec, choose, entries
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.features import FEATURES
@@ -198,12 +199,12 @@ _FLAGS = (
 _OPTIONS = (
     "--p2p batched",
     "--vocab-parallel 1",
-    "--offload half",
-    "--offload fit",
+    "--activation-offload half",
+    "--activation-offload fit",
     "--post-validation",
     "--memory-limit 1",
     "--memory-limit much",
-    "--certify --seconds 1",
+    "--certify 1",
     "--csv mine.out",
     "--plot x.pdf",
 )
@@ -212,7 +213,7 @@ _SIMULATED = (
     "zb-h1:ahead=2 --pp 2 -m 2",
     "interleaved:group=x --pp 2 -m 2",
     "interleaved:vpp=0 --pp 2 -m 2",
-    "1f1b --pp 2 -m 2 --vpp 3",
+    "1f1b:vpp=3 --pp 2 -m 2",
     "none.csv --pp 2 -m 2",
     "none.py --pp 2 -m 2",
     "my_schedule.py:ahead=x --pp 2 -m 2",
@@ -227,8 +228,8 @@ _SIMULATED = (
     "zb-v --pp 4 -m 8 --memory-limit 0.5",
     "v-auto --pp 4 -m 8 --memory-limit 0.25",
     "1f1b --pp 2 -m 2 --costs none.json",
-    "1f1b --pp 2 -m 2 --offload half",
-    "1f1b --pp 2 -m 2 --offload fit",
+    "1f1b --pp 2 -m 2 --activation-offload half",
+    "1f1b --pp 2 -m 2 --activation-offload fit",
     "1f1b --pp 2 -m 2 --p2p slow",
 )
 _COSTS = (
@@ -249,11 +250,11 @@ _COSTS = (
 _COMMANDS = (
     "simulate",
     "simulate 1f1b",
-    "plan --pp 2 -m 2 --gpu H100",
-    "plan --pp 2 -m 2 --model layers=4",
-    "plan --pp 2 -m 2 --gpu H99 --model layers=4,hidden=8,heads=2,sequence=8,vocabulary=8",
-    "plan --pp 2 -m 2 --gpu H100 --model layers=4,hidden=8,heads=2,sequence=8,vocabulary=8,x=1",
-    "plan --pp 2 -m 4 --memory-limit 0.1",
+    "plan --gpu H100 pp=2,m=2",
+    "plan pp=2,m=2,layers=4,hidden=8",
+    "plan --gpu H99 pp=2,m=2,layers=4,hidden=8,heads=2,sequence=8,vocabulary=8",
+    "plan --gpu H100 pp=2,m=2,layers=4,hidden=8,heads=2,sequence=8,vocabulary=8,x=1",
+    "plan --memory-limit 0.1 pp=2,m=4",
     "trace none",
     "verify none.csv",
     "doctor --pipeline-memory-limit 4",

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
-from megatron_ext.runtime.host import offload
+from megatron_ext.features.offload.runtime import offload
 from megatron_ext.runtime.host.copies import copies_on
 from megatron_ext.schedule.action import parse_action
 from megatron_ext.schedule.costs import uniform

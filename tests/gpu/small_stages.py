@@ -22,8 +22,8 @@ from megatron_ext.compile.program.graph import Channel, channels
 from megatron_ext.compile.program.memory import in_bytes, memory_curve
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
+from megatron_ext.features.offload.runtime.offload import ActivationOffload
 from megatron_ext.runtime.executor import execute
-from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary, Transport

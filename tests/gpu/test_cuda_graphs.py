@@ -35,7 +35,8 @@ def layer(te: Any) -> Layer:
 
 @pytest.mark.parametrize("schedule", row_cases("C"))
 def test_a_row_with_graphs_has_the_gradients_of_one_without(schedule: str) -> None:
-    """All of a rank's chunks are on one GPU, and there are no messages."""
+    """A row of passes whose layers are CUDA graphs computes the gradients of the same row without
+    graphs. All of a rank's chunks are on one GPU, and there are no messages."""
     te = importlib.import_module("transformer_engine.pytorch")
     run = partial(
         gradients,
@@ -68,7 +69,8 @@ def case(parts: str, schedule: str, kind: str) -> Any:
     ],
 )
 def test_a_training_with_graphs_has_the_losses_of_one_without(parts: str, schedule: str) -> None:
-    """The same schedule, so the same weights at the start."""
+    """A training with CUDA graphs has the losses of the same schedule without graphs, which starts
+    from the same weights."""
     flags: dict[str, str | int | bool | tuple[str, ...] | None] = {
         "transformer_impl": "transformer_engine",
         "bf16": True,

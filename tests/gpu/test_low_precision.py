@@ -111,7 +111,8 @@ def test_one_stage_a_rank_has_stocks_losses(precision: str) -> None:
 def test_a_loop_has_the_losses_of_megatrons_loop(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NVFP4 rounds gradients by chance, in the order of a rank's backward passes."""
+    """A loop has the losses of Megatron's own loop. NVFP4 rounds gradients at random, in the order
+    of a rank's backward passes, and both loops have that order."""
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1")
     flags = flags_of(precision) | {"num_virtual_stages_per_pipeline_rank": 2}
     assert losses("interleaved-zb", **flags) == losses(None, **flags)
@@ -121,7 +122,7 @@ def test_a_loop_has_the_losses_of_megatrons_loop(
 def test_a_v_has_stocks_losses(
     precision: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a checkpoint, as from scratch it would start from other weights."""
+    """A V has stock's losses from a checkpoint. From scratch it would start from other weights."""
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")  # delayed scaling's
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1")
     flags = flags_of(precision)
@@ -132,7 +133,8 @@ def test_a_v_has_stocks_losses(
 
 @pytest.mark.parametrize("precision", ["delayed", "tensorwise", "mxfp8"])
 def test_tensor_parallel_ranks_agree_on_scales(precision: str) -> None:
-    """Amaxes are reduced over the ranks of a stage, in F and in I."""
+    """Tensor-parallel ranks have equal scales in FP8: amaxes are reduced over the ranks of a stage,
+    in F and in I."""
     if GPUS < 4:
         pytest.skip(f"a pipeline of two with tensor parallelism needs four GPUs, here are {GPUS}")
     flags = flags_of(precision) | {

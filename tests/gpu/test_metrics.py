@@ -40,8 +40,8 @@ def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 
 
 def test_nothing_is_synchronised(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is read when the device has ended it, and numbers are exchanged while it runs the
-    next; the host waits neither for the device nor for the numbers."""
+    """Metrics never synchronise the host with the device. A step is read when the device has ended
+    it, and numbers are exchanged while the device runs the next step."""
     torch.cuda._sleep(1000)  # the first call loads the kernel
     stream = torch.cuda.Stream()
     AsyncAllGather(group, [0.0] * 5, stream).wait()  # allocates what is pinned
@@ -84,7 +84,8 @@ def test_nothing_is_synchronised(group: dist.ProcessGroup, monkeypatch: pytest.M
 
 
 def test_what_an_allocator_reserves_and_does_not_hand_out_is_told() -> None:
-    """A tensor over 1 MiB gets a segment of 20 MiB at least, of which 3 MiB are allocated here."""
+    """Metrics report the memory that torch's allocator reserves and does not hand out. A tensor
+    over 1 MiB gets a segment of at least 20 MiB, of which 3 MiB are allocated here."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = reserved_beyond_allocated(torch.device("cuda"))

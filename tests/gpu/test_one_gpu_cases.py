@@ -43,7 +43,8 @@ def test_they_run(name: str, tmp_path: Path) -> None:
 
 
 def test_the_probe_sees_a_call_that_waits(tmp_path: Path) -> None:
-    """The one that must, in the rehearsal as on a GPU."""
+    """The probe of host calls finds exactly the one call that must wait, in the rehearsal as on a
+    GPU."""
     (case,) = (case for case in parts("cpu")["calls"].cases if case.name.endswith("synchronize"))
     (row,) = run_part(Part((case,), 120), tmp_path)
     assert row.figure.startswith("**waits**")

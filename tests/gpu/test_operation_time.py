@@ -32,7 +32,8 @@ def test_four_times_as_many_experts_take_longer() -> None:
 
 
 def test_attention_of_a_longer_sample_takes_longer() -> None:
-    """With shared keys and values; its backward pass takes longer than its forward pass."""
+    """Attention of a longer sample takes longer, also if heads share keys and values. The backward
+    pass takes longer than the forward pass."""
     small, large = (attention_seconds((1, tokens, 32, 8, 128)) for tokens in (4096, 8192))
     assert small is not None and large is not None
     assert 0 < 2 * small[0] < large[0] and 0 < 2 * small[1] < large[1]

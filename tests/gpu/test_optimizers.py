@@ -39,8 +39,9 @@ SAVED_AT = 2
 @pytest.mark.parametrize("more", [{}, LOW, OFFLOADED], ids=["states fp32", "bf16", "half on host"])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_precision_aware(schedule: str, more: dict[str, Any], tmp_path: Any) -> None:
-    """Half of the parameters are on the host, the others on the device. That has not run under our
-    schedules yet, as a machine without a GPU has all parameters on the host."""
+    """The precision-aware optimizer trains with half of the parameters on the host and the others
+    on the device. This has not run under our schedules yet, as a machine without a GPU has all
+    parameters on the host."""
     pytest.importorskip("transformer_engine")
     _assert_stocks(schedule, str(tmp_path), **PRECISION_AWARE, **more)
 
@@ -74,7 +75,8 @@ def test_muon(schedule: str, optimizer: str, tmp_path: Any) -> None:
 )
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
 def test_parameters_are_gathered_in_the_gradients_buffer(schedule: str, tmp_path: Any) -> None:
-    """A chunk's gradients come after its first forward pass, in which all has been gathered."""
+    """Parameters are gathered in the buffer of the gradients. This is safe since a chunk's
+    gradients come after its first forward pass, in which all parameters have been gathered."""
     pytest.importorskip("transformer_engine")
     flags = {
         **PARALLEL,

@@ -29,7 +29,8 @@ PAIRS: dict[str, str | int | bool] = {"overlap_moe_expert_parallel_comm": True}
 
 @pytest.mark.parametrize("schedule", ["interleaved", "interleaved-zb", "zb-v", "dualpipe-v"])
 def test_losses_are_stocks(schedule: str, tmp_path: Path) -> None:
-    """Stock's own pairs, and ours, go on from one checkpoint as stock does without."""
+    """Overlapped passes of stock and of ours continue from one checkpoint with the losses of stock
+    without overlap."""
     losses(None, **FLAGS, **LOOP, save=str(tmp_path), save_interval=2)
     resumed: dict[str, str | int | bool] = {**FLAGS, "load": str(tmp_path), "ckpt_step": 2}
     stocks = losses(None, **resumed, **LOOP)

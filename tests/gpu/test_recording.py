@@ -20,7 +20,8 @@ CYCLES = 200_000_000  # about a tenth of a second
 
 
 def test_what_the_device_does_is_timed_and_not_its_host() -> None:
-    """Three passes are queued at once; each is recorded when and as long as the device runs it."""
+    """The recorder times what the device does, not its host. Three passes are queued at once; each
+    is recorded when and as long as the device runs it."""
     torch.cuda._sleep(1000)  # the first call loads the kernel
     recording = Recording(0, clock_of(torch.device("cuda")))
     actions = [Action(0, Kind.FORWARD, microbatch) for microbatch in range(3)]

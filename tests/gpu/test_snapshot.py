@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ext.runtime.post_validation import snapshot as snapshot_module
-from megatron_ext.runtime.post_validation.snapshot import CPU, Snapshot
+from megatron_ext.features.post_validation.runtime import snapshot as snapshot_module
+from megatron_ext.features.post_validation.runtime.snapshot import CPU, Snapshot
 
 NUMBERS = 2**24
 
@@ -31,8 +31,9 @@ ON_GPU = [
 def test_copies_are_exact_though_nothing_waits_for_them(
     monkeypatch: pytest.MonkeyPatch, device: str, place: str, words: str
 ) -> None:
-    """Tensors are written again at once, while copies to and from the host are under way. Adam's
-    count of steps is on the host either way."""
+    """Snapshots are exact though the host does not wait for their copies: tensors are overwritten
+    at once, while copies to and from the host are still running. Adam's count of steps is on the
+    host in any case."""
     if place != device:
         monkeypatch.setattr(snapshot_module, "choose_place", lambda size, device: CPU)
     main, moment = (torch.randn(NUMBERS, device=device) for _ in "12")

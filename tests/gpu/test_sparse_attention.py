@@ -56,7 +56,8 @@ SAVED_AT = 2
 @pytest.mark.covers("C", ("line", "loop", "v"), **DSA)
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
 def test_losses_are_stocks(schedule: str, tmp_path: Path) -> None:
-    """From stock's checkpoint: with several stages a rank a run would start from other weights."""
+    """Models with sparse attention have stock's losses. They start from stock's checkpoint, since
+    with several stages a rank a run from scratch starts from other weights."""
     losses(None, **MODEL, save=str(tmp_path), save_interval=SAVED_AT)
     resumed: dict[str, Any] = {**MODEL, "load": str(tmp_path), "ckpt_step": SAVED_AT}
     assert losses(schedule, **resumed) == losses(None, **resumed)

@@ -32,20 +32,22 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-auto"])
 def test_losses_are_stocks(schedule: str) -> None:
-    """With one stage a rank a run from scratch starts from stock's weights."""
+    """Losses equal stock's. With one stage a rank a run from scratch has stock's first weights."""
     assert losses(schedule) == losses(None)
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "v-half", "interleaved", "gis"])
 def test_losses_from_a_checkpoint_are_stocks(schedule: str, resumed: dict[str, Any]) -> None:
-    """With several stages a rank a run from scratch would start from other weights."""
+    """Losses from a checkpoint equal stock's. With several stages a rank a run from scratch would
+    start from other weights."""
     assert losses(schedule, **resumed) == losses(None, **resumed)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "interleaved", "gis", "v-half"])
 def test_one_communicator_gives_the_losses_of_many(schedule: str) -> None:
-    """NCCL runs its batches in order, and CUDA_DEVICE_MAX_CONNECTIONS=1 holds up passes behind a
-    batch that waits: should the order of messages be wrong, this hangs."""
+    """Losses with one communicator equal those with many. NCCL runs the batches of one communicator
+    in order, and CUDA_DEVICE_MAX_CONNECTIONS=1 delays passes behind a batch that waits, so a wrong
+    order of messages would hang."""
     assert losses(schedule, pipeline_p2p="batched") == losses(schedule)
 
 
@@ -62,8 +64,9 @@ def test_slices_have_the_same_losses_under_another_schedule() -> None:
 @pytest.mark.parametrize("rs_dgrad", [False, True])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_layers_in_userbuffers_have_stocks_losses(schedule: str, rs_dgrad: bool) -> None:
-    """Another layer's operands in the buffer would show in the second iteration. (On a V a run from
-    scratch starts from other weights: it is compared with itself without Userbuffers.)"""
+    """Layers in Userbuffers have stock's losses. Operands of another layer in the buffer would
+    change the losses of the second iteration. (On a V a run from scratch starts from other weights,
+    so it is compared with itself without Userbuffers.)"""
     flags: dict[str, Any] = {
         "pipeline_model_parallel_size": 2,
         "tensor_model_parallel_size": 2,
@@ -88,7 +91,8 @@ def test_layers_in_userbuffers_have_stocks_losses(schedule: str, rs_dgrad: bool)
 def test_a_divided_vocabulary_has_stocks_losses(
     schedule: str, variant: str, resumed: dict[str, Any]
 ) -> None:
-    """Close, as sums over the vocabulary have another order. Its collectives are NCCL's here."""
+    """A divided vocabulary has stock's losses to rounding, as sums over the vocabulary have another
+    order. The collectives are NCCL's here."""
     ours = losses(schedule, pipeline_vocab_parallel=variant, **resumed)
     expected = [float(loss) for loss in losses(None, **resumed)]
     assert [float(loss) for loss in ours] == pytest.approx(expected, rel=1e-5)
@@ -97,8 +101,9 @@ def test_a_divided_vocabulary_has_stocks_losses(
 @needs_four_gpus
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
 def test_divided_sequences_have_stocks_losses(schedule: str, tmp_path: Path) -> None:
-    """Within F and I Transformer Engine's attention sends keys and values, and within F multi-token
-    prediction sends tokens, in one hardware queue with the messages of the pipeline."""
+    """Sequences that context-parallel ranks share have stock's losses. Within F and I Transformer
+    Engine's attention sends keys and values, and within F multi-token prediction sends tokens, all
+    in one hardware queue with the messages of the pipeline."""
     flags: dict[str, Any] = {
         "pipeline_model_parallel_size": 2,
         "context_parallel_size": 2,
@@ -122,8 +127,9 @@ def test_divided_sequences_have_stocks_losses(schedule: str, tmp_path: Path) -> 
 def test_steps_that_overlap_have_the_losses_of_those_that_do_not(
     schedule: str, overlaps: bool
 ) -> None:
-    """Clips are due in every one of these steps at first, and then are not: some steps are taken
-    back, on streams. The copies of what they overwrite lie on the device."""
+    """Steps that overlap under post-validation have the losses of steps that do not. At first every
+    step is clipped, later none is, so some steps are rolled back, on streams. The copies of what
+    they overwrite lie on the device."""
     flags: dict[str, Any] = {
         "untie_embeddings_and_output_weights": True,
         "clip_grad": 1.0,
@@ -141,8 +147,9 @@ def test_steps_that_overlap_have_the_losses_of_those_that_do_not(
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_passes_that_run_again_have_the_losses_of_those_that_do_not(schedule: str) -> None:
-    """Dropout draws from the device's generator and from Megatron's own, and fused kernels of a
-    pass without gradients must come to what those with gradients do."""
+    """Recomputed passes have the losses of passes that are not recomputed. Dropout draws from the
+    device's generator and from Megatron's own, and fused kernels must compute the same with and
+    without gradients."""
     flags: dict[str, Any] = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "bf16": True}
     every_stage = f"first:{choose(schedule).place(RANKS).stages}"
     again = losses(schedule, pipeline_recompute=every_stage, **flags)
@@ -150,8 +157,9 @@ def test_passes_that_run_again_have_the_losses_of_those_that_do_not(schedule: st
 
 
 def test_a_trace_has_every_pass_of_every_rank(tmp_path: Path) -> None:
-    """Passes are device events, and clocks are aligned over NCCL: no pass begins before the one it
-    needs has ended on another rank, but for the error that the trace tells."""
+    """A trace has every pass of every rank. Passes are timed by device events and clocks are
+    aligned over NCCL: no pass begins before the one that it needs has ended on another rank, up to
+    the clock error in the trace."""
     traced = losses("zb-v", pipeline_trace=str(tmp_path), pipeline_trace_iters="3:5")
     assert traced == losses("zb-v")
     steps = read_trace(tmp_path)

@@ -93,7 +93,8 @@ TRAININGS: dict[str, dict[str, str | int | bool | None]] = {
 @needs_two_gpus
 @pytest.mark.parametrize("setting", TRAININGS)
 def test_losses_are_stocks(setting: str) -> None:
-    """1F1B of stock's, with Transformer Engine's layers; one stage a rank, so the same weights."""
+    """Transformer Engine's layers under stock's 1F1B have stock's losses. There is one stage a
+    rank, so both start from the same weights."""
     if "fused" in setting and not importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):
         pytest.skip("the output layer's fused accumulation needs NVIDIA apex")
     if "expert parallel" in setting and GPUS < 4:
@@ -117,8 +118,9 @@ def test_losses_are_stocks(setting: str) -> None:
 @needs_two_gpus
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_slices_train_as_whole_sequences_do(schedule: str) -> None:
-    """On whichever of its attentions takes fewer queries than keys: aligned to the top left, masks
-    would hide most tokens. Weight gradients are fused, and all slices' are to be added."""
+    """Slices train as whole sequences do, with whichever of Transformer Engine's attentions accepts
+    fewer queries than keys. If masks were aligned to the top left, they would hide most tokens.
+    Weight gradients are fused, and those of all slices must be added."""
     flags: dict[str, str | int | bool | None] = {
         "transformer_impl": "transformer_engine",
         "no_gradient_accumulation_fusion": None,
@@ -134,7 +136,8 @@ def test_slices_train_as_whole_sequences_do(schedule: str) -> None:
 
 @needs_four_gpus
 def test_slices_are_shared_by_ranks() -> None:
-    """Keys and values of slices are gathered, in place of Transformer Engine's ring."""
+    """Context-parallel ranks share each slice: keys and values of slices are gathered, in place of
+    Transformer Engine's ring."""
     flags: dict[str, str | int | bool | None] = {
         "transformer_impl": "transformer_engine",
         "bf16": True,

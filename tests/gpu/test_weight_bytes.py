@@ -31,8 +31,9 @@ WIDTH, TOKENS = 4096, 32
     ],
 )
 def test_copies_of_a_step_are_those_of_the_formula(precision: str, recipe: str) -> None:
-    """Cast once for all microbatches of a step, by rows and by columns. Blackwell needs one of both
-    with a scale a matrix: its products take operands either way."""
+    """The copies of weights in low precision are as large as the formula says. Weights are cast
+    once for all microbatches of a step, by rows and by columns. Blackwell needs only one of both if
+    a matrix has one scale, as its products accept either."""
     if lacks := missing(precision):
         pytest.skip(lacks)
     te = importlib.import_module("transformer_engine.pytorch")

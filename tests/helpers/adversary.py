@@ -37,6 +37,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,8 +50,8 @@ from torch.distributed.distributed_c10d import _CoalescingManager
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ext.compile.program.graph import Channel
+from megatron_ext.features.offload.runtime import offload
 from megatron_ext.runtime.executor import _Execution
-from megatron_ext.runtime.host import offload
 from megatron_ext.runtime.host.copies import CopiedBytes, DirectCopies, HostCopies, Transfer
 from megatron_ext.runtime.messages.batched import PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
@@ -161,10 +162,12 @@ def _adverse_channels(post: Post) -> list[Substitute]:
 def _adverse_collectives(post: Post) -> list[Substitute]:
     broadcast, total, gather = Collectives.broadcast, Collectives.sum, Collectives.gather
 
-    def adverse_broadcast(collectives: Collectives, kind: Kind, tensor: Tensor, root: int) -> Any:
+    def adverse_broadcast(
+        collectives: Collectives, kind: Kind, tensors: Sequence[Tensor], root: int
+    ) -> Any:
         use = Use.GIVEN if collectives.rank == root else Use.FILLED
-        (work,) = post(lambda moved: [broadcast(collectives, kind, moved[0], root)], (tensor, use))
-        return work
+        start = partial(broadcast, collectives, kind, root=root)
+        return post(start, *((tensor, use) for tensor in tensors))
 
     def adverse_sum(collectives: Collectives, kind: Kind, tensor: Tensor, root: int) -> Any:
         use = Use.FILLED if collectives.rank == root else Use.SPOILT

@@ -257,8 +257,8 @@ def read_recipes(
     folder: Path, recipes: Mapping[str, int]
 ) -> dict[str, tuple[Mapping[str, Any], dict[str, Any]]]:
     """Return, of each of ``recipes``, the settings that no argument tells, and the facts that
-    ``--bridge`` reads otherwise than Bridge does, each with both values. A recipe has its number of
-    ranks.
+    a plan of a recipe reads otherwise than Bridge does, each with both values. A recipe has its
+    number of ranks.
 
     Changes the process: for a forked one only.
     """

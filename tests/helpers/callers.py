@@ -86,16 +86,18 @@ def whole_step(
     data: Callable[[], Sequence[Any]],
     chunks: int | None = None,
     context_parallel: int = 1,
+    tensor_parallel: int = 1,
     **call: Any,
 ) -> tuple[list[Any], Gradients]:
-    """One step of all ranks, as one pipeline or as many as ``context_parallel``; the losses and
-    gradients of all of them.
+    """One step of all ranks, as one pipeline or as many as ``context_parallel`` times
+    ``tensor_parallel``; the losses and gradients of all of them.
 
     ``names`` are a chunk's parameters with names of the whole model, ``data`` the microbatches,
     ``chunks`` the virtual stages that stock is to have, ``call`` what the schedule is called with.
     """
     parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=dist.get_world_size() // context_parallel,
+        tensor_model_parallel_size=tensor_parallel,
+        pipeline_model_parallel_size=dist.get_world_size() // context_parallel // tensor_parallel,
         virtual_pipeline_model_parallel_size=chunks,
         context_parallel_size=context_parallel,
     )

@@ -16,21 +16,28 @@ writes_pages = False
 
 def check_written(part: str, text: str, page: str = "compatibility.md") -> None:
     """Fail unless ``text`` stands between the marks of ``part``. With `WRITE_PAGES` write it."""
-    begin, end = f"<!-- {part}: written by a test -->", f"<!-- end of {part} -->"
-    before, rest = (DOCS / page).read_text().split(begin)
+    marks = f"<!-- {part}: written by a test -->", f"<!-- end of {part} -->"
+    check_between(f"docs/{page}", marks, text, part)
+
+
+def check_between(name: str, marks: tuple[str, str], text: str, part: str) -> None:
+    """Fail unless ``text`` stands between two ``marks``, which the file ``name`` has once. With
+    `WRITE_PAGES` write it. ``part`` is its name in errors."""
+    file, (begin, end) = DOCS.parent / name, marks
+    before, rest = file.read_text().split(begin)
     written, after = rest.split(end)
-    if written.strip() == text:
+    if written.strip("\n") == text:
         return
     if writes_pages:
-        (DOCS / page).write_text(f"{before}{begin}\n{text}\n{end}{after}")
+        file.write_text(f"{before}{begin}\n{text}\n{end}{after}")
         return
     difference = difflib.unified_diff(
-        written.strip().splitlines(), text.splitlines(), f"docs/{page}", "the code", lineterm=""
+        written.strip("\n").splitlines(), text.splitlines(), name, "the code", lineterm=""
     )
     test = os.environ["PYTEST_CURRENT_TEST"].removesuffix(" (call)")
     pytest.fail(
         "\n".join(difference)
-        + f"\ndocs/{page} is out of date in its part {part!r}; to write it: "
+        + f"\n{name} is out of date in its part {part!r}; to write it: "
         + f"python -m pytest {WRITE_PAGES} '{test}'",
         pytrace=False,
     )

@@ -28,9 +28,9 @@ from megatron.core.pipeline_parallel import schedules as stock
 from megatron_ext.adapter.step import passes
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.compile.program.verify import Program
+from megatron_ext.features.offload.runtime import offload as offload_module
+from megatron_ext.features.offload.runtime.offload import OffloadedStep
 from megatron_ext.runtime.executor import _Execution
-from megatron_ext.runtime.host import offload as offload_module
-from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.runtime.messages.transport import Transport
 from megatron_ext.runtime.owner import Owner
 from megatron_ext.runtime.recorder import Recorder

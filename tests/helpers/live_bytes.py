@@ -20,8 +20,8 @@ from megatron.core.pipeline_parallel import schedules as stock
 
 from megatron_ext.adapter.step import passes
 from megatron_ext.compile.program.verify import Program
+from megatron_ext.features.offload.runtime import offload
 from megatron_ext.runtime.executor import _Execution
-from megatron_ext.runtime.host import offload
 from tests.helpers.storages import LiveStorages, addresses
 
 # Action, bytes held, bytes on their way.

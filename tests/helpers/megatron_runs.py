@@ -437,7 +437,9 @@ class _Listener:
             self._track_predictions, helper, helper.track_mtp_metrics
         )
         if post_validates:
-            optimizer = importlib.import_module("megatron_ext.adapter.post_validation.optimizer")
+            optimizer = importlib.import_module(
+                "megatron_ext.features.post_validation.adapter.optimizer"
+            )
             redo = optimizer.SpeculativeOptimizer.redo
 
             def record_redo(*args: Any) -> Any:

@@ -25,6 +25,9 @@ from torch import Tensor
 
 from megatron_ext.adapter.slices import known_models
 from megatron_ext.adapter.slices.slice_attention import attend_with_transformer_engine
+from megatron_ext.features.shared_prompts.adapter import shared_model_call
+from megatron_ext.features.shared_prompts.adapter.attention_to_prompts import attend_to_prompts
+from megatron_ext.features.shared_prompts.adapter.params import SharedPromptParams
 from tests.helpers.latent_attention import Attention
 
 TOKENS = range(1, 60)  # of conversations; 0 is padding
@@ -47,6 +50,18 @@ def sliced_packs_on_the_cpu() -> Iterator[None]:
         mock.patch.object(backends, "DotProductAttention", PackedAttention),
         mock.patch.object(known_models, "_known_attention", lambda: known),
         _made_up_conversations(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def shared_prompts_on_the_cpu() -> Iterator[None]:
+    """Models that are made here run sequences as Megatron's own attention does, and rows of shared
+    prompts as Transformer Engine's would."""
+    known = [AttentionToPrompts.forward]
+    with (
+        mock.patch.object(backends, "DotProductAttention", AttentionToPrompts),
+        mock.patch.object(shared_model_call, "known_attention", lambda: known),
     ):
         yield
 
@@ -105,6 +120,17 @@ def by_sequence(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return forward
 
 
+def by_segment(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``attention``, and that of rows with shared prompts."""
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(kwargs.get("packed_seq_params"), SharedPromptParams):
+            return attend_to_prompts(by_document, module, *args, **kwargs)
+        return attention(module, *args, **kwargs)
+
+    return forward
+
+
 class PackedAttention(Attention):
     """Core attention that takes what Transformer Engine's takes, and goes over documents."""
 
@@ -129,6 +155,27 @@ class PackedAttention(Attention):
             attention_bias,
             packed_seq_params,
         )
+
+
+class AttentionToPrompts(Attention):
+    """Core attention of sequences apart, and of rows with shared prompts, which it has as
+    documents."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        given = query, key, value, attention_mask, attn_mask_type, attention_bias
+        if packed_seq_params is None:
+            output: Tensor = super().forward(*given)
+            return output
+        return attend_to_prompts(by_document, self, *given, packed_seq_params)
 
 
 def by_document(

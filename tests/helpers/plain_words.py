@@ -1,11 +1,11 @@
 """Places in Python sources whose words break the project's rules for plain English.
 
-Counted are, as `RULES` names them, docstring summaries that do not begin with their subject,
-phrases that have a plain word instead, names of public classes and aliases that exist more than
-once, sentences of help texts with more than `MOST_WORDS` words, and old words of the project in
-identifiers and in strings of fewer than `_FEWEST_WORDS` words, as keys, labels and titles are. A
-comment ``# plain words: REASON`` makes an exception: on a line of the string, of the name or of
-the class, or alone on the line before it.
+Counted are, as `RULES` names them, docstring summaries and comments that do not begin with their
+subject, phrases that have a plain word instead, names of public classes and aliases that exist more
+than once, sentences of help texts with more than `MOST_WORDS` words, and old words of the project
+in identifiers and in strings of fewer than `_FEWEST_WORDS` words, as keys, labels and titles are. A
+comment ``# plain words: REASON`` makes an exception: on a line of the string, of the name or of the
+class, or alone on the line before it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-OPENINGS, PHRASES, LONG_HELP, CLASS_NAMES, OLD_NAMES, OLD_LABELS = RULES = (
+OPENINGS, COMMENTS, PHRASES, LONG_HELP, CLASS_NAMES, OLD_NAMES, OLD_LABELS = RULES = (
     "openings",
+    "comments",
     "phrases",
     "long_help",
     "class_names",
@@ -28,8 +29,12 @@ OPENINGS, PHRASES, LONG_HELP, CLASS_NAMES, OLD_NAMES, OLD_LABELS = RULES = (
     "old_labels",
 )
 MOST_WORDS = 35  # of a sentence in a help text
+MOST_LINES = 8  # of a module's docstring
+SHORT_MODULE = 40  # lines of a module whose docstring may be one sentence
+_FEWEST_NEW_WORDS = 3  # of a module's docstring, beyond those of its path
 
 _OPENING = re.compile(r"(Of|What|Which|Where|Those|These|That|As of)\b")
+_COMMENT = re.compile(r"#+ *(of|which|that|whose|its?|they|their|them)\b", re.IGNORECASE)
 _PLAIN = {  # by phrase, words to write instead
     r"asked|asks? for": "requested, required",
     r"beside": "compared with, next to, parallel to, in addition to",
@@ -106,10 +111,13 @@ def read_source(text: str, *, strings: bool = True) -> SourceWords:
     """Return the places of the file ``text``. `CLASS_NAMES` has a place for each public class.
 
     Args:
-        strings: look for phrases in strings too, as errors and help texts are; else in docstrings.
+        strings: look for phrases in strings too, as errors and help texts are, and at comments;
+            else in docstrings only.
     """
     exceptions = dict(_exceptions(text))
     places = list(_places(ast.parse(text), strings, may_help=bool(_HELP.search(text))))
+    if strings and _COMMENT.search(text):
+        places += _comments(text)
     excepted = {line for place in places for line in place.lines if line in exceptions}
     errors = [
         f"line {line}: write a reason behind 'plain words:'"
@@ -151,6 +159,19 @@ def _exceptions(text: str) -> Iterator[tuple[int, str]]:
         if token.type == tokenize.COMMENT and (found := _EXCEPTION.match(token.string)):
             is_alone = token.line.lstrip().startswith("#")
             yield token.start[0] + is_alone, found[1].strip()
+
+
+def _comments(text: str) -> Iterator[Place]:
+    """Yield the comments that begin with a word for a subject that a reader of one has not seen."""
+    last = -1  # line of the latest comment that stands alone
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line = token.start[0]
+        is_alone = token.line.lstrip().startswith("#")
+        if _COMMENT.match(token.string) and not (is_alone and last == line - 1):
+            yield Place(COMMENTS, line, token.string, range(line, line + 1))
+        last = line if is_alone else -1
 
 
 def _places(tree: ast.Module, strings: bool, may_help: bool) -> Iterator[Place]:
@@ -284,3 +305,35 @@ def count(sources: Iterable[tuple[Path, SourceWords]]) -> dict[str, dict[str, in
                 of_package = counts.setdefault(package_of(path), {})
                 of_package[place.rule] = of_package.get(place.rule, 0) + 1
     return counts
+
+
+def docstring_errors(path: Path, text: str) -> list[str]:
+    """Return what is wrong with the docstring of the module ``text`` at ``path``.
+
+    It should say the problem, why it is one, and what is done about it: in whole sentences, and in
+    at most `MOST_LINES` lines. Blank lines and indented ones (commands, pictures) do not count, nor
+    does what follows "Not patched" in a patch.
+    """
+    if not text.strip():
+        return []
+    docstring = ast.get_docstring(ast.parse(text), clean=False)
+    if docstring is None:
+        return ["has no docstring"]
+    said = re.split(r"^Not patched", docstring, maxsplit=1, flags=re.MULTILINE)[0]
+    lines = [line for line in said.splitlines() if line and not line.startswith("    ")]
+    errors = []
+    if len(lines) > MOST_LINES:
+        errors.append(f"has {len(lines)} lines: leave details to functions, at most {MOST_LINES}")
+    new_words = _words_in(docstring) - _words_in(str(path.with_suffix("")))
+    if len(new_words) < _FEWEST_NEW_WORDS:
+        errors.append("says only what its path says: say which problem it solves")
+    sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z`\"(])", " ".join(lines))
+    if len(sentences) < 2 and len(text.splitlines()) > SHORT_MODULE:
+        errors.append("is one phrase: say in whole sentences which problem it solves, and why")
+    return errors
+
+
+def _words_in(text: str) -> set[str]:
+    """Return the words of ``text`` that mean something, in the singular."""
+    words = {word.rstrip("s") for word in re.findall(r"[a-z]+", text.lower())}
+    return words - {"", "a", "an", "and", "by", "for", "in", "it", "of", "on", "the", "to"}

@@ -66,6 +66,7 @@ def touched(edits: Iterable[Edit], code: str, folder: Path) -> set[str]:
         file = folder / name
         text = file.read_text() if file.exists() else ""
         assert text.count(before) == 1 or not before, f"{name} has changed"
+        file.parent.mkdir(exist_ok=True)
         file.write_text(text.replace(before, inserted + before) if before else text + inserted)
     log = folder / "log"
     assert run_forked(lambda: _run(code, folder), log) == 0, log.read_text()
@@ -110,7 +111,7 @@ def check_listed(what: str, files: set[str], edits: Iterable[Edit]) -> None:
     by_hand = {name for name, *_ in edits}
     assert by_hand <= files
     edited, written = (
-        ", ".join(sorted(map(_named, names))) for names in (by_hand, files - by_hand)
+        ", ".join(sorted(set(map(_named, names)))) for names in (by_hand, files - by_hand)
     )
     text = f"{len(files)} files: {edited}; and what these commands write: {written}."
     check_written(f"files of {what}", text, "architecture.md")
@@ -118,4 +119,6 @@ def check_listed(what: str, files: set[str], edits: Iterable[Edit]) -> None:
 
 def _named(file: str) -> str:
     is_new = not (ROOT / file).exists()
+    if is_new and "/features/" in file:
+        return f"the feature's folder in `{Path(file).parents[1]}`"
     return f"a new one in `{Path(file).parent}`" if is_new else f"`{file}`"

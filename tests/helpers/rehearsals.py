@@ -29,8 +29,9 @@ def rehearsed_or_fail(
     neighbour: Path | None = None,
     folder: Path | None = None,
     steps: int = 1,
+    **settings: Any,
 ) -> RankResult:
-    """`rehearsed` for a rank that may end badly: how it ends."""
+    """`rehearsed` for a rank that may end badly: how it ends. ``settings``: more of its request."""
     with tempfile.TemporaryDirectory() as own:
         request = RankRequest(
             *(rank, ranks, str(script), tuple(flags), folder or Path(own)),
@@ -38,6 +39,7 @@ def rehearsed_or_fail(
             steps=steps,
             is_cpu=True,
             neighbour=neighbour,
+            **settings,
         )
 
         def run(_: int) -> RankRecord:

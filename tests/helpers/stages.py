@@ -19,13 +19,13 @@ from megatron_ext.compile.program.graph import Channel, channels
 from megatron_ext.compile.program.speculation import settles_at
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec, Traits
+from megatron_ext.features.offload.runtime.offload import ActivationOffload
+from megatron_ext.features.post_validation.runtime.actions import Validation
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.host.copies import HostCopies
-from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary, Transport
-from megatron_ext.runtime.post_validation.actions import Validation
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_ext.runtime.post_validation.actions import Validation
-from megatron_ext.runtime.post_validation.messages import ValidationMessages
-from megatron_ext.runtime.post_validation.partial_state import PartialState
+from megatron_ext.features.post_validation.runtime.actions import Validation
+from megatron_ext.features.post_validation.runtime.messages import ValidationMessages
+from megatron_ext.features.post_validation.runtime.partial_state import PartialState
 from megatron_ext.schedule.placement import Placement
 from tests.helpers.stages import LinearStage, Pipeline, add_gradients, stages_alone
 

@@ -25,15 +25,14 @@ import torch.distributed as dist
 import verl
 from hydra import compose, initialize_config_dir
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from verl.plugin.platform import PlatformRegistry
-from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.single_controller.base.decorator import (
     MAGIC_ATTR,
     _concat_data_proto_or_future,
     _split_args_kwargs_data_proto,
 )
 
-from tests.helpers.packed import by_sequence
+from megatron_ext.features.shared_prompts.adapter import shared_model_call
+from tests.helpers.packed import by_segment, by_sequence
 
 PIPELINE, BATCH, PROMPT, RESPONSE, VOCABULARY = 2, 16, 6, 10, 64
 STEPS = 2
@@ -58,34 +57,6 @@ LOCAL = {
 
 # Megatron's own layers keep their norms outside their linear layers.
 NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-
-
-class _Device:
-    """torch.cuda as the CPU platform leaves it, with the figures of a device."""
-
-    @staticmethod
-    def device_count() -> int:
-        return 1
-
-    @staticmethod
-    def mem_get_info() -> tuple[int, int]:
-        return 0, 0
-
-    @staticmethod
-    def get_device_name() -> str:
-        return "CPU"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
-
-
-@PlatformRegistry.register(platform="cpu")
-class _Platform(PlatformCUDA):
-    device_name = "cpu"
-    device_module = _Device()
-
-    def is_available(self) -> bool:
-        return True
 
 
 def register_with_mbridge() -> None:
@@ -223,6 +194,9 @@ def draw_batch(step: int) -> Any:
     responses = torch.randint(2, RESPONSE + 1, (BATCH, 1), generator=draw)
     column = torch.arange(PROMPT + RESPONSE)
     mask = ((column >= PROMPT - prompts) & (column < PROMPT + responses)).long()
+    if answers := SETTINGS["answers"]:  # consecutive sequences have one prompt
+        first = torch.arange(BATCH) // answers * answers
+        ids[:, :PROMPT], mask[:, :PROMPT] = ids[first, :PROMPT], mask[first, :PROMPT]
     ids *= mask
     response_mask = mask[:, PROMPT:]
     tensors = {
@@ -250,9 +224,27 @@ def parameters(worker: Any) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in exported}
 
 
+def take_packed_attention() -> None:
+    """Megatron's own attention runs packed sequences, and rows with shared prompts. With these,
+    sums have another order, so that all is computed in float32, which verl's settings lack."""
+    from verl.utils.torch_dtypes import PrecisionType
+
+    DotProductAttention.forward = by_segment(by_sequence(DotProductAttention.forward))
+    shared_model_call.known_attention = lambda: [DotProductAttention.forward]
+    if SETTINGS["answers"]:
+        PrecisionType.to_dtype = staticmethod(lambda precision: torch.float32)
+
+
+def write(result: dict[str, Any], numbers: list[torch.Tensor]) -> None:
+    """Write the results, and what digests do not tell of them, for the test."""
+    path = Path(SETTINGS["result"])
+    path.write_text(json.dumps(result))
+    torch.save(numbers, path.with_suffix(".pt"))
+
+
 def main() -> None:
     dist.init_process_group("gloo")  # verl would ask for NCCL, and takes what is there
-    DotProductAttention.forward = by_sequence(DotProductAttention.forward)
+    take_packed_attention()
     if SETTINGS["bridge"] == "mbridge":
         register_with_mbridge()
     else:
@@ -282,6 +274,7 @@ def main() -> None:
     trainer.actor_rollout_wg, trainer.ref_policy_wg = Workers(actor), Workers(reference)
     if SETTINGS["load"]:
         trainer.actor_rollout_wg.load_checkpoint(SETTINGS["load"])
+    numbers: list[torch.Tensor] = []
     result: dict[str, Any] = {"before": parameters(actor), "log_probs": [], "metrics": []}
     for step in range(SETTINGS["first"], STEPS):
         batch = draw_batch(step)
@@ -292,13 +285,14 @@ def main() -> None:
         result["log_probs"].append(
             [digest(batch.batch[name]) for name in ("old_log_probs", "entropys", "ref_log_prob")]
         )
+        numbers += [batch.batch[name] for name in ("old_log_probs", "entropys", "ref_log_prob")]
         names = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/entropy_loss", "actor/lr")
         result["metrics"].append({name: [float(v) for v in metrics[name]] for name in names})
         if SETTINGS["save"] and step == 0:
             trainer.actor_rollout_wg.save_checkpoint(SETTINGS["save"], global_step=1)
     result |= {"after": parameters(actor), "microbatches": microbatches}
     if dist.get_rank() == dist.get_world_size() - 1:
-        Path(SETTINGS["result"]).write_text(json.dumps(result))
+        write(result, numbers)
     dist.destroy_process_group()
 
 

@@ -1,16 +1,15 @@
 """verl's own training under several schedules, each on forked ranks of a process that has imported
 what verl imports: ``python -m tests.helpers.verl_on_cpu FOLDER BRIDGE TRAINING...``
 
-A training is a schedule, ``stock`` for Megatron's own; SCHEDULE:saved also writes a checkpoint
-after the first step, and SCHEDULE:OTHER begins with the second, from the checkpoint of
-``OTHER:saved``. FOLDER takes a small model and a file of results per training.
+A training is a schedule, ``stock`` for Megatron's own; SCHEDULE:shared computes prompts once, as
+in examples/verl_shared_prompts.py. SCHEDULE:saved also writes a checkpoint after the first step,
+and SCHEDULE:OTHER begins with the second, from the checkpoint of ``OTHER:saved``. FOLDER takes a
+small model and a file of results per training.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import json
 import os
 import sys
@@ -19,13 +18,13 @@ from typing import Any
 
 import torch
 
-from megatron_ext.__main__ import main
 from tests.helpers import megatron_runs
-from tests.helpers.ranks import agent_store, run_ranks, torchrun_environment, values
+from tests.helpers.launched_script import printed_by_ranks
 from tests.helpers.stand_ins import OF_BRIDGE, stand_ins
 
 SCRIPT = Path(__file__).with_name("verl_actor.py")
 LAYERS = 8
+PLATFORM = "tests.helpers.verl_platform"
 
 # What verl imports. verl itself is imported by each rank, as it reads variables then.
 _IMPORTED = (
@@ -69,9 +68,10 @@ def write_model(folder: Path, **settings: Any) -> None:
 def train(folder: Path, bridge: str, training: str, ranks: int, overrides: list[str]) -> str:
     """Train, and return what the ranks printed; the results are in a file of ``folder``."""
     schedule, _, source = training.partition(":")
-    saves, loads = source == "saved", source not in ("", "saved")
+    saves, loads = source == "saved", source not in ("", "saved", "shared")
     variables = {
         "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": PLATFORM,
         "VERL_ENGINE_DEVICE": "cuda",  # verl's engines are registered for CUDA
         "HF_HUB_OFFLINE": "1",
         "VERL_ACTOR": json.dumps(
@@ -80,6 +80,7 @@ def train(folder: Path, bridge: str, training: str, ranks: int, overrides: list[
                 "bridge": bridge,
                 "result": str(folder / f"{training}.json"),
                 "overrides": overrides,
+                "answers": int(os.environ.get("VERL_ANSWERS", "0")),
                 "save": str(folder / f"{schedule}.checkpoint") if saves else None,
                 "load": str(folder / f"{source}.checkpoint") if loads else None,
                 "first": int(loads),
@@ -88,19 +89,16 @@ def train(folder: Path, bridge: str, training: str, ranks: int, overrides: list[
     }
     if schedule != "stock":
         variables |= {
-            "VERL_USE_EXTERNAL_MODULES": "megatron_ext.auto",
+            "VERL_USE_EXTERNAL_MODULES": f"megatron_ext.auto,{PLATFORM}",
             "MEGATRON_EXT_SCHEDULE": schedule,
         }
-
-    def on_rank(rank: int) -> str:
-        torch.compiler.set_stance("force_eager")  # as the launcher says before torch is imported
-        os.environ |= torchrun_environment(rank, ranks, port) | variables
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            main([str(SCRIPT)])
-        return printed.getvalue()
-
-    with agent_store() as port:
-        return "".join(values(run_ranks(ranks, on_rank, connect=False)))
+    if source == "shared":
+        variables |= {
+            "VERL_USE_EXTERNAL_MODULES": f"megatron_ext.auto,{PLATFORM},verl_shared_prompts",
+            "MEGATRON_EXT_SHARED_PROMPTS": "exact",
+            "ANSWERS": os.environ["VERL_ANSWERS"],
+        }
+    return printed_by_ranks(SCRIPT, ranks, variables)
 
 
 def run(folder: str, bridge: str, *trainings: str) -> None:

@@ -18,14 +18,14 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.graph import channels
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
+from megatron_ext.features.vocabulary.runtime.shard import VocabularyShard
+from megatron_ext.features.vocabulary.runtime.vocabulary_passes import VocabularyPasses
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.owner import Handler
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.vocabulary.shard import VocabularyShard
-from megatron_ext.runtime.vocabulary.vocabulary_passes import VocabularyPasses
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.problem import VocabularyParallel

@@ -144,8 +144,8 @@ def now_of(request: LaunchRequest) -> Alternative:
     ids=str,
 )
 def test_the_launch_as_it_stands_is_that_of_plan(more: dict[str, Any]) -> None:
-    """A launch as it stands had another estimate with `--any-sizes` than in its plan: 14.46 s a
-    step, and 13.86. Both are one figure now."""
+    """The launch as it stands had another estimate with `--any-sizes` (14.46 s a step) than in its
+    plan (13.86 s). Both give one figure now."""
 
     def of_sizes(parsed: ParsedLaunch) -> SizedStep | None:
         return SizedLaunch(parsed, sized_job_of(asked, parsed)).baseline()
@@ -173,8 +173,8 @@ def test_recommended_command_has_the_sizes_of_the_verdict(more: dict[str, Any]) 
 
 @pytest.mark.parametrize("more", [{}, EXPERTS])
 def test_description_costs_what_megatrons_arguments_cost(more: dict[str, Any]) -> None:
-    """For all sizes that Megatron takes, seconds and bytes of the description are those of the
-    validated launch."""
+    """For all sizes that Megatron accepts, seconds and bytes estimated from the description equal
+    those of the validated launch."""
 
     def compare(parsed: ParsedLaunch) -> int:
         job = sized_job_of(asked, parsed)
@@ -218,8 +218,8 @@ def test_what_is_printed() -> None:
 
 
 def test_ctrl_c_prints_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of its own, interrupted after its first answer, when most is still to be
-    compared."""
+    """Ctrl-C prints the best answer so far. The plan runs in a process of its own, which is
+    interrupted after its first answer, when most candidates are still to be compared."""
     monkeypatch.setattr(search, "SIMULATED", 100)
     flags = {**FLAGS, "num_layers": 32, "hidden_size": 4096, "global_batch_size": 256}
     launch = ["torchrun", "--nnodes", "8", "--nproc-per-node", "8", str(SCRIPT)]
@@ -245,12 +245,12 @@ def test_what_cannot_be_compared_is_refused() -> None:
     for result, text in (
         (command(), "--gpu h100"),
         (command("--gpu", "h100", "--costs", "f=1,i=1,w=1"), "drop --costs"),
-        (command("--gpu", "h100", "--memory-limit", "10GiB"), "--pipeline-memory-limit"),
+        (command("--gpu", "h100", "--memory-limit", "10GiB"), "drop --memory-limit"),
         (command("--gpu", "h100", "--all"), "drop --all"),
         (command("--gpu", "h100", **PAIRS), "drop --overlap-moe"),
         (command("--gpu", "h100", pipeline_recompute="fit", pipeline_schedule="zb-v"), "recompute"),
         (
-            CliRunner().invoke(app, ["plan", "--any-sizes", "--pp", "4", "-m", "8"]),
+            CliRunner().invoke(app, ["plan", "--any-sizes", "pp=4,m=8"]),
             "launch command",
         ),
     ):
@@ -262,7 +262,8 @@ def test_what_cannot_be_compared_is_refused() -> None:
 def test_of_a_tie_the_checked_one_is_taken(
     longer: float, is_tie: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Context parallelism was recommended for 0.5 %, which no estimate tells."""
+    """`--any-sizes` recommended context parallelism for a gain of 0.5 %, which is less than an
+    estimate can tell."""
 
     def judged(made: Judgement, write: Callable[[], Written]) -> Alternative:
         one = alternative_of(made.args, made.candidate(), write)
@@ -287,7 +288,8 @@ def test_of_a_tie_the_checked_one_is_taken(
 
 
 def test_tensor_and_context_parallelism_need_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch without either does not set it, and all sizes with either were refused."""
+    """Tensor and context parallelism need CUDA_DEVICE_MAX_CONNECTIONS. A launch with neither does
+    not set the variable, so all sizes with either were refused."""
     monkeypatch.delenv(megatron_arguments.CONNECTIONS, raising=False)
     asked = request(tensor_model_parallel_size=1)
 
@@ -304,7 +306,7 @@ def test_tensor_and_context_parallelism_need_a_variable(monkeypatch: pytest.Monk
 
 
 def test_layouts_of_the_launch_go() -> None:
-    """The layers of a launch with a layout are laid out anew for other pipelines."""
+    """If a launch has a layout, other pipeline sizes get a new layout of its layers."""
     made = plan_sizes(request(pipeline_model_parallel_layout="Et|tt|tt|tttL"))
     if made.best is not None and made.best.sizes.pipeline == 1:
         assert "--pipeline-model-parallel-layout" not in made.command

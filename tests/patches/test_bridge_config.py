@@ -101,7 +101,8 @@ def test_a_config_that_does_not_fit_is_refused_and_unchanged(
 
 
 def test_a_check_refuses_what_use_does_and_changes_nothing(installed: mock.Mock) -> None:
-    """A check refuses also changes that are to come, as a plan writes them."""
+    """A check of a Bridge config refuses what `use` would refuse, without changing the config. It
+    also refuses changes that a plan proposes."""
     given = config(pipeline_model_parallel_layout="Et|tL")
     before = copy.deepcopy(given)
     zb_v, zb_h1 = (PipelineConfig.parse(schedule=name) for name in ("zb-v", "zb-h1"))
@@ -128,8 +129,8 @@ def test_a_patch_that_does_not_fit_leaves_the_config_unchanged(installed: mock.M
 
 
 def test_a_second_call_doubles_nothing_and_undo_restores_the_config(installed: mock.Mock) -> None:
-    """The second call once registered the hook again, and its handle took the schedule away while
-    the config still had its stages."""
+    """A second call of `use` registered the hook twice, and its handle removed the schedule while
+    the config still had the schedule's stages."""
     given = config()
     before = copy.deepcopy(given)
     handle = bridge.use(given, schedule="zb-v")
@@ -150,7 +151,8 @@ def test_a_second_call_doubles_nothing_and_undo_restores_the_config(installed: m
 
 
 def test_a_second_call_with_other_settings_is_refused_and_changes_nothing() -> None:
-    """Patches of another schedule are in force: a training would run under the first."""
+    """A second call with other settings is refused: the patches of the first schedule are in force,
+    so a training would run under the first."""
     given = config()
     with bridge.use(given, schedule="zb-v"):
         placed = copy.deepcopy(given)

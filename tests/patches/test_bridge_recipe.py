@@ -1,4 +1,4 @@
-"""Launches that a Megatron-Bridge recipe describes: `plan` and `doctor` with ``--bridge``.
+"""Launches that a Megatron-Bridge recipe describes: `plan` and `doctor` of MODULE:FUNCTION.
 
 The recipe is a stand-in with the fields of Bridge's config; tests/pipeline/test_bridge.py reads
 Bridge's own.
@@ -233,15 +233,16 @@ def test_a_layout_of_lists_is_read_and_adapters_are_named(recipes: str) -> None:
 def test_a_config_that_is_nearly_right_is_refused(
     command: str, recipe: str, why: str, recipes: str
 ) -> None:
-    """Each ended in a traceback of ours, or in silence."""
-    ran = run(command, "--bridge", f"{recipes}:{recipe}")
+    """Each of these Bridge configs, which are nearly right, ended in a traceback of ours, or was
+    accepted silently."""
+    ran = run(command, f"{recipes}:{recipe}")
     assert ran.exit_code == 2, ran.output
     (line,) = ran.output.splitlines()
-    assert line.startswith(f"megatron-ext: error: --bridge {recipes}:{recipe}: ") and why in line
+    assert line.startswith(f"megatron-ext: error: recipe {recipes}:{recipe}: ") and why in line
 
 
 def test_a_plan_prints_lines_for_the_config(recipes: str, few_schedules: None) -> None:
-    ran = run("plan", "--gpu", "h100", "--world-size", str(RANKS), "--bridge", f"{recipes}:small")
+    ran = run("plan", "--gpu", "h100", "--world-size", str(RANKS), f"{recipes}:small")
     assert ran.exit_code == 0, ran.output
     job = "8 layers on 4 ranks (TP 2 x PP 2), 8 microbatches of 1 x 1024 tokens"
     assert f"{job}, under interleaved:vpp=2" in ran.stdout
@@ -290,17 +291,17 @@ def test_changes_name_the_fields_of_the_config(recipes: str) -> None:
 
 
 def test_doctor_checks_a_recipe_with_flags_of_ours(recipes: str) -> None:
-    words = ["--world-size", str(RANKS), "--bridge", f"{recipes}:small"]
-    ran = run("doctor", *words, "--", "--pipeline-schedule", "zb-v")
+    words = ["--world-size", str(RANKS), f"{recipes}:small"]
+    ran = run("doctor", *words, "--pipeline-schedule", "zb-v")
     assert ran.exit_code == 0, ran.output
     assert "zb-v, 8 microbatches" in ran.output
     assert "datasets" not in ran.output
     # The recipe has two stages a rank, which `use` takes away.
-    ran = run("doctor", *words, "--", "--pipeline-schedule", "zb-h1")
+    ran = run("doctor", *words, "--pipeline-schedule", "zb-h1")
     assert ran.exit_code == 0 and "zb-h1, 8 microbatches" in ran.output
     ran = run("doctor", *words, "--pipeline-shedule", "zb-v")
-    assert ran.exit_code == 1
-    assert "there is no flag --pipeline-shedule" in ran.output
+    assert ran.exit_code == 2
+    assert "No such option: --pipeline-shedule" in ran.output
 
 
 ARRANGED = ("--pipeline-schedule", "zb-v", "--pipeline-microbatch-order", "small-ends")
@@ -314,9 +315,10 @@ def findings(*words: str) -> tuple[dict[str, str], float]:
 
 
 def test_doctor_refuses_what_use_would(recipes: str) -> None:
-    """Arrangements too, which Megatron's arguments of a recipe do not tell: they once refused packs
-    and said nothing of a recipe whose microbatches cost the same."""
-    found, _ = findings("--bridge", f"{recipes}:small", "--", *ARRANGED)
+    """Doctor refuses what `use` would refuse. For orders of microbatches, which are not in the
+    Megatron arguments of a recipe, doctor once refused packs and accepted a recipe whose
+    microbatches cost the same."""
+    found, _ = findings(f"{recipes}:small", *ARRANGED)
     with pytest.raises(ValueError) as refused:
         bridge.check(
             sys.modules[recipes].small(),
@@ -324,12 +326,13 @@ def test_doctor_refuses_what_use_would(recipes: str) -> None:
         )
     assert found["megatron_ext.bridge.use"] == f"wrong: {refused.value}"
     assert "dataset.inter_document_masking" in str(refused.value)
-    found, _ = findings("--bridge", f"{recipes}:packed", "--", *ARRANGED)
+    found, _ = findings(f"{recipes}:packed", *ARRANGED)
     assert not {"megatron_ext.bridge.use", "microbatches"} & found.keys()
 
 
 def test_a_plan_arranges_the_packs_of_a_recipe(recipes: str) -> None:
-    """By what `use` would refuse, not by Megatron's arguments, which know nothing of packs."""
+    """A plan orders the packs of a recipe by the rules of `use`. It once judged by Megatron's
+    arguments, which know nothing of packs."""
     written = Written(("--pipeline-schedule", "zb-v"), arranging=ORDER)
 
     def refused(name: str) -> str | None:
@@ -344,16 +347,16 @@ def test_a_plan_arranges_the_packs_of_a_recipe(recipes: str) -> None:
 def test_frozen_weights_and_a_tower_of_a_recipe_are_counted(
     recipes: str, few_schedules: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Adapters' weights were once planned as those of a whole training."""
-    schedule = ("--", "--pipeline-schedule", "zb-h1")
+    """A plan of a recipe with adapters counts frozen weights and the encoder. It once planned the
+    recipe as a training of all weights."""
+    schedule = ("--pipeline-schedule", "zb-h1")
     (_, whole), (found, frozen), (_, seeing) = (
-        findings("--bridge", f"{recipes}:{name}", *schedule)
-        for name in ("small", "adapters", "tower")
+        findings(f"{recipes}:{name}", *schedule) for name in ("small", "adapters", "tower")
     )
     assert frozen < 0.3 * whole < 0.3 * seeing
     assert "weights are frozen" in found["recipe"]
     monkeypatch.setattr(launch_job, "_layouts", lambda read: None)
-    words = ("plan", "--gpu", "h100", "--world-size", str(RANKS), "--bridge")
+    words = ("plan", "--gpu", "h100", "--world-size", str(RANKS))
     plain, adapted, with_tower = (
         run(*words, f"{recipes}:{name}").stdout for name in ("small", "adapters", "tower")
     )
@@ -377,15 +380,14 @@ def test_frozen_weights_and_a_tower_of_a_recipe_are_counted(
     ],
 )
 def test_a_recipe_that_cannot_be_read_says_why(recipes: str, recipe: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"--bridge {recipe}.*{message.replace('?', '.')}"):
+    with pytest.raises(ValueError, match=f"recipe {recipe}.*{message.replace('?', '.')}"):
         launch_from_recipe(recipe, ())
 
 
 def test_a_recipe_stands_in_place_of_other_sources(recipes: str, tmp_path: Path) -> None:
-    recipe = ("--bridge", f"{recipes}:small")
-    others = (("--megatron-args", "log"), ("--config", "values.json"), ("--", *COMMAND))
-    for other in others:
-        ran = run("plan", *recipe, *other)
-        assert ran.exit_code == 2
-        assert "give only one of the" in ran.output
-    assert "--model" in run("plan", *recipe, "--model", "layers=4").output
+    recipe = f"{recipes}:small"
+    for other in ("train.log", "values.json", "pp=4,m=8"):
+        ran = run("plan", recipe, other)
+        assert ran.exit_code == 2 and "a job is one word" in ran.output
+    ran = run("plan", recipe, "--", *COMMAND)
+    assert ran.exit_code == 2 and "give only one of the two" in ran.output

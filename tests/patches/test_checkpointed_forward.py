@@ -119,7 +119,8 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_runs_again_as_it_was() -> None:
-    """With the same dropout, on the same tokens; and what is drawn next is what would be."""
+    """The recomputed forward pass repeats the first one: it has the same dropout on the same
+    tokens, and later draws are those of a training without recompute."""
     plain, again = Job(set()), Job({0, 2})
     expected, after = plain.run(), torch.get_rng_state()
     gradients = again.run()
@@ -205,7 +206,8 @@ def test_multi_token_prediction_is_logged_in_the_second_run_alone(
 
 @pytest.mark.usefixtures("patched")
 def test_experts_are_chosen_alike_in_both_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without gradients Megatron leaves them unsorted, and sums of scores had another last bit."""
+    """Both runs of a recomputed pass choose experts alike. Without gradients Megatron left the
+    experts unsorted, and sums of scores differed in the last bit."""
     asked = []
     topk = torch.topk
 

@@ -17,7 +17,8 @@ from megatron_ext.patches.megatron.training.training import chunks, loaders
 def test_a_chunk_that_reads_nothing_has_as_many_sets_as_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A provider gives a rank without data three times None, which Megatron takes for one set."""
+    """A chunk without data has as many validation sets as the others. The data provider gives a
+    rank without data three times None, which Megatron takes for one set."""
     monkeypatch.setattr(chunks, "get_args", lambda: SimpleNamespace(eval_iters=[3, 5]))
     given: list[Any] = []
 
@@ -38,8 +39,8 @@ def test_a_chunk_that_reads_nothing_has_as_many_sets_as_the_others(
 def test_validation_sets_are_as_long_as_where_they_are_read(
     reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lengths stand in the place of --eval-iters once the last chunk has its loaders: from the flag
-    Megatron counts the samples of each chunk's test set."""
+    """Each chunk counts the samples of its test set from the flag --eval-iters. Once the last chunk
+    had its loaders, the lengths of the validation sets replaced that setting."""
     args = SimpleNamespace(
         eval_iters=7,
         full_validation=True,

@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core import num_microbatches_calculator as microbatches
 
-from megatron_ext.adapter.post_validation.commit_points import (
+from megatron_ext.features.post_validation.adapter.commit_points import (
     INTERVALS,
     is_commit_point,
     microbatches_will_change,
@@ -57,7 +57,8 @@ def test_single_iterations() -> None:
 
 
 def test_megatron_has_all_these_settings() -> None:
-    """A name of another release would be a point that is never reached."""
+    """Each commit point names a setting that this Megatron has. A name from another release would
+    be a point that is never reached."""
     from megatron_ext.launch.command import megatron_arguments
 
     line = megatron_arguments.parse_arguments(model_flags())
@@ -65,7 +66,8 @@ def test_megatron_has_all_these_settings() -> None:
 
 
 def test_the_batch_size_changes_after_a_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron saves a checkpoint when it does, and the log has the batch size that there is."""
+    """The batch size changes after a commit point: Megatron saves a checkpoint at the change, and
+    the log gives the batch size at that time."""
     calculator = microbatches.StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, "0:4 12:8")
     calculator.update(0, consistency_check=False)
     monkeypatch.setattr(microbatches, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)

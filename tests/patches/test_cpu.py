@@ -60,9 +60,9 @@ def test_apply_and_undo_restore_every_object() -> None:
 
 @pytest.mark.parametrize("is_async", [True, False])
 def test_no_coalesced_gather_reaches_gloo(is_async: bool) -> None:
-    """Two coalesced gathers of a group at once end gloo of torch 2.14 with a signal, or never, once
-    in some thousand steps. Gathers of a coalescing manager, of two sizes here, begin one by one;
-    reductions that it collects stay coalesced."""
+    """No coalesced gather reaches gloo. Two coalesced gathers of one group at the same time end
+    gloo of torch 2.14 with a signal, or hang it, once in some thousand steps. Gathers of a
+    coalescing manager, here of two sizes, start one by one; reductions stay coalesced."""
 
     def gather(rank: int) -> list[float]:
         forbid_coalesced_gathers()
@@ -170,10 +170,11 @@ def write_once_changed(folder: Path, buckets: list[Any], _: Any) -> None:
 @pytest.mark.real_time
 @nightly("its writer imports Megatron for itself; test_checkpoints.py saves so at night, too")
 def test_what_is_saved_in_the_background_is_of_one_iteration(tmp_path: Path) -> None:
-    """A checkpoint held half of one iteration's parameters and half of a later one's.
+    """A checkpoint that was saved in the background had half of one iteration's parameters and half
+    of a later one's.
 
-    The writing process shares the trainer's host tensors, and Megatron's copy of them from the GPU
-    is none where there is no GPU.
+    The writing process shares the trainer's host tensors, and without a GPU Megatron's copy of them
+    is no copy.
     """
     # In a rank, as what multiprocessing starts to share tensors must not be in those forked later.
     values(run_ranks(1, lambda rank: save_and_go_on(tmp_path), connect=False))

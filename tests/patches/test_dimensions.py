@@ -3,7 +3,7 @@ estimated."""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +11,12 @@ import pytest
 from megatron.core.transformer import TransformerConfig
 from megatron.training.training import num_floating_point_operations
 
-from megatron_ext.adapter.dimensions import execution
+from megatron_ext.adapter.dimensions import execution, hidden_in_pairs
 from megatron_ext.adapter.model_parts import ChunkSize
+from megatron_ext.cost_model.assumptions import assumptions
 from megatron_ext.cost_model.description import describe, layers_of
 from megatron_ext.cost_model.execution import Execution, Precision
+from megatron_ext.cost_model.gpus import GPUS
 from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.operations.attention import attended_tokens
 from megatron_ext.launch.command import megatron_arguments
@@ -43,10 +45,50 @@ def key_value_width(**flags: object) -> int:
 
 
 def test_each_head_has_keys_of_its_own_unless_they_are_grouped() -> None:
-    """Without --group-query-attention the parser still says one group, and the keys and values of
-    all heads but one were not counted."""
+    """Each attention head has its own keys and values unless heads are grouped. Without
+    --group-query-attention the parser still says one group, so the keys and values of all heads but
+    one were not counted."""
     assert key_value_width() == 32
     assert key_value_width(**GROUPED) == 16
+
+
+def test_tensor_and_context_parallel_ranks_have_one_queue_wherever_they_are_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megatron demands the variable of them before Blackwell. It was 1 only where no GPU was
+    present, so that machines with and without one planned differently."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    args = megatron_arguments.parse_arguments(model_flags()).args
+
+    def has_one_queue(tensor: int, context: int) -> bool:
+        args.tensor_model_parallel_size, args.context_parallel_size = tensor, context
+        return execution(args, 128, 1).has_one_queue
+
+    assert [has_one_queue(*sizes) for sizes in ((1, 1), (2, 1), (1, 2))] == [False, True, True]
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert has_one_queue(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dispatcher", "words"),
+    [("h100", "alltoall", "a third"), ("h100", "flex", "half"), ("b200", "alltoall", "half")],
+)
+def test_the_assumed_share_is_said_in_words(
+    gpu: str, dispatcher: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    args = megatron_arguments.parse_arguments(model_flags()).args
+    args.moe_token_dispatcher_type, args.overlap_moe_expert_parallel_comm = dispatcher, True
+    with megatron_arguments.on_gpus(args, GPUS[gpu].rates):
+        said = assumptions(args, partial(hidden_in_pairs, args))
+    assert said is not None and f"{words} of the time of experts' messages" in said
+
+
+def test_a_frozen_language_model_has_no_weight_gradient_in_its_execution() -> None:
+    args = megatron_arguments.parse_arguments(model_flags()).args
+    assert not execution(args, 128, 1).is_frozen
+    args.freeze_language_model = True
+    assert execution(args, 128, 1).is_frozen
 
 
 DELTA_NET: dict[str, object] = {
@@ -81,8 +123,9 @@ def counted(model: Model, run: Execution) -> float:
 
 @pytest.mark.parametrize("symbol", "*-EGM")
 def test_layers_of_hybrid_models_have_megatrons_operations(symbol: str) -> None:
-    """The backward pass has twice the operations of the forward pass. Megatron's count omits the
-    router and Mamba's convolution, less than 1 % of all."""
+    """The estimate counts Megatron's operations for layers of hybrid models. The backward pass has
+    twice the operations of the forward pass. Megatron's count omits the router and Mamba's
+    convolution, less than 1 % of all."""
     args = megatron_arguments.parse_arguments(model_flags(**HYBRID)).args
     args.hybrid_layer_pattern = 3 * symbol
     args.padded_vocab_size = 64
@@ -92,7 +135,8 @@ def test_layers_of_hybrid_models_have_megatrons_operations(symbol: str) -> None:
 
 
 def test_context_parallel_ranks_share_the_operations_of_a_sample() -> None:
-    """Attention looks at all of it: on 8 ranks seven eighths of its time were missing."""
+    """Context-parallel ranks share the operations of a sample, but each token attends to the whole
+    sample: on 8 ranks the estimate omitted seven eighths of attention's time."""
     args = megatron_arguments.parse_arguments(model_flags(**HYBRID, context_parallel_size=8)).args
     args.hybrid_layer_pattern = "***"
     args.padded_vocab_size = 64
@@ -102,7 +146,8 @@ def test_context_parallel_ranks_share_the_operations_of_a_sample() -> None:
 
 
 def test_attention_that_is_linear_but_in_every_fourth_layer() -> None:
-    """As in Qwen3-Next: a stage with two full ones takes longer."""
+    """Attention is linear but in every fourth layer, as in Qwen3-Next: a stage with two layers of
+    full attention takes longer."""
     flags = {**HYBRID, "num_layers": 8, "linear_attention_freq": 4}
     args = megatron_arguments.parse_arguments(model_flags(**flags)).args
     assert layers_of(args) == ("*E",) * 8
@@ -132,13 +177,14 @@ def of(**settings: Any) -> SimpleNamespace:
     ],
 )
 def test_what_each_layer_is(settings: dict[str, Any], layers: tuple[str, ...]) -> None:
-    """As Megatron reads its frequencies: of windows from 1, of experts from 0."""
+    """The type of each layer follows Megatron's frequencies: those of windows count from 1, those
+    of experts from 0."""
     assert layers_of(of(**settings)) == layers
 
 
 def test_what_is_read_of_settings() -> None:
-    """Settings under other names, settings that are absent, and parts of a model that are unknown
-    here."""
+    """The description reads settings under their other names, accepts absent settings, and names
+    parts of a model that it does not know."""
     model = describe(of(num_moe_experts=8, ffn_hidden_size=96, gated_linear_unit=True))
     assert (model.num_experts, model.moe_ffn_hidden_size, model.num_query_groups) == (8, 96, 4)
     assert model.gated_linear_unit and not model.unknown
@@ -179,7 +225,8 @@ def test_layers_whose_work_is_not_known_have_equal_costs() -> None:
 
 
 def test_a_stage_has_the_costs_of_its_own_layers() -> None:
-    """Experts were counted as one dense MLP each, and the same on every stage."""
+    """A stage has the costs of its own layers. The estimate counted each layer of experts as one
+    dense MLP, and the same cost on every stage."""
     flags = {**HYBRID, "num_layers": 4, "tensor_model_parallel_size": 1}
     args = megatron_arguments.parse_arguments(model_flags(**flags)).args
     args.moe_layer_freq = [0, 0, 1, 1]

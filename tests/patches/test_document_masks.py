@@ -64,7 +64,8 @@ def test_which_layers_apply_masks(case: str) -> None:
 def test_the_fused_kernel_is_taken_as_megatron_takes_it(
     tokens: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron asks a kernel, which is not compiled here, for the rows of its blocks."""
+    """The check takes the fused kernel for document masks when Megatron would. Megatron asks a
+    compiled kernel for its rows per block; the kernel is not compiled here."""
     softmax = fused_softmax.FusedScaleMaskSoftmax(
         False, True, AttnMaskType.causal, True, lambda x, mask: x, True, None
     )

@@ -29,7 +29,8 @@ def module_cache(
 @pytest.mark.search
 @pytest.mark.parametrize("page", MARKED, ids=lambda page: page.stem)
 def test_outputs_are_those_of_their_commands(page: Path) -> None:
-    """Slow ones at night (MEGATRON_EXT_NIGHTLY=1)."""
+    """Outputs on pages are those of their commands. Slow commands run at night
+    (MEGATRON_EXT_NIGHTLY=1)."""
     text = page.read_text()
     assert write_outputs.with_outputs(text, quick=not IS_NIGHT) == text, (
         f"run scripts/write_outputs.py {page.relative_to(write_outputs.ROOT)}"
@@ -38,7 +39,8 @@ def test_outputs_are_those_of_their_commands(page: Path) -> None:
 
 @pytest.mark.parametrize("page", write_outputs.PAGES, ids=lambda page: page.stem)
 def test_an_output_has_its_mark(page: Path) -> None:
-    """A mark that is misspelt would leave its block as it stands for ever."""
+    """Each output on a page has its mark. If a mark were misspelt, its block would never be
+    updated."""
     text = page.read_text()
     marks = re.findall(r"^<!-- .*output.*-->$", text, re.MULTILINE)
     assert len(marks) == text.count("```console") == len(list(write_outputs.blocks(text)))
@@ -80,7 +82,8 @@ out of date
 
 
 def test_outputs_are_written_anew() -> None:
-    """Commands of a page share a shell and the files that the page shows."""
+    """Outputs on pages are written anew. The commands of a page share a shell and the files that
+    the page shows."""
     quick = write_outputs.with_outputs(PAGE, quick=True)
     assert re.search(r"grep makespan\nmakespan +9\n", quick)
     assert "$ ls\npretrain_gpt.py\nsizes.sh\n```" in quick

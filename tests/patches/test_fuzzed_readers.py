@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.commands.output import fail
-from megatron_ext.commands.plan import _values
 from megatron_ext.cost_model.gpus import parse_gpus
 from megatron_ext.cost_model.short_form import parse_model
 from megatron_ext.launch.command import megatron_arguments
+from megatron_ext.launch.command.arguments_file import read_arguments_file
 from megatron_ext.launch.command.importing import silently
 from megatron_ext.launch.command.log.megatron_log import launch_from_log
 from megatron_ext.launch.planner.parsed_launch import LaunchRequest, with_launch
@@ -110,15 +110,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Cal
         with_launch(LaunchRequest(launch), lambda parsed: None)
 
     def read_config() -> None:
-        values = _values(Path("config.json"))
-        request = LaunchRequest(values=values, config=Path("config.json"))
+        file = read_arguments_file(Path("config.json"))
+        request = LaunchRequest(values=file.values, config=file.path)
         with_launch(request, lambda parsed: None)
 
     made = [
         *SIMULATE,
         "--csv",
         str(folder / "table.csv"),
-        "--trace",
+        "--perfetto",
         str(folder / "simulated.json"),
     ]
     assert CliRunner().invoke(app, made).exit_code == 0

@@ -14,7 +14,8 @@ from megatron_ext.patches.megatron.core.models.gpt.gpt_model.tables import patch
 
 
 def test_logits_of_a_type_of_their_own_are_refused() -> None:
-    """--logit-dtype, since Megatron 0.20: without whole logits it would change nothing."""
+    """Logits of another type (--logit-dtype, since Megatron 0.20) are refused. Without whole logits
+    the flag would change nothing."""
 
     def of_newer_megatron(model: Any, config: Any, logit_dtype: Any = None) -> None:
         raise AssertionError("built")

@@ -87,7 +87,8 @@ def test_it_is_accepted_with_one_line(setting: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("setting", [setting for setting in CASES if "wgrad" not in setting])
 def test_without_ours_it_stays_megatrons(setting: str) -> None:
-    """The fused loss of 1F1B is Megatron's, and so is its overlap in whole backward passes."""
+    """Settings that we handle only in split backward passes stay Megatron's under 1f1b: its fused
+    loss, and its overlap in whole backward passes."""
     settings = on(setting, config := PipelineConfig.parse(schedule="1f1b"))
     apply_handled_settings(settings, config)
     assert getattr(settings, setting) is True
@@ -122,8 +123,9 @@ def test_a_launch_has_ours_in_the_place_of_megatrons(words: str, added: list[str
 
 
 def test_a_models_layers_are_built_without_it() -> None:
-    """A caller of Megatron without its arguments sets the config until the model is built. The
-    layers would then defer weight gradients that no pass computes."""
+    """The layers of a model are built without a setting that we handle. A caller without Megatron's
+    arguments sets the config until the model is built, and layers would otherwise defer weight
+    gradients that no pass computes."""
     config = PipelineConfig.parse(schedule="1f1b")
     settings = on("overlap_dispatch_backward_with_experts_wgrad", config)
     with apply(module.patches(config)):
@@ -201,8 +203,8 @@ def test_two_groups_are_refused() -> None:
 
 
 def test_megatrons_parser_reads_what_a_launch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags that a launch adds were written into the script's own ``sys.argv``. Now Megatron's
-    parser gets them, so checkpoints keep them too."""
+    """Megatron's parser reads the flags that a launch adds. They were written into the script's own
+    ``sys.argv``; now Megatron's parser gets them, so checkpoints keep them too."""
     words = ["--num-layers", "4", "--seq-length", "16", "--micro-batch-size", "1"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     edited = parsing(lambda argv: [*launch.without(argv, ["--seq-length"]), "--pipeline-p2p", "x"])

@@ -36,6 +36,7 @@ TOGETHER: tuple[dict[str, Any], ...] = (
     {"recompute": "first:1"},
     {"slices": "4"},
     {"microbatch_order": "small-ends"},
+    {"shared_prompts": "exact"},
 )
 
 
@@ -60,8 +61,8 @@ def test_every_binding_is_changed_and_put_back() -> None:
 
 
 def test_a_second_installation_changes_nothing() -> None:
-    """A launcher and megatron_ext.auto both installed what the environment names. Each patch was
-    there twice, and the gradients of a V's tied embeddings were summed twice."""
+    """A launcher and megatron_ext.auto both installed what the environment requested. Each patch
+    was applied twice, and the gradients of a V's tied embeddings were summed twice."""
     with megatron_ext.install(schedule="zb-v") as handle:
         module: Any = sys.modules["megatron.core.distributed.finalize_model_grads"]
         once = module._allreduce_word_embedding_grads
@@ -89,8 +90,9 @@ def test_it_is_refused_when_a_reference_cannot_be_replaced() -> None:
 
 
 def test_what_nobody_can_reach_any_more_refuses_nothing() -> None:
-    """A test's caught exceptions kept references alive, and the next file's ranks would not start:
-    with the collector busy elsewhere, they were still there."""
+    """Objects without a live reference do not make an installation refuse. Caught exceptions of a
+    test kept such references, and the next file's ranks would not start while the garbage collector
+    was off."""
 
     def fail(*held: object) -> None:
         raise RuntimeError
@@ -122,7 +124,9 @@ def test_an_unknown_megatron_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -
     assert schedules.get_forward_backward_func is stock
     (misfit,) = (misfit for misfit in diagnose(PipelineConfig()).misfits if misfit.unknown)
     assert misfit.unknown is not None
-    assert misfit.unknown.file == __file__ and "we rely on it: a stage's forward" in misfit.why
+    assert (
+        misfit.unknown.file == __file__ and "we rely on it: a forward pass of a stage" in misfit.why
+    )
     assert misfit.why in str(caught.value)
     allowed = diagnose(PipelineConfig()).allowance
     assert allowed == misfit.unknown.entry and f"{ALLOW_UNKNOWN}={allowed}" in str(caught.value)
@@ -158,7 +162,8 @@ def test_a_fork_is_compared_with_the_upstream_that_it_is_nearest_to(
 def test_a_megatron_that_lacks_what_patches_import_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a GPU Megatron 0.17 ended the launch with the traceback of an ImportError."""
+    """Megatron 0.17 lacks modules that patches import. On a GPU it ended the launch with the
+    traceback of an ImportError; it is refused now."""
     module = "megatron_ext.patches.megatron.training.arguments"
     monkeypatch.setitem(sys.modules, module, None)  # importing it fails now
     with pytest.raises(PatchError, match=rf"flags: what its patches need is missing: .*{module}"):
@@ -168,7 +173,8 @@ def test_a_megatron_that_lacks_what_patches_import_is_refused(
 
 
 def test_doctor_tells_the_megatron_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout of another version on the path was reported as the wheel it hides."""
+    """Doctor reports the Megatron that is imported. It reported a checkout of another version on
+    the path as the wheel that the checkout hides."""
     monkeypatch.setattr(megatron.core, "__version__", "9.9.9+0a1b2c3")
     reported = diagnose(PipelineConfig()).environment["megatron-core"]
     assert reported == f"9.9.9 ({Path(megatron.core.__file__).parent})"
@@ -240,8 +246,8 @@ def test_transformer_engine_is_split_from_2_8_on(
 def test_a_transformer_engine_that_cannot_be_imported_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A container with Transformer Engine, on a machine without the driver: Megatron goes on with
-    local layers, and so must we."""
+    """A Transformer Engine that cannot be imported counts as absent. In a container with it, on a
+    machine without the driver, Megatron continues with local layers, and so must we."""
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.8.0")
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     targets = [patch.target for patch in wanted_patches(PipelineConfig(schedule="zb-h1"))]
@@ -262,8 +268,9 @@ def transformer_engine(**settings: object) -> SimpleNamespace:
 
 @pytest.mark.parametrize("rows", ["0F0,0F1,0B1,0B0", "0F0,0F1,0I0,0I1,0W1,0W0", "0F1,0F0,0B0,0B1"])
 def test_weight_gradients_that_overwrite_come_first(rows: str) -> None:
-    """Transformer Engine does not add, but writes, the weight gradient of a stage's first forward
-    pass; and in a file of a user's another microbatch's may come before."""
+    """Transformer Engine overwrites the weight gradient in a stage's first forward pass and adds
+    the later ones. In a user's schedule file another microbatch's gradient may come before; such an
+    order is refused."""
     schedule = from_csv(rows, "mine.csv")
     fused = transformer_engine(gradient_accumulation_fusion=True)
     with pytest.raises(ValueError, match=r"mine\.csv begins stage 0's .*(0B1|0W1|0B0)"):
@@ -283,8 +290,9 @@ def test_files_may_begin_with_any_microbatch(rows: str) -> None:
 
 @pytest.mark.parametrize("rows", ["0F0,0F1,0B1,0B0", "0F1,0F0,0I0,0I1,0W0,0W1"])
 def test_scales_for_recompute_are_taken_in_order(rows: str) -> None:
-    """Transformer Engine's delayed scaling keeps those of forward passes in a queue; a file whose
-    backward passes come in another order recomputed each with another microbatch's."""
+    """Transformer Engine's delayed scaling queues the scales of forward passes. A schedule file
+    whose backward passes come in another order recomputed each pass with another microbatch's
+    scales; such an order is refused."""
     schedule = from_csv(rows, "mine.csv")
     settings: dict[str, object] = {"fp8": "e4m3", "recompute_granularity": "selective"}
     with pytest.raises(

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 
 from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
 from megatron_ext.cli import app
+from megatron_ext.cost_model.gpus import GPUS
 from megatron_ext.launch.command import megatron_arguments
 from megatron_ext.launch.command.launch_words import Launch, read_launch
 from megatron_ext.launch.command.unknown_words import RENAMED
@@ -49,10 +51,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checked(
-    *more: str, world_size: int | None = None, gpu_memory: str | None = None, **overrides: object
+    *more: str, world_size: int | None = None, memory: float | None = None, **overrides: object
 ) -> Report:
     words = (*model_flags(**(FLAGS | overrides)), *more)
-    return check_launch(Launch(str(SCRIPT), False, words), world_size, gpu_memory)
+    gpu = None if memory is None else replace(GPUS["h100"], memory=memory)
+    return check_launch(Launch(str(SCRIPT), False, words), world_size, gpu)
 
 
 def told(report: Report, verdict: Severity) -> list[str]:
@@ -78,7 +81,7 @@ def test_a_right_command() -> None:
 
 
 def test_the_weights_of_samples_are_read(tmp_path: Path) -> None:
-    """A file of weights that was not there, or was none, ended the training as it read its data,
+    """A file of weights that was missing or unreadable ended the training when it read its data,
     after doctor had said that nothing is wrong."""
     weights = tmp_path / "weights.npy"
     ordered: dict[str, Any] = {
@@ -132,7 +135,8 @@ def test_megatrons_own_pipeline_is_predicted_too() -> None:
 
 
 def test_a_race_is_predicted() -> None:
-    """Each candidate is compared with the baseline, and the training's length with the race's."""
+    """Doctor predicts a race: it compares each candidate with the baseline, and the training's
+    length with the race's."""
     report = checked(pipeline_schedule=None, pipeline_race="zb-h1 zb-1p")
     assert report.is_right, told(report, Severity.WRONG)
     right = [text for text in told(report, Severity.RIGHT) if text.startswith("race: ")]
@@ -157,7 +161,8 @@ def test_whether_megatrons_own_pipeline_can_be_watched(tmp_path: Path) -> None:
 
 
 def test_the_default_layers_need_no_transformer_engine_here() -> None:
-    """On a login node without it lines with Megatron's default layers, or rope, were refused."""
+    """Doctor judges Megatron's default layers without Transformer Engine. On a login node without
+    it, commands with these layers, or with rope, were refused."""
     newest: dict[str, Any] = {"qk_clip": True, "fp8_format": "hybrid", "bf16": True}
     report = checked(transformer_impl=None, position_embedding_type="rope", **newest)
     assert report.is_right, told(report, Severity.WRONG)
@@ -286,7 +291,8 @@ def test_a_world_size_that_does_not_divide() -> None:
     ],
 )
 def test_ranks_that_megatron_would_not_find(command: str, variable: str) -> None:
-    """Doctor said "right: 8 ranks", and each process of Open MPI trained alone."""
+    """Doctor said "right: 8 ranks" of a command whose ranks Megatron would not find: each process
+    of Open MPI trained alone."""
     launch = read_launch(shlex.split(command))
     found = check_rank_variables(launch, "import megatron.training")
     assert [finding.verdict for finding in found] == [Severity.REMARK] * bool(variable)
@@ -301,7 +307,8 @@ def test_a_launch_of_mpi_has_the_remark_on_its_ranks() -> None:
 
 
 def test_an_assertion_of_a_missing_argument_names_its_flag() -> None:
-    """It was "assert args.save_interval is not None", of which a user has to guess the flag."""
+    """An assertion about a missing argument names its flag. Doctor printed "assert
+    args.save_interval is not None", from which a user has to guess the flag."""
     (wrong,) = told(checked(save="/tmp/saved"), Severity.WRONG)
     assert wrong.startswith("arguments: --save-interval is missing, add it with its value: ")
 
@@ -313,18 +320,25 @@ def test_a_wrong_setting_of_ours_leaves_no_row_of_right_flags() -> None:
 
 
 def test_memory_is_judged_where_a_gpus_is_told() -> None:
-    assert checked(gpu_memory="1GiB").is_right
-    (wrong,) = told(checked(gpu_memory="1KiB"), Severity.WRONG)
+    assert checked(memory=2**30).is_right
+    (wrong,) = told(checked(memory=2**10), Severity.WRONG)
     assert "pipeline rank 3 takes the most" in wrong
-    # The name of a GPU, and bytes that are none of ours, were "memory limit ... microbatches".
-    for text in ("80", "80GB", "h100", "0.5x"):
-        with pytest.raises(ValueError, match=rf"^--gpu-memory '?{text}'?: write bytes, as 80GiB$"):
-            checked(gpu_memory=text)
+
+
+def test_a_check_takes_the_rates_of_the_gpu() -> None:
+    """It took its memory alone, and the times of an H100."""
+    reports = [
+        check_launch(launch, None, GPUS[gpu])
+        for launch in [Launch(str(SCRIPT), False, tuple(model_flags(**FLAGS)))]
+        for gpu in ("h100", "a100", "b200")
+    ]
+    bubbles = [report.prediction.bubble for report in reports if report.prediction]
+    assert len(set(bubbles)) == 3
 
 
 def test_what_slices_would_give_is_said() -> None:
-    """A launch with fewer microbatches than ranks gets the remark; one with slices, with as many
-    microbatches, or with short sequences does not."""
+    """Doctor says what slices would gain. A launch with fewer microbatches than ranks gets the
+    remark; one with slices, with as many microbatches, or with short sequences does not."""
     sizes: dict[str, Any] = {
         **{"hidden_size": 4096, "num_attention_heads": 32, "padded_vocab_size": 32000},
         **{"seq_length": 8192, "max_position_embeddings": 8192, "pipeline_schedule": "1f1b"},
@@ -384,9 +398,9 @@ def test_communicators_as_the_user_has_set_them(tmp_path: Path) -> None:
 
 
 def test_communicators_that_do_not_fit() -> None:
-    """Batched messages are then the better choice."""
-    assert communicators_of(checked(gpu_memory="2GiB"), Severity.RIGHT)
-    (text,) = communicators_of(checked(gpu_memory="1GiB"), Severity.REMARK)
+    """Doctor recommends batched messages if communicators do not fit into the GPU's memory."""
+    assert communicators_of(checked(memory=2**31), Severity.RIGHT)
+    (text,) = communicators_of(checked(memory=2**30), Severity.REMARK)
     assert "147 MiB of buffers over NVLink, and the GPU has" in text and "MiB left" in text
     assert "--pipeline-p2p batched makes none of them" in text
 
@@ -406,8 +420,9 @@ def test_flags_that_may_be_the_scripts_own(tmp_path: Path) -> None:
 def test_flags_of_modules_that_the_script_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """--num-layer, of a module next to the script, ended with "did you mean --num-layers?". One on
-    another machine may have it too."""
+    """Flags of modules that the script imports are accepted. --num-layer, a flag of a module next
+    to the script, ended with "did you mean --num-layers?". A module on another machine may have the
+    flag too."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "examples" / "images"
     (folder / "more").mkdir(parents=True)
@@ -438,8 +453,9 @@ def test_flags_of_modules_that_the_script_imports(
 
 
 def test_flags_of_older_scripts() -> None:
-    """The opposite of --no-query-key-layer-scaling was suggested, --use-mup for --use-mpi, and an
-    old name was "the script's own, perhaps"."""
+    """Flags of older scripts get the right suggestion. Doctor suggested the opposite of
+    --no-query-key-layer-scaling, --use-mup for --use-mpi, and called an old name "the script's own,
+    perhaps"."""
     words = ("--use-mpi", "--no-query-key-layer-scaling", "--tensor-parallel-size", "2")
     report = checked(*words, "--moe-num-experts", "8", "--no-overlap-grad-reduce")
     (wrong,) = told(report, Severity.WRONG)
@@ -455,7 +471,7 @@ def test_flags_of_older_scripts() -> None:
 
 
 def test_todays_names_of_old_flags() -> None:
-    """Each old name is none of Megatron's flags, and each name of today is one."""
+    """No old name of the table is a flag of Megatron's, and each name of today is one."""
     flags = set(megatron_arguments.parse_arguments(()).flags)
     for old, today in RENAMED.items():
         assert old not in flags and today.split()[0] in flags, old
@@ -484,7 +500,8 @@ RECOMPUTED = {**HISTORY, "recompute_granularity": "selective"}
     ],
 )
 def test_schedules_with_other_scales(overrides: dict[str, Any], text: str | None) -> None:
-    """docs/compatibility.md said it of FP8, and doctor of no command that has it."""
+    """Doctor says which schedules have other scales under FP8. docs/compatibility.md said it of
+    FP8, and doctor of none of the commands that have it."""
     sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
     report = checked(max_position_embeddings=32, **(sizes | overrides))
     assert report.is_right, told(report, Severity.WRONG)
@@ -500,7 +517,8 @@ def from_command(beginning: str, **overrides: object) -> Report:
 
 
 def test_our_flags_need_us_in_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing was wrong with such a command, and the launch died of unrecognized arguments."""
+    """Doctor found nothing wrong with a command that has our flags but does not start megatron_ext;
+    its launch died of unrecognized arguments."""
     (wrong,) = told(from_command(f"torchrun --nproc-per-node 4 {SCRIPT}"), Severity.WRONG)
     assert "our flags need -m megatron_ext before" in wrong
     assert f"write -m megatron_ext {SCRIPT} in place of {SCRIPT}" in wrong
@@ -550,12 +568,12 @@ SIZES = {"num_layers": None, "hidden_size": None, "num_attention_heads": None}
             "torchrun --nproc-per-node 8 run_recipe.py --recipe llama3_8b train.train_iters=5",
             None,
             "Megatron-Bridge, whose settings are not Megatron's arguments; plan and doctor take "
-            "the function that makes its config in place of the command: --bridge MODULE:FUNCTION",
+            "the function that makes its config in place of the command, as MODULE:FUNCTION",
         ),
         (
             "torchrun --nproc-per-node 8 mine.py --steps 3",
             "from megatron.bridge.training.pretrain import pretrain",
-            "--bridge MODULE:FUNCTION",
+            "in place of the command, as MODULE:FUNCTION",
         ),
         (
             "ray job submit -- python3 train.py --actor-num-nodes 1 --rollout-batch-size 32 "
@@ -578,8 +596,8 @@ SIZES = {"num_layers": None, "hidden_size": None, "num_attention_heads": None}
 def test_a_command_that_is_not_megatrons(
     command: str, script: str | None, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron's parser was given verl's settings: "Megatron asserts: assert args.micro_batch_size
-    is not None", "correct it", exit 1."""
+    """Doctor gave the settings of verl to Megatron's parser, and answered "Megatron asserts: assert
+    args.micro_batch_size is not None", "correct it", exit 1."""
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)
     if script is not None:
@@ -601,8 +619,8 @@ def test_megatrons_own_command_without_sizes_is_checked() -> None:
 def test_a_schedule_flag_of_the_scripts_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The script's flag was taken for ours; under megatron_ext the launch ended in argparse's
-    traceback."""
+    """A schedule flag of the script's own was taken for ours; under megatron_ext the launch ended
+    in argparse's traceback."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("parser.add_argument('--pipeline-schedule', type=str)")
     report = from_command("torchrun --nproc-per-node 4 mine.py")
@@ -704,7 +722,8 @@ def test_a_tried_command_has_no_such_remark(overrides: dict[str, Any]) -> None:
     ],
 )
 def test_a_flag_like_one_of_ours_is_one_misspelt(word: str, meant: str) -> None:
-    """--pipeline-shedule-memory-limit was taken for the script's own, perhaps."""
+    """A flag that resembles one of ours counts as misspelt. --pipeline-shedule-memory-limit was
+    called the script's own, perhaps."""
     (wrong,) = told(checked(word, "4"), Severity.WRONG)
     assert wrong == f"flags: there is no flag {word}; did you mean {meant}?"
 
@@ -712,7 +731,8 @@ def test_a_flag_like_one_of_ours_is_one_misspelt(word: str, meant: str) -> None:
 def test_helpers_that_cannot_be_compiled_are_told_before_the_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron ran make 50 s after the launch, found no pybind11 and ended on all ranks."""
+    """Megatron ran make 50 s after the launch, found no pybind11 and ended on all ranks. Doctor
+    says before the launch that the dataset helpers cannot be compiled."""
     about = "dataset helpers: "
     assert not [text for v in Severity for text in told(checked(), v) if text.startswith(about)]
 
@@ -770,8 +790,9 @@ def test_restarts_begin_where_a_checkpoint_is(tmp_path: Path) -> None:
 
 
 def test_a_bare_doctor_runs_nothing_of_the_working_directory(tmp_path: Path) -> None:
-    """Any folder's modules were imported, those of a download too. A checkout of Megatron there is
-    named, and looked at if PYTHONPATH says so."""
+    """A bare doctor imported any folder's modules, also those of a download. It now names a
+    checkout of Megatron in the working directory, and imports from it only if PYTHONPATH says so.
+    """
     fork = tmp_path / "megatron" / "core"
     fork.mkdir(parents=True)
     (fork / "__init__.py").write_text("raise RuntimeError('the fork is here')")
@@ -841,8 +862,8 @@ def test_a_full_disk_is_told_before_the_first_checkpoint(
 @pytest.mark.parametrize("untied", [True, False])
 @pytest.mark.parametrize("experts", [None, 2])
 def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
-    """However its stages lie, and with the vocabulary divided; the ends have more than a table: the
-    learned positions and the final norm."""
+    """Ranks share the parameters of a model, wherever its stages lie, also with a divided
+    vocabulary. The ends have more than a table: learned positions and the final norm."""
     given: dict[str, Any] = FLAGS | {"untie_embeddings_and_output_weights": untied}
     given |= {"num_experts": experts, "pipeline_schedule": "1f1b"}
     config = megatron_arguments.PipelineConfig(schedule="1f1b")
@@ -870,7 +891,8 @@ def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
 
 
 def test_context_parallel_ranks_share_optimizer_states() -> None:
-    """A Llama-3 70B with TP 4 x CP 2 was told to take 11 GiB more than it does."""
+    """Context-parallel ranks share optimizer states. Doctor said that a Llama-3 70B with TP 4 x CP
+    2 takes 11 GiB more than it does."""
     given: dict[str, Any] = {"use_distributed_optimizer": True, "global_batch_size": 16}
     taken = []
     for context_ranks in (1, 2, 4):
@@ -905,7 +927,8 @@ def test_what_is_assumed_of_a_gpu_is_said() -> None:
 
 
 def test_the_bytes_of_a_trace_are_told(tmp_path: Path) -> None:
-    """A trace of all iterations of a training fills its disk, and no browser shows it."""
+    """Doctor says how many bytes a trace takes: a trace of all iterations of a training fills its
+    disk, and no browser shows it."""
     trace: dict[str, Any] = {"pipeline_schedule": "zb-h1", "pipeline_trace": tmp_path}
 
     def told_of(first: int, stop: int, train_iters: int, verdict: Severity) -> str:

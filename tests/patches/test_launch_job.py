@@ -138,9 +138,10 @@ def test_a_launch_with_virtual_stages() -> None:
 
 
 def test_an_unknown_vocabulary_is_assumed_beside_the_verdict() -> None:
-    """A tokenizer of a hub was planned for without embedding and output layer: the recommended
-    layout was 5 % longer than Megatron's best once its 50,432 tokens were known, and one remark
-    after the command said that the vocabulary counts."""
+    """An unknown vocabulary is assumed, and the verdict says so. A launch with a tokenizer from a
+    hub was planned without embedding and output layer: with the tokenizer's 50,432 tokens the
+    recommended layout was 5 % slower than Megatron's best, and only a remark after the command said
+    that the vocabulary counts."""
     of_hub: dict[str, Any] = {"vocab_size": None, "tokenizer_type": "HuggingFaceTokenizer"}
     unknown = made(padded_vocab_size=None, tokenizer_model="hub/tokenizer", **of_hub)
     known = made(padded_vocab_size=128_000)
@@ -162,7 +163,8 @@ def test_an_unknown_vocabulary_is_assumed_beside_the_verdict() -> None:
 
 
 def test_an_assumed_vocabulary_of_what_fits_nowhere_does_not_hide_the_remedies() -> None:
-    """A 70B model on GPUs with 40 GB and a tokenizer of a hub ended in an AssertionError."""
+    """A plan for a 70B model with a hub's tokenizer on GPUs with 40 GB, where nothing fits, ended
+    in an AssertionError instead of naming remedies."""
     of_hub: dict[str, Any] = {"vocab_size": None, "tokenizer_type": "HuggingFaceTokenizer"}
     plan = made(
         "operations=400e12,bytes=40e9,memory=1.6GiB",
@@ -199,7 +201,8 @@ def test_first_answer_is_given_where_nothing_fits_as_it_is(
 def test_first_answer_does_not_wait_for_what_recompute_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For 405 billion parameters on 16 ranks nothing fits: the first word came after 52 seconds."""
+    """The first answer does not wait for recompute. For 405 billion parameters on 16 ranks nothing
+    fits without it, and the first line came after 52 seconds."""
 
     def make_plan(variant_of: Any, *arguments: Any, **more: Any) -> Plan:
         if not variant_of.__self__.tries_recompute:
@@ -221,7 +224,8 @@ def test_first_answer_does_not_wait_for_what_recompute_does(
 
 
 def test_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 16 ranks with 128 microbatches it took minutes until anything was said."""
+    """A comparison of schedules gives a first answer early. On 16 ranks with 128 microbatches the
+    plan printed nothing for minutes."""
     whole, first = heard_of("h100", monkeypatch)
     assert first.startswith("a first answer: --pipeline-schedule zb-v")
     assert " shorter, as estimated; others are compared now" in first
@@ -243,7 +247,8 @@ def test_memory_is_that_of_doctor() -> None:
 
 
 def test_a_layout_is_cut_anew() -> None:
-    """A layout has the stages of the launch; others have their own, as even as it goes."""
+    """Schedules with other stages than the launch's layout get a layout of their own, as even as
+    possible."""
     layout = "Et|t|t|t|t|t|t|L"
     plan = made(
         num_layers=7,
@@ -262,14 +267,14 @@ def test_a_file_of_arguments_is_as_good_as_a_command(tmp_path: Path) -> None:
         **{"train_iters": 5, "lr": 0.01, "eval_iters": 0, "num_moe_experts": None},
     }
     (tmp_path / "model.json").write_text(json.dumps(values))
-    result = command("--gpu", "h100", "--json", "--config", str(tmp_path / "model.json"))
+    result = command("--gpu", "h100", "--json", str(tmp_path / "model.json"))
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     expected = made()
     assert told["job"] == expected.job
     assert told["written"]["added"] == list(expected.written.added)
     (tmp_path / "model.json").write_text(json.dumps({**values, "hiden_size": 3}))
-    result = command("--config", str(tmp_path / "model.json"))
+    result = command(str(tmp_path / "model.json"))
     assert result.exit_code == 2 and "no argument hiden_size: did you mean hidden_size" in (
         result.output
     )
@@ -284,9 +289,9 @@ def test_what_is_printed(tmp_path: Path) -> None:
     (written,) = (row for row in output.splitlines() if row.startswith("-m megatron_ext "))
     assert check_launch(read_launch(shlex.split(written)), 4, None).is_right
     assert "memory under" in command("--all", *words).output
-    beside = command("--pp", "4", *words)
-    assert beside.exit_code == 2 and "--pp: a launch command" in beside.output
-    assert "--pp and -m say" in command().output
+    beside = command("pp=4,m=8", *words)
+    assert beside.exit_code == 2 and "are two jobs: give only one of the two" in beside.output
+    assert "a plan needs a job: a launch command behind --" in command().output
 
 
 def test_what_is_assumed_is_said() -> None:
@@ -298,7 +303,8 @@ def test_what_is_assumed_is_said() -> None:
 
 
 def test_one_pipeline_rank_is_one_line() -> None:
-    """Each of thirty schedules was refused in a line of its own."""
+    """A plan for one pipeline rank is one line. It refused each of thirty schedules in a line of
+    its own."""
     flags = FLAGS | {
         "pipeline_model_parallel_size": 1,
         "num_virtual_stages_per_pipeline_rank": None,
@@ -343,8 +349,8 @@ EXPERTS: dict[str, Any] = {
 
 
 def test_a_launch_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -> None:
-    """Measured costs by layer type serve all layouts, also of a launch of stock's schedule, which
-    names no costs. Such a launch was refused."""
+    """A plan uses costs that were measured by layer type for all layouts, also if the launch has
+    stock's schedule and names no costs. Such a launch was refused."""
     path = measured_file(tmp_path)
     asked = LaunchRequest(launch(**EXPERTS), gpu=parse_gpu("h100"))
     estimated = plan_launch(asked)
@@ -361,8 +367,9 @@ def test_a_launch_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path)
 def test_a_launch_of_another_size_is_planned_by_a_machines_factors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured on an emulated machine without tensor parallelism, planned with it: every schedule
-    takes as long as on that machine. With costs per layer type alone none does."""
+    """A launch with tensor parallelism is planned by factors that were measured on an emulated
+    machine without it: every schedule takes as long as on that machine. With costs by layer type
+    alone no schedule does."""
     dense = {"num_virtual_stages_per_pipeline_rank": None, "hidden_size": 2048}
     other = launch(**dense, tensor_model_parallel_size=2)
     with megatron_arguments.on_gpus(
@@ -438,7 +445,8 @@ def test_a_launch_of_another_size_is_planned_by_a_machines_factors(
     ],
 )
 def test_a_plan_says_what_no_measurement_has_checked(flags: dict[str, Any], what: str) -> None:
-    """In words and as data, once; and not of dense layers in bf16 that the A100s' data cover."""
+    """A plan says once, in words and as data, which parts of its estimate no measurement has
+    checked. It does not say so of dense layers in bf16, which the A100s' data cover."""
     words = ["--gpu", "a100", "--world-size", "4", "--", "torchrun", str(SCRIPT)]
     words += model_flags(**(FLAGS | flags))
     text = command(*words)
@@ -452,8 +460,8 @@ def test_a_plan_says_what_no_measurement_has_checked(flags: dict[str, Any], what
 
 
 def test_room_is_left_for_what_a_model_says_of_the_allocator() -> None:
-    """Nothing was left without a trace. On this GPU the first choice fits only if its allocator
-    reserves nothing besides."""
+    """A plan leaves memory for the allocator's reserve as the model estimates it. Without a trace
+    it left none. On this GPU the first choice fits only if the allocator reserves nothing."""
     asked = LaunchRequest(launch())
     without = plan_launch(asked)
     assert without.free is None and without.plan.best is not None
@@ -473,7 +481,8 @@ def test_room_is_left_for_what_a_model_says_of_the_allocator() -> None:
 
 
 def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: Path) -> None:
-    """Only a profile of our schedules told of it, and people begin with a trace of Megatron's."""
+    """A plan leaves memory for the allocator's reserve as a trace measured it. Only a profile of
+    our schedules gave the figure, and users begin with a trace of Megatron's own schedule."""
     whole = program("1f1b", line_problem(2, 4, 10, 12, 8, 1))
     timeline = simulate(whole, whole.problem.costs)
     passes = tuple(event for row in timeline.compute for event in row)
@@ -498,7 +507,7 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
     on_cpu = command(*words, "--trace", str(tmp_path / "cpu.json"), *launch_of_two)
     assert on_cpu.exit_code == 2 and "has nothing that a plan uses" in on_cpu.output
     model = "layers=16,hidden=1024,heads=8,sequence=1024,vocabulary=32000"
-    described = ("--pp", "4", "-m", "8", "--gpu", "h100", "--model", model, "--json")
+    described = (f"{model},pp=4,m=8", "--gpu", "h100", "--json")
     alone = json.loads(command(*described, "--trace", str(tmp_path / "trace.json")).stdout)
     assert alone["free"]["reserved"] == 74.2 * 2.0**30 and not alone["free"]["is_modelled"]
 
@@ -513,7 +522,8 @@ def test_a_costs_file_of_before_has_costs_for_its_own_stages(tmp_path: Path) -> 
 
 
 def test_flags_that_megatron_does_not_know_are_a_remark() -> None:
-    """Doctor remarked on them, and a plan, whose command would be refused with them, did not."""
+    """A plan remarks on flags that Megatron does not know, as doctor does. It did not, and the
+    command that it wrote would be refused with them."""
     words = (*launch().arguments, "--use-z-loss")
     plan = plan_launch(LaunchRequest(replace(launch(), arguments=words), gpu=parse_gpu("h100")))
     (remark,) = plan.remarks
@@ -528,8 +538,9 @@ def test_a_launch_that_fits_nowhere_says_what_would_have_to_give() -> None:
 
 
 def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> None:
-    """A plan tried only offload for a launch that did not fit, though 1F1B and zb-h1 fit with
-    recompute of a half. Recompute is not tried if the random states forbid it."""
+    """A plan tries recompute for a launch that does not fit. It tried only offload, although 1F1B
+    and zb-h1 fit with half of the activations recomputed. Recompute is not tried if the random
+    states forbid it."""
     small = "operations=400e12,bytes=40e9,memory=3.38GiB"  # 3.33 without the reserve
     plan = made(small)
     best = plan.plan.best
@@ -565,8 +576,9 @@ def saved(folder: Path, kind: str, **overrides: object) -> Path:
 
 
 def test_whether_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
-    """The plan compared the ranks of the stages alone, and said that a checkpoint "can be loaded,
-    optimizer states too" of which the command that it wrote died."""
+    """A plan says whether a checkpoint can be loaded. It compared only the ranks of the stages, and
+    said that a checkpoint "can be loaded, optimizer states too" that ended the command which the
+    plan had written."""
     (remark,) = made(load=saved(tmp_path / "a", "dp_reshardable")).remarks
     assert "does not load: its optimizer states (dp_reshardable) fit only the stages" in remark
     assert "train one step under the old command with --dist-ckpt-optim-fully-resh" in remark
@@ -581,8 +593,8 @@ def test_whether_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
 def test_the_checkpoint_of_a_kept_command_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing was said of it: Megatron's own command died of its checkpoint after the plan kept
-    it."""
+    """A plan also judges the checkpoint of a command that it keeps. It said nothing, and Megatron's
+    own command ended because of its checkpoint."""
     only_families(monkeypatch, "1f1b")
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE]))
     kept = made(load=saved(tmp_path, "dp_reshardable"), **NO_VIRTUAL)
@@ -590,7 +602,7 @@ def test_the_checkpoint_of_a_kept_command_is_judged(
 
 
 def test_weights_of_a_pretrained_checkpoint_are_judged(tmp_path: Path) -> None:
-    """The plan said nothing of --pretrained-checkpoint, which doctor judged."""
+    """A plan judges --pretrained-checkpoint, as doctor does. It said nothing of the flag."""
     folder = saved(tmp_path / "a", "dp_reshardable")
     (remark,) = made(pretrained_checkpoint=folder, load=tmp_path / "new").remarks
     assert remark.startswith("--pretrained-checkpoint") and "loads weights only" in remark
@@ -599,7 +611,8 @@ def test_weights_of_a_pretrained_checkpoint_are_judged(tmp_path: Path) -> None:
 
 
 def test_a_layout_alone_moves_optimizer_states(tmp_path: Path) -> None:
-    """A verdict that changed the layout, and no schedule, said nothing of the checkpoint."""
+    """A changed layout alone moves optimizer states. A verdict that changed the layout, and not the
+    schedule, said nothing of the checkpoint."""
     flags = {"load": saved(tmp_path, "dp_reshardable", **NO_VIRTUAL), **NO_VIRTUAL}
     asked = LaunchRequest(launch(**flags), gpu=parse_gpu("h100"))
     layout = ("--pipeline-model-parallel-layout", "E" + "t" * 9 + "|" + "t" * 7 + "L")
@@ -677,7 +690,7 @@ def test_a_launch_of_long_sequences_is_compared_with_slices_of_them() -> None:
 
 
 def test_slices_are_compared_where_a_launch_would_take_them() -> None:
-    """By its own checks."""
+    """A plan compares slices if the checks of the launch accept them."""
     refused = made(**(LONG | EXPERTS), moe_expert_capacity_factor=1.0).long_sequences
     assert refused is not None and refused.best is None and not refused.written.added
     whys = {way.words: way.why_not for way in refused.alternatives if not way.candidates}
@@ -733,7 +746,8 @@ def test_of_experts_on_one_rank_it_says_nothing_of_pairs() -> None:
 
 
 def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Path) -> None:
-    """Lengths that were to be balanced were even."""
+    """Balanced slices get attention's share from the estimate if the costs lack it. The lengths
+    that were to be balanced were even."""
     save_costs(uniform(placement.line(2), 1e-2, 1e-2, 1e-2), tmp_path / "costs.json")
     args = megatron_arguments.parse_arguments(model_flags(**(FLAGS | LONG))).args
     config = PipelineConfig.parse(
@@ -778,13 +792,11 @@ def test_a_tower_is_named_on_the_command_or_in_a_file_of_arguments() -> None:
     settings = {"vision": sizes, "vision_tokens": 2048}
     in_file = plan_launch(LaunchRequest(values=values | settings, world_size=2))
     text = ",".join(f"{name}={size}" for name, size in sizes.items())
-    named = plan_launch(LaunchRequest(values=values, world_size=2, vision=text, vision_tokens=2048))
+    named = plan_launch(LaunchRequest(values=values, world_size=2, vision=f"{text},tokens=2048"))
     assert own_of(in_file).step == pytest.approx(own_of(named).step)
-    fewer = plan_launch(LaunchRequest(values=values, world_size=2, vision=text, vision_tokens=256))
+    fewer = plan_launch(LaunchRequest(values=values, world_size=2, vision=f"{text},tokens=256"))
     plain = plan_launch(LaunchRequest(values=values, world_size=2))
     assert own_of(named).step > own_of(fewer).step > own_of(plain).step
-    with pytest.raises(ValueError, match="--vision-tokens says how many tokens"):
-        plan_launch(LaunchRequest(values=values, world_size=2, vision_tokens=256))
 
 
 def test_ranks_are_slow_as_told_and_as_seen() -> None:
@@ -824,12 +836,13 @@ def test_gpus_of_two_types() -> None:
 def test_a_mistake_in_a_file_of_arguments_names_the_file(
     values: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
-    """The text of Python's or Megatron's error stood alone, and which file has it was left open."""
+    """A mistake in a file of arguments names the file. Python's or Megatron's error was printed
+    alone, without the file."""
     right = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}
     right |= {"micro_batch_size": 1, "global_batch_size": 8, "pipeline_model_parallel_size": 2}
     path = tmp_path / "model.json"
     path.write_text(json.dumps(right | values))
-    ended = CliRunner().invoke(app, ["plan", "--config", str(path)])
+    ended = CliRunner().invoke(app, ["plan", str(path)])
     assert ended.exit_code == 2
     (line,) = ended.output.splitlines()
-    assert line.startswith(f"megatron-ext: error: --config {path}: ") and why in line
+    assert line.startswith(f"megatron-ext: error: {path}: ") and why in line

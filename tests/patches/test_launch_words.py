@@ -115,8 +115,8 @@ def test_where_a_launch_command_begins(command: str, launch: Launch) -> None:
     ],
 )
 def test_ranks_that_a_launcher_starts(command: str, ranks: int | None) -> None:
-    """Srun's number of tasks was ignored, and one copy of the model assumed; mpirun, accelerate and
-    deepspeed were not known."""
+    """The number of ranks comes from the launcher. srun's number of tasks was ignored, and one
+    replica assumed; mpirun, accelerate and deepspeed were unknown."""
     launch = read_launch(shlex.split(command))
     assert launch.world_size == ranks
     assert launch.script in ("x.py", "./x.py", "mine")
@@ -139,8 +139,8 @@ def test_ranks_that_a_launcher_starts(command: str, ranks: int | None) -> None:
 def test_variables_that_a_launcher_sets(
     command: str, environment: dict[str, str], ignored: str
 ) -> None:
-    """mpirun's -x CUDA_DEVICE_MAX_CONNECTIONS=1 was ignored, and doctor said that the variable is
-    not set."""
+    """Variables that a launcher sets count. mpirun's -x CUDA_DEVICE_MAX_CONNECTIONS=1 was ignored,
+    and doctor said that the variable is not set."""
     launch = read_launch(shlex.split(command))
     assert launch.environment == environment
     programs = {"mpirun", "docker", "run", "apptainer", "exec"}
@@ -150,8 +150,8 @@ def test_variables_that_a_launcher_sets(
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun --nproc-per-node 2"])
 def test_a_flag_before_the_script(launcher: str) -> None:
-    """The flag was ignored, and the rest of the command judged as Megatron's own pipeline; a launch
-    said that there is no such option."""
+    """A flag of ours before the script is an error. It was ignored, and the rest of the command was
+    judged as Megatron's own pipeline; a launch said that there is no such option."""
     words = shlex.split(f"{launcher} -m megatron_ext --pipeline-schedule zb-h1 x.py --a 1")
     with pytest.raises(ValueError) as error:
         read_launch(words)
@@ -184,7 +184,8 @@ def test_what_is_no_launch_command(command: str, text: str) -> None:
     ],
 )
 def test_words_that_only_the_shell_knows(command: str) -> None:
-    """A variable was taken for the script, and Megatron missed the sizes that are in it."""
+    """Words that only the shell can expand are named. A variable was taken for the script, and
+    Megatron missed the sizes that the variable holds."""
     with pytest.raises(ValueError, match=r"^\$.* stands for words that only the shell knows: give"):
         read_launch(command.split())
 
@@ -203,7 +204,9 @@ def test_a_shell_script_is_not_run(command: str, script: str) -> None:
     with pytest.raises(ValueError) as error:
         read_launch(command.split())
     assert "runs a shell script, which is not run here" in str(error.value)
-    assert "the log of an earlier start, as --megatron-args LOG" in str(error.value)
+    assert "the log of an earlier start in place of the command, as in megatron-ext plan" in str(
+        error.value
+    )
     assert f"write echo before the launcher (torchrun, python) in {script}," in str(error.value)
 
 

@@ -124,14 +124,16 @@ ROW = rows_of("0F0 0F1 0I0 1F0 0W0 1I0 0I1 1F1 0W1 1I1 1W0 1W1")[0]
     ],
 )
 def test_a_wrong_order_is_found(order: list[float], why: str) -> None:
-    """Transformer Engine counts the first two as right; it looks at no row."""
+    """The checker finds a wrong order of captured graphs. Transformer Engine accepts the first two,
+    as it does not look at the row of passes."""
     check_capture([1, 1, -1, 2, -2, -1, 2, -2], ROW, (0, 1))
     with pytest.raises(ValueError, match=why):
         check_capture(order, ROW, (0, 1))
 
 
 def test_microbatches_out_of_order_are_found() -> None:
-    """Transformer Engine frees the oldest forward pass's buffers, and 1F2 would have 0F0's."""
+    """The checker finds microbatches out of order. Transformer Engine frees the buffers of the
+    oldest forward pass, so 1F2 would get those of 0F0."""
     (row,) = rows_of("0F0 0F1 0I1 0F2 0I0 0I2")
     order = capture_order(row, (0,))
     with pytest.raises(ValueError, match="0I1 is number 0 of its kind on stage 0"):
@@ -141,7 +143,8 @@ def test_microbatches_out_of_order_are_found() -> None:
 
 
 def test_a_stage_without_backward_passes_is_found() -> None:
-    """As one before all that is trained; Transformer Engine would count graphs wrongly."""
+    """The checker finds a stage without backward passes, such as one before all trained layers.
+    Transformer Engine would count its graphs wrongly."""
     (row,) = rows_of("0F0 1F0 0F1 1I0 1W0 1F1 1I1 1W1")
     with pytest.raises(ValueError, match="stage 0 has 2 forward passes and 0 backward passes"):
         check_capture(capture_order(row, (0, 1)), row, (0, 1))
@@ -176,7 +179,8 @@ def test_megatron_is_given_the_latest_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_steps_that_are_not_as_captured_are_refused() -> None:
-    """A batch of another size, or a race's next schedule."""
+    """A step that differs from the captured one is refused: a batch of another size, or the next
+    schedule of a race."""
     graphs = LayerGraphs()
     model = nn.Linear(1, 1)
     row, stages = row_of("zb-v", 2, 3, 0)
@@ -223,8 +227,9 @@ def layer() -> Layer:
 def test_what_is_split_beside_graphs_has_its_gradients(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operands of a split layer, and the tensors that are sent, are outputs of graphs in memory
-    that later passes write to. Without copies of them the second step's gradients were NaN."""
+    """Split layers next to CUDA graphs have their gradients. Their operands, and the tensors that
+    are sent, are outputs of graphs in memory that later passes overwrite. Without copies the second
+    step's gradients were NaN."""
     monkeypatch.setattr(graphs_on_cpu, "pool", graphs_on_cpu.Pool())
     monkeypatch.setattr(layer_graphs, "graph_memory", lambda: graphs_on_cpu.pool.ranges())
     run: Callable[..., list[torch.Tensor]] = partial(
@@ -349,7 +354,8 @@ class Noted(nn.Linear):
 @nightly("the stand-in for graphs has the same arithmetic, and the checker's own tests are by day")
 @pytest.mark.parametrize("version", on_cpu.VERSIONS)
 def test_transformer_engine_shares_buffers_as_the_checker_says(version: str) -> None:
-    """Transformer Engine's own code runs here; to capture a graph is to run its layer."""
+    """Transformer Engine shares graph buffers as the checker says. Its own code runs here; in place
+    of a capture a layer simply runs."""
     folder = on_cpu.fetch(version)
 
     def on_rank(rank: int) -> None:

@@ -128,7 +128,8 @@ def words_of(name: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("name", [*BY_DAY, *at_night(*(n for n in LAUNCHES if n not in BY_DAY))])
 def test_a_launch_takes_what_is_written_for_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's own validation, its model's config, and ours."""
+    """Megatron's validation, its model's config and our checks accept the layout that a plan writes
+    for a launch."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     made, all_written = laid_out(name)
     for other, written in zip(made.others.values(), all_written, strict=True):
@@ -145,8 +146,9 @@ def test_a_launch_takes_what_is_written_for_it(name: str, monkeypatch: pytest.Mo
 
 
 def test_a_launch_is_compared_as_its_layout_has_multi_token_prediction() -> None:
-    """A launch whose layout has multi-token prediction before the last stage was compared as if it
-    were on the last stage, with other bytes and seconds than the launch has."""
+    """A plan compares a launch by the place that its layout gives multi-token prediction. A launch
+    with multi-token prediction before the last stage was compared as if it were on the last stage,
+    with other bytes and seconds than the launch has."""
     name = "depths before the loss"
     made, all_written = laid_out(name)
     assert made.baseline.layout.text() == LAUNCHES[name]["pipeline_model_parallel_layout"]
@@ -196,7 +198,8 @@ def test_deepseek_v3_on_16_ranks_is_even_with_multi_token_prediction_apart() -> 
 
 
 def test_recompute_is_chosen_beside_the_layout() -> None:
-    """A small model needs none of what its launch recomputes."""
+    """A plan chooses recompute together with the layout: a small model needs none of what its
+    launch recomputes."""
     made, all_written = laid_out("full recompute")
     assert str(made.baseline.recompute) == "full"
     assert {str(other.recompute) for other in made.others.values()} == {"none"}

@@ -110,7 +110,8 @@ def test_a_loop(precision: str, settings: Settings) -> None:
     ],
 )
 def test_a_v(precision: str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without chance: NVFP4 rounds gradients by it in the order of a rank's backward passes."""
+    """A V in low precision has stock's losses if rounding is not random: NVFP4 rounds gradients at
+    random, in the order of a rank's backward passes."""
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")  # delayed scaling's
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1")
     both(MODEL, "zb-v", PRECISIONS[precision] | settings, resumes=True)

@@ -21,7 +21,7 @@ from megatron_ext.launch.command import megatron_arguments
 from megatron_ext.launch.command.importing import silently
 from megatron_ext.launch.command.launch_words import read_launch
 from megatron_ext.launch.command.log.log_figures import AllocatedBytes, LogFigures
-from megatron_ext.launch.command.log.megatron_log import launch_from, launch_from_log, read_log
+from megatron_ext.launch.command.log.megatron_log import launch_from_log, read_log
 from megatron_ext.launch.command.log.unparse import unparse, unparsed_flags
 from megatron_ext.launch.planner import launch_job, parsed_launch
 from megatron_ext.launch.planner.parsed_launch import LaunchRequest, with_launch
@@ -195,7 +195,7 @@ def test_a_log_without_arguments_is_refused(text: str, why: str, tmp_path: Path)
     path = log_of(text, tmp_path)
     with pytest.raises(ValueError) as error:
         launch_from_log(path)
-    assert str(error.value).startswith(f"--megatron-args {path}: ") and why in str(error.value)
+    assert str(error.value).startswith(f"log {path}: ") and why in str(error.value)
 
 
 PROGRAM = "open('HAS_RUN', 'w').close()"
@@ -215,38 +215,41 @@ PROGRAM = "open('HAS_RUN', 'w').close()"
 def test_a_log_runs_no_schedule(
     setting: str, text: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Python file that a log names as its schedule was executed: a log is data, which anybody may
-    have written."""
+    """A plan of a log does not run the schedule that the log names. A Python file was executed: a
+    log is data, which anybody may have written."""
     monkeypatch.chdir(tmp_path)
     for name in ("mine.py", "my own .py", "[mine .py", "[mine.py"):
         (tmp_path / name).write_text(PROGRAM)
     path = log_of(block(**{f"pipeline_{setting}": text}), tmp_path)
-    ended = CliRunner().invoke(app, [command, "--megatron-args", str(path)])
+    ended = CliRunner().invoke(app, [command, str(path)])
     assert ended.exit_code == 2 and not (tmp_path / "HAS_RUN").exists(), ended.output
-    assert f"--megatron-args {path}: the log has --pipeline-{setting} {text}" in ended.output
-    assert f"-- --pipeline-{setting} {shlex.quote(text)}" in ended.output
+    assert f"log {path}: the log has --pipeline-{setting} {text}" in ended.output
+    assert f"{path} --pipeline-{setting} {shlex.quote(text)}" in ended.output
 
 
 def test_the_command_line_names_a_logs_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A log cannot, so flags of ours may follow it, and count in place of the log's own."""
+    """The command line may name a schedule for a log's training. The log itself cannot, so flags of
+    ours that follow the log count in place of its own."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(PROGRAM)
     values = {"pipeline_schedule": "other.py", "pipeline_memory_limit": "0.5x"}
     path = log_of(block(**values), tmp_path)
-    command = ["doctor", "--megatron-args", str(path), "--", "--pipeline-schedule", "mine.py"]
+    command = ["doctor", str(path), "--pipeline-schedule", "mine.py"]
     ended = CliRunner().invoke(app, command)
     assert (tmp_path / "HAS_RUN").exists(), ended.output
-    words = launch_from(command[4:], path).arguments
-    assert words[-4:] == (*command[4:], "--pipeline-memory-limit", "0.5x")
-    with pytest.raises(ValueError, match="'--lr 1', are both given"):
-        launch_from([*command[4:], "--lr", "1"], path)
+    words = launch_from_log(path, {"schedule": "mine.py"}).arguments
+    assert words[-4:] == (*command[2:], "--pipeline-memory-limit", "0.5x")
+    ended = CliRunner().invoke(app, [*command, "--lr", "1"])
+    assert ended.exit_code == 2 and "No such option: --lr" in ended.output
+    ended = CliRunner().invoke(app, [*command, "--overlap-moe-expert-parallel-comm"])
+    assert "a log has Megatron's own arguments" in ended.output
 
 
 def test_a_list_of_a_log_has_no_flags(tmp_path: Path) -> None:
-    """Items of a list became words of the command line, and so flags: of a schedule that is a
-    program, for one."""
+    """A list in a log cannot add flags. Items of a list became words of the command line, and so
+    flags, for example of a schedule that is a program."""
     for items in (["a", "--pipeline-schedule", "mine.py"], ["-h"], ["1", "--"]):
         with pytest.raises(ValueError, match="is not understood as a list"):
             launch_from_log(log_of(block(data_path=items), tmp_path))
@@ -257,14 +260,14 @@ def test_a_list_of_a_log_has_no_flags(tmp_path: Path) -> None:
 def test_a_log_imports_nothing_that_lies_around(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The working directory stood first on the path of modules while a log was read, as for a
-    launch command, whose ranks import from there."""
+    """Reading a log imports nothing from the working directory. The directory stood first on the
+    module path, as for a launch command, whose ranks import from there."""
     evil = "raise SystemExit('code of the working directory runs')"
     for module in ("megatron/core/__init__.py", "layers.py", "wandb.py", "apex.py", "numba.py"):
         (tmp_path / module).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / module).write_text(evil)
     log_of(printed(model_flags(**LARGE, spec=("layers", "own")), 16, capsys), tmp_path)
-    program = "from megatron_ext.cli import app; app(['doctor', '--megatron-args', 'train.log'])"
+    program = "from megatron_ext.cli import app; app(['doctor', 'train.log'])"
     words = [sys.executable, "-P", "-c", program]
     ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0 and "nothing is wrong" in ran.stdout, ran.stdout + ran.stderr
@@ -274,7 +277,8 @@ def test_a_log_imports_nothing_that_lies_around(
 def test_a_log_may_be_larger_than_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A line without an end was read at once, and the blocks of all starts were stored."""
+    """A log may be larger than memory. A line without an end was read whole, and the blocks of all
+    starts were stored."""
     text = printed(model_flags(**LARGE), 16, capsys)
     path = tmp_path / "train.log"
     with path.open("w") as log:
@@ -283,7 +287,7 @@ def test_a_log_may_be_larger_than_memory(
         for start in range(40):
             log.write(text.replace("  lr ...", f"  lr{start:02} ."))
         log.truncate(2**29)
-    ended = run_limited(["doctor", "--json", "--megatron-args", path.name], tmp_path)
+    ended = run_limited(["doctor", "--json", path.name], tmp_path)
     assert ended.status == 0 and "16 ranks, 4 on each node (as the log says)" in ended.output, ended
     assert "the first are taken: lr, lr00, lr01 and 38 more" in ended.output
     assert ended.grown < 2**28, ended
@@ -294,14 +298,14 @@ def test_a_log_may_be_larger_than_memory(
     ["[9**9**9]", "[1]*999999999", "([0]*9999)*9999", "([0]*3", "[1](2)", "[" * 500, "[1.5]"],
 )
 def test_a_list_that_takes_long_is_refused(text: str, tmp_path: Path) -> None:
-    """Megatron evaluates its lists as Python: a power in a log took all memory, and what is no list
-    ended in a traceback."""
+    """A list in a log that takes long to evaluate is refused. Megatron evaluates its lists as
+    Python: a power took all memory, and a value that is no list ended in a traceback."""
     for words in (["--moe-layer-freq", text], [f"--window-attn-skip-freq={text}"]):
         with pytest.raises(ValueError, match=r"argument --.*-freq: .* is no list of at most"):
             megatron_arguments.parse_arguments(words)
     with pytest.raises(ValueError, match=r"moe_layer_freq .* is no list of at most"):
         megatron_arguments.parse_values({"moe_layer_freq": text})
-    with pytest.raises(ValueError, match=r"--megatron-args .*train.log: .* is no list of at most"):
+    with pytest.raises(ValueError, match=r"log .*train.log: .* is no list of at most"):
         launch_from_log(log_of(block(moe_layer_freq=text), tmp_path))
 
 
@@ -316,7 +320,8 @@ def test_a_list_of_megatrons_is_what_megatron_makes_of_it() -> None:
 def test_a_log_runs_no_code_of_a_tokenizer(
     is_log: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tokenizer that a log names ran code of its own if the log trusts it."""
+    """Reading a log runs no code of a tokenizer. A tokenizer that a log names ran code of its own
+    if the log trusts it."""
     allowed = []
 
     def build(args: Any) -> None:
@@ -335,16 +340,16 @@ def test_a_log_runs_no_code_of_a_tokenizer(
 @pytest.mark.parametrize("command", ["plan", "doctor"])
 def test_a_log_that_cannot_be_taken_ends_the_command(command: str, tmp_path: Path) -> None:
     path = tmp_path / "none.log"
-    ended = CliRunner().invoke(app, [command, "--megatron-args", str(path)])
+    ended = CliRunner().invoke(app, [command, str(path)])
     assert ended.exit_code == 2
-    assert f"--megatron-args {path}: No such file or directory" in ended.output
-    words = [command, "--megatron-args", str(path), "--", "torchrun", "x.py"]
-    ended = CliRunner().invoke(app, words)
-    assert ended.exit_code == 2 and "'torchrun x.py', are both given" in ended.output
+    assert f"log {path}: No such file or directory" in ended.output
+    ended = CliRunner().invoke(app, [command, str(path), "--", "torchrun", "x.py"])
+    assert ended.exit_code == 2 and "are two jobs: give only one of the two" in ended.output
 
 
 def test_the_vocabulary_is_that_of_the_tokenizers_line(tmp_path: Path) -> None:
-    """Megatron knows it after it has printed the arguments."""
+    """The vocabulary of a log comes from the line about the tokenizer, since Megatron knows it only
+    after it has printed the arguments."""
     told = " > padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)"
     words = launch_from_log(log_of(f"{block()}{told}\n", tmp_path)).arguments
     assert words[-2:] == ("--padded-vocab-size", "50304")
@@ -355,8 +360,9 @@ def test_the_vocabulary_is_that_of_the_tokenizers_line(tmp_path: Path) -> None:
 def test_a_name_that_is_a_flag_today_is_taken(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Older versions print norm_epsilon, which was ignored: the written command trained another
-    model. Today it is the flag --norm-epsilon of layernorm_epsilon."""
+    """An old name in a log that is a flag today is taken over. Older versions print norm_epsilon,
+    which was ignored, so the written command trained another model. Today its flag is
+    --norm-epsilon, of layernorm_epsilon."""
     names = {"hidden_size": "64", "norm_epsilon": "1e-06", "no_such_name": "3"}
     words = unparsed_flags(names)
     assert words[words.index("--norm-epsilon") + 1] == "1e-06"
@@ -402,7 +408,8 @@ def test_figures_of_a_log() -> None:
 def test_a_plan_compares_its_estimate_with_the_log(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A log said 423 s a step and 58.9 GiB, the plan 165 s, and nothing of the log's."""
+    """A plan compares its estimate with the log. The log said 423 s a step and 58.9 GiB, the plan
+    165 s, and the plan did not mention the log's figures."""
     only_families(monkeypatch, "1f1b")
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE]))
     monkeypatch.setattr(launch_job, "_layouts", lambda read: None)
@@ -410,7 +417,7 @@ def test_a_plan_compares_its_estimate_with_the_log(
     text = re.sub(r"  eval_interval .*\n", "", text)  # a log that was shortened
     measured = ITERATION.format(2, "ms", 4230.0) + MEMORY.format(4, 600, 700)
     path = log_of(text + measured, tmp_path)
-    result = CliRunner().invoke(app, ["plan", "--gpu", "mi300x", "--megatron-args", str(path)])
+    result = CliRunner().invoke(app, ["plan", "--gpu", "mi300x", str(path)])
     assert result.exit_code == 0, result.output
     (line,) = (row for row in result.stdout.splitlines() if row.startswith("measured in the log:"))
     assert re.fullmatch(
@@ -418,14 +425,15 @@ def test_a_plan_compares_its_estimate_with_the_log(
         r"\([\d.]+ GiB estimated\) after a step and 0.684 GiB \([\d.]+ GiB estimated\) at the most",
         line,
     ), line
-    json_form = ["plan", "--json", "--gpu", "mi300x", "--megatron-args", str(path)]
+    json_form = ["plan", "--json", "--gpu", "mi300x", str(path)]
     assert line in json.loads(CliRunner().invoke(app, json_form).stdout)["remarks"]
 
 
 def test_arguments_that_flags_do_not_give_are_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The log is another Megatron's: it has an unknown name, and another derived value."""
+    """A plan of a log names arguments that no flags give. This log is from another Megatron: it has
+    an unknown name, and another derived value."""
     text = printed(model_flags(global_batch_size=16), 8, capsys)
     dots = "." * (48 - len("data_parallel_size"))
     assert f"  data_parallel_size {dots} 8\n" in text
@@ -441,7 +449,7 @@ def test_arguments_that_flags_do_not_give_are_told(
 def test_a_training_is_checked_by_its_log(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The log of a real training tells the same as its launch command."""
+    """The log of a real training gives the same arguments as its launch command."""
     sizes = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"}
     words = model_flags(**sizes, train_iters=1, transformer_impl="local")
     capfd.readouterr()
@@ -454,7 +462,7 @@ def test_a_training_is_checked_by_its_log(
         f"pretrain_gpt.py is assumed",
     )
     command = ["doctor", "--json", "--world-size", "2"]
-    by_log = CliRunner().invoke(app, [*command, "--megatron-args", str(path)])
+    by_log = CliRunner().invoke(app, [*command, str(path)])
     by_words = CliRunner().invoke(app, [*command, "--", "-m", "megatron_ext", SCRIPT.name, *words])
     found, expected = json.loads(by_log.output), json.loads(by_words.output)
     assert found["prediction"] == expected["prediction"]
@@ -471,7 +479,7 @@ def test_a_log_is_planned_as_its_launch_command(
     words = model_flags(**LARGE)
     path = log_of(f"GPU 0: NVIDIA H200\n{printed(words, 16, capsys)}", tmp_path)
     command = ["plan", "--json"]
-    by_log = CliRunner().invoke(app, [*command, "--megatron-args", str(path)])
+    by_log = CliRunner().invoke(app, [*command, str(path)])
     line = ["torchrun", "--nnodes", "2", "--nproc-per-node", "8", SCRIPT.name, *words]
     by_words = CliRunner().invoke(app, [*command, "--gpu", "h200", "--", *line])
     found, expected = json.loads(by_log.stdout), json.loads(by_words.stdout)

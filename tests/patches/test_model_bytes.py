@@ -185,8 +185,9 @@ def test_to_the_byte(name: str) -> None:
 
 
 def test_models_leave_no_streams_behind() -> None:
-    """Megatron's classes remember a stream for all later models of the process. The mocks in place
-    of these streams stayed, and disturbed trainings on emulated streams that were forked later."""
+    """Models leave no mocked streams behind. Megatron's classes store a stream for all later models
+    of the process. A test's mocks stayed there, and disturbed trainings on emulated streams that
+    were forked later."""
     flags = BASE | EXPERTS | {"moe_shared_expert_overlap": True}
     args = validated(megatron_arguments.parse_arguments(model_flags(**flags)), 8, 1000)
     with meta_models.fake_ranks(args, 0):

@@ -101,7 +101,8 @@ def test_a_model_of_the_callers_own_has_no_tied_weights() -> None:
 
 
 def test_costs_leave_out_what_is_not_done_for_frozen_weights() -> None:
-    """Adapters on the last stage, and a first one with trained norms in its last layers."""
+    """Costs omit work that frozen weights do not need. The model has adapters on the last stage,
+    and a first stage whose last layers have trained norms."""
     whole = [replace(size(2), rows=rows) for rows in (0, 64)]
     parts = [
         replace(whole[0], trained_matrices=0.0, reached=0.25),
@@ -167,7 +168,8 @@ def test_one_line_says_what_is_not_estimated(per_stage: list[ChunkSize], told: s
 
 
 def test_what_was_frozen_in_the_first_step_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No backward pass runs there: without a word its gradients would be missing."""
+    """Weights that were frozen in the first step must stay frozen: no backward pass runs on their
+    stage, so their gradients would be missing without an error."""
     programs = Programs(PipelineConfig(schedule="zb-h1"), lambda *_: {})
     pipeline: Any = SimpleNamespace(size=lambda: 3, rank=lambda: 1)
     frozen, other = linear().requires_grad_(False), linear()

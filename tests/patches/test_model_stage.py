@@ -66,8 +66,9 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_weights_are_quantised_in_a_steps_first_forward_pass(order: Sequence[int]) -> None:
-    """In a user's file a stage may begin with any microbatch. Weights were quantised when that of
-    number 0 came: those before it ran on the weights of the step before."""
+    """Weights are quantised in a step's first forward pass, whichever microbatch it is. They were
+    quantised in the pass of microbatch 0, so in a user's file earlier passes ran on the weights of
+    the step before."""
     model = QuantisedModel()
     for _ in range(2):
         stage = stage_of(model)
@@ -77,7 +78,8 @@ def test_weights_are_quantised_in_a_steps_first_forward_pass(order: Sequence[int
 
 
 def test_a_step_that_begins_again_quantises_again() -> None:
-    """The optimizer step before has been done anew, so the weights have changed."""
+    """A step that restarts quantises its weights once more, as the optimizer step before it was
+    redone and the weights have changed."""
     model = QuantisedModel()
     stage = stage_of(model)
     stage.forward(0, torch.ones(1))
@@ -87,7 +89,8 @@ def test_a_step_that_begins_again_quantises_again() -> None:
 
 
 def test_an_evaluation_quantises_once() -> None:
-    """Weights stay as they are between its steps: Megatron says which is the first."""
+    """An evaluation quantises weights once, as weights do not change between its steps: Megatron
+    says which step is the first."""
     model = QuantisedModel()
     for is_first in (True, False):
         stage = stage_of(model, forward_only=True, first_val_step=is_first)

@@ -302,8 +302,9 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("ranks", "flags"), [*BY_DAY, *(_AT_NIGHT if IS_NIGHT else ())], ids=str)
 def test_plan_says_of_a_command_what_doctor_says(ranks: int, flags: Flags) -> None:
-    """Microbatches, bubble and bytes of every rank are the same to the last digit, and what doctor
-    calls wrong gets no time, for one of doctor's reasons."""
+    """Plan and doctor agree on a command: microbatches, bubble and bytes of every rank are the same
+    to the last digit. If doctor refuses a command, plan gives it no time, for one of doctor's
+    reasons."""
     launch = launch_of(ranks, flags)
     doctors, plans = by_doctor(launch), plan_of(launch)
     if not doctors.whys:
@@ -314,7 +315,7 @@ def test_plan_says_of_a_command_what_doctor_says(ranks: int, flags: Flags) -> No
 
 
 def test_a_misspelt_flag_gets_no_time() -> None:
-    """Plan ignored it, and timed another training than the one that was meant."""
+    """Plan ignored a misspelt flag, and timed another training than the one that was meant."""
     launch = launch_of_words(4, [*model_flags(**_MODEL), "--recompute-granularty", "full"])
     (why,) = by_doctor(launch).whys
     assert why == "there is no flag --recompute-granularty"
@@ -325,8 +326,9 @@ def test_a_misspelt_flag_gets_no_time() -> None:
 
 
 def test_flags_of_ours_count_or_are_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan gave a time, without a remark, to a command that lacked ``-m megatron_ext``, which the
-    command that it writes has, and to one whose variables name another schedule."""
+    """Plan counts flags of ours or remarks on them. It gave a time without a remark to a command
+    that lacks ``-m megatron_ext``, which the command that it writes has, and to a command whose
+    variables name another schedule."""
     launch = launch_of(4, _ours("zb-v"))
     without = replace(launch, installs=False)
     (why,) = (
@@ -347,7 +349,8 @@ def test_flags_of_ours_count_or_are_remarked_on(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_files_of_the_cluster_need_not_be_here() -> None:
-    """Doctor, which checks a launch on this machine, calls absent files wrong. Plan names them."""
+    """Plan only names files of the cluster that are not on this machine. Doctor, which checks a
+    launch on this machine, calls absent files wrong."""
     flags = model_flags(**_MODEL, mock_data=None, data_path="/cluster/books_text_document")
     launch = replace(launch_of_words(4, flags), script="/cluster/pretrain_gpt.py")
     wrong = {
@@ -365,8 +368,8 @@ def test_files_of_the_cluster_need_not_be_here() -> None:
 
 
 def test_a_command_has_one_answer_however_it_is_written(tmp_path: Path) -> None:
-    """As flags and values, as --flag=value, in another order, as a file of arguments, and as the
-    log of its start."""
+    """A command gets one answer in all its forms: as flags and values, as --flag=value, in another
+    order, as a file of arguments, and as the log of its start."""
     launch = launch_of(8, {"tensor_model_parallel_size": 2})
     expected = plan_of(launch)
     assert expected.ranks
@@ -424,8 +427,9 @@ PLANNED: list[tuple[int, Flags]] = [
 def test_plan_keeps_what_it_wrote(
     ranks: int, flags: Flags, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan of a command that plan had written told other seconds and bytes than the verdict,
-    and promised what was taken already. Searches are bounded by their effort, not by the clock."""
+    """The plan of a command that a plan wrote changes nothing. It gave other seconds and bytes than
+    the verdict, and promised a gain that was taken already. Searches are bounded by effort, not by
+    the clock."""
     shorten_search(monkeypatch)
     only_families(monkeypatch, "1f1b", "interleaved", "zb-h1", "zb-v", "interleaved-zb")
     check_that_plan_keeps_what_it_writes(launch_of(ranks, flags))
@@ -459,8 +463,9 @@ def check_that_plan_keeps_what_it_writes(launch: Launch) -> None:
 def test_a_costs_file_has_one_bubble_and_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """simulate put the output layer's weight gradient into W, though a launch without a limit
-    computes it in I: 15.8 % for doctor's 16.5. plan printed a file's seconds without their unit."""
+    """A costs file gives one bubble and one step time in all commands. simulate put the output
+    layer's weight gradient into W, though a launch without a limit computes it in I: 15.8 % for
+    doctor's 16.5. plan printed a file's seconds without their unit."""
     flags = {"num_layers": 8, "pipeline_model_parallel_size": 2, "global_batch_size": 8}
     path = tmp_path / "costs.json"
 
@@ -478,7 +483,7 @@ def test_a_costs_file_has_one_bubble_and_seconds(
     assert json.loads(simulated.stdout)["bubble_share_makespan"] == doctors.bubble
     runner = CliRunner()
     monkeypatch.setattr(planner, "all_specs", lambda: iter(["1f1b", "zb-h1"]))
-    planned = runner.invoke(app, ["plan", *sizes])
+    planned = runner.invoke(app, ["plan", "pp=2,m=8", *sizes[4:]])
     assert re.search(r"now: .*\d s a step", planned.stdout), planned.output
-    given = runner.invoke(app, ["plan", *sizes[:-1], "f=10,i=12,w=8,comm=1"])
+    given = runner.invoke(app, ["plan", "pp=2,m=8", "--costs", "f=10,i=12,w=8,comm=1"])
     assert re.search(r"now: .*\d cost units a step", given.stdout), given.output

@@ -114,7 +114,7 @@ def test_steps_that_cannot_overlap_are_remarked_on(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only the launch said so."""
+    """Doctor remarks on steps that cannot overlap. Only the launch did."""
     told: list[str] = []
     monkeypatch.setattr(arguments.logger, "warning", told.append)
     flags: Flags = {

@@ -38,8 +38,9 @@ def built_and_given(
 
 
 def test_stages_between_the_ends_have_documents_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --dataloader-inter-document-masking their iterators were None, but for global rank 0's:
-    on a loop, and on a V of two ranks with data parallelism, where a line of two trains."""
+    """With --dataloader-inter-document-masking the stages between the ends need documents to read.
+    Their iterators were None on all ranks but global rank 0: on a loop, and on a V of two ranks
+    with data parallelism, where 1F1B on two ranks trains."""
     masked = {"inter_document_masking": True}
     assert built_and_given(monkeypatch, 2, 0, **masked) == (True, True)
     assert built_and_given(monkeypatch, 3, 1, **masked) == (False, False)
@@ -48,15 +49,16 @@ def test_stages_between_the_ends_have_documents_to_read(monkeypatch: pytest.Monk
 
 
 def test_global_rank_0_builds_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Global rank 0 got a loader for its datasets, and its data-parallel peers got none. The first
-    operation of all of them hung."""
+    """Global rank 0 builds datasets for other ranks. It got a loader for them, and its
+    data-parallel peers got none, so the first collective of these ranks hung."""
     assert built_and_given(monkeypatch, 0, 0) == (True, False)
     assert built_and_given(monkeypatch, 0, 0, inter_document_masking=True) == (True, True)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_builder_may_build_twice(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second time global rank 0 was taken for a reader, and had a loader again."""
+    """A data set builder may build twice. The second time global rank 0 was taken for a reader, and
+    had a loader once more."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     builder = SimpleNamespace(is_built_on_rank=lambda: False, config=SimpleNamespace())
 
@@ -73,7 +75,8 @@ def test_a_builder_may_build_twice(fails: bool, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("chunks", [None, 2, 4])
 def test_tokens_are_counted_once(chunks: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TFLOP/s on a V were twice what they are: each chunk adds what its rank has read."""
+    """Tokens are counted once. TFLOP/s on a V were twice the real ones, since each chunk adds what
+    its rank has read."""
     name = "get_virtual_pipeline_model_parallel_world_size"
     monkeypatch.setattr(parallel_state, name, lambda: chunks)
     with apply(packed_tokens.patches(PipelineConfig(schedule="zb-v"))):

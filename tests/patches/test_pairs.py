@@ -56,7 +56,8 @@ def test_another_extra_is_refused_by_its_flag() -> None:
 
 
 def test_packed_sequences_are_refused() -> None:
-    """Megatron's forward step gives the plan no cu_seqlens: tokens would see other sequences'."""
+    """Overlapped passes refuse packed sequences. Megatron's forward step gives the plan no
+    cu_seqlens, so tokens would attend to other sequences."""
     with pytest.raises(ValueError, match="ends of packed sequences"):
         refuse(asking("zb-v", sft=True), choose("zb-v"))
 
@@ -71,7 +72,8 @@ def test_a_file_with_pairs_needs_the_flag() -> None:
 
 
 def test_a_step_of_one_microbatch_has_none() -> None:
-    """A caller's batches may come to one: its step would have been refused, in mid-training."""
+    """A step of one microbatch has no overlapped passes. A caller's batches may come to one
+    microbatch, and its step would have been refused in the middle of a training."""
     settings = asking("zb-v")
     ours = PipelineConfig(schedule="zb-v")
     assert requested_options(ours, settings, 2) == {"pairs": True}

@@ -142,7 +142,8 @@ IN_PAIRS = "--overlap-moe-expert-parallel-comm"
 def test_what_megatron_or_we_would_refuse_is_not_recommended(
     flags: dict[str, Any], written: Written, why: str | None
 ) -> None:
-    """Commands for public recipes were printed with such flags, and the ranks would have ended."""
+    """Plan recommends no flags that Megatron or we would refuse. It printed commands for public
+    recipes whose ranks would have ended."""
     words = tuple(model_flags(**(FLAGS | flags)))
     request = LaunchRequest(Launch(str(SCRIPT), False, words, world_size=4))
     told = with_launch(request, lambda parsed: refusal_of(request, parsed, written))
@@ -170,7 +171,8 @@ def test_what_megatron_or_we_would_refuse_is_not_recommended(
 def test_what_a_file_of_arguments_would_be_refused_with(
     values: dict[str, Any], written: Written, why: str | None
 ) -> None:
-    """A file has no command to check, and its changes were recommended unchecked."""
+    """Plan refuses the changes that a file of arguments would be refused with. A file has no
+    command to check, so its changes were recommended unchecked."""
     launched = {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 5, "lr": 0.01}
     request = LaunchRequest(values={**FLAGS, **launched, **values}, world_size=4)
     told = with_launch(request, lambda parsed: refusal_of(request, parsed, written))

@@ -24,8 +24,9 @@ _COUNTED = tuple(f"account_for_{part}_in_pipeline_split" for part in ("embedding
 def test_plan_keeps_what_it_wrote_of_recipes(
     ranks: int, flags: Flags, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All families but loops that search with more than three chunks, in steps of 16
-    microbatches or 2 for each pipeline rank: all in a quarter of an hour."""
+    """Plan keeps what it wrote for recipes, with all families but loops that search with more than
+    three chunks. Steps have 16 microbatches, or 2 for each pipeline rank, to test all recipes
+    within a quarter of an hour."""
     shorten_search(monkeypatch)
     only_families(monkeypatch, *specs_with_few_chunks())
     pipeline = flags["pipeline_model_parallel_size"]

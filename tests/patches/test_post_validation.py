@@ -21,13 +21,17 @@ from megatron.training import async_utils, global_vars, training
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 
-from megatron_ext.adapter.post_validation import commit_points
-from megatron_ext.adapter.post_validation import pending as module
-from megatron_ext.adapter.post_validation.pending import Result, StepResult, post_validation
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.post_validation.adapter import commit_points
+from megatron_ext.features.post_validation.adapter import pending as module
+from megatron_ext.features.post_validation.adapter.pending import (
+    Result,
+    StepResult,
+    post_validation,
+)
+from megatron_ext.features.post_validation.runtime.partial_state import PartialState
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.features import FEATURES
-from megatron_ext.runtime.post_validation.partial_state import PartialState
 
 QUIET = PartialState(squared_norm=0.25, found_inf=False)
 CLIPPED = PartialState(squared_norm=9.0, found_inf=False)

@@ -12,8 +12,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
 
 
 def test_helpers_that_are_compiled_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the first thing that a run did was to end: Megatron ran make, where its wheel has no
-    Makefile. The platform without a GPU hid that."""
+    """Compiled dataset helpers stay. On a GPU a run ended at once: Megatron ran make, and its wheel
+    has no Makefile. The platform without a GPU hid that."""
     monkeypatch.setattr(utils, "compile_helpers", utils.compile_helpers)
     with pytest.raises(SystemExit):
         utils.compile_helpers()

@@ -67,7 +67,8 @@ DEEPSEEK = "perf_recipes.deepseek.b200.deepseek_v3:deepseek_v3_pretrain_256gpu_b
 
 
 def test_a_layout_of_nested_lists_is_accepted() -> None:
-    """36 public recipes have one. They were called recipes that stock cannot run."""
+    """A layout of nested lists is accepted: 36 public recipes have one, and were counted as recipes
+    that stock cannot run."""
     raw = read_recipes(RECIPES)[DEEPSEEK]
     assert raw["model.pipeline_model_parallel_layout"].startswith("[['embedding', 'decoder'")
     verdict = judge(resolve(DEEPSEEK, raw, MODELS))
@@ -75,7 +76,7 @@ def test_a_layout_of_nested_lists_is_accepted() -> None:
 
 
 def test_values_that_are_text_reach_megatron() -> None:
-    """``window_size="[512, 0]"`` ended the script."""
+    """Values that are text reach Megatron. ``window_size="[512, 0]"`` ended the script."""
     for text in ("[512, 0]", "(512, 0)", "512"):
         assert judge(recipe(window_size=text)).is_accepted
 

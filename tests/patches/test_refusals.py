@@ -16,7 +16,8 @@ from tests.helpers.documents import check_written, table
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.refusals import REFUSALS, RefusalGroup, RefusedSetting
+from megatron_ext.adapter.handled_settings.refused_setting import RefusalGroup, RefusedSetting
+from megatron_ext.adapter.refusals import REFUSALS
 from megatron_ext.adapter.untried import UNTRIED
 
 
@@ -224,7 +225,8 @@ def test_post_validation_takes_what_does_not_wait(setting: dict[str, object]) ->
 
 
 def test_sequences_are_divided_beside_all_of_ours() -> None:
-    """A divided vocabulary and offload refused context parallelism, because it was untried."""
+    """A divided vocabulary and offload accept context parallelism. They refused it, because it was
+    untried."""
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     settings = SimpleNamespace(**sizes, transformer_impl="local", context_parallel_size=2)
     for options in (

@@ -18,6 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.commands.rehearse import write_composed_steps
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.cost_model.measured.file import load_measured
 from megatron_ext.launch.command.launch_words import read_launch
@@ -29,9 +30,9 @@ from megatron_ext.rehearsal.gpu_here import GpuHere
 from megatron_ext.rehearsal.prepare import Preparation, prepare, schedules_of
 from megatron_ext.rehearsal.processes import RunsRanks
 from megatron_ext.rehearsal.record import RankRecord, RehearsedPass, RehearsedStep
-from megatron_ext.rehearsal.rehearsal_report import RehearsalReport
+from megatron_ext.rehearsal.rehearsal_report import RehearsalReport, not_rehearsed
 from megatron_ext.rehearsal.rehearse import RehearsalRequest, rehearse
-from megatron_ext.rehearsal.request import RankRequest
+from megatron_ext.rehearsal.request import PeerValues, RankRequest
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.few_families import only_families
@@ -159,9 +160,46 @@ def test_a_launch_command_is_rehearsed(tmp_path: Path) -> None:
     assert all(one.trained == 5 and one.allocated == 3 << 30 for one in report.ranks)
 
 
+def test_ranks_run_once_more_with_their_messages_on_time(tmp_path: Path) -> None:
+    run, told = stand_in(tmp_path, "stock zb-v"), list[str]()
+    own = replace(request(tmp_path, "stock zb-v"), replays=True)
+    report = rehearse(own, run.start, told.append)
+    assert "one after another, and once more with their messages on time: about" in told[0]
+    folders = [asked.folder.name for asked in run.requests]
+    assert folders[:6] == ["rank1", "rank0", "rank3", *(f"rank{n}-replayed" for n in (1, 0, 3))]
+    assert [one.is_replay for one in report.ranks] == [name.endswith("d") for name in folders]
+    for alone, again in zip(run.requests[:3], run.requests[3:6], strict=True):
+        assert again.replay is not None
+        assert replace(again, replay=None, folder=alone.folder) == alone
+        assert (again.replay.ctas, again.replay.has_blocks) == (32, True)  # within a node
+        assert {len(times) for times in again.replay.moved.values()} == {8}
+    for one, figures in zip(report.replays, report.schedules, strict=True):
+        assert one.figures.name == figures.name
+        assert one.over_alone == pytest.approx(1)  # the stand-in runs the same passes,
+        assert 0.05 < one.off_end < 1  # and does not wait
+        assert Path(one.figures.costs).exists() and Path(one.figures.trace).exists()
+    assert not any("there at once" in text for text in report.not_rehearsed)
+
+
+def test_a_replay_without_blocks_says_so(tmp_path: Path) -> None:
+    own = replace(request(tmp_path, "stock"), replays=True, has_blocks=False)
+    for asked, told in (
+        (own, "--without-blocks: a CPU has no thread blocks; drop it"),
+        (replace(own, replays=False), "--without-blocks: only messages of a replay wait"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            rehearse(asked, stand_in(tmp_path, "stock").start, print)
+    made = prepared(tmp_path, "stock")
+    lines = [
+        list(not_rehearsed(made, is_cpu=False, replays=True, has_blocks=has_blocks, imbalance=None))
+        for has_blocks in (True, False)
+    ]
+    assert [any("receives occupy" in text for text in of) for of in lines] == [False, True]
+
+
 def test_reductions_that_overlap_passes_are_estimated_as_plan_does(tmp_path: Path) -> None:
-    """With overlapped reductions the estimate needs the passes that hide them, and the command
-    ended in an AssertionError."""
+    """A rehearsal estimates reductions that overlap passes as plan does. The estimate needs the
+    passes that hide them, and the command ended in an AssertionError."""
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     settings = {"use_distributed_optimizer": True, "global_batch_size": 16}
     (bare,) = prepared(tmp_path, "stock", 8, **settings).schedules
@@ -185,7 +223,8 @@ def test_programs_and_costs_travel_as_files(tmp_path: Path) -> None:
 
 
 def test_ranks_import_what_the_command_was_judged_by(tmp_path: Path) -> None:
-    """A checkout of Megatron in the script's folder was judged, and an installed one was run."""
+    """Rehearsed ranks import the Megatron by which the command was judged. A checkout in the
+    script's folder was judged, and an installed wheel ran."""
     run = stand_in(tmp_path, "stock")
     own = request(tmp_path, "stock")
     launch = replace(own.launch, environment={"PYTHONPATH": "more"})
@@ -201,7 +240,8 @@ def test_ranks_import_what_the_command_was_judged_by(tmp_path: Path) -> None:
 def test_what_a_search_has_found_travels_as_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Each rank searched again, for as long as the command itself."""
+    """Rehearsed ranks get the schedule that a search has found in a file. Each rank searched once
+    more, for as long as the command itself."""
     shorten_search(monkeypatch)
     options = {"vocab_size": 4096, **options}
     made = prepared(tmp_path, "zb-auto v-auto", **options).schedules
@@ -215,7 +255,8 @@ def test_what_a_search_has_found_travels_as_a_file(
 
 
 def test_a_schedule_has_the_chunks_of_the_launch_command(tmp_path: Path) -> None:
-    """Costs for four chunks of a rank were given to a schedule of two, and refused."""
+    """A rehearsed schedule has the chunks of the launch command. Costs for four chunks a rank were
+    given to a schedule of two, and refused."""
     made = prepared(
         *(tmp_path, "stock interleaved-zb"), num_layers=16, num_virtual_stages_per_pipeline_rank=4
     )
@@ -226,7 +267,8 @@ def test_a_schedule_has_the_chunks_of_the_launch_command(tmp_path: Path) -> None
 def test_variables_in_place_of_flags_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank read them, stock's too, and the command did not."""
+    """A rehearsal refuses our variables in place of flags. Each rank read them, also stock's ranks,
+    and the command did not."""
     monkeypatch.setenv("MEGATRON_EXT_ALLOW_UNKNOWN", "1")  # no setting
     run = stand_in(tmp_path, "stock")
     own = request(tmp_path, "stock")
@@ -250,13 +292,18 @@ def test_the_costs_file_is_a_profile_of_layers(
     layer = dict(scales.scales)["*-"]
     assert layer.forward == pytest.approx(FACTOR, abs=0.02)
     assert layer.weight_gradient == pytest.approx(FACTOR, abs=0.02)
-    planned = CliRunner().invoke(app, ["plan", "--costs", str(file), "--json", "--", *words()])
+    given = ["--costs", str(file), "--gpu", "h100", "--json"]
+    planned = CliRunner().invoke(app, ["plan", *given, "--", *words()])
     assert planned.exit_code == 0, planned.output
     assert str(file) in planned.output
+    # The allocator of the stand-in reserved 4 GiB, of which it allocated 3.
+    free = json.loads(planned.stdout)["free"]
+    assert (free["reserved"], free["is_modelled"]) == (1 << 30, False)
 
 
 def test_options_of_a_schedule_are_those_of_the_launch_command(tmp_path: Path) -> None:
-    """The costs file of a partitioned vocabulary ended in an assertion."""
+    """A rehearsed schedule has the options of the launch command. The costs file of a partitioned
+    vocabulary ended in an assertion."""
     options: dict[str, Any] = {
         "pipeline_schedule": "zb-h1",
         "pipeline_vocab_parallel": 1,
@@ -280,6 +327,10 @@ def test_the_trace_of_the_composed_step_can_be_explained(tmp_path: Path) -> None
         assert explained.measured.makespan == pytest.approx(one.passes)
         assert explained.cost_factor == pytest.approx(FACTOR, abs=0.05)
     assert trace_report(read_trace(Path(report.schedules[0].trace))).what_if is not None
+    page = tmp_path / "page.html"
+    write_composed_steps(report, page)
+    text = page.read_text()
+    assert "stock, rehearsed" in text and "zb-v, rehearsed" in text and report.facts in text
 
 
 def test_experts_are_balanced_unless_the_command_says_otherwise(tmp_path: Path) -> None:
@@ -297,6 +348,52 @@ def test_experts_are_balanced_unless_the_command_says_otherwise(tmp_path: Path) 
     report, run, _ = rehearsed(tmp_path, "zb-h1", 8, **experts, **biased, global_batch_size=16)
     assert "--moe-router-force-load-balancing" not in run.requests[0].arguments
     assert not any("balance of experts" in text for text in report.not_rehearsed)
+
+
+def test_experts_are_unbalanced_by_megatrons_biased_router(tmp_path: Path) -> None:
+    experts: dict[str, Any] = {"num_experts": 4, "disable_bias_linear": True}
+    run = stand_in(tmp_path, "zb-h1", **experts)
+    own = replace(request(tmp_path, "zb-h1", **experts), imbalance=0.5)
+    report = rehearse(own, run.start, print)
+    given = run.requests[0].arguments
+    assert given[given.index("--moe-router-force-biased") + 1] == "0.5"
+    assert "--moe-router-force-load-balancing" not in given
+    assert any("standard deviation is 0.5" in text for text in report.not_rehearsed)
+    for overrides, told in (
+        ({}, "--imbalance 0.5: the model has no experts; drop it"),
+        (
+            {**experts, "moe_router_force_biased": 1.0},
+            "--imbalance 0.5: the launch command has --moe-router-force-biased already; drop one",
+        ),
+    ):
+        with pytest.raises(ValueError, match=told):
+            rehearse(
+                replace(request(tmp_path, "zb-h1", **overrides), imbalance=0.5), run.start, print
+            )
+
+
+def test_real_values_go_from_class_to_class(tmp_path: Path) -> None:
+    """Ranks of the first stages run first. In a replay all neighbours have run before."""
+    run = stand_in(tmp_path, "stock zb-v")
+    own = replace(request(tmp_path, "stock zb-v"), values=PeerValues.REAL, replays=True)
+    report = rehearse(own, run.start, print)
+    got = [
+        (one.folder.parent.name, one.rank, {n: f.parent.name for n, f in one.received.items()})
+        for one in run.requests
+    ]
+    assert got == [
+        ("stock", 0, {}),
+        ("stock", 1, {"forward": "rank0"}),
+        ("stock", 3, {"forward": "rank1"}),
+        ("stock", 0, {"backward": "rank1"}),
+        ("stock", 1, {"forward": "rank0", "backward": "rank1"}),
+        ("stock", 3, {"forward": "rank1"}),
+        ("zb-v", 3, {}),
+        ("zb-v", 1, {"forward": "rank3", "backward": "rank3"}),
+        ("zb-v", 3, {"forward": "rank1", "backward": "rank1"}),
+        ("zb-v", 1, {"forward": "rank1", "backward": "rank1"}),
+    ]
+    assert [one.real for one in report.ranks[:3]] == [(), ("forward",), ("forward",)]
 
 
 @pytest.mark.parametrize(
@@ -331,7 +428,6 @@ def test_so_many_ranks_run(tmp_path: Path, schedules: str, ranks: int, number: i
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ({"context_parallel_size": 2}, "--context-parallel-size 2 is not tried in a rehearsal"),
         (
             {"tp_comm_overlap": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
             "--tp-comm-overlap",

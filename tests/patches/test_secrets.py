@@ -16,7 +16,8 @@ from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 
 def test_no_flag_of_megatrons_is_masked() -> None:
-    """--tokenizer-model, --kv-channels and --fim-prefix-token have the words in their names."""
+    """No flag of Megatron's is masked as a secret: --tokenizer-model, --kv-channels and
+    --fim-prefix-token only contain words such as token and key."""
     parser = megatron_arguments.parser()
     flags = [*parser._option_string_actions]
     assert len(flags) > 800

@@ -48,9 +48,11 @@ from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from megatron_ext.patches.megatron.core.models.common.embeddings import (
-    rotary_pos_embedding,
-    yarn_rotary_pos_embedding,
+from megatron_ext.patches.megatron.core.models.common.embeddings.rotary_pos_embedding import (
+    slices as rotary_slices,
+)
+from megatron_ext.patches.megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    slices as yarn_slices,
 )
 from megatron_ext.patches.megatron.core.models.gpt.gpt_model import slices as gpt_model_slices
 from megatron_ext.patches.megatron.core.transformer import dot_product_attention
@@ -231,8 +233,8 @@ def patched() -> Iterator[None]:
         gpt_model_slices,
         router,
         multi_token_slices,
-        rotary_pos_embedding,
-        yarn_rotary_pos_embedding,
+        rotary_slices,
+        yarn_slices,
         dot_product_attention,
         dsa,
         batches_by_slices,
@@ -406,7 +408,8 @@ def of_shared(rank: int) -> list[tuple[list[Tensor], dict[str, Any]]]:
 def test_ranks_that_share_sequences_have_part_of_each_slice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Megatron would give each a piece from the front and one from the back."""
+    """Context-parallel ranks share each slice. Megatron would give each rank a piece from the front
+    and one from the back of the sequence."""
     context_parallel.install(monkeypatch, context_parallel.LocalAttention)
     (whole,), shared = (values(run_ranks(ranks, of_shared)) for ranks in (1, 2))
     for of_rank in shared:
@@ -418,8 +421,8 @@ def test_ranks_that_share_sequences_have_part_of_each_slice(
 
 
 def test_a_batch_that_was_cut_otherwise_is_refused() -> None:
-    """A batch that was cut into other slices has as many tokens, so a model would train on wrong
-    numbers without an error."""
+    """A batch that was cut into other slices is refused. It has as many tokens, so a model would
+    train on wrong numbers without an error."""
     (first, _) = shared = spans((8, 8), 0, 2)
     tokens = {"input_ids": torch.ones(1, 8), "position_ids": torch.ones(1, 8)}
     with (
@@ -477,7 +480,8 @@ def errors_in_bf16(rank: int) -> tuple[float, float]:
 
 @nightly("test_losses_and_gradients_are_those_of_whole_sequences")
 def test_bf16_errors_are_not_above_those_of_whole_sequences() -> None:
-    """Slices' sums are shorter."""
+    """Rounding errors of slices in bf16 are not above those of whole sequences, as the sums of
+    slices are shorter."""
     ((whole, sliced),) = values(run_ranks(1, errors_in_bf16))
     assert sliced < 1.1 * whole < 0.1
 
@@ -545,7 +549,8 @@ def what_is_held(rank: int) -> list[int]:
 
 
 def test_what_is_held_does_not_depend_on_the_number_of_slices() -> None:
-    """With keys and values concatenated anew, 8 slices would hold them 4.5 times."""
+    """Memory does not depend on the number of slices. If keys and values were concatenated anew for
+    each slice, 8 slices would store them 4.5 times."""
     (bytes_held,) = values(run_ranks(1, what_is_held))
     assert len(set(bytes_held)) == 1, bytes_held
 
@@ -562,8 +567,8 @@ def as_transformer_engine(
 
 
 def test_transformer_engines_mask_is_aligned_to_the_bottom_right() -> None:
-    """With Transformer Engine's plain causal mask a slice's first query would see the first key
-    only."""
+    """Transformer Engine's mask is aligned to the bottom right. With its plain causal mask a
+    slice's first query would attend to the first key only."""
     drawn = torch.randn(3, SEQUENCE, 1, 2, 4).unbind()
     layer = torch.nn.Module()
     run: Callable[..., Tensor] = attend_with_transformer_engine
@@ -722,7 +727,8 @@ def test_a_model_that_is_not_known_is_refused(
 
 
 def test_weights_that_are_quantised_want_their_first_gradient_first() -> None:
-    """With slices it is the first slice's, which comes last. Other weights' are all added."""
+    """A quantised weight requires its first gradient first. With slices the first slice's gradient
+    comes last, so such an order is refused; gradients of other weights are added in any order."""
     problem = Problem(
         line(2), 4, uniform(line(2), 1, 1, 1), options=ScheduleOptions(slices=Slices(2))
     )

@@ -129,7 +129,8 @@ def attended_by(documents: Documents, span: Span) -> dict[int, list[int]]:
 
 
 def test_each_token_attends_to_its_document_up_to_itself() -> None:
-    """Packs are drawn and cut anywhere: borders at cuts, empty documents, padding."""
+    """In packed sequences each token attends to its own document up to itself. Packs are drawn and
+    cut at random: borders at cuts, empty documents, padding."""
     random = Random(1)
     for documents in (*PACKS.values(), *(drawn(random) for _ in range(300))):
         cuts = sorted(random.sample(range(1, SEQUENCE), 3))
@@ -242,8 +243,8 @@ def all_cases(rank: int) -> None:
 
 
 def test_losses_and_gradients_are_those_of_whole_packs() -> None:
-    """With multi-token prediction of the documents in a slice, tokens at its end had no next one,
-    and losses differed by 2e-3 in silence."""
+    """Losses and gradients of slices are those of whole packs. With multi-token prediction within a
+    slice, tokens at its end had no next token, and losses differed by 2e-3 without an error."""
     with sliced_packs_on_the_cpu():
         values(run_ranks(1, all_cases))
 
@@ -316,7 +317,8 @@ def given_to_kernel(documents: Documents, span: Span) -> tuple[Tensor, str, Pack
 
 
 def test_transformer_engines_attention_gets_the_first_document_from_its_begin() -> None:
-    """Masks are aligned to the bottom right where it has fewer queries than keys."""
+    """Transformer Engine's attention gets the first document from its beginning, since masks are
+    aligned to the bottom right if there are fewer queries than keys."""
     first, second, third, _ = spans(UNEVEN)  # 0 to 7, 12, 15, 16
     documents = Documents((3, 6, 2, 5))
     keys, mask, params = given_to_kernel(documents, first)
@@ -336,7 +338,8 @@ def test_transformer_engines_attention_gets_the_first_document_from_its_begin() 
 
 
 def test_transformer_engine_is_told_of_padding_between_documents() -> None:
-    """Padding that a slice begins with belongs to no document that it attends to."""
+    """Transformer Engine is told of padding between documents. Padding at the start of a slice
+    belongs to no document that the slice attends to."""
     _, second, third, _ = spans(UNEVEN)
     documents = Documents((3, 2, 2), (2, 6, 1))  # borders at 5, 13, 16
     keys, mask, params = given_to_kernel(documents, second)

@@ -31,15 +31,15 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron_ext.adapter.post_validation.optimizer import (
+from megatron_ext.features.post_validation.adapter.optimizer import (
     SpeculativeOptimizer,
     why_not,
 )
-from megatron_ext.adapter.refusals import POST_VALIDATION_OPTIMIZER_REFUSALS
+from megatron_ext.features.post_validation.refusals import OPTIMIZER_REFUSALS
+from megatron_ext.features.post_validation.runtime.partial_state import PartialState
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.core.optimizer.optimizer.steps import optimizer_patches
-from megatron_ext.runtime.post_validation.partial_state import PartialState
 from tests.helpers.combinations import each_once
 from tests.helpers.ranks import run_ranks, values
 
@@ -381,13 +381,15 @@ def beside_a_twin(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_in_pieces_is_stocks(case: Case) -> None:
-    """Quiet steps; a clip, a skip, infinities and NaNs: the step is taken back and done again, or
-    none was taken before the verdict."""
+    """A speculative step that is computed in pieces equals stock's, in quiet steps and with a clip,
+    a skip, infinities and NaNs: the step is rolled back and redone, or not taken before the
+    verdict."""
     values(run_ranks(RANKS, lambda rank: beside_a_twin(case)))
 
 
 def test_a_norm_that_stays_on_the_device_is_clipped_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Transformer Engine norm and coefficient are tensors, and every gradient is scaled."""
+    """A norm that stays on the device clips alike. With Transformer Engine the norm and the
+    coefficient are tensors, and every gradient is scaled."""
 
     def scale(chunk: int, overflow: torch.Tensor, lists: Any, coefficient: torch.Tensor) -> None:
         for source, to in zip(*lists, strict=True):
@@ -513,9 +515,10 @@ def test_what_cannot_be_taken_back_is_refused() -> None:
 
 
 def test_refused_settings_are_megatrons() -> None:
-    """A misspelt one would never be found on the arguments, and so be let through."""
+    """The settings that post-validation refuses are arguments of Megatron's. A misspelt name would
+    never be found, and its setting would be accepted."""
     arguments = importlib.import_module("megatron.training.arguments")
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
     derived = {"use_layer_wise_distributed_optimizer", "gtp_weight_remat_size"}
     known = {action.dest for action in parser._actions} | derived
-    assert {refusal.setting for refusal in POST_VALIDATION_OPTIMIZER_REFUSALS} <= known
+    assert {refusal.setting for refusal in OPTIMIZER_REFUSALS} <= known

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
-from megatron_ext.adapter.post_validation.restartable_step import (
+from megatron_ext.features.post_validation.adapter.restartable_step import (
     _random_states,
     _restore,
 )
@@ -49,8 +49,8 @@ def generator() -> torch.Generator:
 def test_what_was_drawn_is_drawn_again(
     made: Callable[[], object], draw: Callable[[CudaRNGStatesTracker], torch.Tensor]
 ) -> None:
-    """With --te-rng-tracker what was kept were the generators themselves: a step that began again
-    had another dropout."""
+    """A restarted step draws the same random numbers. With --te-rng-tracker the generators
+    themselves were saved, so a restarted step had another dropout."""
 
     def run(rank: int) -> None:
         apply(cpu.patches())

@@ -37,8 +37,9 @@ def kernel_for(dtype: torch.dtype) -> Any:
 def test_w_adds_what_stocks_backward_adds(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """The output layer is a local one under any spec, so fusion needs it here also with Transformer
-    Engine's layers. The kernel is that of main_grad's type."""
+    """W adds what stock's backward pass adds. The output layer is a local layer under any spec, so
+    it needs fusion here also with Transformer Engine's layers. The kernel is chosen by main_grad's
+    type."""
     kernels = SimpleNamespace(
         wgrad_gemm_accum_fp32=kernel_for(torch.float32),
         wgrad_gemm_accum_fp16=kernel_for(torch.bfloat16),
@@ -104,9 +105,10 @@ class Products(TorchDispatchMode):
 
 
 def test_the_same_products_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output's gradient that is a view, as what LLaVA's projection gets, was multiplied in
-    batches, since the weight that went in needed no gradient (torch folds the two first dimensions
-    where it does). With MKL on an AMD processor that is another order of sums."""
+    """Split layers compute the same matrix products as stock. The output gradient of LLaVA's
+    projection is a view, and was multiplied in batches since the weight required no gradient
+    (otherwise torch folds the first two dimensions). With MKL on an AMD processor that is another
+    order of sums."""
     monkeypatch.setattr(queue, "splitting", True)
     weight = torch.nn.Parameter(torch.randn(5, 4))
     rest = (None, False, False, False, None, None, None, *NEWER)
@@ -145,8 +147,9 @@ def test_what_megatron_notes_on_a_weight_stays(monkeypatch: pytest.MonkeyPatch) 
 def test_where_there_is_nothing_to_put_off_stock_runs(
     monkeypatch: pytest.MonkeyPatch, without: str
 ) -> None:
-    """A frozen weight has no gradient to compute. An input that needs none would take the split
-    layer out of the graph: its weight would never be trained."""
+    """If a layer has no weight gradient to defer, stock's function runs. A frozen weight has no
+    gradient, and an input that requires none would take the split layer out of the graph, so that
+    its weight would never be trained."""
     monkeypatch.setattr(queue, "splitting", True)
     x = torch.ones(3, 2, 4, requires_grad=without != "input")
     weight = torch.nn.Parameter(torch.ones(5, 4), requires_grad=without != "weight")
@@ -163,8 +166,8 @@ def test_where_there_is_nothing_to_put_off_stock_runs(
 
 @pytest.mark.skipif(len(NEWER) < 2, reason="before Megatron 0.20 a layer's output is of its type")
 def test_w_of_an_output_of_another_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With logits in fp32 and weights in bf16 (--logit-dtype) W failed: it took the gradient in
-    fp32, and its product requires two operands of one type."""
+    """W handles an output of another type than the weights. With logits in fp32 and weights in bf16
+    (--logit-dtype) W failed: its product requires two operands of one type."""
     from megatron.core.extensions import transformer_engine
 
     def gemm(weight: Tensor, x: Tensor, out_dtype: torch.dtype, **_: Any) -> list[Tensor]:

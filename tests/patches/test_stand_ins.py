@@ -1,4 +1,4 @@
-"""Stand-ins, and what ``--bridge`` reads, were written by what other people's packages do.
+"""Stand-ins, and the reader of recipes, were written by what other people's packages do.
 
 A stand-in passes its tests for years after the package has begun to do something else.
 stand_ins.toml has digests of the functions that each was written by. Packages are read as text and
@@ -33,6 +33,8 @@ PACKAGES = {
     "megatron/bridge": "megatron-bridge",
     "megatron/core": "megatron-core",
     "mbridge": "mbridge",
+    "mcore_bridge": "mcore-bridge",
+    "swift": "ms-swift",
     "transformer_engine": "transformer_engine",
     "verl": "verl",
 }
@@ -41,6 +43,8 @@ WORDS = {  # by package, its name on the page
     "mbridge": "mbridge",
     "megatron-bridge": "Megatron-Bridge",
     "megatron-core": "Megatron",
+    "mcore-bridge": "mcore-bridge",
+    "ms-swift": "ms-swift",
     "transformer_engine": "Transformer Engine",
     "verl": "verl",
 }
@@ -52,7 +56,7 @@ def package_of(source: str) -> str:
 
 def versions() -> Iterator[tuple[str, str]]:
     """Yield the packages that stand-ins replace, in the versions that tests use."""
-    for package in ("mbridge", "megatron-bridge", "verl"):
+    for package in ("mbridge", "mcore-bridge", "megatron-bridge", "ms-swift", "verl"):
         (version,) = set(re.findall(rf"^{package}==(\S+)", CALLERS, re.MULTILINE))
         yield package, version
     yield from (("transformer_engine", version) for version in VERSIONS)
@@ -110,7 +114,8 @@ def changes(package: str, version: str, folder: Path) -> list[str]:
 @nightly("by day trainings run with the stand-ins")
 @pytest.mark.parametrize(("package", "version"), [*versions()])
 def test_packages_are_those_by_which_stand_ins_were_written(package: str, version: str) -> None:
-    """Who reads a change, and finds that ours still holds, adds its digest to the table."""
+    """Packages are those that stand-ins were written for. Whoever reads a change, and finds that
+    our stand-in still holds, adds its digest to the table."""
     assert not changes(package, version, folder_of(package, version))
 
 
@@ -146,13 +151,20 @@ def test_a_change_is_told_with_the_stand_in(
 
 
 def test_the_table_has_all_stand_ins() -> None:
-    """The page of tests names each stand-in of the table too, with the packages of its digests."""
+    """The table lists all stand-ins. The page about tests names each of them too, with the packages
+    of its digests."""
     for ours in TABLE:
         assert digest(ROOT, ours), ours
-    stand_ins = {f"tests/helpers/{name}.py" for name in ("verl_actor", "stand_ins")}
+    stand_ins = {
+        f"tests/helpers/{name}.py"
+        for name in ("verl_actor", "verl_platform", "stand_ins", "swift_sft")
+    }
     stand_ins |= {str(file.relative_to(ROOT)) for file in ROOT.glob("tests/helpers/*_on_cpu.py")}
     written = {ours.partition(":")[0] for ours in TABLE}
-    assert stand_ins - {"tests/helpers/verl_on_cpu.py"} <= written  # it starts verl_actor.py
+    starting = {  # verl_actor.py, swift_sft.py, and what is written by NeMo-RL, of no index
+        f"tests/helpers/{name}_on_cpu.py" for name in ("verl", "swift", "nemo_rl")
+    }
+    assert stand_ins - starting <= written
     rows = re.findall(r"(?m)^\| (`(?:helpers|gpu)/.*?`) \| .*? \| (.*?) \|", PAGE.read_text())
     page = {f"tests/{path}": told for paths, told in rows for path in re.findall(r"`(.*?)`", paths)}
     assert not [path for path in page if not (ROOT / path).exists()]

@@ -39,15 +39,20 @@ SETTINGS: dict[str, dict[str, str | bool]] = {
     "VocabularyHooks": {"vocab_parallel": "1"},
     "OffloadHooks": {"activation_offload": "half"},
     "LayerGraphsHooks": {},
+    "ArrangementHooks": {"microbatch_order": "small-ends"},
+    "SharedPromptsHooks": {"shared_prompts": "exact"},
     "SplitReportHooks": {"report_split": True},
     "MetricsHooks": {"metrics": True},
     "TraceHooks": {"trace": "trace"},
     "ProfileHooks": {"costs": "profile"},
     "RaceHooks": {"race": "zb-h1"},
+    "CopiedEmbeddingHooks": {},
+    "MovedFirstStageHooks": {"schedule": "1f1b-v"},
 }
 MEGATRONS: dict[str, dict[str, object]] = {
     "OverlapHooks": {"overlap_moe_expert_parallel_comm": True},
     "LayerGraphsHooks": {"cuda_graph_impl": "transformer_engine"},
+    "CopiedEmbeddingHooks": {"mtp_num_layers": 1},
 }
 
 
@@ -57,7 +62,7 @@ def test_every_feature_is_looked_at() -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_turns_on_its_feature_alone(name: str) -> None:
-    ours = PipelineConfig.parse(schedule="1f1b", **SETTINGS[name])
+    ours = PipelineConfig.parse(**{"schedule": "1f1b"} | SETTINGS[name])
     config = SimpleNamespace(**MEGATRONS.get(name, {}))
     assert [each.__name__ for each in FEATURES if each.is_on(ours, config)] == [name]
 
@@ -66,7 +71,8 @@ def test_a_setting_turns_on_its_feature_alone(name: str) -> None:
 def test_a_feature_is_asked_about_arguments_and_programs(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launch, doctor and plan go through these three functions."""
+    """A feature checks arguments and programs in three functions, which a launch, doctor and plan
+    call."""
     called = []
 
     def noting(hook: str) -> Any:
@@ -80,7 +86,7 @@ def test_a_feature_is_asked_about_arguments_and_programs(
     monkeypatch.setattr(
         arguments, "programs", lambda *given: [SimpleNamespace(schedule="schedule")]
     )
-    ours = PipelineConfig.parse(schedule="1f1b", **SETTINGS[name])
+    ours = PipelineConfig.parse(**{"schedule": "1f1b"} | SETTINGS[name])
     args = SimpleNamespace(**MEGATRONS.get(name, {}))
     arguments.complete_arguments(args, ours)
     arguments.check_features(args, ours)
@@ -104,7 +110,8 @@ def test_hooks_override_what_the_base_declares(feature: type[TrainingHooks]) -> 
 
 
 def test_a_training_that_has_ended_holds_nothing_of_its_features() -> None:
-    """Buffers on the host and collectives lived on in their hooks, until another training began."""
+    """A training that has ended keeps nothing of its features. Host buffers and collectives lived
+    on in the hooks until another training began."""
     training = PipelineTraining(PipelineConfig(schedule="1f1b"))
     hooks = TrainingHooks(PipelineConfig(schedule="1f1b"), training._programs)
     training._hooks[TrainingHooks] = hooks

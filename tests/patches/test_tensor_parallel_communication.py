@@ -36,8 +36,8 @@ def weight() -> torch.nn.Parameter:
 
 
 def test_in_w_one_gather_is_under_way_beside_each_product() -> None:
-    """Row-parallel layers (r) gather nothing, column-parallel ones (c) do; the first product hides
-    the first gather."""
+    """In W one gather runs in parallel to each product. Row-parallel layers (r) gather nothing,
+    column-parallel ones (c) do; the first product hides the first gather."""
     events: list[str] = []
     waiting = WeightGradients()
     with waiting.collecting(0, 0):
@@ -60,7 +60,8 @@ def test_a_first_gather_has_nothing_to_hide_behind_and_the_next_has() -> None:
 
 
 def test_what_is_computed_in_i_while_a_reduction_is_under_way() -> None:
-    """The layer before, if W is next: of weights that the step's first W showed to be used once."""
+    """While a reduction runs in I, the layer before computes its weight gradient, if W is next.
+    Only weights that the step's first W showed to be used once are computed so."""
     events: list[str] = []
     waiting = WeightGradients()
     once, twice, gathered = weight(), weight(), weight()
@@ -158,8 +159,8 @@ def trained(rank: int, scatters: bool) -> tuple[bool, list[str], int]:
     layers.dist_reduce_scatter_func = recorded.communication("scatter", scatter)
     dist.all_reduce = recorded.communication("reduce", dist.all_reduce)
     torch.distributed.all_reduce = dist.all_reduce
-    product: Any = recorded.product(ours._WeightGradient.compute)
-    ours._WeightGradient.compute = product  # type: ignore[method-assign]
+    operands: Any = recorded.product(ours._WeightGradient.operands)
+    ours._WeightGradient.operands = operands  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(rank)
     shapes = [(WIDE, HIDDEN), (HIDDEN, WIDE)] * LAYERS
     stocks = [torch.nn.Parameter(torch.randn(*shape, generator=generator) / 4) for shape in shapes]
@@ -196,8 +197,8 @@ def trained(rank: int, scatters: bool) -> tuple[bool, list[str], int]:
 )
 @pytest.mark.parametrize("scatters", [True, False], ids=["sequence parallel", "tensor parallel"])
 def test_the_split_backward_of_two_tensor_parallel_ranks(scatters: bool) -> None:
-    """Bitwise stock's; and all ranks come to communication in one order, or they would wait for
-    one another for ever."""
+    """The split backward pass of two tensor-parallel ranks is bitwise stock's. All ranks start
+    communication in one order, or they would deadlock."""
     results = values(run_ranks(2, partial(trained, scatters=scatters)))
     (same, events, most), (other_same, other_events, _) = results
     assert same and other_same

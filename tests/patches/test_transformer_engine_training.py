@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.runtime.host import offload
-from megatron_ext.runtime.host.offload import OffloadedStep
+from megatron_ext.features.offload.runtime import offload
+from megatron_ext.features.offload.runtime.offload import OffloadedStep
 from tests.helpers import megatron_runs
 from tests.helpers import transformer_engine_on_cpu as on_cpu
 from tests.helpers.combinations import IS_NIGHT, nightly
@@ -201,8 +201,9 @@ def test_passes_that_run_again(version: str, setting: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
 def test_its_activations_leave_for_the_host(schedule: str) -> None:
-    """Saved tensors that have been away are others than the weights that layers know: with 1f1b
-    their whole backward accumulates into main_grad, which the weights have and those have not."""
+    """Activations of Transformer Engine's layers are offloaded to the host. Saved weights that were
+    offloaded are other objects than the weights of the layers: under 1f1b the whole backward pass
+    accumulates into main_grad, which only the latter have."""
     on_cpu.fetch(NEWEST)
     splits = schedule == "zb-h1"
     flags = {"pipeline_model_parallel_size": 2, "train_iters": 2, **OVERLAPPED}
@@ -237,8 +238,8 @@ def test_its_activations_leave_for_the_host(schedule: str) -> None:
     ids=["fused", "tensor and sequence parallel"],
 )
 def test_slices(schedule: str, more: dict[str, object]) -> None:
-    """Transformer Engine writes the weight gradients of what it is told is a step's first forward
-    pass over main_grad, and those of a first slice come last: the others' were lost."""
+    """Transformer Engine overwrites main_grad in what it takes for a step's first forward pass. The
+    first slice's gradients come last, so the gradients of the other slices were lost."""
     on_cpu.fetch(NEWEST)
     flags = {"pipeline_model_parallel_size": 2, "train_iters": 3, **more}
     ranks = 4 if "sequence_parallel" in more else 2

@@ -64,7 +64,8 @@ def test_a_launch_keeps_its_schedule_and_gets_the_flags(tmp_path: Path) -> None:
 
 
 def test_replicas_that_share_experts_are_said(tmp_path: Path) -> None:
-    """Each pass waits for the longest of them, and a step takes longer."""
+    """A plan says that replicas share experts: each pass waits for the longest of the replicas, so
+    a step takes longer."""
     file = lengths(tmp_path, 4, 16, 16384)
     experts = {
         "num_experts": 4,

@@ -161,11 +161,11 @@ def covers(trained: str, recompute: bool, schedules: tuple[str, ...]) -> pytest.
 def test_adapters_train_as_stocks(
     trained: str, recompute: bool, schedules: tuple[str, ...]
 ) -> None:
-    """Stages before the first trained layer have no backward passes.
+    """Adapters train as in stock. Stages before the first trained layer have no backward passes.
 
-    The first trained one makes no gradient of its input, but where it recomputes: what is
-    recomputed is differentiated only if its input needs a gradient, and adapters would be left
-    without theirs, in silence.
+    The first trained stage computes no gradient of its input, unless it recomputes: a recomputed
+    layer is differentiated only if its input requires a gradient, and adapters would otherwise get
+    no gradients, without an error.
     """
     is_trained = TRAINED[trained]
 
@@ -213,7 +213,8 @@ def held_with(linear: Sequence[str]) -> tuple[float, float]:
 
 
 def test_adapters_of_some_linear_layers_hold_what_enters_these_alone() -> None:
-    """Estimates had all linear layers keep their inputs, whichever had adapters."""
+    """Only linear layers with adapters store inputs for them. Estimates counted the inputs of all
+    linear layers."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -230,7 +231,8 @@ def test_adapters_of_some_linear_layers_hold_what_enters_these_alone() -> None:
 @nightly("what is frozen is frozen above, and what predicts is test_multi_token_prediction.py's")
 @pytest.mark.covers("A", ("line", "v"), mtp_num_layers=1)
 def test_multi_token_prediction_above_frozen_layers() -> None:
-    """The copy of the embedding on the last stage is frozen as the first stage's is."""
+    """Multi-token prediction trains above frozen layers: the copy of the embedding on the last
+    stage is frozen as the first stage's is."""
 
     def predicting(layout: list[list[str]]) -> list[list[str]]:
         return [*layout[:-1], [*layout[-1][:-1], "mtp", "loss"]]

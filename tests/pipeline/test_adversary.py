@@ -25,7 +25,7 @@ from torch import Tensor  # noqa: E402
 
 from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove  # noqa: E402
 from megatron_ext.compile.registry import choose, entries  # noqa: E402
-from megatron_ext.runtime.host import offload  # noqa: E402
+from megatron_ext.features.offload.runtime import offload  # noqa: E402
 from megatron_ext.runtime.messages.collectives import Collectives, StepCollectives  # noqa: E402
 from megatron_ext.runtime.messages.transport import Transport  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
@@ -87,7 +87,8 @@ WAYS: dict[str, dict[str, Any]] = {
     indirect=["adverse"],
 )
 def test_every_family(name: str, ranks: int) -> None:
-    """With fewer microbatches than ranks, and with a number that is not a multiple of them."""
+    """Every family runs on late devices, with fewer microbatches than ranks, and with a number that
+    is not a multiple of them."""
     programs = {
         way: [program_for(choose(name), ranks, m, **how) for m in (ranks - 1, ranks + 3)]
         for way, how in WAYS.items()
@@ -236,7 +237,8 @@ def test_what_the_proof_lets_through_of_a_divided_vocabulary(
 
 
 def test_what_the_proof_refuses_for_such_a_device_alone() -> None:
-    """All of it stops there: a proof that is too strict would show."""
+    """A schedule that the proof refuses only for a device that waits at each pass does hang on such
+    a device. If the proof were too strict, this would show it."""
     for program in refused_for_such_a_device(program_for(choose("zb-v"), 3, 4)):
         run = partial(run_all, {"async": [program]})
         values(run_ranks(3, run))
@@ -381,7 +383,8 @@ def test_an_output_that_goes_before_it_has_left(
 
 
 def test_a_tensor_that_nobody_keeps_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transport must, where what it sends is a copy that it has made itself."""
+    """The transport keeps a tensor until it is sent, if the tensor is a copy that the transport has
+    made itself."""
     send = Transport.send
 
     def careless(transport: Transport, action: Action, tensor: Tensor) -> None:

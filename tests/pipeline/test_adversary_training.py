@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_ext.runtime.host import offload
+from megatron_ext.features.offload.runtime import offload
 from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
 from tests.helpers.adversary import MODES, Synchronising, synchronising
 from tests.helpers.combinations import IS_NIGHT
@@ -146,7 +146,8 @@ def test_training_is_the_same_to_the_last_bit(case: Case, mode: str) -> None:
 def test_pipelines_that_reduce_gradients_between_passes(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank stands still before passes until the other pipeline has come as far."""
+    """Pipelines reduce gradients between passes. Each rank stands still before passes until the
+    other pipeline has come as far."""
     overlaps = {
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": True,

@@ -84,8 +84,8 @@ def test_every_rank_says_what_differs(twice: bool) -> None:
 def test_a_rank_without_megatron_ext_is_not_waited_for_in_silence(
     silent: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank started without megatron_ext and went on in Megatron's groups. The other ranks waited
-    for it until torch's timeout, whose error names no rank."""
+    """A rank that starts without megatron_ext ends the job. It went on in Megatron's groups, and
+    the other ranks waited for it until torch's timeout, whose error names no rank."""
     monkeypatch.setattr(agreement, "NOTICE", timedelta(seconds=0.5))
     monkeypatch.setattr(agreement, "STAYS", timedelta(seconds=1))
     results = values(ask(lambda rank: None if rank == silent else ALIKE))
@@ -98,7 +98,8 @@ def test_a_rank_without_megatron_ext_is_not_waited_for_in_silence(
 def test_a_rank_without_settings_is_not_waited_for_as_long_as_for_a_collective(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 0 had no settings, and the others waited 580 s for it: nearly torch's own timeout."""
+    """Ranks wait less long for a rank without settings than for a collective. Rank 0 had no
+    settings, and the others waited 580 s for it: nearly torch's own timeout."""
     monkeypatch.setattr(launch_facts_module, "patience", lambda timeout: timedelta(seconds=0.5))
     monkeypatch.setattr(agreement, "STAYS", timedelta(seconds=0.5))
 
@@ -121,8 +122,9 @@ def test_a_rank_without_settings_is_not_waited_for_as_long_as_for_a_collective(
 
 @pytest.mark.parametrize(("timeout", "waited"), [(10, 5), (60, 30), (6, 5), (1, 1)])
 def test_ranks_that_start_minutes_apart_are_waited_for(timeout: int, waited: int) -> None:
-    """Two minutes were too short for valid jobs: on a cold file system ranks start further apart,
-    and with NCCL init_process_group lets the first ones through at once."""
+    """Ranks that start minutes apart wait for one another. Two minutes were too short for valid
+    jobs: on a cold file system ranks start further apart, and with NCCL init_process_group lets the
+    first ones through at once."""
     assert patience(timedelta(minutes=timeout)) == timedelta(minutes=waited)
 
 
@@ -158,7 +160,8 @@ def test_ranks_and_hosts_are_listed_in_short() -> None:
 def test_a_file_is_compared_by_its_contents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same path on every node, and another copy behind it; when it was written is no matter."""
+    """A file is compared by its contents: nodes may have other copies under the same path. The time
+    when it was written does not count."""
     facts: list[dict[str, Fact]] = []
     for node, figure in (("a", 1), ("b", 1), ("c", 2)):
         (tmp_path / node).mkdir()
@@ -185,7 +188,8 @@ def test_a_folder_of_traces_may_be_each_ranks_own() -> None:
 
 
 def test_unknown_sources_are_allowed_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks with the variable began with Megatron's own step, and waited for the others."""
+    """Unknown sources are allowed on all ranks or on none. Ranks with the variable began with
+    Megatron's own step, and waited for the others."""
     facts = []
     for allowed in ("", "a.module:function@0123456789ab", "another.module:function@0123456789ab"):
         monkeypatch.setenv(ALLOW_UNKNOWN, allowed)

@@ -134,8 +134,8 @@ OWN = ("1f1b", "zb-h1", "interleaved", "interleaved-zb", "zb-v")
 
 
 def test_a_module_of_the_callers_own() -> None:
-    """A caller's own module ended the training with `_get_attr_wrapped_model couldn't find
-    attribute decoder`."""
+    """A caller's own module trains. It ended the training with `_get_attr_wrapped_model couldn't
+    find attribute decoder`."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -153,8 +153,9 @@ def test_a_module_of_the_callers_own() -> None:
 
 
 def test_with_several_chunks_either_sequence_length_may_be_meant() -> None:
-    """Stock's interleaved schedule takes seq_length, whatever decoder_seq_length says, and its
-    other one the latter. Ours took the latter always, and refused what the stages passed on."""
+    """With several chunks a rank either sequence length may be the one of the messages. Stock's
+    interleaved schedule uses seq_length, whatever decoder_seq_length says, and its other schedule
+    the latter. Ours always used the latter, and refused what the stages sent."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -177,7 +178,8 @@ def test_with_several_chunks_either_sequence_length_may_be_meant() -> None:
 
 
 def test_a_rank_has_as_many_chunks_and_iterators_as_stages() -> None:
-    """The wrong number ended with an IndexError on rank 0, and the others waited for it."""
+    """The number of chunks and iterators on a rank must equal that of its stages. A wrong number
+    ended with an IndexError on rank 0, and the other ranks waited for it."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()), megatron_ext.install(schedule="interleaved-zb"):
@@ -465,9 +467,9 @@ def case(name: str, trained: str, schedules: tuple[str, ...]) -> Any:
     ("name", "trained", "schedules"), [case(*names) for names in (*BY_DAY, *at_night(*BY_NIGHT))]
 )
 def test_a_tower_on_the_first_stage(name: str, trained: str, schedules: tuple[str, ...]) -> None:
-    """A model with a tower ended the training with `_get_attr_wrapped_model couldn't find attribute
-    decoder`. Under a V LLaVA's tower then had as many layers as the language model's layout has on
-    that stage, without an error."""
+    """A model with an encoder (tower) on the first stage trains. It ended with
+    `_get_attr_wrapped_model couldn't find attribute decoder`. Under a V LLaVA's tower then had as
+    many layers as the language model's layout has on that stage, without an error."""
     is_frozen = TRAINED[trained]
 
     def on_rank(rank: int) -> None:
@@ -522,7 +524,8 @@ def test_a_layout_balanced_to_the_tower(ranks: int) -> None:
 
 
 def test_the_tower_is_measured(tmp_path: Path) -> None:
-    """Nothing was written for models with parts outside the language model."""
+    """A measuring training measures an encoder. It wrote nothing for models with parts outside the
+    language model."""
     path = tmp_path / "costs.json"
 
     def on_rank(rank: int) -> None:

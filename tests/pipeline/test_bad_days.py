@@ -192,8 +192,9 @@ def said_of_the_loss(result: RankResult) -> list[str]:
     ],
 )
 def test_a_loss_that_is_not_a_number(script: Script, tmp_path: Path, again: bool) -> None:
-    """Megatron runs such an iteration again, to learn whether the machine is to blame, and ends
-    all ranks: with 17 if the result is another then, with 16 and a checkpoint if it is not."""
+    """A loss that is not finite ends the training as in stock. Megatron repeats such an iteration
+    to learn whether the machine is to blame, and ends all ranks: with 17 if the second result
+    differs, with 16 and a checkpoint if it does not."""
     at = 4 + 2  # the third microbatch of the second iteration: the first is never judged
     line, chunks = Fault(1, 0, at, again=again), Fault(1, 1, at, again=again)
     expected = end_of(
@@ -228,7 +229,8 @@ def fault_in_ranks(fault: Fault) -> Iterator[None]:
 
 @pytest.mark.parametrize("precision", [{}, {"fp16": True, "initial_loss_scale": 1024}], ids=str)
 def test_a_loss_that_is_not_a_number_and_nobody_checks(precision: dict[str, object]) -> None:
-    """The gradients are none either: they are applied, or in fp16 the iteration is skipped."""
+    """If no check of the loss is on, a loss that is not finite has gradients that are not finite
+    either: they are applied, or in fp16 the iteration is skipped."""
     flags: dict[str, object] = {"no_check_for_nan_in_loss_and_grad": True, **precision}
     with fault_in_ranks(Fault(1, 0, 4 + 2)):
         expected = train(2, pipeline_flags(2, 4, **flags))
@@ -262,9 +264,9 @@ FULL = {
 
 @pytest.mark.parametrize(("ranks", "how"), FULL.values(), ids=FULL)
 def test_a_full_disk(script: Script, tmp_path: Path, ranks: int, how: dict[str, object]) -> None:
-    """All ranks end; the one whose disk is full says what failed (torch's zip writer at times hides
-    the OSError behind a wrong position), global rank 0 which one it was. The checkpoint before is
-    the one that counts."""
+    """A full disk ends all ranks. The rank whose disk is full says what failed (torch's zip writer
+    sometimes hides the OSError behind a wrong position), and global rank 0 says which rank it was.
+    The checkpoint before is the valid one."""
     common: dict[str, object] = {
         "hidden_size": 64,
         "use_distributed_optimizer": True,
@@ -363,7 +365,8 @@ def chunks_for(schedule: str, ranks: int) -> list[GPTModel]:
 @pytest.mark.real_time
 @pytest.mark.parametrize(("schedule", "ranks"), [("zb-h1", 4), ("zb-v", V_RANKS)])
 def test_data_that_end_early(schedule: str, ranks: int) -> None:
-    """A list of three for four microbatches: the rank that reads it had a bare StopIteration."""
+    """An iterator with three microbatches for a step of four is a named error. The rank that reads
+    it had a bare StopIteration."""
 
     def on_rank(rank: int) -> list[str]:
         with apply(cpu.patches()), megatron_ext.install(schedule=schedule):
@@ -437,7 +440,7 @@ def test_a_batch_that_grows(tmp_path: Path) -> None:
 
 
 def test_evaluation_of_another_size(tmp_path: Path) -> None:
-    """Fewer microbatches than in training, and larger ones."""
+    """An evaluation may have fewer microbatches than a training step, and larger ones."""
     flags: dict[str, object] = {
         "eval_iters": 2,
         "eval_interval": 2,

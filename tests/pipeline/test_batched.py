@@ -58,7 +58,8 @@ def test_resumed_training_is_stock_to_the_last_bit(ranks: int, schedule: str) ->
 
 
 def test_two_pipelines_with_both_overlaps() -> None:
-    """Each pipeline batches on its own group; gradients are reduced on others meanwhile."""
+    """Two pipelines run with overlapped gradient reductions and parameter gathers. Each pipeline
+    sends its batches on its own group, and gradients are reduced on others meanwhile."""
     flags: dict[str, object] = {
         "pipeline_model_parallel_size": 2,
         "use_distributed_optimizer": True,

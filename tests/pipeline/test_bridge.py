@@ -279,8 +279,9 @@ def trained() -> dict[str, list[Run] | str]:
 
 @nightly("by day with a stand-in for a recipe: test_bridge_recipe.py")
 def test_recipes_are_read_as_bridge_applies_them() -> None:
-    """``--bridge`` reads a recipe into arguments: Megatron makes of these the model's config that
-    Bridge makes of its recipe, and the same settings of optimizer and reductions."""
+    """`launch_from_recipe` reads a recipe into Megatron's arguments. From these Megatron makes the
+    same model config as Bridge from its recipe, and the same settings of optimizer and
+    reductions."""
     folder, problem = prepare("bridge")
     if problem:
         pytest.skip(f"Megatron-Bridge cannot be installed with pip: {problem}")
@@ -321,7 +322,7 @@ def test_bridge_trains_to_the_same_bits_under_our_schedule(
 
 @nightly("test_slices_of_packs.py has Megatron's own packs")
 def test_packs_are_cut_into_slices() -> None:
-    """Packs of Megatron-Bridge were refused under slices."""
+    """Slices accept packs of Megatron-Bridge, which they refused."""
     theirs, ours = runs("packed"), runs("packed/slices")
     assert {run.schedule for run in ours} == {"PipelineStep"}
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-6) and len(losses(ours)) == 4
@@ -341,7 +342,8 @@ def test_use_may_be_called_twice() -> None:
 
 @nightly("Megatron's own checkpoints go both ways in test_checkpoints.py")
 def test_checkpoints_go_both_ways() -> None:
-    """Optimizer states once came rank by rank, as Bridge saves them, and did not fit a V."""
+    """Bridge's checkpoints can be loaded under a V and under stock. Bridge saved optimizer states
+    rank by rank, which did not fit a V."""
     assert_same(runs("saving/zb-v"), runs("saving"))
     for name in ("resuming", "resuming/zb-v"):
         assert len(losses(runs(name))) == 2

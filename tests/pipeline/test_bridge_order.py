@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.adapter.batches.arranged_batches import ArrangedSteps
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.arrangement.adapter.arranged_batches import ArrangedSteps
 from megatron_ext.launch.installation import install
 from megatron_ext.schedule.dealing import MicrobatchOrder
 from scripts.caller_packages import prepare
@@ -182,7 +182,8 @@ def runs(name: str) -> list[Run]:
 
 @nightly("Megatron's own loop: test_microbatch_order.py")
 def test_bridge_reads_the_same_microbatches_in_the_same_order() -> None:
-    """Bitwise under ours and under its own schedule; and not those of arrival."""
+    """Bridge reads the same microbatches in the same order under our schedule and under its own,
+    bitwise. The order is not that of arrival."""
     arrival, stock = runs("arrival"), runs("stock")
     for name in ("zb-h1", "zb-v"):
         assert {run.schedule for run in runs(name)} == {"PipelineStep"}
@@ -194,7 +195,8 @@ def test_bridge_reads_the_same_microbatches_in_the_same_order() -> None:
 
 @nightly("Megatron's own loop: test_microbatch_order.py")
 def test_bridge_orders_by_weights_of_a_file() -> None:
-    """Bitwise as its own schedule, and in another order than that of the conversations."""
+    """Bridge orders microbatches by the weights in a file, bitwise as under its own schedule. The
+    order differs from that by the conversations' lengths."""
     stock = runs("weighed by stock")
     assert {run.schedule for run in runs("weighed")} == {"PipelineStep"}
     assert_same(runs("weighed"), stock)
@@ -211,8 +213,8 @@ def test_configs_that_cannot_be_arranged_are_refused() -> None:
 
 @nightly("Megatron's own sampler: test_microbatch_order.py")
 def test_each_pack_is_read_once_in_its_step_over_epochs_and_resumes() -> None:
-    """Steps stay those of Bridge's sampler, which shuffles each epoch; a padded one stays as it
-    is."""
+    """Each pack is read once, in its own step, over epochs and resumes. Steps are those of Bridge's
+    sampler, which shuffles each epoch; a padded step stays as it is."""
     made = results()[1]
     plain, arranged, resumed = made["plain"], made["arranged"], made["resumed"]
     assert [len(replica) for replica in arranged] == [6, 6]

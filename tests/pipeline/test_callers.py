@@ -142,7 +142,8 @@ def on_rank(rank: int, schedule: str, p2p: str, own_groups: bool, **more: Any) -
     in_pairs(["1f1b", "zb-h1"], ["async", "batched"], [False, True]),
 )
 def test_gradients_and_losses_are_stocks(schedule: str, p2p: str, own_groups: bool) -> None:
-    """Batched, over the groups that are there: not one is made."""
+    """Gradients and losses are stock's for a caller with its own groups. Messages are batched over
+    these groups, and no group is created."""
     values(run_ranks(RANKS, lambda rank: on_rank(rank, schedule, p2p, own_groups)))
 
 
@@ -169,7 +170,8 @@ def traced_loop(rank: int, folder: Path, own_groups: bool, schedule: str | None 
 def test_steps_of_a_loop_of_ones_own_are_counted_for_a_trace(
     own_groups: bool, schedule: str | None, kinds: int, tmp_path: Path
 ) -> None:
-    """From 1, and evaluations are no training steps. Megatron's own are counted alike."""
+    """A trace counts the steps of a caller's own loop from 1, and evaluations are not training
+    steps. Megatron's own steps are counted alike."""
     values(run_ranks(RANKS, lambda rank: traced_loop(rank, tmp_path, own_groups, schedule)))
     steps = read_trace(tmp_path)
     assert [traced.iteration for traced in steps] == [2, 3]
@@ -228,7 +230,8 @@ def test_a_rank_with_another_program_is_found_before_the_first_pass(
 
 @pytest.mark.parametrize("size", [RANKS, 2])
 def test_all_pipelines_take_the_costs_of_global_rank_0(size: int) -> None:
-    """A costs file may differ between nodes, and each pipeline once took its own first rank's."""
+    """All pipelines use the costs of global rank 0. A costs file may differ between nodes, and each
+    pipeline used that of its own first rank."""
 
     def told(rank: int) -> float:
         costs = f"f={1 + rank},i=1,w={1 + rank},comm={rank}"
@@ -241,8 +244,9 @@ def test_all_pipelines_take_the_costs_of_global_rank_0(size: int) -> None:
 
 
 def test_pipelines_that_nothing_ties_may_come_to_other_numbers_of_microbatches() -> None:
-    """verl divides by tokens. When programs were compared by all ranks each time, a pipeline with a
-    new number waited for one that had it already, without a word."""
+    """Pipelines that no communication connects may have different numbers of microbatches: verl
+    batches by tokens. When all ranks compared programs each time, a pipeline with a new number
+    waited for one that had that number already, without a message."""
 
     def differing(rank: int) -> str:
         with installed(2, schedule="1f1b"):
@@ -257,8 +261,9 @@ SECOND = (1, 3)  # global ranks of the second pipeline of two
 
 
 def test_offload_takes_programs_that_only_one_pipeline_comes_to() -> None:
-    """All ranks together were told what each new program takes of the hosts' memory. If only one of
-    two pipelines had a new program, its ranks waited for the others."""
+    """Offload accepts programs that only one pipeline runs. All ranks together counted the host
+    memory of each new program: if only one of two pipelines had a new program, its ranks waited for
+    the others."""
 
     def differing(rank: int) -> list[str]:
         told: list[str] = []
@@ -284,8 +289,9 @@ def test_offload_takes_programs_that_only_one_pipeline_comes_to() -> None:
 def test_measured_costs_come_to_all_ranks_at_one_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second pipeline has measured enough steps of one program some steps later than the first,
-    which waited for it there; and it is alone with a shape, whose costs all ranks were told."""
+    """Measured costs reach all ranks at the same step. The second pipeline has measured enough
+    steps of one program some steps later than the first, which waited for it there; and only one
+    pipeline has some shape, whose costs all ranks exchanged."""
     monkeypatch.setattr(leader, "AHEAD_SECONDS", 0.1)
 
     def measuring(rank: int) -> tuple[list[int], list[object]]:
@@ -315,8 +321,9 @@ def test_measured_costs_come_to_all_ranks_at_one_step(
 def test_a_race_is_the_same_on_all_ranks(
     sizes: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second pipeline has steps of another size now and then, or always: it began anew by
-    itself, and the first waited at the end of its turn for ranks that would not come."""
+    """A race is the same on all ranks. The second pipeline sometimes, or always, has steps of
+    another size: it restarted its race alone, and the first pipeline waited at the end of its turn
+    for ranks that would not come."""
     for module in (rounds, turn, step_race, race_texts):
         monkeypatch.setattr(module, "ROUNDS", 1, raising=False)
         monkeypatch.setattr(module, "TIMED", 1, raising=False)
@@ -342,8 +349,8 @@ def test_a_race_is_the_same_on_all_ranks(
 
 
 def test_another_program_is_found_in_a_later_step_too() -> None:
-    """A rank with another program ends all ranks, also those that do not see it: the first rank in
-    the store has nothing to compare with."""
+    """A rank with another program is found in later steps too, and ends all ranks, also those that
+    do not see it: the first rank in the store has nothing to compare with."""
 
     def differing(rank: int) -> None:
         with installed(RANKS, schedule="1f1b"):
@@ -363,9 +370,9 @@ def test_another_program_is_found_in_a_later_step_too() -> None:
 
 @pytest.mark.real_time
 def test_an_error_beside_the_passes_ends_the_other_ranks() -> None:
-    """An error between the passes, such as one of Megatron's at a step's end or one for lack of
-    host memory before a step. Only errors in passes were reported. If the caller of the failed rank
-    went on, the other ranks waited for ever."""
+    """An error between the passes ends the other ranks, such as one of Megatron's at a step's end
+    or one for lack of host memory. Only errors in passes were reported: if the caller of the failed
+    rank continued, the other ranks waited for ever."""
 
     def failing(rank: int) -> None:
         with installed(RANKS, schedule="1f1b"):
@@ -502,8 +509,8 @@ WITHOUT_LAYERS = {
     ],
 )
 def test_stages_without_layers(schedules: tuple[str, ...]) -> None:
-    """Stages of the embedding only, of the loss only, or of nothing, as recipes of GLM have them
-    (Megatron-LM #1852). A stage of nothing passes on its input."""
+    """Stages without layers train: of the embedding only, of the loss only, or of nothing, as
+    recipes of GLM have them (Megatron-LM #1852). A stage of nothing sends its input on."""
 
     def on_all_placements(rank: int) -> None:
         with apply(cpu.patches()):
@@ -527,8 +534,8 @@ COPIES = pytest.mark.parametrize(
 def test_an_embedding_group_that_does_not_fit_a_v_is_refused(
     own_groups: bool, layout: list[list[str]], tied: bool, depths: int | None
 ) -> None:
-    """The embedding group was made before the schedule was installed, or by the caller: it has the
-    ranks of both ends of a line.
+    """An embedding group that does not fit a V is refused. It was created before the schedule was
+    installed, or by the caller, and has the ranks of both ends of a line.
 
     The last rank, which would wait in that group, refuses it. The other ranks have no end of the
     model.
@@ -554,11 +561,33 @@ def test_an_embedding_group_that_does_not_fit_a_v_is_refused(
     values(run_ranks(V_RANKS, refused))
 
 
+def test_multi_token_prediction_outside_the_embedding_group_is_refused_on_a_line() -> None:
+    """The caller's group has the first rank alone: Megatron would add no gradients of the two
+    copies, and they would part."""
+    line = [LINE_LAYOUT[0], [*LINE_LAYOUT[1][:-1], "mtp", "loss"]]
+
+    def refused(rank: int) -> None:
+        with apply(cpu.patches()), megatron_ext.install(schedule="zb-h1"):
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=V_RANKS)
+            model_parallel_cuda_manual_seed(0)
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            alone = dist.new_group([0])
+            groups.embd = alone if rank == 0 else None
+            chunks = build_chunks(line, groups, depths=1)
+            text = r"rank 1 has a copy .* rank 0, .* ranks \[\]"
+            error, match = (ValueError, text) if rank == 1 else (RuntimeError, None)
+            with pytest.raises(error, match=match):  # rank 0 loses its peer
+                run_step(chunks)
+
+    values(run_ranks(V_RANKS, refused))
+
+
 @COPIES
 def test_copies_that_differ_are_refused_before_the_first_pass(
     layout: list[list[str]], tied: bool, depths: int | None
 ) -> None:
-    """A caller that builds the chunks itself, as Megatron-Bridge does, has to copy the weight."""
+    """Copies of a tied embedding that differ are refused before the first pass. A caller that
+    builds the chunks itself, as Megatron-Bridge does, has to copy the weight."""
 
     def refused(rank: int) -> None:
         with apply(cpu.patches()), megatron_ext.install(schedule="zb-v"):

@@ -113,9 +113,10 @@ def split_weights(chunks: list[Any], **more: Any) -> set[str]:
 def test_no_weight_without_a_callers_hook_is_left_out_of_the_split(
     overlap: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Megatron's data-parallel wrapper has a hook on the node of each weight. Were it taken for a
-    caller's, no training of Megatron's would be split, and nothing would say so. A caller's hook on
-    the same node, which the wrapper keeps alive, was never called."""
+    """The split backward pass includes every weight without a hook of the caller's. Megatron's
+    data-parallel wrapper has a hook on the node of each weight. If it counted as a caller's, no
+    training would be split, without a message. A caller's hook on the same node, which the wrapper
+    keeps alive, was never called."""
 
     def on_rank(rank: int) -> None:
         calls: list[Any] = []
@@ -153,15 +154,15 @@ def test_no_weight_without_a_callers_hook_is_left_out_of_the_split(
                     assert torch.equal(parameter.main_grad, expected[name]), (kind, name)
 
     values(run_ranks(2, on_rank))
-    said = [line for line in capfd.readouterr().out.splitlines() if "hooks on gradients" in line]
-    assert len(said) == 2  # ranks, once
+    said = capfd.readouterr().out  # two ranks may write into one line
+    assert said.count("hooks on gradients") == 2, "each rank says it once"
     name = "module.decoder.layers.1.mlp.linear_fc1.weight"
-    assert f"W omits 1 weight of this rank that they depend on, such as {name}" in said[0]
+    assert f"W omits 1 weight of this rank that they depend on, such as {name}" in said
 
 
 def test_hooks_of_all_modules_concern_all_weights() -> None:
-    """Torch's ``register_module_full_backward_hook`` has them. Few models of Megatron's
-    run under it."""
+    """Global backward hooks (torch's ``register_module_full_backward_hook``) concern all weights.
+    Few models of Megatron's run under such a hook."""
     model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[1].bias.requires_grad_(False)
     assert callers_hooks([model]) == CallersHooks()
@@ -223,8 +224,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("change", [halve_before_nodes, double_behind_nodes, swap_data])
 def test_gradients_are_stocks(change: Callable[[Any], None]) -> None:
-    """Hooks on nodes never ran for split layers. The input's gradient of a layer whose hooks give
-    its weight other data for its forward pass came from that data; stock's is the weight's own."""
+    """Gradients equal stock's with hooks of callers. Hooks on nodes never ran for split layers. If
+    the hooks of a layer gave its weight other data for the forward pass, the input's gradient came
+    from that data; stock's comes from the weight's own."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -239,7 +241,8 @@ def test_gradients_are_stocks(change: Callable[[Any], None]) -> None:
 
 
 def test_a_hook_that_a_loss_function_registers_runs_from_that_microbatch_on() -> None:
-    """W added the gradients of the microbatches whose F had run before without it."""
+    """A weight hook that a loss function registers during a step runs from that microbatch on. W
+    added the gradients of earlier microbatches without calling the hook."""
 
     def stepped() -> tuple[Any, int]:
         calls: list[Tensor] = []
@@ -293,9 +296,9 @@ def sums_so_far(kind: str, records: dict[str, list[Tensor]], chunk: Any) -> None
 
 @pytest.mark.parametrize("kind", ["before", "behind"])
 def test_hooks_of_a_modules_backward_pass_find_stocks_gradients(kind: str) -> None:
-    """A user's hooks of a module's backward pass ran in I, and found gradients without what W adds
-    later: of this microbatch for hooks after the pass, and of earlier microbatches for hooks before
-    it."""
+    """Hooks of a module's backward pass find stock's gradients. They ran in I, and the gradients
+    lacked what W adds later: that of this microbatch for hooks after the pass, and that of earlier
+    microbatches for hooks before it."""
 
     def recorded() -> dict[str, list[Tensor]]:
         own: dict[str, list[Tensor]] = {}
@@ -351,8 +354,9 @@ def depend_on_whole_gradients(calls: Counter[str], chunk: Any) -> None:
 
 @pytest.mark.parametrize("wraps", [False, True], ids=["", "wrapped"])
 def test_hooks_get_the_gradient_of_a_whole_sequence_once(wraps: bool) -> None:
-    """With slices each of them called the hooks of a weight, with its part of the gradient: hooks
-    that clip, draw or count did so once a slice. Wrapped, ``main_grad`` has the sums."""
+    """A hook of a weight gets the gradient of a whole sequence once. Each slice called the hook
+    with its part of the gradient, so hooks that clip, draw or count did so for every slice. In a
+    wrapped model ``main_grad`` has the sums."""
 
     def gradients(**settings: Any) -> dict[str, Tensor]:
         calls: Counter[str] = Counter()
@@ -439,9 +443,10 @@ class Collecting:
 def test_hooks_around_the_layers_run_once_where_passes_are_recomputed(
     schedule: str, stages: int
 ) -> None:
-    """F and R both ran them: a term of the loss that a hook collects counted twice, and a hook that
-    reads an activation's gradient died in F, which has none. On a V dropout draws other numbers
-    than in stock, and the same without recompute."""
+    """Hooks around the layers run once if passes are recomputed. F and R both ran them: a loss term
+    that a hook collects counted twice, and a hook that reads an activation's gradient failed in F,
+    which has none. On a V dropout draws other numbers than in stock, and the same as without
+    recompute."""
 
     def without() -> contextlib.AbstractContextManager[Any]:
         if schedule == "zb-h1":
@@ -482,9 +487,9 @@ def test_hooks_around_the_layers_run_once_where_passes_are_recomputed(
     ],
 )
 def test_hooks_of_megatrons_training_are_a_callers(module: str, is_callers: bool) -> None:
-    """Megatron's recorder of a teacher's logits has a hook on the output layer. All of the package
-    megatron counted as part of the passes: the hook ran in F and in R, and each microbatch's logits
-    were recorded twice."""
+    """Hooks of Megatron's training code count as a caller's. Megatron's recorder of a teacher's
+    logits has a hook on the output layer. Everything in the package megatron counted as part of the
+    passes: the hook ran in F and in R, and each microbatch's logits were recorded twice."""
 
     def hook(layer: torch.nn.Module, *unused: Any) -> None:
         pass
@@ -496,8 +501,8 @@ def test_hooks_of_megatrons_training_are_a_callers(module: str, is_callers: bool
 
 
 def test_hooks_that_run_twice_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage whose output others need, and whose decoder is not Megatron's or runs slices, runs
-    twice."""
+    """A line in the log names a caller's hooks that run in F and in R. They do in a stage that is
+    recomputed whole, as its output is needed, its decoder is not Megatron's, or it runs slices."""
     said: list[str] = []
     monkeypatch.setattr(of_callers.logger, "log", lambda level, text: said.append(text))
     config = SimpleNamespace(enable_autocast=False)

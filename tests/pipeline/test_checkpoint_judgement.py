@@ -160,8 +160,9 @@ def test_a_launch_does_what_was_said(saved: str, flag: bool, loaded: dict[str, o
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb"])
 def test_a_launch_of_ours_says_it_in_one_line(schedule: str) -> None:
-    """Stages on Megatron's own ranks were not compared: a checkpoint of one stage a rank, loaded
-    with two, or of two with one, ended each rank in "Global shape mismatch"."""
+    """A launch under our schedule refuses a checkpoint that does not fit in one line. Stages on
+    Megatron's own ranks were not compared: a checkpoint of one stage a rank, loaded with two, or of
+    two with one, ended each rank in "Global shape mismatch"."""
     saved = "stock, 2 stages a rank" if schedule == "zb-h1" else "stock"
     ranks, words = words_of(saved, False, LOADED[schedule])
     results = train_or_fail(ranks, words)
@@ -172,8 +173,9 @@ def test_a_launch_of_ours_says_it_in_one_line(schedule: str) -> None:
 
 
 def test_a_vocabulary_with_more_rows_is_remarked_on() -> None:
-    """Megatron loads fewer rows in silence, and the others are as they were drawn: with tensor
-    parallelism, which pads to more, a training went on with a loss of 5.15 after 4.46."""
+    """A checkpoint whose vocabulary has more rows than saved is remarked on. Megatron loads fewer
+    rows without a message, and the others stay random: with tensor parallelism, which pads to more,
+    a training went on with a loss of 5.15 after 4.46."""
     finding = judged(*words_of("stock", True, LOADED["TP 2"]))
     assert finding.verdict is Severity.REMARK and "loads whole" in finding.text
     assert "256 rows and the checkpoint 128" in finding.text

@@ -43,15 +43,16 @@ def resume(setting: str, whole: Saved, schedule: str | None, **flags: object) ->
     ],
 )
 def test_saved_on_a_v_and_resumed(setting: str, schedule: str | None) -> None:
-    """A V with tied embeddings and data-parallel ranks could not be saved at all: both copies of
-    the embedding's weight are on one rank, and both were to be written."""
+    """A V with tied embeddings and data-parallel ranks is saved and resumed. It could not be saved
+    at all: both copies of the embedding's weight are on one rank, and both were to be written."""
     resume(setting, saved(setting, "zb-v"), schedule)
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", STOCK])
 def test_states_behind_padding(schedule: str | None) -> None:
-    """A resumed run drifted: at this size the layers' bucket is padded by 64 elements, and from the
-    embedding's states behind it the first 64 were missing, and 64 zeros at their end."""
+    """Optimizer states behind a bucket's padding are saved in place. A resumed run drifted: at this
+    size the layers' bucket is padded by 64 elements, and the embedding's states behind it lacked
+    their first 64 elements and ended with 64 zeros."""
     setting = "distributed optimizer, padded buckets"
     resume(setting, saved(setting, "zb-v"), schedule)
 
@@ -66,8 +67,9 @@ def test_states_behind_padding(schedule: str | None) -> None:
     ],
 )
 def test_saved_by_stock_and_resumed(setting: str, schedule: str | None) -> None:
-    """Stock itself resumed with other numbers, or not at all, on the platform without a GPU: all
-    parameters shared one step of Adam's, which each of them counted up."""
+    """A checkpoint that stock saved is resumed. On the platform without a GPU stock itself resumed
+    with other numbers, or not at all: all parameters shared one step count of Adam's, which each of
+    them incremented."""
     runs = resume(setting, saved(setting, STOCK), schedule)
     if schedule == "zb-v":  # rank by rank: what others updated is gathered in the next forward pass
         moments = [tables for run in runs[2:] for tables in run.tables]
@@ -88,8 +90,8 @@ def test_saved_in_the_background() -> None:
 
 
 def test_a_checkpoint_needs_nothing_of_ours() -> None:
-    """Only who had this package could load one: Megatron saves its arguments, and one of ours was
-    an enum."""
+    """A checkpoint can be loaded without our package. Megatron saves its arguments, and one of ours
+    was an enum of this package."""
     folder = saved("distributed optimizer", "zb-v")[1]
     contents = [path.read_bytes() for path in folder.glob("iter_*/*") if path.is_file()]
     assert any(b"pipeline_schedule" in content for content in contents), "no arguments were saved"
@@ -97,7 +99,8 @@ def test_a_checkpoint_needs_nothing_of_ours() -> None:
 
 
 def test_loaded_in_parallel() -> None:
-    """Each data-parallel rank reads a part and sends it to the others."""
+    """A checkpoint is loaded in parallel: each data-parallel rank reads a part and sends it to the
+    others."""
     setting = "distributed optimizer"
     for schedule in ("gis", *at_night("zb-v")):
         resume(setting, saved(setting, "zb-v"), schedule, ckpt_fully_parallel_load=True)
@@ -119,8 +122,9 @@ def test_one_placement_needs_no_other_format() -> None:
 
 @pytest.mark.parametrize(("saver", "loader"), [("zb-v", "gis"), (STOCK, "zb-v")])
 def test_another_placement_is_refused(saver: str | None, loader: str) -> None:
-    """Some ranks said that a bucket's size differs, some that a peer had gone; where all sizes
-    agree, Megatron gives a stage the states of another without a word."""
+    """A checkpoint of another placement is refused. Some ranks said that a bucket's size differs,
+    some that a peer had gone; if all sizes agree, Megatron gives a stage the states of another
+    without a message."""
     folder = saved("dp_reshardable", saver)[1]
     results = refused("dp_reshardable", folder, loader)
     for result in results:
@@ -130,14 +134,16 @@ def test_another_placement_is_refused(saver: str | None, loader: str) -> None:
 
 
 def test_stock_refuses_a_vs_states() -> None:
-    """Without us: the first stage's weights are on another rank, and sizes differ on each."""
+    """Stock without our package refuses a V's optimizer states: the first stage's weights are on
+    another rank, and the sizes differ on each rank."""
     folder = saved("dp_reshardable", "zb-v")[1]
     for result in refused("dp_reshardable", folder, STOCK):
         assert result.exit_code == 1 and "Global shape mismatch" in result.error, result.error
 
 
 def test_model_alone_loads_anywhere() -> None:
-    """As the refusal says."""
+    """A checkpoint's model alone, without optimizer states, loads under any schedule, as the
+    refusal says."""
     whole, folder = saved("dp_reshardable", "zb-v")
     ours: dict[str, object] = {"pipeline_schedule": "gis", "no_load_optim": True}
     runs = SETTINGS["dp_reshardable"].resume(folder, **ours)

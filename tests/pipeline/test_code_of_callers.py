@@ -123,8 +123,8 @@ def shift_tokens(chunk: Any) -> None:
 def test_weights_that_only_autograd_can_serve_have_stocks_gradients(
     change: Callable[[Any], object],
 ) -> None:
-    """W would compute a gradient that nothing passes on to what the weight is computed from, and
-    that no hook sees."""
+    """Weights that only autograd can serve have stock's gradients. W would compute a gradient that
+    never reaches the tensors from which the weight is computed, and that no hook sees."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -233,7 +233,8 @@ def checkpoint_layers(chunk: Any) -> None:
 
 
 def test_layers_that_torch_recomputes_have_stocks_gradients() -> None:
-    """A backward pass can read what they have saved only once."""
+    """Layers that torch recomputes have stock's gradients. A backward pass can read the tensors
+    that they have saved only once."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -256,8 +257,8 @@ def test_layers_that_torch_recomputes_have_stocks_gradients() -> None:
 def test_a_hook_before_the_model_gets_the_callers_arguments_each_time(
     settings: dict[str, Any],
 ) -> None:
-    """The model's call is repeated, and the hook with it: on what the caller gave, not on what the
-    hook made of it."""
+    """A hook before the model gets the caller's arguments each time. The model's call is repeated,
+    and the hook with it: on the caller's arguments, not on those that the hook has changed."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -300,7 +301,8 @@ def test_an_output_layer_that_the_caller_changed_is_refused_where_it_is_not_call
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_reduction_of_the_callers_own_takes_place_once(schedule: str) -> None:
-    """Two pipelines of two ranks, with other data each. A sum would double if it ran twice."""
+    """A caller's own reduction runs once. Two pipelines of two ranks have different data; a sum
+    would double if it ran twice."""
 
     def on_rank(rank: int) -> None:
         replicas = 2
@@ -356,7 +358,8 @@ def test_steps_that_no_loop_of_megatrons_runs_do_not_overlap() -> None:
 
 
 def test_a_gradient_that_a_frozen_stage_would_lose_is_refused() -> None:
-    """A prompt that is trained, outside of the model, before a first stage that is not."""
+    """A gradient that a frozen stage would lose is refused: a prompt outside of the model is
+    trained, before a first stage that is frozen."""
 
     def on_rank(rank: int) -> None:
         prompt = torch.zeros(SEQUENCE, BATCH, 16, requires_grad=True)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_ext.adapter.stock.compared_step import _difference
+from megatron_ext.adapter.stock import compared_step
+from megatron_ext.adapter.stock.compared_step import _difference, _forget_packed_lengths
 from megatron_ext.config import ALLOW_UNKNOWN
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.megatron_runs import EXPERTS
@@ -61,8 +63,8 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_step_is_compared_and_training_goes_on(
     schedule: str, flags: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Random numbers, the data, counts of routers and the log are as if it had not been run
-    before."""
+    """The first step is compared with stock's, and the training goes on as if it had not: random
+    numbers, the data, counts of routers and the log are the same."""
     training = PAIR.but(**flags)
     if schedule == "interleaved-zb":
         training.resume_as_stock(pipeline_schedule=schedule)
@@ -89,7 +91,8 @@ def test_a_difference_ends_the_training() -> None:
 def test_values_that_are_not_finite_in_both_are_alike(
     a: list[float], b: list[float], difference: float
 ) -> None:
-    """Gradients of the first steps in fp16 overflow, and the training ended."""
+    """Values that are not finite in both steps count as equal. Gradients of the first steps in fp16
+    overflow, and the comparison ended the training."""
     assert _difference(torch.tensor(a), torch.tensor(b)) == difference
 
 
@@ -98,7 +101,8 @@ def test_values_that_are_not_finite_in_both_are_alike(
 def test_a_microbatch_packed_into_one_row_is_compared(
     schedule: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Megatron's own messages have a row for each of its samples, and the training ended."""
+    """A microbatch packed into one row is compared too. Megatron's own messages have a row for each
+    sample, and the comparison ended the training."""
     packs = {"dataloader_inter_document_masking": True, "position_embedding_type": "rope"}
     training = PAIR.but(**packs, micro_batch_size=2, global_batch_size=8)
     replace(training, around=packed_on_the_cpu).run(pipeline_schedule=schedule)
@@ -107,7 +111,8 @@ def test_a_microbatch_packed_into_one_row_is_compared(
 
 @nightly("a V is not compared by day")
 def test_a_rehearsed_rank_is_not_compared(capfd: pytest.CaptureFixture[str]) -> None:
-    """Megatron's own messages bring it whatever was in memory."""
+    """A rehearsed rank compares no step: Megatron's own messages would bring it whatever was in
+    memory."""
     record = rehearsed(0, 2, PAIR.words(pipeline_schedule="zb-h1", pipeline_costs="f=1,i=1,w=1"))
     assert record.trained == 2
     told = capfd.readouterr()
@@ -116,13 +121,64 @@ def test_a_rehearsed_rank_is_not_compared(capfd: pytest.CaptureFixture[str]) -> 
 
 @nightly("another step is compared by day")
 def test_a_later_step_saves_its_gradients_while_reductions_overlap() -> None:
-    """Megatron's own step had told it to wait for gradients, which come without its hooks."""
+    """A later step saves its gradients while reductions overlap. The compared step, which was
+    Megatron's own, had told Megatron to wait for gradients, and ours come without its hooks."""
     PAIR.but(overlap_grad_reduce=True, save_wgrads_interval=2).saved(pipeline_schedule="zb-h1")
 
 
-def test_a_v_says_that_it_is_not_compared(capfd: pytest.CaptureFixture[str]) -> None:
-    PAIR.run(pipeline_schedule="zb-v", train_iters=1)
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"pipeline_schedule": "zb-v"}, "the schedule has other"),
+        *at_night(
+            (
+                {"pipeline_schedule": "zb-h1", "pipeline_recompute": "first:1"},
+                "Megatron's own function would need the memory that --pipeline-recompute",
+            ),
+            (
+                {
+                    "pipeline_schedule": "interleaved-zb",
+                    "microbatch_group_size_per_virtual_pipeline_stage": 3,
+                    "global_batch_size": 4,
+                },
+                "Megatron's own does not run 4 microbatches on 2 ranks in groups of 3",
+            ),
+            (
+                {
+                    "pipeline_schedule": "interleaved-zb",
+                    "microbatch_group_size_per_virtual_pipeline_stage": 4,
+                    "global_batch_size": 2,
+                },
+                "Megatron's own does not run 2 microbatches on 2 ranks in groups of 4",
+            ),
+        ),
+    ],
+)
+def test_a_step_that_is_not_compared_says_why(
+    flags: dict[str, Any], why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    PAIR.run(**flags, train_iters=1)
     told = capfd.readouterr()
-    assert (
-        "is not compared with Megatron's own, since the schedule has other" in told.out + told.err
-    )
+    assert f"is not compared with Megatron's own, since {why}" in told.out + told.err
+
+
+@pytest.mark.parametrize(("interval", "saved"), [(1, True), (2, False), (5, True), (None, False)])
+def test_passes_of_a_step_that_megatron_saves_are_noticed(
+    interval: int | None, saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron hooks its saving to Transformer Engine's layers, which no training here has."""
+    args = SimpleNamespace(save_dgrads_interval=interval)
+    monkeypatch.setattr(compared_step, "training_global", lambda name: args)
+    monkeypatch.setattr(compared_step, "current_iteration", lambda: 5)
+    assert compared_step._saved_now() == ("save_dgrads_interval" if saved else None)
+
+
+def test_lengths_of_packs_that_the_comparison_ran_are_not_counted() -> None:
+    """Lengths that the compared steps added would count three times in Megatron's TFLOP/s."""
+    from megatron.training import training
+
+    training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 3, 8]))
+    _forget_packed_lengths()
+    assert training.consume_seqlen_stats_in_iteration() == (None, None)
+    training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 3, 8]))
+    assert training.consume_seqlen_stats_in_iteration() == (8, 34)

@@ -59,7 +59,7 @@ class WhileConnecting:
         if rank != FAILING:
             return
         if self.where == "before all":
-            pipeline_training.first_identity = self._fail
+            Recorder.before_exchange = self._fail  # type: ignore[method-assign]
         elif self.where == "before the first":
             pipeline_training.connect = self._fail
         elif self.where == "in the first":
@@ -174,8 +174,9 @@ def short_timeout(seconds: float) -> None:
 
 
 def test_a_rank_that_never_comes_is_named_at_the_timeout() -> None:
-    """A connection to it ended with torch's own words, which name no rank, or the one that waits.
-    The others end when the one that it was to meet has."""
+    """A rank that never connects is named at the timeout. The wait for it ended with torch's own
+    words, which name no rank, or the waiting one. The other ranks end when the rank that was to
+    meet it has ended."""
 
     def on_rank(rank: int) -> str:
         short_timeout(0.5)
@@ -194,7 +195,8 @@ def test_a_rank_that_never_comes_is_named_at_the_timeout() -> None:
 
 
 def test_a_rank_that_waits_for_others_ends_when_it_hears_of_a_failure() -> None:
-    """The error comes from the main thread, so the cleanup of the rank's caller runs."""
+    """A rank that waits for others ends when it hears of a failure. The error comes from the main
+    thread, so the cleanup of the rank's caller runs."""
 
     def on_rank(rank: int) -> str:
         if rank == 0:
@@ -215,7 +217,8 @@ def test_a_rank_that_waits_for_others_ends_when_it_hears_of_a_failure() -> None:
 
 
 def test_connections_are_made_anew_in_a_second_training() -> None:
-    """A rank must not take the first training's arrivals for the second's."""
+    """A second training makes new connections: a rank must not take arrivals of the first training
+    for those of the second."""
 
     def on_rank(rank: int) -> list[float]:
         times = []
@@ -232,9 +235,10 @@ def test_connections_are_made_anew_in_a_second_training() -> None:
 
 
 def test_a_restart_meets_nothing_of_the_start_before_it() -> None:
-    """torchrun starts failed ranks again with the same store. Rank 0 had begun to connect as rank 1
-    died. After the restart it waited for arrivals of rank 1 under another number until the timeout,
-    in every further restart too, and rank 1 took the earlier arrival for a new one."""
+    """A restart does not meet keys of the start before. torchrun restarts failed ranks with the
+    same store. Rank 0 had begun to connect as rank 1 died: after each restart it waited until the
+    timeout for arrivals of rank 1 under another number, and rank 1 took the earlier arrival for a
+    new one."""
 
     def on_rank(rank: int) -> str:
         short_timeout(5.0)
@@ -252,7 +256,8 @@ def test_a_restart_meets_nothing_of_the_start_before_it() -> None:
 
 
 def test_a_connection_that_was_made_is_cut_while_others_are_being_made() -> None:
-    """Connections register as they are made."""
+    """A finished connection is cut while others are still being made, since connections register as
+    they are made."""
 
     def on_rank(rank: int) -> list[bool]:
         recorder = Recorder(rank)

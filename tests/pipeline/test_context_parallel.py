@@ -26,9 +26,9 @@ from megatron.core.transformer.multi_token_prediction import roll_tensor
 import megatron_ext
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import connect_token_shifts
+from megatron_ext.features.offload.runtime import offload
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from megatron_ext.runtime.host import offload
 from tests.helpers import context_parallel
 from tests.helpers.adversary import MODES
 from tests.helpers.callers import (
@@ -212,7 +212,8 @@ def test_it_is_stock_to_the_last_bit(model: str, schedule: str) -> None:
 
 @nightly("what attention gives does not matter where two runs are compared")
 def test_the_stand_in_for_attention_attends_to_all_of_a_sequence() -> None:
-    """Stock's losses are those of undivided sequences, but for the order of sums."""
+    """The stand-in for attention attends to the whole sequence: stock's losses equal those of
+    undivided sequences up to the order of sums."""
     divided, undivided = (
         train(2 * ranks, flags(context_parallel_size=ranks), model_provider=drawn_by_name)
         for ranks in (2, 1)
@@ -399,8 +400,9 @@ STOPPED = [(name, mode) for name in ("zb-v", "zb-h1", "interleaved-zb") for mode
     ],
 )
 def test_no_rank_waits_for_ever_where_passes_send(schedule: str, mode: str) -> None:
-    """On ranks whose device stands still before each pass, or is late (`tests.helpers.adversary`).
-    The first message of two ranks makes a communicator on NCCL: none is amid a pass."""
+    """No rank waits for ever if passes send messages of context parallelism, on ranks whose device
+    stands still before each pass, or is late (`tests.helpers.adversary`). With NCCL the first
+    message of two ranks makes a communicator; none is made in the middle of a pass."""
     with MODES[mode]():
         ours = flags(**SMALL, pipeline_schedule=schedule)
         runs = train(4, ours, model_provider=drawn_by_name)

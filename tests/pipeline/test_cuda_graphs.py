@@ -150,7 +150,8 @@ def test_training_is_stocks_to_the_last_bit(
 )
 @pytest.mark.usefixtures("graphs")
 def test_beside_graphs_settings_do_what_they_do_without(schedule: str, more: Flags) -> None:
-    """Gradients that are sent go to passes of the vocabulary, too."""
+    """Next to CUDA graphs, settings do what they do without them. Gradients that are sent also go
+    to passes of the vocabulary."""
     words = flags("dense", pipeline_schedule=schedule, **more)
     reference = train(2, words, model_provider=drawn_by_name)
     assert_same(with_graphs("dense", "mlp", schedule, **more), reference)

@@ -113,8 +113,9 @@ def test_nobody_asks_a_device_while_a_graph_is_captured(
 
 
 def test_the_host_is_a_few_passes_ahead_of_its_device() -> None:
-    """A device that takes its time: messages of passes long begun kept their memory, as the host
-    had freed it and the device had not come by."""
+    """The host is a few passes ahead of its device and no more. With a slow device, messages of
+    passes that had begun long before kept their memory: the host had freed it, and the device had
+    not reached the end."""
     program = program_for(choose("zb-h1"), 2, 8)
 
     def on_rank(rank: int) -> None:
@@ -163,8 +164,9 @@ def test_what_has_ended_is_forgotten() -> None:
 
 
 def test_a_device_whose_host_goes_on_is_not_asked() -> None:
-    """In each second of a healthy run the watchdog's thread queried the device amid the main
-    thread's calls. Now it queries only if the host has stood still."""
+    """The watchdog queries no device whose host goes on. In each second of a healthy run its thread
+    queried the device between the main thread's calls. Now it queries only if the host has stood
+    still."""
     device = Device()
     progress = DeviceProgress(device.record)
     for microbatch in range(3):
@@ -209,8 +211,8 @@ OWN = "pipeline rank 3 is global rank 27, local rank 3 on node3"
 
 
 def test_a_device_that_waits_is_named_with_action_peer_and_age(script: Script) -> None:
-    """On NCCL a host has no wait that lasts: the watchdog saw none, and said nothing, or named the
-    pass some way ahead at which the host was."""
+    """The watchdog names a device that waits, with action, peer and age. With NCCL a host never
+    waits for long, so the watchdog noticed nothing, or named a later pass at which the host was."""
     waits = "the device of pipeline rank 3 has ended 3F7 and is waiting for 3RECV_B2 from"
     computes = "the device of pipeline rank 3 has ended 3F7 and is in 3B2"
     together = "has ended 3B2 and is waiting for 3REDUCE_E4 with the other pipeline ranks"

@@ -35,7 +35,7 @@ NOT_RUN = {
     "--pipeline-schedule zb-h1": "8 GPUs; test_parity_command.py has two",
     "megatron-ext doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS": "run as "
     "docs/index.md has it",
-    "megatron-ext doctor --megatron-args train.log": "test_megatron_log.py and "
+    "megatron-ext doctor train.log": "test_megatron_log.py and "
     "test_documented_outputs.py have logs",
     "sbatch scripts/slurm/pretrain.sh $YOUR_FLAGS": "tests/slurm runs it on a SLURM of two nodes",
     "scripts/gpu_tests.sh": "needs GPUs; tests/unit/house/test_shell_scripts.py reads it",
@@ -58,9 +58,9 @@ def test_what_is_not_run_stands_on_a_page() -> None:
 
 
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order, as later ones read what the quick start has written. It is shorter here: two ranks,
-    fewer layers, microbatches and iterations, no evaluation, and what searches does not search
-    long."""
+    """Documented commands run in their order, as later ones read files that the quick start has
+    written. The quick start is shorter here: two ranks, fewer layers, microbatches and iterations,
+    no evaluation, and searches have little effort."""
     shorten_search(monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain_gpt.py").symlink_to(SCRIPT)

@@ -151,14 +151,15 @@ def costs_by_now() -> Costs:
 def test_no_step_waits_for_a_search_but_the_first_of_a_training(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each new number of microbatches was searched for, and all ranks waited. The costs were those
-    of the evaluation that came first, with its longer sequences. Other numbers run what was found,
-    made longer or shorter: it had enough microbatches."""
+    """Only the first step of a training waits for a search. Each new number of microbatches was
+    searched for, and all ranks waited. The costs were those of the evaluation that came first, with
+    its longer sequences. Now other numbers run the schedule that was found, made longer or shorter,
+    if it had enough microbatches."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
 
     def on_rank(rank: int) -> tuple[tuple[int, ...], str]:
-        settings = {"schedule": schedule, "memory_limit": "2"}
+        settings: dict[str, Any] = {"schedule": schedule, "memory_limit": "2"}
         printed = io.StringIO()
         with apply(cpu.patches()), contextlib.redirect_stdout(printed):
             expected, _ = run(EVALUATED_FIRST)
@@ -183,7 +184,8 @@ def test_no_step_waits_for_a_search_but_the_first_of_a_training(
 
 
 def test_programs_that_were_not_used_for_longest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There was one for every number that had ever come."""
+    """Programs that have not run for longest are dropped. A program stayed in memory for every
+    number of microbatches that had ever come."""
     monkeypatch.setattr(programs, "KEPT", 2)
 
     def on_rank(rank: int) -> list[list[int]]:
@@ -200,7 +202,8 @@ def test_programs_that_were_not_used_for_longest_make_room(monkeypatch: pytest.M
 
 
 def test_a_limit_in_bytes_needs_the_length_of_a_sequence() -> None:
-    """verl calls with a sequence of one token, and the limit held a hundred times too much."""
+    """A limit in bytes requires the length of a sequence. verl calls with a sequence of one token,
+    and the limit allowed a hundred times too much."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -217,7 +220,8 @@ def test_a_limit_in_bytes_needs_the_length_of_a_sequence() -> None:
 def test_a_batch_size_that_ramps_up_is_searched_for_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Megatron's own: many steps have each number."""
+    """A ramp-up of the batch size searches for each size, under Megatron's own --rampup-batch-size,
+    as many steps have each size."""
     assert not ramps_up_to(4)
     constant = num_microbatches_calculator.ConstantNumMicroBatchesCalculator
     for calculator, expected in (

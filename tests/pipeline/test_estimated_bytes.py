@@ -104,7 +104,8 @@ def dropout_of_a_gpu(
 def test_held_bytes_are_those_of_a_training(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The estimate of the bytes until W is exact to 0.1 %, that of the bytes until I to 3 %."""
+    """The estimated bytes are those that a training stores: exact to 0.1 % for the bytes until W,
+    and to 3 % for the bytes until I."""
     take_local_attention()
     monkeypatch.setattr(torch.nn.functional, "dropout", dropout_of_a_gpu)
     flags = COMMON | (MODELS | {"experts": ALONE})[name]
@@ -151,9 +152,9 @@ def count_in_stock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_multi_token_prediction_holds_what_a_training_does(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The estimate did not count the last norm of multi-token prediction, nor the inputs of the
-    output layer's further runs. It counted the final norm on the stage of the loss, although it is
-    on the stage of the last layer."""
+    """The estimated bytes of multi-token prediction are those of a training. The estimate omitted
+    its last norm, and the inputs of the output layer's further runs, and counted the final norm on
+    the stage of the loss, although it is on the stage of the last layer."""
     count_in_stock(tmp_path, monkeypatch)
     ranks = layout.count("|") + 1
     flags: dict[str, Any] = COMMON | {

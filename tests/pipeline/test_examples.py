@@ -123,7 +123,8 @@ def test_two_lines_change_the_schedule_and_no_loss(example: Example, schedule: s
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "zb-auto"])
 def test_variables_change_the_schedule_and_no_loss(schedule: str) -> None:
-    """verl evaluates before it trains: the channels were once made for what an evaluation sends."""
+    """Environment variables change the schedule and no loss. verl evaluates before it trains: the
+    channels were made for the tensors of an evaluation."""
     ours = run(
         VERL_LOOP.source,
         VERL_USE_EXTERNAL_MODULES="megatron_ext.auto",
@@ -138,8 +139,9 @@ def test_variables_change_the_schedule_and_no_loss(schedule: str) -> None:
 
 
 def test_a_caller_orders_its_microbatches_under_any_schedule() -> None:
-    """The same order under Megatron's schedule and ours: the same losses to the last digit; and the
-    same as in order of arrival to rounding, so that nothing is read twice or left."""
+    """A caller may order its microbatches under any schedule. Megatron's schedule and ours use the
+    same order and have equal losses; and losses equal those in order of arrival to rounding, so
+    each microbatch is read exactly once."""
     stock = steps(run(VERL_LOOP.source, ORDER="1"))
     ours = run(
         VERL_LOOP.source,

@@ -124,7 +124,8 @@ def test_line(name: str, ranks: int, p2p: P2P) -> None:
     in_pairs([v_placement, loop_placement], [1, 2, 4], [False, True], P2P),
 )
 def test_two_chunks_a_rank(place: Place, ranks: int, splits: bool, p2p: P2P) -> None:
-    """The V hands over on one rank at its turn; on one rank, V and loop always do."""
+    """The executor runs two chunks a rank. Two stages on one rank pass tensors directly, on a V at
+    its turn, and in a pipeline of one rank always."""
     programs = [
         program_for(as_file(greedy(place(ranks), m, splits)), ranks, m, p2p=p2p)
         for m in MICROBATCHES
@@ -134,10 +135,10 @@ def test_two_chunks_a_rank(place: Place, ranks: int, splits: bool, p2p: P2P) -> 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_chunks_are_reduced_in_one_order_whatever_the_program(reverse: bool) -> None:
-    """In a race one replica ran the baseline while another ran a candidate, and steps with other
-    numbers of microbatches run other programs too. Replicas whose chunks end in different orders
-    met in collectives of different chunks: a hang, or sums of one chunk's gradients with another's.
-    """
+    """Chunks are reduced in one order in all programs. In a race one replica ran the baseline while
+    another ran a candidate; steps with other numbers of microbatches run other programs too.
+    Replicas whose chunks end in different orders met in collectives of different chunks: a hang, or
+    sums of different chunks' gradients."""
     schedule = greedy(loop_placement(1), 3, True)
     (row,) = schedule.rows
     ends = sorted((a for a in row if a.kind is Kind.BACKWARD_WEIGHT), reverse=reverse)
@@ -166,7 +167,7 @@ def test_passes_that_run_again(p2p: P2P) -> None:
 
 @pytest.mark.parametrize("p2p", P2P)
 def test_pairs(p2p: P2P) -> None:
-    """Two passes are one call, between the messages of both."""
+    """The executor runs overlapped passes as one call, between the messages of both."""
     names = ["interleaved", "zb-v", "dualpipe-v"]
     programs = [program_for(choose(name), 2, 6, p2p=p2p, pairs=True) for name in names]
     assert all(program.schedule.pairs for program in programs)
@@ -174,7 +175,7 @@ def test_pairs(p2p: P2P) -> None:
 
 
 def test_who_fails_in_a_pair_says_so() -> None:
-    """The error names both passes, as either may be meant."""
+    """If one of two overlapped passes fails, the error names both, as either may be the cause."""
     program = program_for(choose("zb-v"), 2, 6, pairs=True)
     rank = program.schedule.placement.rank_of[0]
     pair = next(pair for pair in sorted(program.schedule.pairs) if pair.forward.stage == 0)
@@ -192,7 +193,8 @@ def test_who_fails_in_a_pair_says_so() -> None:
 
 
 def test_who_fails_shows_the_place_in_its_row() -> None:
-    """Only the rank whose own pass has failed: the others name what they waited for."""
+    """A rank whose own pass has failed shows the pass' place in its row. Other ranks only name what
+    they waited for."""
     program = program_for(choose("zb-h1"), 2, 6)
 
     def fail() -> None:
@@ -251,7 +253,8 @@ def test_evaluation_with_varying_shapes_does_not_hang(microbatches: int) -> None
 )
 @pytest.mark.parametrize("place", [line, v_placement, loop_placement])
 def test_steps_over_the_same_channels(place: Place, varies: bool, p2p: P2P) -> None:
-    """Train, evaluate (with more microbatches than sends may be pending), train again."""
+    """Steps use the same channels one after the other: a training step, an evaluation (with more
+    microbatches than sends may be pending), a training step."""
     train = program_for(as_file(greedy(place(3), 4, True)), 3, 4, p2p=p2p)
     evaluate = program_for(as_file(greedy(place(3), 9, True)), 3, 9, True, p2p)
 
@@ -272,9 +275,9 @@ def test_steps_over_the_same_channels(place: Place, varies: bool, p2p: P2P) -> N
 
 @pytest.mark.parametrize("p2p", P2P)
 def test_a_step_lets_go_of_its_stages(p2p: P2P) -> None:
-    """At once, not when garbage is collected: a stage has Megatron's data iterator, whose worker
-    processes must end before the interpreter waits for them. A run with --exit-signal-handler and
-    --num-workers did not end."""
+    """A step releases its stages at its end, without the garbage collector. A stage refers to
+    Megatron's data iterator, whose worker processes must end before the interpreter waits for them.
+    A run with --exit-signal-handler and --num-workers did not end."""
     program = program_for(choose("zb-h1"), 2, 3, p2p=p2p)
 
     def run(rank: int) -> None:
@@ -297,7 +300,7 @@ def test_a_kind_that_nobody_runs_is_not_passed_over() -> None:
 @pytest.mark.parametrize("p2p", P2P)
 @pytest.mark.parametrize("pipelines", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
 def test_two_pipelines_in_one_world(pipelines: list[list[int]], p2p: P2P) -> None:
-    """Each makes the channels of its own ranks."""
+    """Two pipelines in one world each make the channels of their own ranks."""
     program = program_for(choose("zb-h1"), 2, 3, p2p=p2p)
 
     def run(rank: int) -> None:
@@ -314,7 +317,8 @@ def test_two_pipelines_in_one_world(pipelines: list[list[int]], p2p: P2P) -> Non
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_any_valid_schedule_runs(ranks: int) -> None:
-    """Random placements and orders, fixed and varying shapes, batches; and the forwards alone."""
+    """Any valid schedule runs: random placements and orders, fixed and varying shapes, batched
+    messages, and forward passes alone."""
     cases = [case for case in map(random_case, range(60)) if case.problem.ranks == ranks][:6]
     assert len(cases) == 6
 
@@ -337,11 +341,12 @@ def test_any_valid_schedule_runs(ranks: int) -> None:
 
 @pytest.mark.parametrize("p2p", P2P)
 def test_what_the_proof_lets_through_runs(p2p: P2P) -> None:
-    """A program is changed a little, its messages and waits among the rest.
+    """Every program that the proof accepts runs. A program is changed a little, including its
+    messages and waits.
 
-    Either the proof rejects the outcome, and then there is no program to run; or it runs to its
-    end on real ranks. A proof that is too mild shows as a hang: batched, on a group that is as
-    strict about its order as NCCL's.
+    Either the proof rejects the result, or it runs to its end on real ranks. If the proof were too
+    mild, a run would hang: messages are batched on a group that is as strict about their order as
+    NCCL's.
     """
     rng = random.Random(0)
     problem = problem_for(v_placement(3), 4).with_options(p2p=p2p)
@@ -361,8 +366,9 @@ def test_what_the_proof_lets_through_runs(p2p: P2P) -> None:
 
 
 def test_what_the_proof_refuses_hangs() -> None:
-    """If such a schedule ran, the test above could not fail. With batched messages, receives that
-    are posted ahead block what they wait for. The seal is broken to run it all the same."""
+    """Schedules that the proof refuses hang, otherwise the test above could not fail. With batched
+    messages, receives that are posted ahead block the messages that they wait for. This test breaks
+    the seal of a program to run it."""
     schedule = written(
         """
         0RECV_B0 0F0 0SEND_F0 0B0 0WAIT_F0
@@ -392,7 +398,8 @@ def test_what_the_proof_refuses_hangs() -> None:
 def test_a_tensor_that_the_other_rank_does_not_expect(
     tensor: Tensor, shape: tuple[int, ...] | None
 ) -> None:
-    """gloo took the bytes of another type for its own, and the next stage computed with noise."""
+    """A tensor of another type than the next rank expects is an error. gloo took its bytes for the
+    expected type, and the next stage computed with noise."""
 
     def run(rank: int) -> None:
         channels = Channels(world(), [Channel(0, 1, Kind.SEND_F)], torch.device("cpu"))
@@ -409,7 +416,8 @@ def test_a_tensor_that_the_other_rank_does_not_expect(
 
 @pytest.mark.real_time
 def test_of_a_batch_the_message_that_fails_is_named() -> None:
-    """Not the one that was waited for: that has come."""
+    """The failing message of a batch is named, not the one that was waited for, which has
+    arrived."""
     program = program_for(choose("1f1b"), 3, 3, p2p=P2P.BATCHED)
     row = program.schedule.rows[1]
     receive, send = next(

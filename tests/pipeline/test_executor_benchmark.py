@@ -46,7 +46,8 @@ def test_every_contender_takes_at_least_its_ideal_time(capsys: Output) -> None:
 
 
 def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not(capsys: Output) -> None:
-    """The head, as long as a stage, is on one rank of two, or half of it on each."""
+    """The benchmark measures a divided vocabulary next to a whole one. The output layer, as long as
+    a stage, is on one of two ranks, or half of it on each."""
     words = ("--schedules", "zb-v", "--vocab-parallel", "2")
     rows = report_of(capsys, *words, costs="f=4,i=4,w=4,output_layer=4/4/4")["rows"]
     naive, divided = rows["megatron-ext zb-v"], rows["megatron-ext zb-v, vocabulary 2"]
@@ -56,8 +57,8 @@ def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not(capsys:
 
 
 def test_a_pair_takes_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Overlapped passes take their common cost, and neither pass takes time of its own. Lines have
-    none."""
+    """Overlapped passes take their common cost, and neither pass takes time of its own. Schedules
+    on a line placement have none."""
     taken: list[float] = []
     monkeypatch.setattr(
         emulated, "take", lambda seconds: taken.append(seconds) if emulated._clock.runs else None
@@ -94,7 +95,8 @@ def test_steps_in_a_row_with_post_validation(capsys: Output) -> None:
 
 
 def test_a_table_of_a_benchmark_is_what_a_page_has(capsys: Output) -> None:
-    """One row a contender, below one head, in the columns of docs/measurements.md."""
+    """A benchmark's table is the one on its page: a row for each contender, below one heading, in
+    the columns of docs/measurements.md."""
     size = ["--pp", "2", "-m", "4", "--costs", "f=1,i=1,w=1", "--launches", "1"]
     assert main([*size, "--schedules", "1f1b"]) == 0
     head, line, *rows = capsys.readouterr().out.partition("\n\n")[0].splitlines()

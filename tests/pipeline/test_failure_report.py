@@ -330,7 +330,8 @@ def fail_and_begin_again(rank: int) -> None:
 
 
 def test_words_of_another_run_are_not_heard(script: Script) -> None:
-    """A store may outlive ranks that failed, and a process one of its pipelines."""
+    """Reports of another run are not heard. A store may outlive ranks that failed, and a process
+    may outlive one of its pipelines."""
     with running_ranks(RANKS, fail_and_begin_again, script) as running:
         results = running.wait()
     values(results)

@@ -183,7 +183,8 @@ def test_every_rank_ends_when_one_fails(
 def test_every_rank_of_a_batched_pipeline_ends_when_one_fails(
     script: Script, at: str, fault: Callable[[], None], exit_code: int
 ) -> None:
-    """Gloo's connections end with the process that has failed; the group stays as it is."""
+    """Every rank of a batched pipeline ends when one fails. Gloo's connections end with the failed
+    process; the group itself stays."""
     with running_ranks(RANKS, Step({at: fault}, p2p=P2P.BATCHED), script) as running:
         results = running.wait()
     failed = parse_action(at).stage
@@ -195,9 +196,10 @@ def test_every_rank_of_a_batched_pipeline_ends_when_one_fails(
 
 @pytest.mark.parametrize("varies", [False, True])
 def test_sending_to_a_rank_that_has_failed(script: Script, varies: bool) -> None:
-    """A rank was computing when its neighbour died; then the next send or receive fails when it is
-    started, not when it is waited for, and was reported as gloo's error alone. (1F0 comes after
-    1RECV_F1, where a shape that varies is waited for.)"""
+    """Sending to a failed rank is reported with the pass. A rank was computing when its neighbour
+    died; then the next send or receive fails when it starts, not when it is waited for, and was
+    reported as gloo's error only. (1F0 comes after 1RECV_F1, which is waited for if shapes vary.)
+    """
     step = Step({"1F0": kill, "0F2": wait_until_told}, varies=varies)
     with running_ranks(RANKS, step, script) as running:
         running.wait_until_it_says(0, HERE)
@@ -244,7 +246,8 @@ def check_signal_report(stderr: str, name: str, where: str) -> None:
 def test_ranks_blocked_in_gloo_report_and_are_ended_from_outside(
     script: Script, name: str, exit_code: int
 ) -> None:
-    """A launcher's SIGTERM, and Ctrl-C, while rank 1 is stopped and the others wait for it."""
+    """Ranks blocked in gloo report their position and end at a launcher's SIGTERM or at Ctrl-C.
+    Rank 1 is stopped and the others wait for it."""
     with running_ranks(RANKS, Step({"1I2": stop}, before=be_soon_stuck), script) as running:
         for rank, where in WAIT_FOR_1I2.items():
             running.wait_until_it_says(rank, where)
@@ -304,7 +307,8 @@ def test_sigterm_ends_a_rank_that_can_say_nothing(
 def test_without_a_thread_a_line_is_written_if_that_blocks_nobody(
     broken: Callable[[], None],
 ) -> None:
-    """At a limit of processes the line was lost, on a stderr that took it."""
+    """At a limit of threads a line is still written if the write does not block. Such a line was
+    lost, although stderr was writable."""
 
     def no_thread(name: str, target: Callable[[], None]) -> threading.Thread:
         raise RuntimeError("can't start new thread")
@@ -355,8 +359,9 @@ def start_without_stderr(rank: int) -> None:
 def test_a_file_with_the_number_of_stderr_is_left_alone(
     script: Script, run: Callable[[int], None], is_said: bool
 ) -> None:
-    """Whoever closes stderr has its number given to the next file: the watchdog wrote its lines
-    into a checkpoint. What it says goes to where stderr was when it started."""
+    """The watchdog does not write into a file that has the number of stderr. If stderr is closed,
+    the next opened file gets its number: the watchdog wrote its lines into a checkpoint. It writes
+    to the stderr of its start."""
     with running_ranks(1, run, script, connect=False) as running:
         running.wait_until_it_says(0, HERE)
         running.send_signal(0, signal.SIGTERM)
@@ -387,8 +392,8 @@ def save_on_interrupt() -> None:
 
 
 def test_who_catches_ctrl_c_may_take_long(script: Script) -> None:
-    """The watchdog ended a process that was between two passes 3 s after Ctrl-C, though the main
-    thread had caught it and was saving a checkpoint."""
+    """A process that catches Ctrl-C may take long. The watchdog ended a process between two passes
+    3 s after Ctrl-C, though the main thread had caught it and was saving a checkpoint."""
     with running_ranks(RANKS, Step({"1I2": save_on_interrupt}), script) as running:
         running.wait_until_it_says(1, HERE)
         running.send_signal(1, signal.SIGINT)
@@ -422,7 +427,8 @@ def take_sigterm_and_be_soon_stuck() -> None:
     ids=["taken before the watchdog starts", "taken after"],
 )
 def test_somebody_elses_sigterm_handler_is_left_alone(script: Script, step: Step) -> None:
-    """As Megatron's --exit-signal-handler: it saves a checkpoint when the step is over."""
+    """The watchdog leaves other SIGTERM handlers alone, such as Megatron's --exit-signal-handler,
+    which saves a checkpoint at the end of the step."""
     with running_ranks(RANKS, step, script) as running:
         running.wait_until_it_says(0, WAIT_FOR_1I2[0])
         running.send_signal(0, signal.SIGTERM)
@@ -457,8 +463,9 @@ def fork_a_worker(rank: int) -> None:
 
 
 def test_a_forked_workers_signals_are_its_own(script: Script) -> None:
-    """A data loader ends its workers with SIGTERM. They are forked from the rank and had its
-    watchdog's socket: the rank took the signal for its own and was gone 3 s later."""
+    """A forked worker's signals are its own. A data loader ends its workers with SIGTERM. They are
+    forked from the rank and had its watchdog's socket: the rank took the signal for its own and
+    ended 3 s later."""
     with running_ranks(1, fork_a_worker, script, connect=False) as running:
         (result,) = running.wait()
     assert result.exit_code == 0, result.stderr
@@ -477,7 +484,8 @@ def start_two_watchdogs(rank: int) -> None:
 
 
 def test_one_watchdog_serves_two_pipelines(script: Script) -> None:
-    """Only the first had the signals, and said `between passes` while the second was in one."""
+    """One watchdog serves two pipelines. Only the first pipeline had the signals, and it said
+    `between passes` while the second was in a pass."""
     with running_ranks(1, start_two_watchdogs, script, connect=False) as running:
         running.wait_until_it_says(0, HERE)
         running.send_signal(0, signal.SIGTERM)
@@ -507,7 +515,8 @@ def start_in_a_thread(rank: int) -> None:
 def test_signals_that_cannot_be_had_are_left_alone(
     script: Script, start: Callable[[int], None]
 ) -> None:
-    """An event loop in the main thread (Ray's, verl's) is woken through the same descriptor."""
+    """The watchdog does without signals that another library uses. An event loop in the main thread
+    (Ray's, verl's) is woken through the same descriptor."""
     with running_ranks(1, start, script, connect=False) as running:
         values(running.wait())
 
@@ -561,8 +570,9 @@ def check_it_takes_no_further_step(p2p: P2P) -> None:
 
 
 def test_a_rank_whose_caller_goes_on_after_its_error(script: Script) -> None:
-    """Whoever logs the exception and lives on kept the connections open: the other ranks waited
-    for torch's timeout, ten minutes."""
+    """A rank whose caller continues after its error closes its connections. A caller that logged
+    the exception and lived on kept them open, and the other ranks waited for torch's timeout of ten
+    minutes."""
     with running_ranks(RANKS, go_on_after_failing, script) as running:
         running.wait_until_it_says(1, HERE)
         running.wait_until_ended(0, 2)
@@ -574,7 +584,8 @@ def test_a_rank_whose_caller_goes_on_after_its_error(script: Script) -> None:
 
 
 def test_a_batched_rank_whose_caller_goes_on_after_its_error(script: Script) -> None:
-    """The group is not ours to close: the others wait until its process ends."""
+    """After an error in a batched pipeline the group stays open, as it is not ours to close: the
+    other ranks wait until the failed process ends."""
     with running_ranks(RANKS, go_on_after_failing_in_a_batch, script) as running:
         running.wait_until_it_says(1, HERE)
         running.send_signal(1, signal.SIGUSR1)

@@ -145,7 +145,8 @@ def leave() -> None:
 def test_a_rank_that_ends_an_evaluation_early_has_not_failed(
     script: Script, tmp_path: Path
 ) -> None:
-    """The others were told to look for the first error of a rank that had none."""
+    """A rank that ends an evaluation early has not failed. The other ranks were told to look for
+    the first error of a rank that had none."""
     results = end_of(script, flags_of("evaluation", tmp_path), BetweenSteps("evaluation", leave, 1))
     assert results[FAILING].exit_code == 0, results[FAILING].stderr
     ended = f"pipeline rank {FAILING} {BETWEEN.format(FAILING, 2)}"

@@ -147,5 +147,6 @@ OF_EACH_KIND = ("zb-h1", "interleaved-zb", "zb-v")
 def test_trainings_are_stocks_to_the_last_bit(
     backend: str | None, flags: Flags, schedules: Sequence[str]
 ) -> None:
-    """Stock's with the all-to-all dispatcher, which stock's flex dispatcher equals (at night)."""
+    """Trainings with the flex dispatcher are bitwise equal to stock's with the all-to-all
+    dispatcher. Stock's flex dispatcher equals that one, which a test at night shows."""
     compare(backend, flags, schedules)

@@ -80,8 +80,9 @@ def pipeline_of(ranks: list[int]) -> dist.ProcessGroup:
 
 
 def test_a_rank_makes_no_group_that_it_is_no_member_of() -> None:
-    """At 1,024 ranks the 28 channels of zb-v were 3,584 calls of new_group on each rank. Megatron's
-    own groups take 5,713 calls, for 18 that a rank is a member of."""
+    """A rank creates only groups that it is a member of. At 1,024 ranks the 28 channels of zb-v
+    took 3,584 calls of new_group on each rank. Megatron's own groups take 5,713 calls, for 18 that
+    a rank is a member of."""
     ranks, size, mine = 1024, 8, 500
 
     def run(_: int) -> dict[str, tuple[int, int]]:
@@ -147,8 +148,8 @@ def test_no_two_channels_share_a_group() -> None:
 
 
 def test_torchs_own_groups_keep_their_names() -> None:
-    """Ranks that are members of different numbers of groups hung in the next new_group, each at
-    another name, when torch was told that others need not call it."""
+    """torch's own groups keep their names. Ranks that are members of different numbers of groups
+    hung in the next new_group, each under another name, when other ranks did not call it."""
 
     def run(rank: int) -> int:
         made = make_groups(whole_world(), {"a": [0, 1], "b": [1, 2], "c": [2, 1]}, "gloo")
@@ -167,8 +168,8 @@ def whole_world() -> dist.ProcessGroup:
 
 
 def test_a_group_is_made_anew() -> None:
-    """An earlier group's entries in the store would lead a new group of the same members to closed
-    sockets."""
+    """A group of the same members is made anew. Entries of an earlier group in the store would lead
+    it to closed sockets."""
 
     def run(rank: int) -> None:
         names = set()
@@ -190,8 +191,9 @@ BOUND = torch.device("cuda:0")
 
 
 def test_in_a_world_that_is_bound_to_a_device(tmp_path: Path) -> None:
-    """torch splits new communicators off such a world's, which all of its ranks have to take part
-    in: those that are no members would be waited for."""
+    """Groups can be made in a world that is bound to a device. torch splits new communicators from
+    that world's, in which all of its ranks take part: ranks that are not members would be waited
+    for."""
 
     def run(rank: int) -> None:
         dist.init_process_group(
@@ -227,8 +229,8 @@ def test_in_a_world_that_is_bound_to_a_device(tmp_path: Path) -> None:
 
 @needs_nccl
 def test_megatrons_settings_reach_our_communicators() -> None:
-    """--nccl-communicator-config-path and --high-priority-stream-groups were for Megatron's own
-    groups alone."""
+    """Megatron's settings reach our communicators. --nccl-communicator-config-path and
+    --high-priority-stream-groups applied to Megatron's own groups only."""
     said = {"max_ctas": 6, "min_ctas": 3, "cga_cluster_size": 2, "net_name": "IB"}
     of_pipeline = parallel_state.get_nccl_options("pp", {"pp": {**said, **PRIORITY}})
     options = communicator_options(of_pipeline, 4)
@@ -264,7 +266,8 @@ def test_nccl_is_left_alone_where_nothing_is_said() -> None:
 
 @needs_nccl
 def test_each_group_has_options_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options of NCCL are given if the world's backend for the device is NCCL, and only then."""
+    """Each group has its own options. NCCL's options are given if the world's backend for the
+    device is NCCL, and only then."""
     of_pipeline = dist.ProcessGroupNCCL.Options()
     of_pipeline.config.min_ctas = 1
     backend = SimpleNamespace(options=of_pipeline)
@@ -287,8 +290,8 @@ def test_each_group_has_options_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_both_ends_use_equally_many_ctas() -> None:
-    """NCCL spreads a message over them the same way at both ends, and a rank with few channels, or
-    on a larger device, would have thought of more."""
+    """Both ends of a channel use equally many CTAs. NCCL splits a message over them in the same way
+    at both ends, and a rank with few channels, or on a larger device, would have chosen more."""
     program = program_of("zb-v", 4)
 
     def run(rank: int) -> int | None:
@@ -302,9 +305,9 @@ def test_both_ends_use_equally_many_ctas() -> None:
 
 
 def test_batched_messages_need_no_communicator_of_ours() -> None:
-    """On the first GPU every training with batched messages computed forever, before its first
-    step: it doubled the number of CTAs for no communicators until they took enough of the
-    device."""
+    """Batched messages need no communicator of ours. On the first GPU every training with batched
+    messages computed for ever before its first step: with no communicators, it doubled their number
+    of CTAs until they would take enough of the device."""
     program = program_of("zb-v", 4, P2P.BATCHED)
 
     def run(rank: int) -> int | None:

@@ -186,8 +186,8 @@ def case(model: str, schedules: tuple[str, ...]) -> Any:
 
 @pytest.mark.parametrize(("model", "schedules"), [case(*names) for names in CASES])
 def test_steps_are_stocks(model: str, schedules: tuple[str, ...]) -> None:
-    """A V of a hybrid model trained with the stages of a loop, without an error: its first stage
-    was the third of the pattern."""
+    """Steps of hybrid models are stock's. A V of a hybrid model trained with the stages of a loop,
+    without an error: its first stage was the third of the pattern."""
     make = MODELS[model]
 
     def on_rank(rank: int) -> None:
@@ -213,7 +213,8 @@ def of_pattern(pattern: str, chunks: int | None, number: int) -> Any:
 
 
 def test_a_pattern_has_as_many_segments_as_there_are_stages() -> None:
-    """With more, stock builds the first ones, and trains a smaller model."""
+    """A pattern must have as many segments as there are stages. With more segments, stock builds
+    the first ones, and trains a smaller model."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -287,7 +288,8 @@ def trained(pattern: str, **flags: object) -> list[Run]:
 def test_checkpoints_go_from_stock_to_ours_and_back(
     schedule: str, stocks: str, ours: str, tmp_path: Path
 ) -> None:
-    """A pattern that says nothing of stages is divided evenly."""
+    """Checkpoints of hybrid models go from stock to ours and back. A pattern without segments is
+    split evenly."""
     whole = trained(stocks, save=tmp_path / "stock")
     between = trained(
         ours,

@@ -88,7 +88,8 @@ def test_one_rank_works_for_all() -> None:
 
 
 def test_who_comes_first_does_not_wait_for_ever_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 may be in a pipeline whose step has no work to share."""
+    """A rank that comes first does not wait for ever for rank 0, which may be in a pipeline whose
+    step has no work to share."""
     monkeypatch.setattr(waiting, "AHEAD_SECONDS", 0.1)
     results = values(run_ranks(2, asked(take_long, late=0)))
     assert [worked for _, worked in results] == [0, 1]
@@ -111,7 +112,8 @@ def test_no_memory_on_the_rank_that_works_ends_all() -> None:
 
 
 def test_who_is_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by the kernel, for memory. The store goes on: the agent's, or another rank's."""
+    """Ranks do not wait for a killed worker, such as one that the kernel ended for its memory. The
+    store continues, in the agent or in another rank."""
     monkeypatch.setattr(waiting, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(waiting, "SILENT_SECONDS", 1.0)
     with running_ranks(2, asked(work_for_ever)) as running:
@@ -137,7 +139,8 @@ class Watched:
 
 
 def test_who_is_killed_with_the_store_is_not_waited_for() -> None:
-    """Without torchrun it is in the process of global rank 0."""
+    """Ranks do not wait for a worker that is killed with the store. Without torchrun the store is
+    in the process of global rank 0."""
 
     def on_rank(rank: int, port: int) -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
@@ -167,8 +170,9 @@ def test_who_is_killed_with_the_store_is_not_waited_for() -> None:
 def test_a_store_that_is_lost_is_called_so_whenever_it_goes(
     call: str, rank: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A test of a killed rank failed on one machine, now and then: its store went at another
-    moment, and the rank that waited ended with "Broken pipe"."""
+    """A lost store is reported as such, whenever it goes. A test of a killed rank failed now and
+    then on one machine: its store went at another moment, and the waiting rank ended with "Broken
+    pipe"."""
 
     def lose(name: str) -> None:
         if name == call:
@@ -232,7 +236,8 @@ def test_so_is_one_that_is_lost_at_other_work(
 
 
 def test_one_rank_chooses_the_plan_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before there are process groups, in the store of torchrun's agent."""
+    """One rank chooses the plan for all, before there are process groups, through the store of
+    torchrun's agent."""
     chosen: list[str] = []
 
     def choose_for(argv: list[str], config: PipelineConfig, world_size: int) -> Chosen:

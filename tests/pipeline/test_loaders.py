@@ -98,8 +98,9 @@ def stock(size: str) -> tuple[list[Run], list[dict[str, int]]]:
     ],
 )
 def test_loaders_of_the_scripts_own(size: str, schedule: str) -> None:
-    """On V's the run ended at once, with exit code 0 and not one step trained. Under all others the
-    first save died before the model was written, as did the skipped iteration."""
+    """Loaders of a script's own work under our schedules. Under a V the run ended at once with exit
+    code 0 and without a step. Under all others the first save failed before the model was written,
+    as did the skipped iteration."""
     reference, states = stock(size)
     assert len(set(losses(reference))) == 3 and len(evaluations(reference)) == 2
     assert states == [{"microbatches": 2 * (2 if "dp2" in size else 4)}] * len(states)
@@ -188,8 +189,8 @@ def saved_as_torch(schedule: str | None) -> tuple[list[Run], Path]:
     ],
 )
 def test_a_checkpoint_of_other_chunks_is_refused(schedule: str, ckpt_format: str) -> None:
-    """Not one weight was loaded, and training began from random ones: Megatron takes a chunk that a
-    checkpoint lacks for an empty stage."""
+    """A checkpoint of other chunks is refused. Megatron takes a chunk that a checkpoint lacks for
+    an empty stage: no weight was loaded, and training began from random ones."""
     _, folder = saved_as_torch("interleaved-zb" if "vpp" in schedule else None)
     flags = {"load": folder, "ckpt_step": 2, "ckpt_format": ckpt_format}
     words = model_flags(**PIPELINE | flags, pipeline_schedule=schedule)
@@ -227,8 +228,8 @@ def with_a_pending_step(schedule: str | None) -> Path:
 
 @pytest.mark.parametrize(("saver", "loader"), [(None, "zb-v"), *at_night(("zb-v", "zb-h1"))])
 def test_a_pending_step_of_other_stages_is_refused(saver: str | None, loader: str) -> None:
-    """Megatron would compare results of one stage with those of another, and blame the GPU. It can
-    be told to forget the step."""
+    """A pending step of other stages is refused. Megatron would compare results of one stage with
+    those of another, and blame the GPU. Megatron can be told to forget the step."""
     flags = {"load": with_a_pending_step(saver), "pipeline_schedule": loader}
     results = train_or_fail(2, model_flags(**PIPELINE | flags))
     for result in results:
@@ -243,7 +244,8 @@ def test_a_pending_step_of_other_stages_is_refused(saver: str | None, loader: st
 def test_a_pending_step_is_run_again_where_stages_are_the_same(
     saver: str | None, loader: str
 ) -> None:
-    """Here on the same device, which Megatron notices: the job is to be resumed once more."""
+    """A pending step is rerun if stages are the same. It runs on the same device here, which
+    Megatron notices: it says that the job has to be resumed once more."""
     flags = {"load": with_a_pending_step(saver), "pipeline_schedule": loader}
     for result in train_or_fail(2, model_flags(**PIPELINE | flags)):
         assert result.error.endswith("SystemExit: 16\n"), result.error

@@ -87,8 +87,9 @@ def test_global_rank_0_tells_for_all(rank: int, capsys: pytest.CaptureFixture[st
 def test_no_rank_searches_before_there_are_process_groups(
     ours: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank of a launch checks the arguments, and each searched for a minute there. Then one
-    rank searched once more, for the program that runs."""
+    """No rank searches before there are process groups. Every rank of a launch checks the
+    arguments, and each searched for a minute there. Then one rank searched once more, for the
+    program that runs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
     entered = tmp_path / "entered"
@@ -157,9 +158,9 @@ def noting_jobs(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
 def test_one_rank_searches_and_each_proves_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """v-auto on 4 ranks: all searched before there were process groups, and again at the first
-    step, once for each place of the output layer's weight gradient; and the job was another one
-    there, as it was described apart from the arguments."""
+    """One rank searches and each rank proves once. Under v-auto on 4 ranks all searched before
+    there were process groups, and once more at the first step for each place of the output layer's
+    weight gradient; and the job differed there, as it was described without the arguments."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
     file, jobs = tmp_path / "notes", tmp_path / "jobs"

@@ -203,7 +203,8 @@ def test_frozen_weights(schedule: str) -> None:
 def test_recompute_runs_each_layer_twice(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's own split of the backward at the graph needs one more forward for every linear."""
+    """Recompute runs each layer twice. torch's own split of the backward pass at the graph would
+    need one more forward pass of every linear layer."""
     forward = TransformerLayer.forward
 
     def counted(layer: TransformerLayer, *args: Any, **kwargs: Any) -> Any:
@@ -275,8 +276,9 @@ def test_the_split_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
 def test_the_output_layer_waits_for_w_only_where_its_logits_have_room(
     room: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """zb-h1's ranks all hold the same: without a limit in bytes the last one has no room to spare.
-    Either way the numbers are stock's."""
+    """The output layer's weight gradient waits for W only if there is memory for its logits.
+    zb-h1's ranks all store the same: without a limit in bytes the last one has none left. Either
+    way the numbers are stock's."""
     limit = {"pipeline_memory_limit": "60GiB"} if room else {}
     ours: Flags = {"pipeline_schedule": "zb-h1", "pipeline_report_split": True, **limit}
     PIPELINE.start_as_stock(**ours)

@@ -22,7 +22,8 @@ def test_what_making_a_schedule_takes(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_what_a_split_costs() -> None:
-    """In a rank: it patches Megatron, and leaves it so."""
+    """The script that measures the cost of a split runs in a rank of its own, since it patches
+    Megatron and does not undo it."""
     words = ["--hidden", "64", "--sequence", "16", "--repetitions", "3"]
     assert values(run_ranks(1, lambda rank: split.main(words), connect=False)) == [0]
 

@@ -22,7 +22,7 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.memory import in_bytes, peaks
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose, entries
-from megatron_ext.runtime.weight_gradients import WeightGradients
+from megatron_ext.runtime.weight_gradients import RowProduct, WeightGradients
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs_text import load_costs
 from megatron_ext.schedule.kinds import RULES, Held
@@ -283,18 +283,19 @@ def test_a_pass_that_runs_again_leaves_its_input_alone(spec: str) -> None:
 
 
 def test_a_copy_and_a_leak_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue is given a copy of each layer's input, and somebody keeps the input itself."""
+    """The memory test notices a copy and a leak: the queue is given a copy of each layer's input,
+    and a reference to the input itself stays."""
     costs = costs_of(4)  # measured without either
     put, kept = WeightGradients.put, []
 
     def put_copy(
         self: WeightGradients,
         weight: Tensor,
-        compute: Callable[[], Tensor],
+        compute: RowProduct[Tensor],
         tensors: Iterable[Tensor],
         gather: Callable[[], None] | None = None,
     ) -> None:
-        gradient: Any = compute.__self__  # type: ignore[attr-defined]  # a layer's `_WeightGradient`
+        gradient: Any = compute.operands.__self__  # type: ignore[attr-defined]  # a `_WeightGradient`
         kept.append(gradient._x)
         gradient._x = gradient._x.clone()
         put(self, weight, compute, (gradient._x, gradient._dy), gather)

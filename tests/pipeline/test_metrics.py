@@ -96,7 +96,8 @@ def test_a_run_with_metrics(
 def test_the_figures_are_those_of_a_trace(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Without clocks that were compared: the step's own messages tell as much."""
+    """Metrics have the figures of a trace without comparing clocks: the step's own messages tell as
+    much."""
     run(2, MEASURED | {"log_interval": 1, "global_batch_size": 8} | traced(tmp_path, "3:6"))
     told = {line["iterations"]: line for line in lines(capfd)}
     for step in read_trace(tmp_path):
@@ -120,7 +121,8 @@ def test_steps_that_overlap(capfd: pytest.CaptureFixture[str]) -> None:
 def test_costs_that_are_measured_meanwhile(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """From the fifth iteration on another program runs: no figure is of both."""
+    """If costs are measured during the run, another program runs from the fifth iteration on: no
+    figure of the metrics mixes both programs."""
     flags: Flags = {
         "pipeline_costs": f"profile:{tmp_path / 'costs.json'}",
         "pipeline_schedule": "zb-auto",
@@ -137,7 +139,7 @@ LOOP: Flags = {"num_virtual_stages_per_pipeline_rank": 2}
 
 @pytest.mark.parametrize("placement", [{}, LOOP], ids=["1f1b", "interleaved"])
 def test_megatrons_own_step(placement: Flags, capfd: pytest.CaptureFixture[str]) -> None:
-    """The flag alone is enough, and changes no number."""
+    """Metrics of Megatron's own step need only the flag, and change no number."""
     stock: Flags = {"pipeline_schedule": None, "train_iters": 4} | placement
     reference = run(2, stock)
     capfd.readouterr()
@@ -150,7 +152,8 @@ def test_megatrons_own_step(placement: Flags, capfd: pytest.CaptureFixture[str])
 
 
 def test_a_step_of_other_passes_does_not_count() -> None:
-    """A Megatron whose order is not the known one: its passes would be taken for others."""
+    """A step with unknown passes does not count. Under a Megatron with another order, passes would
+    be taken for others."""
     program = program_for(choose("1f1b"), 2, 2)
     expected = program.schedule.compute_rows[0]
     recorder, steps = Recorder(0), StepSums(CPU)
@@ -188,7 +191,8 @@ def test_off_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pipelines_know_the_times_of_one_another() -> None:
-    """Each of these ranks is the last of a pipeline of its own; one of them has no step yet."""
+    """Pipelines know the times of one another. Each of these ranks is the last of its own pipeline;
+    one of them has no step yet."""
 
     def on_rank(rank: int) -> list[tuple[int, tuple[float, ...]]]:
         pipelines = Pipelines()

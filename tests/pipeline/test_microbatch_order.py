@@ -29,13 +29,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
 import megatron_ext
-from megatron_ext.adapter.batches import arranged_batches, document_lengths
-from megatron_ext.adapter.batches.arranged_batches import ArrangedBatches
-from megatron_ext.adapter.batches.document_lengths import squared_lengths
-from megatron_ext.adapter.batches.order_refusals import check_arrangement
-from megatron_ext.adapter.batches.sample_weights import SampleWeights
+from megatron_ext.adapter.arguments import check_microbatches
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.arrangement.adapter import arranged_batches, document_lengths
+from megatron_ext.features.arrangement.adapter.arranged_batches import ArrangedBatches
+from megatron_ext.features.arrangement.adapter.document_lengths import squared_lengths
+from megatron_ext.features.arrangement.adapter.sample_weights import SampleWeights
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.dealing import MicrobatchOrder, arranged, small_ends
@@ -80,7 +80,8 @@ def trained(ranks: int, **more: object) -> list[Run]:
 
 
 def test_ours_train_the_same_microbatches_in_the_same_order_as_stock() -> None:
-    """Bitwise, evaluation too, which no order touches; and not those of arrival."""
+    """Our schedules train the same microbatches in the same order as stock, bitwise. So does an
+    evaluation, which is never ordered. The order is not that of arrival."""
     arrival = trained(2)
     stock = trained(2, **ORDERED)
     for schedule in ("zb-h1", "zb-v"):
@@ -91,7 +92,8 @@ def test_ours_train_the_same_microbatches_in_the_same_order_as_stock() -> None:
 
 
 def test_dealt_replicas_train_the_same_global_batch() -> None:
-    """The loss is the mean over the same microbatches: with two replicas, and each as many."""
+    """Dealt replicas train the same global batch: with two replicas the loss is the mean over the
+    same microbatches, and each replica has as many."""
     arrival = trained(4)
     stock = trained(4, **ORDERED, **DEALT)
     assert_same(trained(4, pipeline_schedule="zb-h1", **ORDERED, **DEALT), stock)
@@ -101,7 +103,8 @@ def test_dealt_replicas_train_the_same_global_batch() -> None:
 
 
 def test_weights_from_a_file_order_microbatches_of_any_data(tmp_path: Path) -> None:
-    """Without documents; ours as stock, and another order than the squared lengths'."""
+    """Weights from a file order the microbatches of any data, also without documents. Ours has
+    stock's order, and it differs from that by squared lengths."""
     file = tmp_path / "weights.npy"
     np.save(file, np.random.default_rng(1).lognormal(0, 1, 1000))
     weighed: Flags = {**ORDERED, "pipeline_microbatch_weights": file}
@@ -156,7 +159,8 @@ def read(replica: int, replicas: int, calculator: Any, **more: Any) -> list[list
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_each_sample_is_read_once_over_any_resume(replicas: int) -> None:
-    """From each step's border on, the same microbatches come in the same order."""
+    """Each sample is read once over any resume: from the border of each step on, the same
+    microbatches come in the same order."""
     batch = 4 * 2 * replicas
     calculator = constant(batch, 2, replicas)
     whole = [read(replica, replicas, calculator) for replica in range(replicas)]
@@ -190,8 +194,9 @@ def test_a_microbatch_costs_what_its_samples_do_and_stays_whole() -> None:
 
 
 def test_arranging_a_step_takes_no_time_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """512 microbatches of 128k tokens each in under 5 ms of a CPU, with the lengths of their 40
-    thousand documents; the least of several, since the machine does other things."""
+    """Ordering a step takes little time: under 5 ms of CPU for 512 microbatches of 128k tokens
+    each, with the lengths of their 40 thousand documents. The least of several measurements counts,
+    since the machine has other work."""
     monkeypatch.setattr(document_lengths, "GPTDataset", SimpleNamespace)
     number, size = 512, 131072
     lengths = np.random.default_rng(1).lognormal(np.log(1000), 1.2, number * 100).astype(np.int32)
@@ -242,7 +247,8 @@ def _read_two_steps(rank: int, seed: int) -> None:
 
 
 def test_ranks_that_order_differently_end_the_training() -> None:
-    """Activations of one microbatch would meet the labels of another, in silence."""
+    """Ranks that order microbatches differently end the training. Otherwise activations of one
+    microbatch would meet the labels of another, without an error."""
 
     def on_rank(rank: int) -> str:
         try:
@@ -278,7 +284,8 @@ def test_ranks_that_order_alike_go_on_and_the_store_does_not_grow(
 
 @pytest.mark.parametrize("schedule", [None, "zb-h1", "zb-v"])
 def test_a_caller_orders_its_own_microbatches(schedule: str | None) -> None:
-    """Results are in order of arrival, and an iterator is read for this step alone."""
+    """A caller orders its own microbatches. Results are returned in order of arrival, and an
+    iterator is read for this step only."""
 
     def on_rank(rank: int) -> tuple[list[Any], list[int], list[float], int]:
         with contextlib.ExitStack() as stack:
@@ -367,7 +374,8 @@ def test_squared_lengths_are_those_of_the_packed_documents(monkeypatch: pytest.M
 
 
 def test_they_are_those_of_megatrons_own_samples() -> None:
-    """By cu_seqlens, which attention gets."""
+    """The lengths of documents are those of Megatron's own samples, by the cu_seqlens that
+    attention gets."""
     config = GPTDatasetConfig(
         random_seed=1,
         sequence_length=16,
@@ -407,7 +415,7 @@ def refusal(config: Flags | None = None, **changes: object) -> str:
     )
     settings = {"microbatch_order": "small-ends", "deal_microbatches": True, **(config or {})}
     try:
-        check_arrangement(args, PipelineConfig.parse(**settings))
+        check_microbatches(args, PipelineConfig.parse(**settings))
     except ValueError as error:
         return str(error)
     return ""

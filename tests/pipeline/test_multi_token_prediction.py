@@ -196,7 +196,8 @@ def separated(model: str, ours: Flags) -> tuple[Training, Flags]:
     [pytest.param(model, ours, id=f"{model}, {where}") for model, where, ours in SEPARATED_CASES],
 )
 def test_apart_from_the_loss_it_is_stock_to_the_last_bit(model: str, ours: Flags) -> None:
-    """It was refused: Megatron sends the shape of each message before it."""
+    """Multi-token prediction on another stage than the loss equals stock to the last bit. It was
+    refused: Megatron sends the shape of each message first."""
     training, ours = separated(model, ours)
     runs = training.start_as_stock(**ours)
     assert len(losses(runs)) == len(predictions(runs)) == 3
@@ -278,8 +279,8 @@ def test_activations_leave_for_the_host(schedule: str) -> None:
 @nightly("test_profile.py measures costs, of models that predict one token")
 @pytest.mark.parametrize("model", ["untied, 2 depths, bf16", "tied, 1 depth"])
 def test_costs_are_measured(model: str, tmp_path: Path) -> None:
-    """The program is rebuilt with the measured costs, which decide the pass of the output layer's
-    weight gradient."""
+    """Costs of multi-token prediction are measured. The program is rebuilt with them, as they
+    decide in which pass the output layer's weight gradient is computed."""
     ours = {"pipeline_schedule": "zb-v", "pipeline_costs": f"profile:{tmp_path / 'costs.json'}"}
     training(model).but(train_iters=6).start_as_stock(**ours)
     assert (tmp_path / "costs.json").exists()
@@ -296,8 +297,9 @@ def test_the_upstream_script(schedule: str) -> None:
 
 
 def test_the_copies_start_equal_on_a_v() -> None:
-    """Megatron's builder fills the last stage's copy with zeros, and its all-reduce over the
-    embedding group, which has one rank on a V, leaves them."""
+    """The copies of the embedding start equal on a V. Megatron's builder fills the last stage's
+    copy with zeros, and its all-reduce over the embedding group, which has one rank on a V, leaves
+    them."""
     runs = STARTED.run(train_iters=1, pipeline_schedule="zb-v")
     for moment in runs[1].tables:
         assert moment.keys() == {"embedding.word_embeddings.weight", "output_layer.weight"}

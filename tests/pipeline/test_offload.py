@@ -25,11 +25,11 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from megatron_ext.compile.program.memory import most_on_host  # noqa: E402
 from megatron_ext.compile.program.verify import Program  # noqa: E402
 from megatron_ext.compile.registry import choose  # noqa: E402
-from megatron_ext.runtime.host import buffers as host_buffers  # noqa: E402
+from megatron_ext.features.offload.runtime import buffers as host_buffers  # noqa: E402
+from megatron_ext.features.offload.runtime import offload  # noqa: E402
+from megatron_ext.features.offload.runtime.offload import ActivationOffload, OffloadedStep  # noqa: E402
 from megatron_ext.runtime.host import copies as host_copies  # noqa: E402
-from megatron_ext.runtime.host import offload  # noqa: E402
 from megatron_ext.runtime.host.copies import CopiedBytes, DirectCopies, Transfer  # noqa: E402
-from megatron_ext.runtime.host.offload import ActivationOffload, OffloadedStep  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse_action  # noqa: E402
 from megatron_ext.schedule.kinds import RULES, Held, Lane  # noqa: E402
@@ -99,8 +99,8 @@ def leaving(program: Program, rank: int) -> Counter[tuple[int, Held]]:
     ],
 )
 def test_gradients_are_those_without(spec: str, ranks: int, way: Offload) -> None:
-    """Host buffers are registered when the first step has shown their sizes, as many as the program
-    says, and in no step after."""
+    """Gradients with offload equal those without. Host buffers are registered when the first step
+    has shown their sizes, as many as the program says, and in no later step."""
     program = program_for(choose(spec), ranks, 4 * ranks, offload=way)
 
     def run(rank: int) -> int:
@@ -124,7 +124,8 @@ def test_gradients_are_those_without(spec: str, ranks: int, way: Offload) -> Non
 
 @pytest.mark.parametrize("spec", ["1f1b", "gis", "zb-v", "zb-h1"])
 def test_copies_that_end_as_late_as_they_may(spec: str) -> None:
-    """Who does not wait for a copy computes with what was there before it."""
+    """Copies end as late as they may. A pass that does not wait for its copy would compute with the
+    earlier contents of the memory."""
     program = program_for(choose(spec), 3, 12, offload=Offload.FULL)
 
     def run(rank: int) -> None:
@@ -137,7 +138,8 @@ def test_copies_that_end_as_late_as_they_may(spec: str) -> None:
 
 
 def test_a_buffer_is_not_overwritten_before_it_has_been_read() -> None:
-    """The next microbatch leaves before anybody has waited for the one whose buffer it gets."""
+    """A host buffer is not overwritten before it has been read. The next microbatch's copy starts
+    before any pass has waited for the copy whose buffer it gets."""
     first, second = ([action.replace("F0", f"F{m}") for action in BACK] for m in range(2))
     leaving = Leaving(*first, *second)
     leaving.step._offload.copies = LateCopies()
@@ -229,7 +231,8 @@ def test_a_tensor_saved_often_and_in_parts_travels_once() -> None:
 
 
 def test_what_somebody_else_refers_to_stays() -> None:
-    """A parameter, a cache, an output on its way, a view that a layer keeps."""
+    """Tensors with another reference stay on the device: a parameter, a cache, an output that is
+    being sent, a view that a layer keeps."""
     leaving = Leaving(*AWAY)
     weight, cache = torch.nn.Parameter(torch.ones(8)), torch.full((8,), 3.0)
     kept: list[Tensor] = []
@@ -262,8 +265,8 @@ def test_what_two_microbatches_share_stays_until_one_is_done() -> None:
 
 
 def test_an_empty_storage_and_a_foreign_one_stay() -> None:
-    """Megatron's recompute of single modules empties what is saved; a data loader's memory may not
-    be resizable."""
+    """Empty and foreign storages stay on the device. Megatron's recompute of single modules empties
+    the storages that it saves; a data loader's memory may not be resizable."""
     import numpy as np
 
     leaving = Leaving(*AWAY)
@@ -281,8 +284,9 @@ def test_an_empty_storage_and_a_foreign_one_stay() -> None:
 
 
 def test_what_nobody_needs_any_more_does_not_leave() -> None:
-    """Megatron's auxiliary loss drops the values of topk, whose node had saved the indices. They
-    came back from the host into memory that the next F could have got meanwhile."""
+    """Saved tensors that no pass needs any more are not offloaded. Megatron's auxiliary loss drops
+    the values of topk, whose node had saved the indices. These came back from the host into memory
+    that the next F could have got meanwhile."""
     leaving = Leaving(*BACK)
     x = torch.arange(8.0).requires_grad_()
     y = leaving.forward(lambda x: square(x * int(x.topk(4).indices.sum())), x)
@@ -295,8 +299,9 @@ def test_what_nobody_needs_any_more_does_not_leave() -> None:
 
 
 def test_memory_that_a_copy_writes_to_is_kept_until_the_copy_has_ended() -> None:
-    """A copy from the host is not read any more here. The last reference to its memory was dropped
-    when the copy had started, and the copy then wrote to freed memory."""
+    """Memory that a copy writes to lives until the copy has ended. Here no pass reads a copy from
+    the host any more: the last reference to its memory was dropped when the copy had started, and
+    the copy then wrote to freed memory."""
     leaving = Leaving(*BACK)
     y = leaving.forward(square, torch.arange(8.0).requires_grad_() + 1)
     leaving.perform(*AWAY)
@@ -322,10 +327,10 @@ class TwoStreams(DirectCopies):
 
 
 def test_the_allocator_is_told_of_streams_that_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared experts run on a stream of their own. What RELOAD had allocated on the main stream was
-    read there, and went back to the main stream's pool before it had been read. What a copy to the
-    host reads may belong to either stream: it is freed once the main stream has waited for the
-    copy, and the other stream has not."""
+    """The allocator is told of streams that read. Shared experts run on a stream of their own. They
+    read memory that RELOAD had allocated on the main stream, and the memory went back to the main
+    stream's pool before. Memory that a copy to the host reads may belong to either stream: it was
+    freed once the main stream had waited for the copy, and the other stream had not."""
     told: list[tuple[int, str]] = []
     monkeypatch.setattr(
         Tensor, "record_stream", lambda tensor, stream: told.append((tensor.nbytes, stream))
@@ -431,8 +436,8 @@ class Steps:
 
 
 def test_memory_is_registered_between_steps() -> None:
-    """Host memory was registered when the first microbatch was offloaded. Receives were posted
-    then, for which a driver may wait."""
+    """Host memory is registered between steps. It was registered when the first microbatch was
+    offloaded; receives were posted then, for which a driver may wait."""
     steps = Steps()
     for _ in range(3):
         steps.step(1024, 1024)
@@ -441,7 +446,7 @@ def test_memory_is_registered_between_steps() -> None:
 
 
 def test_costs_with_bytes_are_taken_at_their_word() -> None:
-    """Until microbatches show how much it really is."""
+    """Costs with bytes set the sizes of host buffers until microbatches show the real sizes."""
     steps = Steps(expected=5000)
     steps.step(1024)
     assert steps.copies.sizes == [5000] and not steps.buffers.plain
@@ -457,7 +462,8 @@ def test_costs_with_bytes_are_taken_at_their_word() -> None:
 def test_a_microbatch_that_needs_more_grows_the_buffers_after_its_step(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The growth is logged once, and meanwhile the microbatch has all that it needs."""
+    """A microbatch that needs more memory grows the host buffers after its step. The growth is
+    logged once, and until then the microbatch is copied to other memory."""
     steps = Steps()
     steps.step(1024, 1024)
     steps.step(1024, 2048, 2048, 1024)
@@ -471,7 +477,8 @@ def test_a_microbatch_that_needs_more_grows_the_buffers_after_its_step(
 
 
 def test_buffers_share_no_page_and_are_not_shared_with_forked_processes() -> None:
-    """Small buffers lay on one page, and a data loader's forked worker shared them."""
+    """Host buffers share no page, and forked processes do not share them. Small buffers lay on one
+    page, and a data loader's forked worker shared it."""
     copies = DirectCopies()
     buffers = [copies.host_buffer(size) for size in (1, 5000, 100)]
     pages = [
@@ -574,7 +581,7 @@ def test_a_copy_that_fails_later_is_named() -> None:
 
 
 def test_host_memory_that_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the first microbatch shows how much it really takes."""
+    """Too little host memory ends the training when the first microbatch shows its real size."""
     program = program_for(choose("1f1b"), 2, 4, offload=Offload.FULL)
     monkeypatch.setattr(host_buffers, "available_bytes", lambda: 10)
 
@@ -599,7 +606,8 @@ class NoPinning:
 
 
 def test_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a step: of bytes that are known, the first."""
+    """Memory that cannot be pinned ends the training before a step: before the first one if the
+    bytes are known."""
     monkeypatch.setattr(torch.cuda, "cudart", NoPinning)
     monkeypatch.setattr(DirectCopies, "host_buffer", lambda self, size: host_copies.pinned(size))
     offload = ActivationOffload(0, CPU)

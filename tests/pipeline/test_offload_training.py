@@ -20,9 +20,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import layers, random
 from torch import Tensor
 
+from megatron_ext.features.offload.runtime import offload
+from megatron_ext.features.offload.runtime.offload import OffloadedStep
 from megatron_ext.runtime.host import host_memory as host_memory
-from megatron_ext.runtime.host import offload
-from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.schedule.kinds import Held
 from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import (
@@ -193,9 +193,9 @@ def test_training_is_the_same_to_the_last_bit(
 
 
 def test_a_limit_with_copies_and_an_evaluation_of_one_microbatch() -> None:
-    """zb-auto within one microbatch trains; with copies its first step ended in a traceback: its
-    passes were made without the limit. And 0.6x of the training came to 0.6 microbatches in an
-    evaluation of one, which ended the training."""
+    """zb-auto trains within one microbatch, with copies and an evaluation of one microbatch. With
+    copies its first step ended in a traceback, as its passes were made without the limit. And 0.6x
+    of the training came to 0.6 microbatches in an evaluation of one, which ended the training."""
     sizes: dict[str, object] = {
         "pipeline_model_parallel_size": 2,
         "global_batch_size": 8,
@@ -247,10 +247,11 @@ def add_product(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
 def test_gradients_that_a_kernel_adds_need_no_gradient_from_autograd(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever autograd saves while copies are planned comes back as another object. So Megatron's
-    layer marked that object, and not its weight, as one whose gradient is in main_grad already, and
-    gave autograd nothing for it; with the reduction overlapped Megatron's hook then stopped the
-    training. (A split backward does not save weights, but for the output layer's.)"""
+    """With offload, gradients that a kernel adds need no gradient from autograd. While copies are
+    planned, autograd returns another object for each saved tensor. Megatron's layer marked that
+    object instead of its weight as one whose gradient is in main_grad already, and gave autograd
+    nothing for the weight; with overlapped reductions Megatron's hook then stopped the training. (A
+    split backward pass saves no weights, but for the output layer's.)"""
     kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
@@ -283,7 +284,8 @@ def test_host_memory_is_checked_before_the_first_step(monkeypatch: pytest.Monkey
 def test_what_offload_takes_is_said_and_made_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As costs with bytes say; before the second it is made to measure."""
+    """The host memory for offload is logged and allocated before the first step if costs give
+    bytes. Otherwise the first step measures it, and it is allocated before the second."""
     watch(monkeypatch, tmp_path)
     ours = {"pipeline_costs": "estimate", "pipeline_activation_offload": "full", "train_iters": 3}
     train(2, words(2, {}, "gis", **ours))

@@ -101,7 +101,8 @@ CASES += at_night(*(case for case in itertools.product(SETTINGS, SCHEDULES) if c
 def test_gradients_are_reduced_once(
     setting: str, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once in a step, and before Megatron waits for them: the overlap is kept."""
+    """Gradients of optimizer instances are reduced once in a step, before Megatron waits for them,
+    so the overlap stays."""
     expected = stock(setting)
     note_reductions(tmp_path, monkeypatch)
     assert_same(run(setting, pipeline_schedule=schedule), expected)

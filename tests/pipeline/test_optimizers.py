@@ -212,10 +212,11 @@ def slow_gathers() -> Iterator[None]:
 @pytest.mark.parametrize("replicas", [2, *at_night(4)])
 @pytest.mark.parametrize("schedule", [None, *at_night("interleaved-zb", "zb-v")])
 def test_experts_that_are_gathered_early_have_stepped(schedule: str | None, replicas: int) -> None:
-    """Trainings with ``--overlap-param-gather-with-optimizer-step`` and experts had other losses
-    now and then, stock's too. Megatron begins the gather of the first chunk's experts before their
-    optimizer steps. gloo ends a gather by writing all that it read, its own shard too: where it was
-    slow, the step of these experts was lost."""
+    """Experts whose parameters are gathered early have stepped before. With
+    ``--overlap-param-gather-with-optimizer-step`` trainings with experts had other losses now and
+    then, stock's too. Megatron begins the gather of the first chunk's experts before their
+    optimizer steps. gloo ends a gather by writing all that it read, its own shard too: if it was
+    slow, these experts lost their step."""
     flags: Flags = {**EXPERTS, "train_iters": 2, "num_virtual_stages_per_pipeline_rank": 2}
     if schedule is not None:
         flags = {**EXPERTS, "train_iters": 2, "pipeline_schedule": schedule}
@@ -256,7 +257,8 @@ OTHERS_BY_DAY = [
 
 @pytest.mark.parametrize(("setting", "schedule"), [shown(*case) for case in OTHERS_BY_DAY])
 def test_optimizers_of_other_packages(setting: str, schedule: str, tmp_path: Path) -> None:
-    """From scratch, and resumed from what stock saved."""
+    """Optimizers of other packages train as in stock, from scratch and resumed from a checkpoint of
+    stock."""
     package = OTHERS[setting][0]
     folder = package.fetch()
     virtual = virtual_of(setting, schedule)

@@ -142,7 +142,7 @@ def test_it_is_stock_to_the_last_bit(model: str, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
 @pytest.mark.parametrize("data", [CONVERSATIONS, DOCUMENTS], ids=["conversations", "documents"])
 def test_several_samples_make_one_row(data: Flags, schedule: str) -> None:
-    """As on one rank of stock's."""
+    """Several packed samples make one row, as in stock on one rank."""
     common: Flags = {**data, **PER_TOKEN, "micro_batch_size": 2}
     alone = flags(**common, pipeline_model_parallel_size=1)
     reference = train(1, alone, model_provider=drawn_by_name)
@@ -157,8 +157,8 @@ def test_several_samples_make_one_row(data: Flags, schedule: str) -> None:
     [("zb-h1", 1, False), ("zb-v", 2, False), ("v-half", 1, True)],
 )
 def test_with_the_vocabulary_divided(schedule: str, variant: int, per_token: bool) -> None:
-    """Tokens that are not to be learned have a label outside every rank's part of the
-    vocabulary."""
+    """Packed sequences train with a divided vocabulary. Tokens without a loss have a label outside
+    every rank's part of the vocabulary."""
     more: Flags = {"position_embedding_type": "rope", "calculate_per_token_loss": per_token}
     setting = training(2, 2, CONVERSATIONS | more | {"micro_batch_size": 1})  # stock takes one pack
     reference, folder = setting.saved()
@@ -193,7 +193,8 @@ PARALLEL: dict[str, Flags] = {
     ],
 )
 def test_parallel_besides(setting: str, schedule: str, tmp_path: Path) -> None:
-    """Ranks of a tensor parallel group are told what the first of them has read."""
+    """Packed sequences train with further parallelism. Ranks of a tensor-parallel group get what
+    the first of them has read."""
     common: Flags = {**CONVERSATIONS, **PER_TOKEN, **PREDICTING, **PARALLEL[setting]}
     ranks = 2 if setting == "offload" else 4
     offload = {"pipeline_activation_offload": common.pop("pipeline_activation_offload", None)}
@@ -354,8 +355,9 @@ def step(lengths: list[list[int]], depths: int | None = None) -> tuple[list[Any]
     ids=["one length", "lengths vary"],
 )
 def test_losses_and_gradients_of_a_callers_model(lengths: list[list[int]]) -> None:
-    """Packed beforehand to one length, as Megatron-Bridge does, or as many sequences as fit, as
-    verl and NeMo-RL do; with multi-token prediction."""
+    """Losses and gradients of a caller's packed model are stock's. Sequences are packed to one
+    length, as in Megatron-Bridge, or as many as fit, as in verl and NeMo-RL; with multi-token
+    prediction."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):

@@ -163,10 +163,10 @@ def case(
 
 @covers("A", ("zb-v",), MODEL | PAIRS)[0]
 def test_a_v_is_stocks_and_its_devices_keep_one_order(tmp_path: Path) -> None:
-    """To the last bit, with pairs, as stock without. And what each rank gives its device: whatever
-    a node reads has been made before it runs; all ranks of a group run its collectives in one
-    order; and no rank waits for another that waits for it, even if all that a rank has given its
-    device is in one queue."""
+    """A V with overlapped passes equals stock without them, to the last bit, and its devices keep
+    one order: whatever a node reads was made before it runs; all ranks of a group run its
+    collectives in one order; and no ranks deadlock, even if all that a rank has given its device is
+    in one queue."""
 
     def on_ranks(rank: int) -> list[list[Run]]:
         stocks = run(RANKS, MODEL | LOOP)
@@ -191,10 +191,11 @@ def test_a_v_is_stocks_and_its_devices_keep_one_order(tmp_path: Path) -> None:
 @nightly("test_a_v_is_stocks_and_its_devices_keep_one_order")
 @pytest.mark.parametrize("otherwise", ["one_event", "many_streams"])
 def test_the_model_of_streams_tells_what_would_go_wrong(otherwise: str, tmp_path: Path) -> None:
-    """Megatron-LM's issue 1810 suspects that one event for two streams lets collectives begin in
-    another order on another rank. An event for each plan, on both streams, does not; nor does one
-    for all plans, but then nothing hides, since each node waits for the latest of all. What does is
-    a stream for each all-to-all: nothing orders those of the two plans of a pair."""
+    """The emulated streams show what would go wrong. Megatron-LM's issue 1810 suspects that one
+    event for two streams lets collectives start in another order on another rank. An event for each
+    plan, on both streams, does not; nor does one event for all plans, but that hides nothing, since
+    each node waits for the latest one. A separate stream for each all-to-all does: nothing orders
+    those of two overlapped passes."""
 
     def on_ranks(rank: int) -> list[Run]:
         note_steps(tmp_path, **{otherwise: True})

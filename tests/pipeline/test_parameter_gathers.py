@@ -151,8 +151,8 @@ def batches(seed: int) -> Iterator[torch.Tensor]:
 
 
 def test_gathers_start_ahead_of_the_passes_and_change_no_bit() -> None:
-    """No code called param_sync_func under our schedules: every gather began when a pass waited for
-    it."""
+    """Parameter gathers start ahead of the passes and change no bit. No code called param_sync_func
+    under our schedules: every gather began when a pass waited for it."""
 
     def with_stock_and_ours(rank: int) -> None:
         forbid_coalesced_gathers()

@@ -96,7 +96,8 @@ def test_any_number_of_microbatches(ranks: int, microbatches: int) -> None:
 
 @pytest.mark.covers("A", ("line",), overlap_grad_reduce=True)
 def test_gradient_reduction_overlaps() -> None:
-    """Steps 1 to 3 matter: Megatron learns its bucket order in the first."""
+    """Gradient reduction overlaps in steps 1 to 3; Megatron learns its bucket order in the first
+    step."""
     compare(4, pipeline_model_parallel_size=2, overlap_grad_reduce=True, train_iters=4)
 
 
@@ -164,7 +165,8 @@ def test_shapes_exchanged_when_sequence_lengths_vary() -> None:
 
 
 def test_clipping_is_close() -> None:
-    """The norm's sum over ranks has an order; so parameters may differ in their last bits."""
+    """Clipping is exact to rounding: the sum of a norm over ranks has an order, so parameters may
+    differ in their last bits."""
     clipped = Training(4, {"pipeline_model_parallel_size": 4, "clip_grad": 0.5, "train_iters": 4})
     runs = clipped.run(pipeline_schedule="zb-h1")
     assert losses(runs) == pytest.approx(losses(clipped.run()), rel=1e-6)

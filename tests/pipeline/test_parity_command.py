@@ -60,7 +60,8 @@ def test_recording_changes_nothing_and_ends_a_training_early() -> None:
 
 
 def test_a_v_has_stocks_numbers() -> None:
-    """Stages lie on other ranks there, and the two copies of the tied embedding on one."""
+    """A V has stock's numbers in a comparison, although its stages are on other ranks, and the two
+    copies of the tied embedding on one."""
     (_, a), (_, b) = recorded(), recorded(pipeline_schedule="zb-v")
     status, found = compared(a, b)
     assert (status, found["verdict"]) == (0, "same")
@@ -70,7 +71,8 @@ def test_a_v_has_stocks_numbers() -> None:
 
 
 def test_sums_in_another_order_are_named() -> None:
-    """Larger microbatches: the same samples, added in another order."""
+    """Sums in another order are named as the cause of a difference. Larger microbatches add the
+    same samples in another order."""
     (_, a), (_, b) = recorded(), recorded(micro_batch_size=2)
     status, found = compared(a, b)
     assert status == 1
@@ -91,9 +93,10 @@ def test_sums_in_another_order_are_named() -> None:
     ids=["vocabulary", "slices"],
 )
 def test_what_another_order_of_sums_gives_is_no_difference(flags: dict[str, object]) -> None:
-    """Slices and a divided vocabulary add in another order by design. Biases of keys, whose
-    gradient is rounding noise, differed by "1736292493 ulps", and parity ended with "different" and
-    1 where both did what their pages promise."""
+    """A difference that another order of sums explains does not count. Slices and a divided
+    vocabulary add in another order by design. Biases of keys, whose gradient is rounding noise,
+    differed by "1736292493 ulps", and parity ended with "different" and 1 although both did what
+    their pages promise."""
     (_, a), (_, reordered), (_, b) = recorded(), recorded("--reversed"), recorded(**flags)
     status, found = compared(a, b)
     assert (status, found["verdict"]) == (1, "differ")
@@ -109,8 +112,8 @@ def test_what_another_order_of_sums_gives_is_no_difference(flags: dict[str, obje
 def test_a_gradient_that_is_left_out_is_more_than_another_order_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second floor must not hide a fault: the weight gradients of one microbatch of eight are
-    never added."""
+    """A missing gradient is a larger difference than another order of sums gives. The second floor
+    must not hide this fault: the weight gradients of one microbatch of eight are never added."""
     run = WeightGradients.run
 
     def without_one(self: WeightGradients, stage: int, microbatch: int) -> None:
@@ -128,8 +131,9 @@ def test_a_gradient_that_is_left_out_is_more_than_another_order_gives(
 
 
 def test_states_that_a_distributed_optimizer_divides() -> None:
-    """Over data-parallel ranks, of a gated layer that torch_dist saves in halves; parameters of the
-    next step are still being gathered when an iteration is recorded."""
+    """Parity puts together the states that a distributed optimizer splits over data-parallel ranks,
+    of a gated layer that torch_dist saves in halves. Parameters of the next step are still being
+    gathered when an iteration is recorded."""
     flags = model_flags(
         pipeline_model_parallel_size=2,
         train_iters=9,

@@ -137,8 +137,9 @@ def test_resumed_training_is_stock_to_the_last_bit(setting: str, schedule: str) 
 
 
 def test_flags_of_megatrons_own_messages_change_nothing() -> None:
-    """With --no-overlap-p2p-communication and two ranks Megatron's assertion about messages of its
-    virtual stages, in place of which ours are sent, ended a V."""
+    """Flags of Megatron's own messages change nothing. With --no-overlap-p2p-communication and two
+    ranks, Megatron's assertion about messages between virtual stages ended a V, which sends our
+    messages instead."""
     settings = SETTINGS["pp2"].but(eval_iters=0, no_overlap_p2p_communication=True)
     settings.resume_as_stock(pipeline_schedule="zb-v")
 
@@ -164,7 +165,8 @@ def test_what_auto_takes_is_stock_to_the_last_bit(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """One rank chooses and searches for all; the virtual stages on the line are kept to."""
+    """The schedule that `auto` chooses trains as stock to the last bit. One rank chooses and
+    searches for all, and virtual stages on the line stay."""
     shorten_search(monkeypatch)
     SETTINGS[setting].saved()
     capfd.readouterr()
@@ -213,13 +215,14 @@ def test_full_recompute() -> None:
 
 
 def test_passes_that_run_again() -> None:
-    """All of a training's, and none of an evaluation's."""
+    """All passes of a training step are recomputed, and none of an evaluation."""
     ours = {"pipeline_schedule": "zb-v", "pipeline_recompute": "first:4"}
     assert evaluations(SETTINGS["pp2"].resume_as_stock(**ours))
 
 
 def test_clipping_is_close() -> None:
-    """The norm's sum over ranks has an order, and other tensors lie on each rank."""
+    """Clipping on a V is exact to rounding: the sum of a norm over ranks has an order, and each
+    rank has other tensors than in stock."""
     reference = SETTINGS["pp2"].resume(clip_grad=0.5)
     runs = SETTINGS["pp2"].resume(clip_grad=0.5, pipeline_schedule="zb-v")
     assert losses(runs) == pytest.approx(losses(reference), rel=1e-6)
@@ -230,7 +233,8 @@ def test_clipping_is_close() -> None:
 
 @nightly("test_matrix has full recompute on a V, and test_parity dropout with it on a line")
 def test_dropout_is_drawn_again_by_recompute() -> None:
-    """Against stock it cannot be: a V draws on other ranks, and in another order."""
+    """Recompute draws dropout once more with the same result. The reference is not stock, as a V
+    draws on other ranks, and in another order."""
     setting = SETTINGS["pp2"]
     reference = setting.run(pipeline_schedule="zb-v", **DROPOUT)
     runs = setting.run(pipeline_schedule="zb-v", **DROPOUT, **RECOMPUTE)
@@ -239,7 +243,8 @@ def test_dropout_is_drawn_again_by_recompute() -> None:
 
 
 def test_dropout_is_that_of_stocks_interleaving() -> None:
-    """A rank draws for its chunks in the order of their forward passes, which is stock's."""
+    """Dropout of a loop is that of stock's interleaving: a rank draws for its chunks in the order
+    of their forward passes, which is stock's."""
     setting = SETTINGS["pp2"]
     reference = setting.run(num_layers_per_virtual_pipeline_stage=2, **DROPOUT)
     assert {run.schedule for run in reference} == {"forward_backward_pipelining_with_interleaving"}
@@ -270,7 +275,8 @@ def test_saved_on_a_v_and_resumed_elsewhere(schedule: str | None) -> None:
 
 @pytest.mark.parametrize("setting", ["bf16", *at_night("pp2")])
 def test_saved_and_resumed_on_a_v(setting: str) -> None:
-    """As if never stopped; with bf16 the fp32 main parameters come back too."""
+    """A run on a V is saved and resumed as if it had never stopped. With bf16 the fp32 main
+    parameters come back too."""
     whole = SETTINGS[setting].saved(pipeline_schedule="v-half")
     SETTINGS[setting].resume_as(whole, pipeline_schedule="v-half")
 
@@ -341,7 +347,8 @@ def test_uneven_stages(case: str) -> None:
 
 
 def test_a_model_provider_builds_what_a_model_builder_does() -> None:
-    """Scripts for Megatron before 0.19 have one."""
+    """A model provider, as scripts for Megatron before 0.19 have it, builds what a model builder
+    does."""
     runs = replace(SETTINGS["pp2"], build=model_provider).run(pipeline_schedule="zb-v")
     assert_copies_agree(runs)
     assert_same(runs, fresh())
@@ -353,7 +360,8 @@ def test_the_upstream_script() -> None:
 
 
 def test_a_tensor_that_differs_is_noticed() -> None:
-    """Names say what a tensor is: every layer is there, of whatever rank and chunk."""
+    """A tensor that differs is noticed. Names say what a tensor is, so every layer of whatever rank
+    and chunk is compared."""
     reference, other = SETTINGS["pp2"].saved()[0], fresh()
     for layer in range(8):
         name = f"optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight[{layer}]"

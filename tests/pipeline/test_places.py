@@ -118,7 +118,8 @@ def programs(folder: Path, ranks: int) -> list[tuple[str, str]]:
 def test_a_program_for_the_places_takes_over_and_trains_to_the_same_bits(
     emulated: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """From the step behind the measured ones on, and once; evaluations keep theirs."""
+    """A program for the microbatches' places replaces the first one and trains to the same bits. It
+    runs once, from the step after the measured ones on; evaluations keep their program."""
     more = ORDERED | {"train_iters": ITERATIONS, "global_batch_size": len(PLACES)}
     more |= {"eval_interval": 1}
     stock = trained(2, **more)
@@ -194,11 +195,13 @@ def test_eight_ranks_swap_and_train_to_the_same_bits(
     emulated: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Four replicas of two stages, and two of four, dealt.
+    """Eight ranks swap the program and train to the same bits: four replicas of two stages, and two
+    of four, whose microbatches are dealt.
 
     Gloo adds four gradients in an order that depends on their place in a buffer, and a stage of a V
-    has a buffer of its own. So has one of Megatron's interleaved schedule: a V trains to its bits,
-    while some gradients of Megatron's own two schedules differ by a rounding."""
+    has its own buffer. So has one of Megatron's interleaved schedule: a V has its bits, while some
+    gradients of Megatron's own two schedules differ by a rounding.
+    """
     judged = iter((2.0, 1.0))
     monkeypatch.setattr(programs_module, "median_makespan", lambda *of: next(judged))
     more = ORDERED | {
@@ -235,7 +238,8 @@ def test_steps_of_a_batch_that_grows_run_a_program_for_equal_ones(emulated: Path
 def test_a_step_of_fewer_microbatches_runs_a_program_for_equal_ones(
     emulated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A caller's, between two that run the one for the places; the numbers are stock's."""
+    """A step of fewer microbatches runs a program for equal ones. It is a caller's step, between
+    two steps that run the program for the places; the numbers are stock's."""
     numbers = [len(PLACES)] * (STEPS + 1) + [2, len(PLACES)]
     judged = iter((2.0, 1.0))
     monkeypatch.setattr(programs_module, "median_makespan", lambda *of: next(judged))
@@ -292,7 +296,8 @@ def test_the_program_for_equal_ones_is_kept(
 def test_a_rank_with_another_program_for_the_places_ends_the_training(
     emulated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before its first step: ranks of other orders would wait for one another."""
+    """A rank with another program for the places ends the training before that program's first
+    step: ranks with different orders would deadlock."""
     prove = programs_module.prove_built
 
     def another(schedule: Any, problem: Any) -> Any:
@@ -312,7 +317,8 @@ def test_a_rank_with_another_program_for_the_places_ends_the_training(
 
 @pytest.mark.parametrize("by_place", [True, False])
 def test_memory_is_that_of_the_largest_microbatch(by_place: bool) -> None:
-    """If microbatches differ; else of the median one."""
+    """Memory is counted for the largest microbatch if microbatches differ, else for the median
+    one."""
     sizes = {False: 100.0, True: 300.0}
 
     class Counting:
@@ -347,7 +353,8 @@ def test_seconds_of_a_rank_are_summed_over_its_stages() -> None:
 
 
 def test_places_are_means_of_the_longest_pipeline() -> None:
-    """The seconds of the two ranks of each of two pipelines add up."""
+    """The costs of a place are means over ranks of the longest pipeline: the seconds of the two
+    ranks of each of two pipelines add up."""
     ranks = [
         RankPlaces(pipeline, {F: ((1.0, factor), (1.0, 3.0 * factor))})
         for pipeline, factor in ((0, 2.0), (1, 1.0), (0, 2.0), (1, 1.0))

@@ -22,8 +22,8 @@ def trained(**flags: object) -> list[Run]:
 
 @nightly("test_placements.py trains what auto takes; test_launch_plan.py has what plan takes")
 def test_a_launch_chooses_its_schedule(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """To the last bit, but for a divided vocabulary (which also starts from other weights): its
-    sums have another order."""
+    """A launch with a plan chooses its schedule and equals stock to the last bit. A divided
+    vocabulary is excepted, whose sums have another order and which starts from other weights."""
     reference = trained(save=tmp_path, save_interval=SAVED_AT)
     for more, taken in (
         ({"pipeline_vocab_parallel": "none"}, "--pipeline-schedule zb-"),

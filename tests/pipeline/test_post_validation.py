@@ -17,8 +17,8 @@ import torch.distributed as dist  # noqa: E402
 
 from megatron_ext.compile.program.verify import Program  # noqa: E402
 from megatron_ext.compile.registry import choose  # noqa: E402
-from megatron_ext.runtime.post_validation.messages import ValidationMessages  # noqa: E402
-from megatron_ext.runtime.post_validation.partial_state import PartialState  # noqa: E402
+from megatron_ext.features.post_validation.runtime.messages import ValidationMessages  # noqa: E402
+from megatron_ext.features.post_validation.runtime.partial_state import PartialState  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.placement import Placement, line  # noqa: E402
@@ -91,8 +91,8 @@ def bad_days(ranks: int) -> Course:
     [*each_once(["zb-2p", "zb-v", "zb-h2", "v-auto"], [2, 3, 4]), ("zb-2p", 1)],
 )
 def test_parameters_are_those_of_synchronous_steps(name: str, ranks: int) -> None:
-    """With fewer microbatches than ranks, a number that is not a multiple of them, and with shapes
-    that vary."""
+    """Parameters under post-validation are those of synchronous steps, with fewer microbatches than
+    ranks, a number that is not a multiple of them, and varying shapes."""
     programs = [program_for(choose(name), ranks, m, steps_overlap=True) for m in (1, 2, 5)]
     values(run_ranks(ranks, run_courses(programs, bad_days(ranks), shapes=(False, True))))
 
@@ -100,7 +100,7 @@ def test_parameters_are_those_of_synchronous_steps(name: str, ranks: int) -> Non
 @pytest.mark.parametrize("name", ["zb-2p", "zb-v"])
 @pytest.mark.parametrize("pipelines", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
 def test_two_pipelines_in_one_world(name: str, pipelines: list[list[int]]) -> None:
-    """Each has its own data, states and verdicts."""
+    """Two post-validated pipelines in one world each have their own data, states and verdicts."""
     program = program_for(choose(name), 2, 3, steps_overlap=True)
     courses = [Course(5, clips={0: 1, 3: 0}), Course(5, clips={2: 1}, overflows={3: 0})]
 
@@ -125,7 +125,8 @@ def messages_of(rank: int, placement: Placement) -> ValidationMessages:
 def test_states_go_along_the_chain_and_the_verdict_comes_back(
     place: Callable[[int], Placement],
 ) -> None:
-    """Sums of floats depend on their order: it is that of the first stages."""
+    """Partial states go from rank to rank and the verdict comes back. Sums of floats depend on
+    their order, which is that of the ranks' first stages."""
     norms = [0.1, 0.2, 0.3, 1e17]
 
     def run(rank: int) -> list[PartialState]:
@@ -149,7 +150,8 @@ def test_states_go_along_the_chain_and_the_verdict_comes_back(
 
 
 def test_no_rank_waits_until_its_state_is_taken() -> None:
-    """The rank after it ends its part of the step later, by as much as the schedule leans."""
+    """No rank waits until the next rank takes its partial state. That rank ends its part of the
+    step later, by as much as the schedule leans."""
 
     def run(rank: int) -> None:
         messages = messages_of(rank, line(2))
@@ -181,7 +183,8 @@ def test_a_verdict_is_passed_back_by_a_rank_that_is_in_a_pass() -> None:
 
 
 def test_nothing_is_expected_where_nothing_is_pending() -> None:
-    """In the first step, in one after settling outside, and in one that begins again."""
+    """Ranks expect no verdict if none is pending: in the first step, in one after the verdict was
+    taken outside a step, and in one that restarts."""
 
     def run(rank: int) -> None:
         messages = messages_of(rank, line(2))
@@ -199,7 +202,8 @@ def test_nothing_is_expected_where_nothing_is_pending() -> None:
 
 
 def test_ranks_that_are_in_different_steps() -> None:
-    """One would take the verdict on another step for that on its own."""
+    """Ranks in different steps are refused: one rank would take the verdict on another step for
+    that on its own."""
 
     def run(rank: int) -> None:
         messages = messages_of(rank, line(2))

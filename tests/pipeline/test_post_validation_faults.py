@@ -15,10 +15,10 @@ import pytest
 pytest.importorskip("torch")
 
 from megatron_ext.compile.registry import choose
+from megatron_ext.features.post_validation.runtime import messages as validation
+from megatron_ext.features.post_validation.runtime.messages import ValidationMessages
+from megatron_ext.features.post_validation.runtime.partial_state import PartialState
 from megatron_ext.runtime import watchdog
-from megatron_ext.runtime.post_validation import messages as validation
-from megatron_ext.runtime.post_validation.messages import ValidationMessages
-from megatron_ext.runtime.post_validation.partial_state import PartialState
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import line
@@ -160,8 +160,8 @@ def test_every_rank_ends_when_one_fails(
 def test_a_rank_whose_caller_goes_on_after_its_error(
     script: Script, failing: int, where: str
 ) -> None:
-    """After an error the rank's thread may still wait for the verdict, and still has what it
-    needs."""
+    """After an error that its caller survives, a rank's thread may still wait for the verdict, and
+    still has what it needs."""
     with running_ranks(RANKS, Steps(failing, where, throw, swallows=True), script) as running:
         running.wait_until_it_says(failing, HERE)
         others = [rank for rank in range(RANKS) if rank != failing]
@@ -181,7 +181,8 @@ def test_a_rank_whose_caller_goes_on_after_its_error(
     ],
 )
 def test_what_ranks_wait_for_is_named(script: Script, where: str, waits: dict[int, str]) -> None:
-    """While rank 1 hangs, by the watchdog; when it is killed, by the error."""
+    """The action that ranks wait for is named: by the watchdog while rank 1 hangs, by the error
+    when it is killed."""
     with running_ranks(RANKS, Steps(1, where, stop), script) as running:
         for rank, kind in waits.items():
             way = "to" if kind == "SEND_V" else "from"
@@ -209,7 +210,8 @@ def leave_without_the_verdict(rank: int) -> None:
 
 
 def test_a_process_may_end_before_its_verdict(script: Script) -> None:
-    """The thread that waits for it was in torch, and the interpreter aborted on its way out."""
+    """A process may end before its verdict comes. The thread that waits for the verdict was within
+    torch, and the interpreter aborted while it exited."""
     with running_ranks(2, leave_without_the_verdict, script) as running:
         running.wait_until_it_says(0, "leaves")
         running.wait_until_ended(0)

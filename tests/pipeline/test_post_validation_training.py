@@ -134,7 +134,8 @@ def test_clips_on_every_third_step(name: str) -> None:
 
 
 def test_many_steps_of_all_kinds() -> None:
-    """Clips, infinities and NaNs with a dynamic loss scale, evaluation in between."""
+    """Post-validation trains many steps of all kinds: with clips, infinities and NaNs with a
+    dynamic loss scale, and evaluations in between."""
     steps = 50 if IS_NIGHT else 9
     bad = EVERY_THIRD | {7: float("inf"), 8: float("inf"), 16: float("nan"), 31: float("inf")}
     more: dict[str, object] = {"train_iters": steps, "eval_interval": steps // 3, "eval_iters": 1}
@@ -156,7 +157,7 @@ def test_saved_and_resumed(tmp_path: Path) -> None:
 
 
 def test_the_upstream_script() -> None:
-    """In this training gradients are clipped now and then."""
+    """The upstream script trains under post-validation; gradients are clipped now and then."""
     script = megatron_sources() / "pretrain_gpt.py"
     flags: dict[str, object] = {
         "pipeline_schedule": "zb-v",
@@ -183,7 +184,7 @@ class Failure:
     is_killed: bool
 
     def install(self, rank: int) -> None:
-        from megatron_ext.adapter.post_validation.pending import PostValidation
+        from megatron_ext.features.post_validation.adapter.pending import PostValidation
 
         take_step = PostValidation.optimizer_step
 

@@ -138,8 +138,8 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """As stock's, or as that of the same V. And it says what it has measured, what that changes,
-    and what became of the prediction."""
+    """A training that measures its costs equals stock's to the last bit, or that of the same V. It
+    logs what it has measured, what that changes, and how good the prediction was."""
     path = tmp_path / "new" / "costs.json"
     more = more | {"global_batch_size": 4 * ranks // pipeline}
     ours = {name: value for name, value in more.items() if name.startswith("pipeline")}
@@ -185,10 +185,11 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
 
 
 def test_what_is_traced_is_what_was_asked_for(tmp_path: Path) -> None:
-    """Passes are marked in all iterations, and the trace has two of them.
+    """A trace holds the iterations that were requested. Passes are marked in all iterations, and
+    the trace has two of them.
 
-    One pipeline of two is traced. It once took its first iteration, which is not timed, for one
-    that is, and then waited for the other, which took one more.
+    One of two pipelines is traced. It took its first iteration, which is not timed, for a timed
+    one, and then waited for the other pipeline, which took one more.
     """
     path = tmp_path / "costs.json"
     traced: Flags = {"pipeline_trace": tmp_path, "pipeline_trace_iters": "1:3"}
@@ -203,8 +204,8 @@ def test_what_is_traced_is_what_was_asked_for(tmp_path: Path) -> None:
 def test_the_commands_take_what_a_training_has_written(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     run(2, profiled(path, "zb-h1", 2) | {"train_iters": STEPS})
-    for command in (["simulate", "zb-auto"], ["plan"]):
-        words = [*command, "--pp", "2", "-m", "8", "--costs", str(path), "--json"]
+    for command in (["simulate", "zb-auto", "--pp", "2", "-m", "8"], ["plan", "pp=2,m=8"]):
+        words = [*command, "--costs", str(path), "--json"]
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)
@@ -214,7 +215,7 @@ def test_the_commands_take_what_a_training_has_written(tmp_path: Path) -> None:
 
 
 def test_a_divided_vocabulary_is_measured_too(tmp_path: Path) -> None:
-    """By the passes that it has of its own."""
+    """A divided vocabulary is measured too, by its own passes."""
     path = tmp_path / "costs.json"
     divided: Flags = {"pipeline_vocab_parallel": "2", "train_iters": STEPS + 1}
     flags = profiled(path, "zb-v", 2) | divided
@@ -229,8 +230,9 @@ def test_a_divided_vocabulary_is_measured_too(tmp_path: Path) -> None:
 def test_layers_of_two_types_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By stages with other mixtures of them. What passes take is emulated, the rest is a training;
-    and another schedule, with other stages, trains by the file."""
+    """Layers of two types are told apart by stages that mix them differently. The seconds of passes
+    are emulated, the rest is a training; another schedule, with other stages, trains by the
+    measured file."""
     path = tmp_path / "costs.json"
     mixtures, head = ("--", "-E", "EE", "EE"), 2.5e-3
     runs_of_head = dict(zip(PASSES, (1, 2, 0), strict=True))  # its W is in I
@@ -286,8 +288,8 @@ def test_measured_costs_lie_with_the_checkpoints(
 def test_a_training_that_ends_early_compares_too(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By --exit-interval, after which Megatron leaves without ado. The file of costs, which has no
-    name, lies in the folder of the trace."""
+    """A training that ends early by --exit-interval, after which Megatron exits at once, also
+    compares its prediction. The costs file has no name and lies in the folder of the trace."""
     in_trace = {"pipeline_costs": "profile", "pipeline_trace": tmp_path}
     flags = profiled(tmp_path, "zb-h1", 2) | in_trace
     run(2, flags | {"exit_interval": STEPS + 1, "pipeline_trace_iters": "2:3"})
@@ -334,7 +336,7 @@ def test_megatrons_own_writers_are_told(tmp_path: Path, monkeypatch: pytest.Monk
 def test_other_shapes_are_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Once each: what is known of a shape stays."""
+    """Each shape is measured once: what is known of one shape stays when another one comes."""
     path = tmp_path / "costs.json"
 
     def loop(rank: int) -> list[str]:
@@ -360,9 +362,9 @@ def test_other_shapes_are_measured_again(
 def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the first step a pipeline with longer sequences took global rank 0's costs for its own.
-    And rank 0, which writes the file, did not know by what costs were estimated elsewhere, so that
-    the file had none by type of layer."""
+    """A shape that another pipeline meets first is estimated by its own sizes. In the first step a
+    pipeline with longer sequences used global rank 0's costs. And rank 0, which writes the file,
+    did not know the other estimate, so the file had no costs by layer type."""
     monkeypatch.setattr(leader, "AHEAD_SECONDS", 0.1)
     estimate = {length: uniform(choose("1f1b").place(1), length, 1, 1) for length in (8, 16)}
 
@@ -407,7 +409,8 @@ def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
 def test_a_limit_that_measured_bytes_exceed_ends_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The estimate was within it. The file is there, to find out with what to do."""
+    """If measured bytes exceed a limit that the estimate met, the training ends. The costs file is
+    written, so that the user can plan with it."""
     path = tmp_path / "costs.json"
     monkeypatch.setattr(
         SavedTensors,
@@ -453,8 +456,8 @@ def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path: Path)
 
 
 def test_operations_are_timed_for_a_known_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU is emulated whose products take three times the estimate, whose gathers twice, and
-    whose experts have neither memory nor a kernel."""
+    """Operations are timed only on a known GPU. The emulated GPU's products take three times the
+    estimate, its gathers twice, and its experts have neither memory nor a kernel."""
     model = Model(
         layers=("*-",) * 2,
         hidden_size=1024,
@@ -556,7 +559,8 @@ def counted_bytes(spec: str) -> dict[str, int]:
 def test_saved_tensors_are_counted_once_and_without_what_microbatches_share(
     microbatches: int, tensors: int
 ) -> None:
-    """With a single one there is no telling what would be shared: a mask counts, no parameter."""
+    """Saved tensors are counted once, without those that microbatches share. With a single
+    microbatch the shared ones cannot be told: a mask counts, a parameter does not."""
     weight = torch.nn.Parameter(torch.ones(100, 100))
     mask = torch.ones(100)
     counting = SavedTensors([weight])
@@ -570,7 +574,8 @@ def test_saved_tensors_are_counted_once_and_without_what_microbatches_share(
 
 
 def test_the_largest_microbatch_counts_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the first, in which caches fill, however much it takes."""
+    """If microbatches differ, the largest one counts, but not the first, in which caches fill,
+    however much it takes."""
     saved, allocated, now = SavedTensors([]), Allocated(1, 0), [0]
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now[0])
     for microbatch, size in enumerate((900, 100, 100, 300)):
@@ -589,8 +594,8 @@ def test_the_largest_microbatch_counts_where_they_differ(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("again", [Recompute(first=2), *at_night(Recompute())], ids=str)
 def test_an_allocator_tells_the_same(again: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes read from an allocator, as on a GPU, here from the live storages. The model is ``y =
-    tanh(x) W^T + b`` with a loss. Of a recomputed pass the second run is counted."""
+    """An allocator, as a GPU has one, gives the same bytes. Here it counts the live storages. The
+    model is ``y = tanh(x) W^T + b`` with a loss. Of a recomputed pass the second run is counted."""
     tensor = 3 * WIDTH * 4
 
     def counted(rank: int) -> dict[tuple[int, Held], float]:
@@ -614,7 +619,8 @@ def test_an_allocator_tells_the_same(again: Recompute, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("p2p", P2P)
 @pytest.mark.parametrize("spec", ["zb-h1", "zb-v", "interleaved"])
 def test_messages_are_timed_between_all_neighbours(spec: str, p2p: P2P) -> None:
-    """Each pair by its lower rank; steps go on as before."""
+    """Messages are timed between all neighbours, for each link by its lower rank; steps go on as
+    before."""
 
     def timed(rank: int) -> int:
         program = program_for(choose(spec), 3, 6, p2p=p2p)
@@ -635,7 +641,8 @@ def test_messages_are_timed_between_all_neighbours(spec: str, p2p: P2P) -> None:
 
 @pytest.mark.parametrize("spec", ["1f1b", "zb-auto", "zb-v"])
 def test_the_measured_costs_are_those_of_the_passes(spec: str) -> None:
-    """A sleep never ends early. (How well steps are predicted, a benchmark tells.)"""
+    """Measured costs are at least those of the emulated passes, as a sleep never ends early. (A
+    benchmark tells how well steps are predicted.)"""
     result = prediction.measure(spec, 2, 4, "f=6,i=8,w=4")
     placement = choose(spec).place(2)
     asked = in_seconds("f=6,i=8,w=4", placement)

@@ -92,7 +92,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Traces:
     ],
 )
 def test_a_training_takes_what_the_trace_promised(traced: str, spec: str, traces: Traces) -> None:
-    """Within 5 %."""
+    """A training takes as long as the trace promised, to 5 %."""
     told = traces.of(traced).what_if
     assert told is not None and told.has_parts
     said = {each.schedule: each for each in (*told.within, *told.with_more)}[spec]
@@ -126,8 +126,8 @@ def test_a_training_takes_what_the_trace_promised(traced: str, spec: str, traces
 def test_megatron_waits_for_messages_as_its_simulated_executor_does(
     ranks: int, flags: Flags, executor: StockExecutor, tmp_path: Path
 ) -> None:
-    """Megatron's waits were read in its sources, and nothing had run them: posts and waits are
-    Megatron's here, and only the clocks are emulated."""
+    """Megatron waits for messages as its simulated executor does. Megatron's waits were only read
+    from its sources: posts and waits are Megatron's here, and only the clocks are emulated."""
     step = traced_step(ranks, flags | {"pipeline_model_parallel_size": ranks}, tmp_path, ALIKE)
     assert step.executor == executor
     costs = traced_costs([step])

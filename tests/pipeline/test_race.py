@@ -141,7 +141,8 @@ def test_a_race_changes_nothing_to_the_last_bit(
     more: Flags,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Stock's training, or that of the plain V; and the known winner wins."""
+    """A race changes nothing to the last bit: the training equals stock's, or that of the plain V,
+    and the known winner wins."""
     ours = {name: value for name, value in more.items() if name.startswith("pipeline_")}
     theirs = {name: value for name, value in more.items() if name not in ours or alone}
     if race in ("interleaved-zb", "gis"):
@@ -195,8 +196,8 @@ def test_a_schedule_that_loses_is_dropped(
 def test_the_next_start_knows_what_was_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint in the middle of the second round: the first one is known. And when the race is
-    over the winner is."""
+    """The next start knows what a race measured: after a checkpoint in the middle of the second
+    round the first one, and after the race its winner."""
     race: Flags = {"pipeline_race": "zb-2p", "pipeline_costs": COSTS}
     saved_at = step_race.FIRST + ROUND + 3
     iterations = saved_at + step_race.FIRST + ROUND + 2
@@ -226,8 +227,8 @@ def test_the_next_start_knows_what_was_measured(
 def test_a_rank_that_is_killed_takes_nothing_with_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a turn, after a checkpoint: the job ends, and the next start knows the round
-    before."""
+    """A rank that is killed in the middle of a turn, after a checkpoint, ends the job, and the next
+    start knows the round before."""
     race: Flags = {"pipeline_race": "zb-2p", "pipeline_costs": COSTS}
     saved_at = step_race.FIRST + ROUND + 1
     folder: Flags = {"save": tmp_path, "save_interval": saved_at}
@@ -286,7 +287,8 @@ def test_an_address_is_no_folder(
 def test_a_broken_record_is_measured_anew(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Negative seconds won, at each later start."""
+    """A broken record of a race is measured anew. Negative seconds won the race, at each later
+    start."""
     race: Flags = {"pipeline_race": "zb-2p", "pipeline_costs": COSTS}
     saved_at = step_race.FIRST + ROUND + 3
     folder: Flags = {"save": tmp_path, "save_interval": saved_at}
@@ -317,8 +319,8 @@ def test_a_full_disk_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[st
 def test_it_begins_when_costs_are_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Costs are measured under a schedule that splits the backward pass, before the race. Otherwise
-    W's share would be a guess."""
+    """A race begins after costs are measured, under a schedule that splits the backward pass.
+    Otherwise W's share would be a guess."""
     costs = tmp_path / "costs.json"
     run(2, 8, pipeline_race="zb-2p", pipeline_costs=f"profile:{costs}")
     out = capfd.readouterr().out
@@ -327,7 +329,7 @@ def test_it_begins_when_costs_are_measured(
 
 
 def test_a_batch_that_grows_begins_it_anew(capfd: pytest.CaptureFixture[str]) -> None:
-    """Rounds are of steps of one size."""
+    """A batch that grows restarts the race, since a round compares steps of one size."""
     run(
         2,
         12,
@@ -347,8 +349,9 @@ def test_a_batch_that_grows_begins_it_anew(capfd: pytest.CaptureFixture[str]) ->
 def test_a_candidate_that_a_rank_has_no_host_memory_for_takes_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ranks that had enough memory kept counting the candidate's, so that the next candidate, which
-    fits, was refused. And a refused program was known, so that it was not checked again."""
+    """A candidate that needs more host memory than a rank has takes none. Ranks that had enough
+    kept counting the candidate's memory, so that the next candidate, which fits, was refused. And a
+    refused program counted as known, so it was not checked again."""
     free, gib = 8.5, 2**30
     monkeypatch.setattr(host_memory, "available_bytes", lambda: int(free * gib))
     monkeypatch.setattr(host_memory.socket, "gethostname", lambda: "node7")
@@ -379,7 +382,8 @@ def test_a_candidate_that_a_rank_has_no_host_memory_for_takes_none(
 
 
 def test_who_would_change_the_losses_is_refused(tmp_path: Path) -> None:
-    """A table whose microbatches are not in order sums gradients in another one."""
+    """A candidate that would change the losses is refused: a table whose microbatches are not in
+    order sums gradients in another order."""
     table = tmp_path / "backwards.csv"
     order = (1, 0, 2, 3)
     rows = [

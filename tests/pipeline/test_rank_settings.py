@@ -155,7 +155,8 @@ def test_another_seed_and_learning_rate_on_one_rank_end_the_job() -> None:
 
 
 def test_paths_logging_and_workers_of_a_node_are_its_own(tmp_path: Path) -> None:
-    """Each node may have its folders, its number of workers and its timeouts: nothing is said."""
+    """Paths, logging and workers of a node may differ: each node may have its folders, its number
+    of workers and its timeouts."""
     given: Flags = {**PAIR, "pipeline_schedule": "zb-h1"}
     own: list[Flags] = [
         {"tensorboard_dir": tmp_path, "log_throughput": True, "data_cache_path": tmp_path / "a"},
@@ -168,7 +169,8 @@ def test_paths_logging_and_workers_of_a_node_are_its_own(tmp_path: Path) -> None
 
 
 def test_configs_of_a_caller_are_compared() -> None:
-    """A caller without Megatron's arguments has only the model's TransformerConfig."""
+    """Configs of a caller without Megatron's arguments are compared: such a caller has only the
+    model's TransformerConfig."""
 
     def on_rank(rank: int) -> str:
         with installed(2, schedule="zb-h1"):
@@ -187,8 +189,8 @@ def test_configs_of_a_caller_are_compared() -> None:
 
 
 def test_a_wrapper_does_not_make_two_models_one() -> None:
-    """An encoder on some ranks and a language model on others, both within DistributedDataParallel,
-    were refused for their sizes."""
+    """A wrapper does not make two models one. An encoder on some ranks and a language model on
+    others, both within DistributedDataParallel, were refused for their sizes."""
 
     class Wrapper:
         def __init__(self, module: Any) -> None:

@@ -19,8 +19,8 @@ from tests.helpers.ranks import Script, run_ranks, values
 
 
 def test_it_keeps_no_pipe_of_the_tests_open() -> None:
-    """A `Script` ends when its pipe does. It would wait for ever, and the tests for it, if a
-    process of stores that was forked later had a copy of the tests' end."""
+    """A process of stores keeps no pipe of the tests open. A `Script` ends when its pipe does, and
+    would wait for ever if a later forked process had a copy of the tests' end."""
     script = Script()
     stores = ranks._process_of_stores.__wrapped__()
     try:
@@ -65,8 +65,8 @@ def test_a_rank_has_batch_scheduling() -> None:
 
 
 def test_calls_of_a_rank_map_no_memory() -> None:
-    """Python maps a chunk for its frames, and unmaps it, each time that calls cross its end: here
-    several in each descent."""
+    """Calls of a rank map no memory. Python maps a chunk for its frames, and unmaps it, each time
+    that calls cross the chunk's end: here several times in each descent."""
 
     def descend(left: int) -> int:
         return left and descend(left - 1)

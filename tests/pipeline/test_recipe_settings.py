@@ -241,8 +241,9 @@ ENDS: Flags = {"decoder_first_pipeline_num_layers": 6, "decoder_last_pipeline_nu
     ],
 )
 def test_layers_of_the_ends(schedule: str, ends: Flags) -> None:
-    """A loop divides these layers over the first and the last rank's chunks. An older test gave the
-    first stage half of the layers, which it has anyway."""
+    """The settings for layers of the ends are shown by stages that change with them. A loop splits
+    these layers over the first and the last rank's chunks. An older test gave the first stage half
+    of the layers, which it has without the setting."""
     more: Flags = {"num_layers": 8, **ends}
     reference = train(2, flags(**more), model_provider=drawn_by_name)
     runs = train(2, flags(**more, pipeline_schedule=schedule), model_provider=drawn_by_name)
@@ -274,7 +275,8 @@ ACCOUNTED: dict[str, dict[str, list[list[list[int]]]]] = {
     ],
 )
 def test_an_end_that_counts_as_a_layer(setting: str, schedule: str) -> None:
-    """With both ends on two ranks, as an older test had them, a line's layers lie as without."""
+    """An end that counts as a layer changes the stages. With both ends counted on two ranks, as in
+    an older test, a line's stages stay the same."""
     more: Flags = {"num_layers": 7, setting: True}
     chunks = None if schedule == "zb-h1" else 2
     reference = train(
@@ -300,7 +302,8 @@ def test_an_end_that_counts_as_a_layer(setting: str, schedule: str) -> None:
 def test_a_gradient_that_is_no_number_ends_the_training(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron checks gradients where it reduces them. No test had one that fails the check."""
+    """A gradient that is not finite ends the training. Megatron checks gradients when it reduces
+    them, and no test had one that fails the check."""
     monkeypatch.setenv("BAD_GRADIENTS", json.dumps({2: float("nan")}))
     words = flags(num_layers=8, pipeline_schedule=schedule, rerun_mode="disabled")
     results = train_or_fail(2, words, BAD_GRADIENTS)
@@ -322,8 +325,8 @@ BALANCED: Flags = {**EXPERTS, "moe_router_force_load_balancing": True}
     ],
 )
 def test_routing_at_random_is_stocks(schedule: str, chunks: int | None) -> None:
-    """A rank draws in the order of its forward passes, and lines and loops have stock's. A V, whose
-    stages lie elsewhere, draws others."""
+    """Random routing is stock's: a rank draws in the order of its forward passes, and lines and
+    loops have stock's order. A V, whose stages are on other ranks, draws others."""
     more: Flags = {**BALANCED, "num_layers": 8}
     reference = train(
         2, flags(**more, num_virtual_stages_per_pipeline_rank=chunks), model_provider=drawn_by_name

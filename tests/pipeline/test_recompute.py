@@ -117,7 +117,7 @@ def test_it_is_stock_to_the_last_bit(
     ids=str,
 )
 def test_beside_our_own_settings(more: Flags) -> None:
-    """As the same schedule without."""
+    """Recompute with our other settings trains as the same schedule without recompute."""
     beside = {name: value for name, value in more.items() if name != "pipeline_recompute"}
     if "pipeline_recompute" in more:
         beside.pop("pipeline_memory_limit")
@@ -130,7 +130,8 @@ def test_beside_our_own_settings(more: Flags) -> None:
 def test_a_search_says_what_runs_again(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Some microbatches of some stages, wherever there is room."""
+    """The log says what a search recomputes: some microbatches of some stages, wherever there is
+    time."""
     shorten_search(monkeypatch)
     ours: Flags = {"pipeline_memory_limit": 1.2, "pipeline_recompute": "fit"}
     training("bf16").start_as_stock(pipeline_schedule="v-auto", **ours)

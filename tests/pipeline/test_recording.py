@@ -61,7 +61,8 @@ def recorded_step(rank: int, p2p: P2P) -> list[Event]:
 
 
 def test_two_passes_that_run_as_one_share_their_time() -> None:
-    """One behind the other, the forward pass first: what a rank has done adds up."""
+    """Two overlapped passes share their recorded time: one is recorded behind the other, the
+    forward pass first, so a rank's seconds add up."""
     pair = OverlappedPasses(SLOW, Action(3, Kind.BACKWARD_INPUT, 1))
     recording = Recording(0, TickingClock())
     for action in (Action(3, Kind.FORWARD, 1), pair, Action(3, Kind.BACKWARD_WEIGHT, 1)):
@@ -85,8 +86,8 @@ class TickingClock(HostClock):
 
 @pytest.mark.parametrize("p2p", P2P)
 def test_a_pass_is_recorded_and_not_what_waits_for_it(p2p: P2P) -> None:
-    """Ranks of one machine share their clock: a pass that begins before what it needs has ended has
-    waiting in it."""
+    """A pass is recorded without its waits. Ranks of one machine share their clock: a pass that
+    begins before its inputs have ended would include waiting."""
     first, second = values(run_ranks(2, lambda rank: recorded_step(rank, p2p)))
     slow = first[0]
     assert slow.action == SLOW and slow.end - slow.start >= SLEEP
@@ -125,7 +126,8 @@ def emulated_steps(rank: int, program: Program, steps: int) -> list[list[Event]]
 
 
 def test_passes_of_known_length_are_recorded_with_it() -> None:
-    """A sleep never ends early: what is shorter than it should be has been recorded wrongly."""
+    """Passes of known length are recorded with that length. A sleep never ends early, so a shorter
+    one was recorded wrongly."""
     program = program_of(choose("zb-v"), 3, 6, "f=15,i=18,w=12")
     costs = program.problem.costs
     predicted = simulate(program, costs)
@@ -199,7 +201,8 @@ def test_a_reduction_ends_when_it_is_done_and_not_when_somebody_asks() -> None:
 
 
 def test_an_end_that_is_marked_late_is_waited_for() -> None:
-    """gloo wakes who waits for a work first, and runs what was to be done afterwards then."""
+    """The recorder waits for an end that is marked late. gloo first wakes the thread that waits for
+    a work, and only then runs the work's callbacks."""
     recording = Recording(0, HostClock())
     future: Future[None] = Future()
     recording.begin_reduction(0).ends_with(SimpleNamespace(get_future=lambda: future))

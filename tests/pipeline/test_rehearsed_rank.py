@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext.rehearsal.message_times import MessageTimes
 from megatron_ext.rehearsal.rank import _step_of, _TimedDeviceClock, _TimedStep
 from megatron_ext.rehearsal.record import RankRecord, load_rank_record
-from megatron_ext.rehearsal.request import RECORD
-from megatron_ext.rehearsal.values import BACKWARD, FORWARD, Values
+from megatron_ext.rehearsal.request import BACKWARD, FORWARD, RECORD, PeerValues, sent_file
+from megatron_ext.rehearsal.values import Values
 from megatron_ext.runtime.device_progress import DeviceProgress
 from megatron_ext.runtime.recording import Recording
 from megatron_ext.schedule.action import parse_action
@@ -100,6 +102,48 @@ def test_a_direction_in_which_a_rank_sends_nothing_is_as_its_neighbour_says() ->
     assert x.square().mean().sqrt() == pytest.approx(3.0, rel=0.05)
 
 
+def test_real_values_are_rows_that_another_rank_has_sent() -> None:
+    """Each number stays in its column, and the first row differs from message to message."""
+    sent = torch.arange(128 * 8.0).view(16, 8, 8)
+    values = Values({}, received={FORWARD: sent})
+    got = [torch.full((16, 8, 8), math.nan) for _ in "12"]
+    for x in got:
+        values.fill(FORWARD, x)
+        rows = x.view(128, 8)
+        first = int(rows[0, 0]) // 8
+        assert torch.equal(rows, sent.view(128, 8).roll(-first, 0))
+    assert not torch.equal(*got)
+    values.fill(BACKWARD, got[0])  # nobody has sent gradients
+    assert got[0].square().mean().sqrt() == pytest.approx(1e-3, rel=0.2)
+    assert values.pool_bytes > sent.nbytes
+    short = torch.empty(4, 8, 4)
+    with pytest.raises(ValueError, match="rows of 4 numbers, and the rank that ran before"):
+        values.fill(FORWARD, short)
+    zeros = Values({}, are_zeros=True)
+    zeros.fill(BACKWARD, got[1])
+    assert not got[1].any()
+
+
+def test_a_rank_receives_what_another_has_sent(tmp_path: Path) -> None:
+    """Rank 0 hands on activations of its last step of warm-up, and rank 1 computes with them."""
+    folders = [tmp_path / f"rank{rank}" for rank in range(2)]
+    folders[0].mkdir()
+    settings: dict[str, Any] = {"values": PeerValues.REAL}
+    folders[1].mkdir()
+    rehearsed(0, RANKS, flags("1f1b"), folder=folders[0], **settings)
+    activations = sent_file(folders[0], FORWARD)
+    assert not sent_file(folders[0], BACKWARD).exists()
+    sent = torch.load(activations)
+    torch.save(sent * 100, activations)  # so that the difference is no chance
+    received = {FORWARD: activations}
+    record = rehearsed(1, RANKS, flags("1f1b"), folder=folders[1], received=received, **settings)
+    (forward,) = (one for one in record.sent if one.direction == FORWARD)
+    assert forward.shape == tuple(sent.shape)
+    rms = float(sent.square().mean().sqrt())
+    assert forward.rms > 50 * rms  # by the residual stream
+    assert record.pool >= sent.nbytes
+
+
 def test_values_that_are_not_finite_end_the_first_step() -> None:
     values = Values({})
     values.note(FORWARD, torch.full((4,), math.inf))
@@ -128,7 +172,8 @@ def test_what_fails_names_the_rank_and_the_step(overrides: dict[str, object], wo
 
 
 def test_waits_for_the_device_are_no_time_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that is held back before a pass costs nothing; what it does between passes may."""
+    """Waits for the device do not count as host time: a host that is held back before a pass costs
+    nothing; its work between passes may."""
     monkeypatch.setattr(DeviceProgress, "hold_back", lambda progress: time.sleep(0.05))
     (step,) = rehearsed(1, RANKS, flags("1f1b")).steps
     assert 0 < step.host_seconds < 0.05 * len(step.passes) / 2
@@ -151,12 +196,12 @@ class HostEvent:
 
 
 def test_marks_of_a_gpu_end_with_the_last_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To read its events makes one more, long after the passes: the optimizer's seconds were those
-    of a host between passes."""
+    """Marks of a GPU end with the last pass. Reading the events of a GPU makes one more, long after
+    the passes, so the optimizer's seconds counted as host time between passes."""
     monkeypatch.setattr(torch.cuda, "Event", HostEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     timed, began = _TimedStep(), time.perf_counter()
-    timed.recording = Recording(0, _TimedDeviceClock(timed.host_times))
+    timed.recording = Recording(0, _TimedDeviceClock(timed.host_times, MessageTimes()))
     for text in ("0F0", "0B0"):
         timed.recording.add_pass(parse_action(text), timed.recording.clock.record_event())
     time.sleep(0.2)
@@ -169,7 +214,8 @@ def test_marks_of_a_gpu_end_with_the_last_pass(monkeypatch: pytest.MonkeyPatch) 
 def test_a_torch_whose_fake_group_leaves_results_uninitialised_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Experts would get whatever the memory holds, which may be finite."""
+    """A torch whose fake process group leaves results uninitialised is refused: experts would get
+    whatever the memory holds, which may be finite."""
     monkeypatch.setattr(dist, "all_to_all_single", lambda *tensors: None)
     result = rehearsed_or_fail(0, 2 * RANKS, flags("1f1b"))
     words = "its fake process group leaves the result of all-to-all uninitialised"

@@ -48,7 +48,8 @@ def test_a_second_training_is_the_first_again(settings: dict[str, object], tmp_p
 
 
 def test_a_training_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The failed one leaves nothing: no channel, no thread that ends the second by its words."""
+    """A failed training leaves nothing to a second one: no channel, and no thread that ends the
+    second training with its message."""
     monkeypatch.setenv("FAILS_AT", "3")
     runs = train(RANKS, model_flags(**SIZES, pipeline_schedule="zb-h1"), SCRIPT)
     stock = losses(train(RANKS, model_flags(**SIZES)))

@@ -39,7 +39,7 @@ from tests.helpers.callers import (
     whole_step,
 )
 from tests.helpers.callers import assert_same as assert_same_step
-from tests.helpers.combinations import nightly
+from tests.helpers.combinations import at_night, nightly
 from tests.helpers.drawn_models import drawn_by_name, say_there_is_no_fp8
 from tests.helpers.latent_attention import take_local_attention
 from tests.helpers.megatron_runs import (
@@ -221,7 +221,8 @@ def shared_sequences(rank: int) -> list[tuple[list[Any], Gradients]]:
 
 @nightly("test_ranks_that_share_sequences_have_part_of_each_slice")
 def test_ranks_share_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of a pipeline and two of each sequence, against undivided sequences under stock."""
+    """Context-parallel ranks share slices: two pipeline ranks and two ranks of each sequence equal
+    stock with undivided sequences."""
     context_parallel.install(monkeypatch, context_parallel.LocalAttention)
     stock, shared = values(run_ranks(2, whole_sequences)), values(run_ranks(4, shared_sequences))
     for made in shared[0]:
@@ -384,6 +385,11 @@ SAME = [
     ("multi-token prediction", "zb-v"),
     ("EP 2, experts by sequence, loss per token", "interleaved-zb"),
 ]
+# Gradients of these wait in the queue in another way each: once, twice, from passes that run again.
+JOINED = (
+    *("learned positions, tied", "full recompute", "bf16", "experts", "experts, full recompute"),
+    *("distributed optimizer", "multi-token prediction, one layer", "TP 2, EP 2, experts"),
+)
 SLICED: Flags = {"pipeline_slices": 4}
 BALANCED: Flags = {"pipeline_slice_lengths": "balanced"}
 
@@ -438,7 +444,8 @@ def assert_close(runs: list[Run], reference: list[Run], tolerance: float) -> Non
 @nightly("test_a_launch_command_trains_as_stock_does")
 @pytest.mark.parametrize("slices", [2, 4, 8])
 def test_twenty_steps_side_by_side(slices: int) -> None:
-    """Errors do not grow beyond what float32 sums differ by."""
+    """Twenty steps of slices and of stock are compared one by one: errors do not grow beyond the
+    differences of float32 sums."""
     model = "grouped queries"
     reference = losses(run(model, train_iters=20))
     runs = run(model, train_iters=20, pipeline_schedule="zb-h1", pipeline_slices=slices)
@@ -446,7 +453,7 @@ def test_twenty_steps_side_by_side(slices: int) -> None:
 
 
 def test_a_launch_command_trains_as_stock_does() -> None:
-    """Slices as uneven as can be."""
+    """A launch command with slices as uneven as can be trains as stock does."""
     uneven: Flags = {"pipeline_slices": 4, "pipeline_slice_lengths": UNEVEN}
     runs = run("grouped queries", pipeline_schedule="zb-h1", **uneven)
     assert_close(runs, stock("grouped queries"), 1e-5)
@@ -457,7 +464,8 @@ def test_a_launch_command_trains_as_stock_does() -> None:
 def test_it_is_stock_but_for_the_order_of_sums(
     model: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Losses of experts, from Megatron's log, are compared too."""
+    """Slices equal stock but for the order of sums. Losses of experts, from Megatron's log, are
+    compared too."""
     for made in (stock, sliced):
         made.cache_clear()  # its output is wanted
     expected = stock(model)
@@ -481,6 +489,31 @@ def of_experts(output: str) -> list[float]:
 def test_all_schedules_are_the_same_to_the_last_bit(model: str, schedule: str) -> None:
     runs = run(model, pipeline_schedule=schedule, **SLICED)
     assert_same(runs, sliced(model))
+
+
+@pytest.mark.parametrize("model", ["TP 2, sequence parallel", *at_night(*JOINED)])
+def test_joined_weights_are_those_of_whole_sequences(model: str) -> None:
+    """The weight gradients of all slices of a microbatch are products over all of its rows."""
+    runs = run(model, pipeline_schedule="zb-h1", pipeline_join_slice_weights=True, **SLICED)
+    assert_close(runs, stock(model), 1e-2 if model == "bf16" else 1e-4)
+
+
+@nightly("test_joined_weights_are_those_of_whole_sequences")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"pipeline_schedule": "zb-v"},
+        {"pipeline_schedule": "dualpipe-v"},
+        {"pipeline_schedule": "zb-h1", "pipeline_recompute": "first:1"},
+        {"pipeline_schedule": "v-half"},
+    ],
+    ids=["zb-v", "whole backward passes", "recompute", "v-half"],
+)
+def test_joined_weights_are_the_same_to_the_last_bit(more: Flags) -> None:
+    """Recomputed passes and another schedule change nothing; whole backward passes are split."""
+    joined: Flags = {**SLICED, "pipeline_join_slice_weights": True}
+    expected = run("grouped queries", pipeline_schedule="zb-h1", **joined)
+    assert_same(run("grouped queries", **joined, **more), expected)
 
 
 @nightly("test_ranks_that_share_sequences_have_part_of_each_slice")
@@ -540,7 +573,7 @@ def test_a_checkpoint_goes_on_with_slices_and_without(tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("model", ["grouped queries", "experts"])
 def test_passes_that_run_again(schedule: str, model: str) -> None:
-    """Keys and values stay, and a slice writes its own once more."""
+    """Recomputed slices store their keys and values, and a slice overwrites its own."""
     stages = 4 if schedule == "zb-v" else 2
     again: Flags = {"pipeline_recompute": f"first:{stages}"}
     assert_same(run(model, pipeline_schedule=schedule, **again, **SLICED), sliced(model))

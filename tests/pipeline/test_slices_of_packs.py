@@ -72,7 +72,7 @@ def steps_of_rank(rank: int) -> None:
 
 
 def test_gradients_are_those_of_whole_packs() -> None:
-    """With multi-token prediction."""
+    """Gradients of slices of packs are those of whole packs, with multi-token prediction."""
     values(run_ranks(packed.RANKS, steps_of_rank))
 
 
@@ -175,8 +175,8 @@ def assert_close(runs: list[Run], reference: list[Run], tolerance: float = 1e-6)
 
 
 def test_a_launch_command_trains_as_stock_does() -> None:
-    """Megatron's conversations with multi-token prediction, in slices as uneven as can be: they
-    were refused."""
+    """A launch command with slices of packs trains as stock does: Megatron's conversations with
+    multi-token prediction, in slices as uneven as can be. Slices refused them."""
     model = "conversations, loss per token, 2 depths"
     runs = run(model, pipeline_schedule="zb-v", **UNEVEN)
     assert predictions(runs)
@@ -196,7 +196,8 @@ def test_twenty_steps_side_by_side(model: str, slices: int) -> None:
 @nightly("test_gradients_are_those_of_whole_packs")
 @pytest.mark.parametrize("model", MODELS)
 def test_it_is_stock_but_for_the_order_of_sums(model: str) -> None:
-    """Steps of Adam are as large for small gradients, whose rounding experts carry on."""
+    """Slices of packs equal stock but for the order of sums. Steps of Adam are as large for small
+    gradients, so experts amplify rounding."""
     tolerance = 1e-2 if "bf16" in model else 1e-5 if "experts by sequence" in model else 1e-6
     assert_close(sliced(model), stock(model), tolerance)
 
@@ -237,7 +238,7 @@ def test_one_slice_is_a_whole_pack() -> None:
 @nightly("test_gradients_are_those_of_whole_packs has them in packs of its own")
 @pytest.mark.parametrize("limit", [2, 64])
 def test_the_shortest_and_the_longest_documents(limit: int) -> None:
-    """Documents of one token each, and documents longer than a pack."""
+    """Slices of packs handle documents of one token each, and documents longer than a pack."""
     with mock.patch.object(MockGPTLowLevelDataset, "max_sequence_length", limit):
         reference = run("documents")
         runs = run("documents", pipeline_schedule="zb-v", **UNEVEN)

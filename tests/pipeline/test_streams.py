@@ -34,10 +34,11 @@ def test_all_accesses_are_ordered(name: str) -> None:
 
 
 def test_memory_of_offloaded_storages() -> None:
-    """Two defects that no run on a CPU or of one stream had shown; both gave wrong numbers without
-    an error. Reloaded activations were freed for the next pass while the stream of the shared
-    experts still read them. Memory without references was given to the next pass while the copy
-    that had reloaded it still wrote. Without their mends the emulated streams find both."""
+    """The memory of offloaded storages is safe. No run on a CPU or with one stream had shown two
+    defects that gave wrong numbers without an error. Reloaded activations were freed for the next
+    pass while the stream of the shared experts still read them. Memory without references was given
+    to the next pass while the copy that had reloaded it still wrote. With either fix removed the
+    emulated streams find the defect."""
     allocator, unread = (
         next(fault for name, fault in seen().items() if part in name)
         for part in ("_tell_allocator", "storages that no tensor refers to")
@@ -52,8 +53,8 @@ def test_memory_of_offloaded_storages() -> None:
 
 
 def test_each_wait_that_is_not_seen_is_there() -> None:
-    """The lists of those that no case needs stay true while the code moves. Of the waits of streams
-    at least 90 % are for a case to find."""
+    """The waits that no case on emulated streams needs are listed, and the lists stay true while
+    the code changes. At least 90 % of the waits of streams must be found by a case."""
     names = [str(site) for site in sites()]
     assert set(UNSEEN) <= set(names)
     assert len(set(names)) == len(names)

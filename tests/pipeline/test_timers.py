@@ -39,8 +39,8 @@ def every_backward_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("every_backward_is_timed")
 @pytest.mark.parametrize("case", CASES)
 def test_timers_change_nothing_and_time_every_pass(case: str) -> None:
-    """The timers ignored W passes: under a schedule with split backward a backward took half its
-    time."""
+    """Timers change nothing and time every pass. They ignored W passes: under a schedule with split
+    backward a backward pass took half its time."""
     schedule, more = CASES[case]
     flags = {
         "pipeline_model_parallel_size": 2,

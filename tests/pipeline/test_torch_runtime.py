@@ -60,8 +60,8 @@ def torchs_own() -> list[str]:
 def test_torch_trains_our_tables_to_the_same_losses(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our tables train as torch's own zero-bubble V does. Layers and order of microbatches are the
-    same, so every digit of the losses is."""
+    """torch trains our tables to the losses of its own zero-bubble V. Layers and order of
+    microbatches are equal, so every digit of the losses is."""
     shorten_search(monkeypatch)
     table = tmp_path / "ours.csv"
     sizes = ["--pp", str(RANKS), "-m", str(MICROBATCHES), "--torch-csv", str(table)]

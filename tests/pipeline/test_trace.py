@@ -77,7 +77,8 @@ def test_a_trace_of_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_steps_that_overlap_are_traced_together(tmp_path: Path) -> None:
-    """To gather what was recorded after each of them would keep them apart."""
+    """Steps that overlap are traced together. Gathering the events after each step would separate
+    the steps."""
     flags = pipeline(2) | {
         "pipeline_post_validation": True,
         "rerun_mode": "disabled",
@@ -98,7 +99,8 @@ def test_steps_that_overlap_are_traced_together(tmp_path: Path) -> None:
 
 
 def test_the_command_explains_the_last_iteration_of_a_resumed_run(tmp_path: Path) -> None:
-    """Iterations are those of the log: this run has two steps, the second is iteration 4."""
+    """The command explains the last iteration of a resumed run. Iterations are those of the log:
+    this run has two steps, the second is iteration 4."""
     run(2, pipeline(2) | {"save": tmp_path / "saved", "save_interval": 2})
     resumed: Flags = {"load": tmp_path / "saved", "ckpt_step": 2}
     run(2, pipeline(2) | resumed | traced(tmp_path, "4:5"))
@@ -173,7 +175,8 @@ runpy.run_path({script!r}, run_name="__main__")
 
 
 def test_megatrons_own_writers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard's and W&B's, here stand-ins of both, on the rank where Megatron has them."""
+    """The metrics go to Megatron's own writers, here stand-ins for TensorBoard and W&B, on the rank
+    where Megatron has them."""
     script = tmp_path / "script.py"
     script.write_text(WRITERS.replace("{script!r}", repr(str(SCRIPT))))
     monkeypatch.setenv("WRITTEN", str(tmp_path))
@@ -198,8 +201,9 @@ def test_megatrons_own_writers_are_told(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_trace_keeps_no_more_than_what_is_read(
     of_stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each traced step stayed in memory, 1.29 MB at p = 8, m = 64, and only steps of stock are read
-    again. A folder that was gone cost a line for each step."""
+    """A trace stores only what is read later. Each traced step stayed in memory, 1.29 MB at p = 8,
+    m = 64, though only steps of stock are read again. A folder that was gone cost a line in each
+    step."""
     lines: list[str] = []
     monkeypatch.setattr(step_trace.logger, "error", lines.append)
     made = program("1f1b", line_problem(2, 2, 10, 12, 8, 1))

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import torch.distributed as dist
 
-from megatron_ext.runtime.post_validation.messages import ValidationMessages
+from megatron_ext.features.post_validation.runtime.messages import ValidationMessages
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.placement import line
 from tests.helpers.ranks import run_ranks, values
@@ -23,9 +23,10 @@ pytestmark = pytest.mark.real_time
 
 
 def test_to_look_for_the_verdict_costs_next_to_nothing() -> None:
-    """A look every millisecond went through torch and an Event's Python: the thread of the passes,
-    which launches kernels, had to give it the interpreter each time. Now a look reads a number, and
-    what is waited for in between is a lock, without the interpreter."""
+    """Polling for the verdict costs next to nothing. A poll every millisecond went through torch
+    and an Event's Python code: the thread of the passes, which launches kernels, had to give it the
+    interpreter each time. Now a poll reads a number, and waits on a lock in between, without the
+    interpreter."""
 
     def run(rank: int) -> None:
         messages = ValidationMessages(world(), line(2), Recorder(rank))

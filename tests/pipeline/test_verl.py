@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scripts.caller_packages import prepare
 from tests.helpers.combinations import nightly
@@ -54,9 +55,15 @@ def train(
     *trainings: str,
     ranks: int = 2,
     overrides: Sequence[str] = (),
+    answers: int = 0,
     **model: Any,
 ) -> Training:
-    path = [packages, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [
+        packages,
+        str(ROOT),
+        str(ROOT / "examples"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     # The variable that makes it night is no setting, which megatron_ext.auto refuses.
     environment = {
         name: value for name, value in os.environ.items() if name != "MEGATRON_EXT_NIGHTLY"
@@ -71,6 +78,7 @@ def train(
             "VERL_MODEL": json.dumps(model),
             "VERL_RANKS": str(ranks),
             "VERL_OVERRIDES": " ".join(overrides),
+            "VERL_ANSWERS": str(answers),
         },
         capture_output=True,
         text=True,
@@ -97,7 +105,8 @@ def assert_as_stock(training: Training) -> None:
 
 
 def test_verl_trains_to_its_own_numbers_under_a_v(packages: str, tmp_path: Path) -> None:
-    """Each batch has as many microbatches as under Megatron's schedule, an odd number too."""
+    """verl trains to its own numbers under a V. Each batch has as many microbatches as under
+    Megatron's schedule, also an odd number."""
     assert_as_stock(train(packages, tmp_path, "mbridge", "stock", "zb-v"))
 
 
@@ -133,7 +142,8 @@ def sizes(**values: int) -> list[str]:
 def test_verl_trains_to_its_own_numbers_on_four_ranks(
     bridge: str, overrides: list[str], model: dict[str, Any], packages: str, tmp_path: Path
 ) -> None:
-    """Ranks of two replicas get other parts of a batch, in other numbers of microbatches."""
+    """verl trains to its own numbers on four ranks. Two replicas get other parts of a batch, in
+    other numbers of microbatches."""
     trainings = "stock", "zb-h1", "zb-v"
     assert_as_stock(
         train(packages, tmp_path, bridge, *trainings, ranks=4, overrides=overrides, **model)
@@ -141,8 +151,9 @@ def test_verl_trains_to_its_own_numbers_on_four_ranks(
 
 
 def test_verls_checkpoints_go_both_ways(packages: str, tmp_path: Path) -> None:
-    """The second step after a checkpoint of the first, under the other schedule, is that of a
-    training in one piece. Optimizer states that are not saved for all placements do not fit a V."""
+    """verl's checkpoints go both ways: the second step after a checkpoint of the first, under the
+    other schedule, equals that of a training in one piece. Optimizer states that are not saved for
+    all placements do not fit a V."""
     option = "actor_rollout_ref.actor.megatron.dist_ckpt_optim_fully_reshardable=true"
     trainings = "stock:saved", "zb-v:saved", "zb-v:stock", "stock:zb-v"
     made = train(packages, tmp_path, "mbridge", *trainings, ranks=4, overrides=[option]).results
@@ -153,3 +164,20 @@ def test_verls_checkpoints_go_both_ways(packages: str, tmp_path: Path) -> None:
         assert resumed["after"] == whole["after"] != resumed["before"], name
         for part in ("log_probs", "metrics"):
             assert resumed[part] == whole[part][1:], f"{part} of {name}"
+
+
+def test_verl_trains_with_prompts_that_are_computed_once(packages: str, tmp_path: Path) -> None:
+    """As examples/verl_shared_prompts.py does it, in verl's own microbatches of whole groups. In
+    float32, numbers are those of verl without it but for the order of sums."""
+    trainings = "stock", "stock:shared", "zb-h1:shared", "zb-v:shared"
+    long = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64"  # four answers are a group
+    overrides = [long, "actor_rollout_ref.actor.use_prefix_grouper=true"]
+    made = train(packages, tmp_path, "mbridge", *trainings, overrides=overrides, answers=4)
+    assert made.printed.count("megatron_ext: prompts are computed once") == 3
+    results = made.results
+    assert {len(microbatches) for microbatches in results["stock"]["microbatches"]} != {1}
+    numbers = {name: torch.load(tmp_path / f"{name}.pt") for name in trainings}
+    for name in trainings[1:]:
+        for ours, stocks in zip(numbers[name], numbers["stock"], strict=True):
+            torch.testing.assert_close(ours, stocks, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(numbers["stock"][0], numbers["stock"][3])

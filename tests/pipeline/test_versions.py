@@ -63,7 +63,8 @@ def test_doctor_finds_that_every_patch_fits(other_megatron: Path) -> None:
 
 @nightly("by day doctor reads all that is patched there")
 def test_it_trains_to_its_own_numbers(other_megatron: Path) -> None:
-    """Stock of that version is the reference; checkpoints go from one schedule to another."""
+    """Each supported version of Megatron trains to its own numbers. Stock of that version is the
+    reference; checkpoints go from one schedule to another."""
     result = run_under(other_megatron, "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
     assert result.returncode == 0, result.stdout
     assert f"{len(TESTS)} passed" in result.stdout, result.stdout

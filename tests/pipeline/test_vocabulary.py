@@ -123,7 +123,7 @@ def test_training_with_tensor_parallel_ranks(name: str, sequence_parallel: bool)
 @pytest.mark.parametrize("how", BOTH)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_evaluation_between_steps(name: str, how: VocabularyParallel) -> None:
-    """Train, evaluate with another number of microbatches, train again."""
+    """A divided vocabulary trains, evaluates with another number of microbatches, and trains on."""
     program = program_for(name, 3, 3, how)
     evaluation = program_for(name, 3, 5, how, forward_only=True)
 
@@ -183,8 +183,9 @@ def test_a_stage_is_complete_after_its_shard() -> None:
 @pytest.mark.parametrize("how", BOTH)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_what_is_held(name: str, how: VocabularyParallel) -> None:
-    """From S to SW: logits as the product gave them (in bfloat16, no copy in float32), what they
-    are made of, and a few figures a token. After SW nothing, but for gradients."""
+    """A shard of the vocabulary stores little. From S to SW: the logits as the product gave them
+    (in bfloat16, without a copy in float32), their hidden states, and a few figures a token. After
+    SW only gradients remain."""
     model = Model(torch.bfloat16)
     ranks = 2
     program = program_for(name, ranks, 4, how)
@@ -319,8 +320,8 @@ def ranks_cut_off(results: Mapping[int, RankResult]) -> list[int]:
 def test_every_rank_ends_when_one_fails(
     script: Script, at: str, fault: Callable[[], None], exit_code: int
 ) -> None:
-    """Every rank ends, also with broadcasts posted ahead, for which gloo would keep a closed group
-    open."""
+    """Every rank of a divided vocabulary ends when one fails, also with broadcasts posted ahead,
+    for which gloo would keep a closed group open."""
     with running_ranks(3, Step({at: fault}), script) as running:
         results = running.wait()
     failed = parse_action(at).stage
@@ -364,8 +365,9 @@ def test_a_rank_that_is_not_cut_off_is_told(script: Script) -> None:
 
 
 def test_who_has_failed_does_not_wait_long_for_one_that_hangs(script: Script) -> None:
-    """Rank 0 is the root of a broadcast that rank 1 has posted ahead: until it comes, gloo keeps
-    the group, on a thread that must not stand in the way of the process's end."""
+    """A failed rank does not wait long for one that hangs. Rank 0 is the root of a broadcast that
+    rank 1 has posted ahead: until it comes, gloo keeps the group, on a thread that must not block
+    the end of the process."""
     with running_ranks(3, Step({"0S1": hang, "1S1": throw}), script) as running:
         running.wait_until_ended(1, 2)
         running.send_signal(0, signal.SIGKILL)
@@ -377,8 +379,9 @@ def test_who_has_failed_does_not_wait_long_for_one_that_hangs(script: Script) ->
 
 
 def test_groups_are_closed_at_once() -> None:
-    """Rank 1 fails with a collective under way that rank 0 never comes to, for it waits for rank 1
-    in another. Closed one after the other, the first group kept both waiting."""
+    """Groups are closed all at once. Rank 1 fails with a collective under way that rank 0 never
+    starts, as rank 0 waits for rank 1 in another. When groups were closed one after the other, the
+    first one kept both ranks waiting."""
 
     def run(rank: int) -> None:
         exchange = StepCollectives(Collectives(world(), torch.device("cpu")), Recorder(rank))
@@ -394,7 +397,8 @@ def test_groups_are_closed_at_once() -> None:
 
 
 def test_a_group_that_does_not_close_is_waited_for_once() -> None:
-    """At its end the process waited once more for the group."""
+    """A group that does not close is waited for once. The process waited for it once more at its
+    end."""
 
     def run(rank: int) -> None:
         never, waits = threading.Event(), list[float]()

@@ -129,7 +129,8 @@ def gradients(model: GPTModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize("variant", ["1", "2"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_gradients_and_losses_are_stocks(schedule: str, variant: str) -> None:
-    """Without a data-parallel wrapper, with groups of the caller's and a weighted loss."""
+    """A divided vocabulary has stock's gradients and losses for a caller without a data-parallel
+    wrapper, with its own groups and a weighted loss."""
 
     def trained() -> tuple[list[float], dict[str, Tensor]]:
         model = build()
@@ -221,9 +222,10 @@ def compute_from_others(note: Note, table: Any) -> None:
 def test_what_depends_on_a_tables_gradient_gets_it(
     change: Callable[[Note, Any], None], wraps: bool, variant: str
 ) -> None:
-    """Our passes added to the tables' gradients by themselves. A caller's hook that freezes a table
-    was called 32 times by stock and never by ours, and the table was trained; rows that are
-    computed from other parameters got a gradient that nothing passed on."""
+    """Tensors that depend on a table's gradient get it. Our passes added to the tables' gradients
+    by themselves. Stock called a caller's hook that freezes a table 32 times, and we never, so the
+    table was trained; rows that are computed from other parameters got a gradient that never
+    reached these."""
 
     def trained(calls: list[int]) -> dict[str, Tensor]:
         model = build()
@@ -271,7 +273,8 @@ def test_a_hook_before_the_embedding_runs_with_its_tokens_on_the_first_stage() -
 
 
 def test_hooks_around_recomputed_layers_run_once() -> None:
-    """With a divided vocabulary the last stage's output is needed too, so F ran them, and R."""
+    """Hooks around recomputed layers run once. With a divided vocabulary the last stage's output is
+    needed too, so both F and R ran the hooks."""
 
     def trained(hook: bool) -> tuple[list[float], dict[str, Tensor], int]:
         model: Any = build()
@@ -349,7 +352,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_it_is_refused(case: str) -> None:
-    """By the rank that can tell, which ends the step of the others too."""
+    """A model that a divided vocabulary cannot serve is refused by the rank that notices, which
+    ends the step of the others too."""
     run, text = REFUSED[case]
 
     def on_rank(rank: int) -> str:

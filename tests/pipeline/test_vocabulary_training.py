@@ -191,7 +191,8 @@ def test_it_trains_as_stock_does(setting: str, schedule: str, variant: int) -> N
 
 @pytest.mark.parametrize("schedule", ["zb-v", *at_night("1f1b")])
 def test_weights_are_gathered_before_they_are_read(schedule: str) -> None:
-    """No module's call waits for a table's. (A checkpoint or an evaluation would gather it too.)"""
+    """Weights of tables are gathered before they are read: no module's call waits for a table's
+    gather. (A checkpoint or an evaluation would gather the table too.)"""
     setting = SETTINGS["distributed optimizer"].but(eval_interval=1000, eval_iters=0)
     reference, folder = SETTINGS["distributed optimizer"].saved()
     ours = losses(setting.resume(folder, pipeline_schedule=schedule, pipeline_vocab_parallel=2))
@@ -220,7 +221,8 @@ def test_saved_with_it_and_resumed(
     schedule: str | None,
     variant: int | None,
 ) -> None:
-    """By stock, under a schedule without it, and on other ranks with it."""
+    """A checkpoint with a divided vocabulary is resumed by stock, under a schedule without
+    division, and on other ranks with it."""
     reference, folder = divided(*case)
     ours = {"pipeline_schedule": schedule, "pipeline_vocab_parallel": variant}
     ours["global_batch_size"] = SETTINGS[case[0]].global_batch_size
@@ -230,7 +232,8 @@ def test_saved_with_it_and_resumed(
 
 
 def test_states_saved_rank_by_rank_fit_a_divided_vocabulary_only() -> None:
-    """Without the format that any placement can load; Megatron compares the number of ranks."""
+    """States that were saved rank by rank fit a vocabulary divided in the same way only: they lack
+    the format that any placement can load. Megatron compares the number of ranks."""
     flags: Flags = {"dist_ckpt_optim_fully_reshardable": None, "pipeline_schedule": "1f1b"}
     setting = SETTINGS["distributed optimizer"].but(**flags)
     _, folder = setting.saved(train_iters=SAVED_AT, pipeline_vocab_parallel=1)
@@ -332,7 +335,8 @@ def test_megatrons_own_script() -> None:
     ids=lambda more: next(iter(more)),
 )
 def test_it_goes_with(more: Flags) -> None:
-    """Full recompute, loss scaling, experts, and stages of nothing but an end of the model."""
+    """A divided vocabulary goes with full recompute, loss scaling, experts, and stages that are
+    only an end of the model."""
     layout = more.pop("pipeline_model_parallel_layout", None)
     setting = SETTINGS["pp2 untied"].but(**more)
     reference, folder = setting.saved()

@@ -180,8 +180,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def test_requeued_in_the_middle_and_the_losses_of_a_run_that_never_stopped(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """By itself, as when its time is up (SLURM sends the same signal), where it saves first; at
-    night from outside too, where its last periodic checkpoint counts."""
+    """A job that is requeued in the middle has the losses of a run that never stopped. It requeues
+    itself when its time is up (SLURM sends the same signal), and saves first; at night it is also
+    requeued from outside, and resumes from its last periodic checkpoint."""
     quickstart.RUNS.mkdir(parents=True, exist_ok=True)
     quickstart.prepare_text()
     job = submit(cluster, tmp_path)

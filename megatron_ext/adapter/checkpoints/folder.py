@@ -1,4 +1,9 @@
-"""Folder of the checkpoint that a launch command loads."""
+"""Folder of the checkpoint that a launch command loads.
+
+Megatron chooses the folder from several flags and from a file with the latest iteration. A command
+that judges a checkpoint before the launch has to find the same folder, and names the flag that it
+came from.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_MOST_BYTES = 50  # of its content
+_MOST_BYTES = 50  # most bytes of the file that names the latest iteration
 
 
 def folder_name(iteration: str) -> str:
@@ -15,8 +20,8 @@ def folder_name(iteration: str) -> str:
 
 
 def iteration_in(tracker: Path) -> str:
-    """Return the iteration that the file ``tracker`` names, or the beginning of what it has
-    instead."""
+    """Return the iteration that the file ``tracker`` names, or the beginning of its other
+    contents."""
     with tracker.open("rb") as file:
         return file.read(_MOST_BYTES).decode(errors="replace").strip()
 

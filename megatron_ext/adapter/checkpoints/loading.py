@@ -33,7 +33,8 @@ from megatron_ext.cost_model.model_memory import default_bucket
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
-RANK_OF_STAGE = "pipeline_rank_of_stage"  # in a checkpoint's metadata, unless it is Megatron's own
+# Key in a checkpoint's metadata, unless its placement is Megatron's own.
+RANK_OF_STAGE = "pipeline_rank_of_stage"
 DIVIDED = "pipeline_vocabulary_is_divided"
 
 _KIND = "distrib_optim_sharding_type"
@@ -83,7 +84,7 @@ class LoadJudgement:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that loads.
+    """Launch command that loads a checkpoint.
 
     Attributes:
         args: Megatron's validated arguments.
@@ -106,12 +107,12 @@ def command_of(
     placement = _placement(args, None)
     if config.schedule is not None:
         placement = config.resolved_spec.place(args.pipeline_model_parallel_size)
-    divided = config.vocab_parallel is not VocabularyParallel.NONE
+    divided = config.options.vocab_parallel is not VocabularyParallel.NONE
     return Command(args, placement, divided, scheduler)
 
 
 class DoesNotLoad(ValueError):
-    """Raised for a checkpoint that the command does not load; ``fix`` says what helps."""
+    """Error: the command does not load the checkpoint; ``fix`` says what helps."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason)
@@ -170,7 +171,7 @@ def judge_saved(
             _check_scheduler(saved, command)
     except DoesNotLoad as error:
         return LoadJudgement(Outcome.NOT, f"{name} does not load: {error}", error.fix)
-    except ValueError as error:  # layers of a checkpoint that we cannot place
+    except ValueError as error:  # the checkpoint has layers that we cannot place
         return LoadJudgement(Outcome.NOT_JUDGED, f"{name} is not judged: {error}")
     remark = _remark(saved.args, args, found)
     if weights_alone:
@@ -231,8 +232,8 @@ def _check_states(saved: SavedTraining, command: Command, found: list[ModelDiffe
 
 
 def check_stages(saved: SavedTraining, command: Command) -> None:
-    """Raise DoesNotLoad if optimizer states of ``saved`` fit only stages that the ``command`` has
-    not."""
+    """Raise DoesNotLoad if optimizer states of ``saved`` fit only stages that the ``command`` does
+    not have."""
     if not _fits_one_placement(saved):
         return
     for text in _moves(saved, command):
@@ -309,7 +310,8 @@ def _is_mixed(args: Any) -> bool:
 
 
 def _moves(saved: SavedTraining, command: Command) -> Iterator[str]:
-    """Yield why the stages are not on the ranks, or not divided, as they were."""
+    """Yield the reasons why stages are on other ranks, or divided differently, than when they were
+    saved."""
     before, args = saved.args, command.args
     then, now = saved.metadata.get(RANK_OF_STAGE), list(command.placement.rank_of)
     rank_of_stage = None if command.placement.in_turn else now
@@ -350,7 +352,8 @@ def _ranks(rank_of_stage: list[int] | None, divided: bool) -> str:
 
 
 def _placement(args: Any, rank_of_stage: list[int] | None) -> Placement:
-    """Return the placement of the stages of a run: Megatron's own if no ranks were noted."""
+    """Return the placement of the stages of a saved run: Megatron's own if the checkpoint names no
+    ranks."""
     if rank_of_stage is not None:
         return Placement("saved", tuple(rank_of_stage))
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
@@ -384,7 +387,7 @@ def _layers(layers: range) -> str:
 
 
 def _held(args: Any, placement: Placement) -> list[tuple[_Part, ...]]:
-    """Return the parts of the model that each rank holds, one a chunk."""
+    """Return the parts of the model that each rank holds, one for each chunk."""
     counts = layers_of_stages(args, placement)
     last = len(counts) - 1
     depths = [0] * last + [getattr(args, "mtp_num_layers", None) or 0]

@@ -16,8 +16,8 @@ from megatron_ext.cost_model.model import Model
 
 
 class Change(enum.Enum):
-    """How a model's tensors differ from the checkpoint's: in their shapes; the model has more; the
-    checkpoint has more."""
+    """Changes of a model's tensors relative to a checkpoint's: other shapes; the model has more;
+    the checkpoint has more."""
 
     SHAPE = enum.auto()
     MORE = enum.auto()
@@ -26,7 +26,7 @@ class Change(enum.Enum):
 
 @dataclass(frozen=True)
 class ModelDifference:
-    """One difference: the flag that makes it, and its values."""
+    """Difference between two models: the flag that makes it, and its values."""
 
     flag: str
     change: Change
@@ -40,7 +40,7 @@ class ModelDifference:
         return f"{self.flag}: {self.saved} in the checkpoint, {self.wanted} in the command"
 
 
-# Sizes: another value is another shape, and 0 is no such tensor.
+# Sizes of a model: another value gives tensors another shape, and 0 means no such tensor.
 _SIZES: tuple[tuple[str, Callable[[Model], Any]], ...] = (
     ("--hidden-size", lambda model: model.hidden_size),
     ("--ffn-hidden-size", lambda model: model.ffn_hidden_size * _has(model, "-")),
@@ -58,13 +58,13 @@ _SIZES: tuple[tuple[str, Callable[[Model], Any]], ...] = (
     ("--qk-pos-emb-head-dim", lambda model: model.qk_pos_emb_head_dim),
     ("--v-head-dim", lambda model: model.v_head_dim),
 )
-# Choices: another value is another shape.
+# Choices of a model: another choice gives tensors another shape.
 _CHOICES: tuple[tuple[str, Callable[[Model], Any]], ...] = (
     ("--multi-latent-attention", lambda model: model.multi_latent_attention),
     ("--swiglu", lambda model: model.gated_linear_unit),
     ("--attention-output-gate", lambda model: model.attention_output_gate),
 )
-# Parts: whether, or how often, the model has them.
+# Parts of a model: whether the model has them, or how often.
 _PARTS: tuple[tuple[str, Callable[[Model], Any]], ...] = (
     ("--normalization LayerNorm", lambda model: model.normalization == "LayerNorm"),
     ("biases (--disable-bias-linear)", lambda model: model.add_bias_linear),

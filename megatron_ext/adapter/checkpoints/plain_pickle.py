@@ -20,8 +20,8 @@ import torch
 
 from megatron_ext.base.words import bytes_text
 
-# To read one pickle; beyond, nothing is said of the checkpoint. The index of a trillion parameters
-# on thousands of ranks has some hundred MiB.
+# Limits for reading one pickle. A checkpoint with a larger or slower one is not judged. The index
+# of a trillion parameters on thousands of ranks has some hundred MiB.
 SECONDS = 20.0
 LARGEST = 2**30  # bytes
 
@@ -36,7 +36,8 @@ _CONTAINERS: dict[tuple[str, str], Any] = {
 
 
 class OpaqueObject:
-    """An object whose class is not imported: ``args`` to make it, and its attributes."""
+    """Object in a pickle whose class is not imported: the ``args`` to make it, and its
+    attributes."""
 
     args: tuple[Any, ...] = ()
 
@@ -110,7 +111,7 @@ class _Timed:
 
 
 def read_pickle(path: Path) -> Any:
-    """Return what the pickle in ``path`` holds.
+    """Return the object in the pickle at ``path``.
 
     Raises:
         ValueError: it cannot be read; the text says why.
@@ -148,5 +149,5 @@ def _read(file: IO[bytes]) -> Any:
         raise ValueError(str(error)) from None
     except ValueError:
         raise
-    except Exception as error:  # a pickle's contents may raise anything
+    except Exception as error:  # the contents of a pickle may raise anything
         raise ValueError(f"not a pickle that can be read: {error}") from None

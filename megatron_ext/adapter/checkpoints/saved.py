@@ -17,12 +17,12 @@ from megatron_ext.base.words import bytes_text
 
 _CONFIG, _INDEX, _COMMON = "metadata.json", ".metadata", "common.pt"
 _COMMON_KEY = "common_state"
-_LARGEST_COMMON = 2**28  # bytes; Megatron's has some ten thousand
+_LARGEST_COMMON = 2**28  # Largest common state file in bytes; Megatron's has some ten thousand.
 
 
 @dataclass(frozen=True)
 class SavedTraining:
-    """A checkpoint, as far as it must be known to load it.
+    """Saved training, as far as it must be known to load it.
 
     Attributes:
         args: Megatron's arguments of the run that saved it; None: it has none.
@@ -38,11 +38,11 @@ class SavedTraining:
 
 
 class Incomplete(ValueError):
-    """Raised for a checkpoint that no command loads, since a part of it is missing."""
+    """Error: no command loads the checkpoint, since a part of it is missing."""
 
 
 def read(folder: Path) -> SavedTraining:
-    """Return what the checkpoint in ``folder``, the folder of an iteration, says of itself.
+    """Read what the checkpoint in ``folder``, the folder of an iteration, says of itself.
 
     Raises:
         Incomplete: a part is missing, as after a copy that was interrupted.
@@ -93,7 +93,8 @@ def _check_format(folder: Path) -> None:
 
 
 def _index(folder: Path) -> Any:
-    """Return the index of tensors, after a look at the files that it names."""
+    """Return the index of a checkpoint's tensors, after a check that the files exist which it
+    names."""
     index = read_pickle(folder / _INDEX)
     ends: dict[str, int] = {}
     for _, place in _places(index):
@@ -109,7 +110,7 @@ def _index(folder: Path) -> Any:
 
 
 def _places(index: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each entry with its place in a file."""
+    """Yield the name of each entry of the index with its place in a file."""
     storage = getattr(index, "storage_data", None)
     for key, place in storage.items() if isinstance(storage, dict) else ():
         if isinstance(getattr(place, "relative_path", None), str):
@@ -117,7 +118,8 @@ def _places(index: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _common(folder: Path, index: Any) -> Any:
-    """Return the state that all ranks share. Before Megatron 0.19 it has a file of its own."""
+    """Return the checkpoint's state that all ranks share. Before Megatron 0.19 it has a file of its
+    own."""
     if (folder / _COMMON).is_file():
         return read_saved(folder / _COMMON)
     places = [place for name, place in _places(index) if name.startswith(f"{_COMMON_KEY}/")]

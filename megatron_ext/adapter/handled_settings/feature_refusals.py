@@ -1,10 +1,16 @@
-"""Part of a feature that answers before torch is loaded."""
+"""Part of a feature that answers before torch is loaded.
+
+Doctor and the launcher decide which patches a command needs, and must not import torch for that. So
+a feature states here, in data alone, when it may be on and which patches are its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_ext.adapter.handled_settings.handled_setting import HandledSetting
+from megatron_ext.adapter.handled_settings.refused_setting import RefusalGroup
 from megatron_ext.config import PipelineConfig
 
 
@@ -16,8 +22,12 @@ class FeatureRefusals:
         may_be_on: whether a launch of a config may have the feature, as far as our settings tell.
         name: the name under which doctor lists its patches.
         patches: the modules of patches that only this feature needs, below megatron_ext.patches.
+        groups: what it refuses of Megatron's settings.
+        handled: those that it implements.
     """
 
     may_be_on: Callable[[PipelineConfig], bool]
     name: str = ""
     patches: tuple[str, ...] = ()
+    groups: tuple[RefusalGroup, ...] = ()
+    handled: tuple[HandledSetting, ...] = ()

@@ -1,4 +1,8 @@
-"""Megatron's microbatch_group_size_per_vp_stage as an option of our schedules."""
+"""Megatron's microbatch_group_size_per_vp_stage as an option of our schedules.
+
+In Megatron the flag belongs to its interleaved function, which our schedules replace. Families on a
+loop have the same choice as their option ``group``, so that the flag keeps its meaning.
+"""
 
 from __future__ import annotations
 

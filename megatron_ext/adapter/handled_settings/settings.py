@@ -7,35 +7,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.adapter.handled_settings.handled_setting import HandledSetting
+from megatron_ext.adapter.refusals import FEATURES
 from megatron_ext.base.logger import logger
 from megatron_ext.config import PipelineConfig
-from megatron_ext.schedule.problem import Offload, VocabularyParallel
-
-
-def _always(config: PipelineConfig) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class HandledSetting:
-    """Setting of Megatron, a switch or a number that is 0 when off.
-
-    Attributes:
-        setting: its name in arguments and configs.
-        text: what we do instead, or what remains of its effect.
-        by: whether our settings implement it.
-        stays: whether it is left on.
-    """
-
-    setting: str
-    text: str
-    by: Callable[[PipelineConfig], bool] = _always
-    stays: bool = False
-
 
 _DRAWS = "drawn slice by slice, other numbers than without --pipeline-slices"
 
@@ -63,18 +40,6 @@ HANDLED_SETTINGS = (
         "overlap_dispatch_backward_with_experts_wgrad", f"{_PLACES_W}, those of experts too"
     ),
     HandledSetting(
-        "fine_grained_activation_offloading",
-        "--pipeline-activation-offload does it: all that a microbatch leaves is copied on the "
-        "schedule's time, whatever offload_modules names",
-        by=lambda config: config.activation_offload is not Offload.NONE,
-    ),
-    HandledSetting(
-        "cross_entropy_loss_fusion",
-        "passes of --pipeline-vocab-parallel make the loss, fused their own way",
-        by=lambda config: config.vocab_parallel is not VocabularyParallel.NONE,
-        stays=True,
-    ),
-    HandledSetting(
         "tp_comm_overlap",
         "layers whose operands lie in Userbuffers keep whole backward passes; W has the others' "
         "weight gradients (--pipeline-report-split counts them)",
@@ -83,6 +48,7 @@ HANDLED_SETTINGS = (
     ),
     HandledSetting("hidden_dropout", _DRAWS, by=_cuts_sequences, stays=True),
     HandledSetting("attention_dropout", _DRAWS, by=_cuts_sequences, stays=True),
+    *(setting for feature in FEATURES for setting in feature.handled),
 )
 
 

@@ -1,4 +1,9 @@
-"""Interface of observers of training steps, which are called before and after each step."""
+"""Interface of observers of training steps, which are called before and after each step.
+
+Traces, metrics and measured costs all need the begin and the end of each step, and no result may
+depend on them. What they may read about a step stands in `Step`, or in `StocksStep` if Megatron's
+own functions run it.
+"""
 
 from __future__ import annotations
 
@@ -71,13 +76,14 @@ class StepObserver[Seen: ObservedStep]:
     """
 
     def begin(self, step: Seen) -> None:
-        """Called before the passes."""
+        """Hook that runs before the passes of a step."""
 
     def end(self, step: Seen) -> None:
-        """Called after the passes and the reductions, but not after a step that has failed."""
+        """Hook that runs after the passes and the reductions of a step, but not after a step that
+        has failed."""
 
     def finish(self, iteration: int) -> None:
-        """Called when the training has ended with ``iteration``."""
+        """Hook that runs when the training has ended with ``iteration``."""
 
 
 # Observers of every training step of this process, ours or Megatron's own. A rehearsal adds one.

@@ -1,4 +1,7 @@
-"""Megatron's own TensorBoard and W&B writers, which the last global rank has."""
+"""Megatron's own TensorBoard and W&B writers, which the last global rank has.
+
+Our figures go to the same writers, at the same interval, so that they stand next to Megatron's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Callers whose passes Megatron can turn into schedule plans."""
+"""Callers whose passes Megatron can turn into schedule plans.
+
+A schedule plan is a forward pass taken apart, so Megatron has plans only for some models, and a
+caller has to make it on request (``return_schedule_plan``). A model without plans is refused. A
+caller that takes no plans still trains: it is told once that its passes overlap nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +24,8 @@ _WORD = "return_schedule_plan"
 
 
 def takes_plans(forward_step_func: Callable[..., Any]) -> bool:
-    """Whether ``forward_step_func`` can return a schedule plan. If not, a warning is logged once,
-    and overlapped passes run sequentially."""
+    """Return whether ``forward_step_func`` can return a schedule plan. If not, a warning is logged
+    once, and overlapped passes run sequentially."""
     parameters = inspect.signature(forward_step_func).parameters
     if _WORD in parameters or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()

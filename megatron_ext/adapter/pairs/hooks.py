@@ -1,4 +1,8 @@
-"""Hooks of overlapped forward and backward passes (--overlap-moe-expert-parallel-comm)."""
+"""Hooks of overlapped forward and backward passes (--overlap-moe-expert-parallel-comm).
+
+In a step that overlaps passes, each stage is a `PlannedStage`. The request itself comes from
+Megatron's flag, not from a setting of ours.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from megatron_ext.config import PipelineConfig
 
 
 class OverlapHooks(TrainingHooks):
-    """Stages of plans, so that two passes can overlap."""
+    """Hooks for overlapped passes, whose stages run Megatron's schedule plans."""
 
     @override
     @classmethod
@@ -27,8 +31,8 @@ class OverlapHooks(TrainingHooks):
     @override
     @classmethod
     def requested_options(cls, settings: Any, microbatches: int | None) -> Mapping[str, Any]:
-        # Passes of one microbatch depend on each other, and a caller with varying batches may have
-        # such a step.
+        # A step of one microbatch is refused, since its passes depend on each other. A caller whose
+        # batches vary may have such a step.
         return {"pairs": True} if microbatches != 1 else {}
 
     @override

@@ -1,4 +1,9 @@
-"""Megatron's flag that requests overlapped forward and backward passes."""
+"""Megatron's flag that requests overlapped forward and backward passes.
+
+The flag is Megatron's, and pairs are an option of the schedule like those that have flags of our
+own. Here the flag becomes the option, and what conflicts with it is refused by the names that the
+user knows.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +16,22 @@ from megatron_ext.schedule.problem import ScheduleOptions
 
 SETTING = "overlap_moe_expert_parallel_comm"
 FLAG = "--overlap-moe-expert-parallel-comm"
-DELAY = "delay_wgrad_compute"  # which needs SETTING
+DELAY = "delay_wgrad_compute"  # an argument that requires SETTING
 
 
 def requests_pairs(settings: Any) -> bool:
-    """Whether ``settings``, Megatron's arguments or a config, request overlapped passes."""
+    """Return whether ``settings``, Megatron's arguments or a config, request overlapped passes."""
     return getattr(settings, SETTING, None) is True
 
 
 def flags_given(settings: Any) -> tuple[str, ...]:
-    """Return the flags of ``settings`` about overlapped passes."""
+    """Return the flags about overlapped passes that ``settings`` have."""
     given = (name for name in (SETTING, DELAY) if getattr(settings, name, None) is True)
     return tuple(map(argument_flag, given))
 
 
 def with_requested_pairs(options: ScheduleOptions, settings: Any) -> ScheduleOptions:
-    """Return ``options`` with overlapped passes if ``settings`` request them.
+    """Return the schedule ``options`` with overlapped passes if ``settings`` request them.
 
     Raises:
         ValueError: they conflict with another option in ``options``.

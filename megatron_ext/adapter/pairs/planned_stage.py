@@ -4,11 +4,6 @@ A plan has a layer's attention, dispatch, experts and combine as separate nodes,
 on its own stream. In overlapped passes, layer i of the forward pass runs alongside layer n-1-i of
 the backward pass, node by node, so that one's all-to-all hides behind the other's products.
 Megatron's own function runs both, and also runs a single pass: the results are bitwise stock's.
-
-The plan, and the loss function's node, are attributes of the output from F to its backward pass.
-Weight gradients wait in our queue: the nodes' own backward_dw does nothing, since the layers are
-built without delay_wgrad_compute. While both passes run, the queue's key is the backward pass's;
-the forward pass puts nothing there.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 
-_Arguments = dict[str, Any]  # of Megatron's function
+_Arguments = dict[str, Any]  # arguments of Megatron's function for a forward or backward pass
 
 _NO_FORWARD: _Arguments = {
     "forward_step_func": None,
@@ -47,7 +42,13 @@ _NO_BACKWARD: _Arguments = {
 
 class PlannedStage(ModelStage):
     """Model chunk during one training step. In an evaluation it runs plain passes. So does a chunk
-    without layers, whose plan would return its input as its output."""
+    without layers, whose plan would return its input as its output.
+
+    The plan, and the loss function's node, are attributes of the output from F to its backward
+    pass. Weight gradients wait in our queue: the nodes' own backward_dw does nothing, since the
+    layers are built without delay_wgrad_compute. While both passes run, the queue's key is the
+    backward pass's; the forward pass puts nothing there.
+    """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -87,7 +88,7 @@ class PlannedStage(ModelStage):
     ) -> Tensor | None:
         if not self._is_planned:
             return super()._backward_input(microbatch, dy, w_is_next=w_is_next)
-        # Not `compute_meanwhile`, though W may be next: a product's operands would be freed
+        # `compute_meanwhile` is not used, though W may be next: a product's operands would be freed
         # before it is noted that this stream reads them (`_used_here`).
         with queue.collecting(self._number, microbatch):
             *_, dx = self._step(_NO_FORWARD, self._backward_of(microbatch, dy))
@@ -112,7 +113,7 @@ class PlannedStage(ModelStage):
 
     def _forward_of(self, microbatch: int, x: Tensor | None) -> _Arguments:
         is_first = self._begin_forward(x)
-        if x is not None:  # the nodes of a plan require gradients of each other
+        if x is not None:  # Megatron's overlapped plan requires a gradient of each input
             x.requires_grad_()
         call = self._call
         return {
@@ -165,7 +166,8 @@ class _WeightsSoFar:
         queue.run_so_far(*self._key)
 
     def parameters(self) -> tuple[()]:
-        """Return no parameters whose hooks the node would call: the queue adds gradients itself."""
+        """Return no parameters, so that the node calls no hooks: the queue adds weight gradients
+        itself."""
         return ()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.recordings.piece import STORED_AS, Piece
 
-_BLOCK = 1 << 22  # elements at a time, which take 64 MiB
+_BLOCK = 1 << 22  # elements that are hashed at once; they take 64 MiB
 _BITS = {"i1": torch.int8, "i2": torch.int16, "i4": torch.int32, "i8": torch.int64}
 # The odd multipliers of splitmix64, as signed 64-bit integers.
 _PLACE, _MIX = -0x61C8864680B583EB, -0x40A7B892E31B1A47
@@ -42,8 +42,8 @@ def digest(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def _places(piece: Piece, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Return the indices in the flattened tensor of elements ``start`` to ``stop`` of the flattened
-    shard."""
+    """Return the indices in a flattened tensor of the elements ``start`` to ``stop`` of its
+    flattened shard."""
     inside = torch.arange(start, stop, dtype=torch.int64, device=device)
     if piece.shape == piece.global_shape:
         return inside

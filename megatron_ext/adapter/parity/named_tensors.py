@@ -34,12 +34,13 @@ NamedTensor = tuple[Piece, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements ``start`` to ``stop`` of a flattened parameter, and the ``piece`` that they are."""
+    """Elements ``start`` to ``stop`` of a flattened parameter, and the ``piece`` of a tensor that
+    they are."""
 
     start: int
     stop: int
     piece: Piece
-    is_main_without_dp: bool  # main replica if the data-parallel rank is ignored
+    is_main_without_dp: bool  # the piece is the main replica if the data-parallel rank is ignored
 
 
 class NamedTensors:
@@ -51,7 +52,7 @@ class NamedTensors:
 
     def __init__(self, model: Sequence[torch.nn.Module], optimizer: Any, args: Any) -> None:
         self._optimizers = list(_steppers(optimizer))
-        self._others: list[NamedTensor] = []  # saved buffers, which are no parameters
+        self._others: list[NamedTensor] = []  # buffers in the checkpoint that are not parameters
         self._parts: dict[torch.nn.Parameter, tuple[_Part, ...]] = {}
         for chunk in unwrap_model(list(model)):
             try:
@@ -130,7 +131,8 @@ def _steppers(
     """Yield the optimizers in nested chains that step, each with a function that tells which of its
     states are copies of another rank's."""
     if isinstance(optimizer, LayerWiseDistributedOptimizer):
-        is_copy = _is_copy_without_dp  # a parameter's states are on one data-parallel rank
+        # The optimizer states of a parameter are on one data-parallel rank.
+        is_copy = _is_copy_without_dp
     chain = getattr(optimizer, "chained_optimizers", None)
     if chain is not None:
         for chained in chain:
@@ -138,7 +140,8 @@ def _steppers(
     elif optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
         instance = getattr(optimizer, "distributed_optimizer_instance_id", None)
         if instance is not None:
-            # Each instance has all states; those of the first one count.
+            # Each instance of the distributed optimizer has all states; only those of the first are
+            # used.
             is_copy = _is_copy_without_dp if instance == 0 else lambda part: True
         yield optimizer, is_copy
 
@@ -209,7 +212,7 @@ def _cut(
     """Yield ``tensor``, the elements of a flattened parameter from ``start`` on, in named
     pieces."""
     flat = tensor.detach().reshape(-1)
-    if tensor.dim() == 0:  # a step counter, whole on each rank with a part of the parameter
+    if tensor.dim() == 0:  # a step counter is whole on each rank that has a part of the parameter
         piece = replace(
             parts[0].piece,
             name=prefix + parts[0].piece.name,

@@ -131,8 +131,8 @@ def _plain(value: Any) -> Any:
 
 
 def give_up(error: ValueError) -> NoReturn:
-    """End this rank, which may be the only one that knows the error; its launcher ends the
-    others."""
+    """End this rank, which may be the only one that knows the error; its launcher ends the other
+    ranks."""
     rank = os.environ.get("RANK", "0")
     sys.stderr.write(f"megatron_ext: error on rank {rank}: {error}\n")
     raise SystemExit(2)

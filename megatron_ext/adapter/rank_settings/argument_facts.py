@@ -24,12 +24,13 @@ from megatron_ext.base.words import argument_flag
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.runtime.store.agreement import Fact
 
-_LONGEST = 120  # characters of a value that are shown
+_LONGEST = 120  # longest value in characters that is shown whole
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class RankSetting(enum.StrEnum):
-    """Class of an argument: compared by its value, by whether it is given, or not at all."""
+    """Classes of Megatron's arguments: compared between ranks by their value, by whether they are
+    given, or not at all."""
 
     DECIDES = "decides"
     PATH = "paths"
@@ -49,7 +50,8 @@ def known_settings() -> Mapping[str, RankSetting]:
 
 
 def argument_facts(arguments: Mapping[str, Any]) -> dict[str, Fact]:
-    """Return the facts of Megatron's ``arguments``, without ours, which are facts already."""
+    """Return the facts of Megatron's ``arguments`` that ranks compare, without our flags, which are
+    facts already."""
     ours = {flag(field.name) for field in fields(PipelineConfig)}
     return {
         argument_flag(name): fact
@@ -118,6 +120,6 @@ def _weight_or_given(word: str) -> str:
 
 
 def _is_code(value: Any) -> bool:
-    """Whether ``value`` is a function or an object that works, such as timers."""
+    """Return whether ``value`` is a function or an object that works, such as timers."""
     items = value if isinstance(value, list | tuple) else [value]
     return any(callable(item) or _ADDRESS.search(repr(item)) for item in items)

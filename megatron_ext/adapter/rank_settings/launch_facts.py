@@ -1,5 +1,8 @@
-"""Settings that all ranks of a launch must have in common; otherwise they wait for each other
-forever, or train apart."""
+"""Settings that all ranks of a launch must have in common.
+
+Ranks with other settings wait for each other forever, or train apart. A node with an old checkout
+or another variable is enough, so each rank states what it has, and `store.agreement` compares it.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ from megatron_ext.runtime.store.agreement import Fact, agree
 from megatron_ext.runtime.store.start import begin_start, keys_of_start
 from megatron_ext.runtime.world import store_of_all
 
-# With NCCL, init_process_group waits for nobody, and a cold file system lets ranks start minutes
-# apart.
+# With NCCL, init_process_group does not wait for other ranks, and a cold file system lets ranks
+# start minutes apart.
 PATIENCE = timedelta(minutes=5)
 
 
@@ -51,7 +54,7 @@ def refuse_other_models(config: Any, model: Any) -> None:
     store = store_of_all()
     if store is None or _megatrons_arguments():
         return
-    while hasattr(model, "module"):  # a wrapper's class says nothing of the model
+    while hasattr(model, "module"):  # the class of a wrapper says nothing about the model
         model = model.module
     facts, ranks = model_facts(config, model), dist.get_world_size()
     agree(keys_of_start(store), dist.get_rank(), ranks, facts, _timeout())
@@ -69,7 +72,8 @@ def _timeout() -> timedelta:
 
 
 def patience(timeout: timedelta) -> timedelta:
-    """Return the time to wait for the slowest rank, given the ``timeout`` of a collective."""
+    """Return how long to wait for the slowest rank at a start, given the ``timeout`` of a
+    collective."""
     return min(timeout, max(PATIENCE, timeout / 2))
 
 
@@ -80,13 +84,15 @@ def launch_facts(config: PipelineConfig) -> dict[str, Fact]:
         for setting in fields(config)
     }
     facts |= {f"the file {path}": _contents(path) for path in _files(config)}
-    # Where it is set, the first step is Megatron's own before it is ours.
+    # The variable is compared since a training with it runs one step of Megatron's own first.
     allowed = os.environ.get(ALLOW_UNKNOWN, "").strip()
     facts[ALLOW_UNKNOWN] = Fact("given" if allowed else "not given")
     versions = {
-        "megatron_ext": sys.modules["megatron_ext"].__version__,  # not imported: it imports this
-        # Without the commit behind "+", which is read as each rank starts: it may change meanwhile,
-        # or a node may have no git. Patched functions are compared by their source.
+        # Read from sys.modules, as megatron_ext imports this module.
+        "megatron_ext": sys.modules["megatron_ext"].__version__,
+        # The version is compared without the commit behind "+", which is read when each rank
+        # starts: it may change meanwhile, or a node may have no git. Patched functions are compared
+        # by their source.
         "Megatron": megatron.core.__version__.partition("+")[0],
         "torch": torch.__version__,
     }
@@ -98,7 +104,7 @@ def _words(value: object) -> str:
         return "not given"
     if isinstance(value, range):
         return f"{value.start}:{value.stop}"
-    # Each rank may have a folder of its own.
+    # Paths are not compared: each rank may have a folder of its own.
     return "given" if value is True or isinstance(value, Path) else str(value)
 
 

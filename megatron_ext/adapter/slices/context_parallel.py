@@ -30,7 +30,7 @@ PACKED = (
 _ABOUT_PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _OF_ALL = (*_ABOUT_PACKED, "local_cp_size", "hybrid_cp_group")
 
-# Marks of the running slice's microbatch, set when its batch was cut here.
+# Marks per microbatch, set when our code has split the batch over the context-parallel ranks.
 _cuts = partial(running_slice.kept, "cuts of the batch", list[None])
 
 

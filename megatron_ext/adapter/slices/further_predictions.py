@@ -19,7 +19,7 @@ from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 
 def predict(original: Callable[..., Any], block: Any, *, embedding: Any, **kwargs: Any) -> Any:
-    """MultiTokenPredictionBlock's forward for the running slice, if there is one."""
+    """Run MultiTokenPredictionBlock's forward for the running slice, if there is one."""
     if (span := running_slice.span) is not None:
         kwargs |= whole_call.arguments("input_ids", "position_ids")
         embedding = partial(_look_up, embedding, span)

@@ -1,4 +1,9 @@
-"""Hooks of slices of sequences."""
+"""Hooks of slices of sequences.
+
+Megatron's model, its loss and its messages take whole microbatches. In a step with slices the
+stages run them slice by slice, messages have the length of a slice, and models that could not be
+cut are refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 
 class SlicesHooks(TrainingHooks):
-    """Stages that run a microbatch slice by slice."""
+    """Hooks for slices, whose stages run a microbatch slice by slice."""
 
     needs_callers_hooks = True
 
@@ -57,13 +62,15 @@ class SlicesHooks(TrainingHooks):
     def begin(self, call: Call, program: Program, connections: Connections) -> StepHooks | None:
         tokens = call.decoder_seq_length or call.seq_length
         spans = spans_of(program, call.config, tokens, call.groups.cp.rank())
-        return _SlicedStep(call, spans) if spans else None
+        joins_weights = program.problem.slices.joined_weights
+        return _SlicedStep(call, spans, joins_weights) if spans else None
 
 
 class _SlicedStep(StepHooks):
-    def __init__(self, call: Call, spans: Sequence[Span]) -> None:
+    def __init__(self, call: Call, spans: Sequence[Span], joins_weights: bool) -> None:
         self._call = call
         self._spans = spans
+        self._joins_weights = joins_weights
 
     @override
     def split(self, split: Split) -> Split:
@@ -76,7 +83,12 @@ class _SlicedStep(StepHooks):
 
     @override
     def stage_class(self, number: int) -> StageClass:
-        return partial(SlicedStage, spans=self._spans, hooked=self._hooked)
+        return partial(
+            SlicedStage,
+            spans=self._spans,
+            hooked=self._hooked,
+            joins_weights=self._joins_weights,
+        )
 
     @override
     def around(self) -> contextlib.AbstractContextManager[None]:

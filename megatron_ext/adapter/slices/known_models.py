@@ -18,7 +18,7 @@ from megatron_ext.adapter.slices.sparse_attention import knows_places
 from megatron_ext.adapter.transformer_engine.installed import can_split
 
 _DROP = "drop --pipeline-slices"
-_OF_PREDICTION = "mtp_model_layer"  # name in a layer of multi-token prediction
+_OF_PREDICTION = "mtp_model_layer"  # name of the inner layer in a layer of multi-token prediction
 
 
 def refuse_unknown(models: Sequence[torch.nn.Module]) -> None:
@@ -27,20 +27,24 @@ def refuse_unknown(models: Sequence[torch.nn.Module]) -> None:
     for chunk in models:
         model: Any = chunk
         while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
-            model = inner  # of DDP and mixed precision
+            model = inner  # the model within a wrapper (DDP, mixed precision)
         if not isinstance(model, GPTModel) or type(model).forward is not GPTModel.forward:
             raise ValueError(
                 f"--pipeline-slices runs a GPTModel, and {type(model).__name__} may mix "
                 f"tokens in ways that are not known: {_DROP}"
             )
-        predicting = getattr(getattr(model, "mtp", None), "layers", ())
-        further = [getattr(layer, _OF_PREDICTION, None) for layer in predicting]
-        for layer in (*model.decoder.layers, *further):
-            if (unknown := _unknown_mixer(layer, known)) is not None:
+        for layer in mixing_layers(model):
+            if (unknown := unknown_mixer(layer, known)) is not None:
                 raise ValueError(
                     f"--pipeline-slices does not go with {unknown}: tokens of a slice would not "
                     f"see those of the slices before it; {_DROP}"
                 )
+
+
+def mixing_layers(model: GPTModel) -> list[Any]:
+    """Return the layers of ``model``, those of multi-token prediction too."""
+    predicting = getattr(getattr(model, "mtp", None), "layers", ())
+    return [*model.decoder.layers, *(getattr(layer, _OF_PREDICTION, None) for layer in predicting)]
 
 
 def _known_attention() -> list[Callable[..., Any]]:
@@ -56,7 +60,7 @@ def _known_attention() -> list[Callable[..., Any]]:
     return known
 
 
-def _unknown_mixer(layer: Any, known: Sequence[Callable[..., Any]]) -> str | None:
+def unknown_mixer(layer: Any, known: Sequence[Callable[..., Any]]) -> str | None:
     """Return the class of the module that mixes tokens in ``layer``; None if it is ``known``."""
     for name in ("self_attention", "cross_attention"):
         attention = getattr(layer, name, None)

@@ -1,4 +1,8 @@
-"""Lengths of the slices of a sequence, given Megatron's settings."""
+"""Lengths of the slices of a sequence, given Megatron's settings.
+
+A schedule knows slices as shares of a sequence. On a rank they are tokens, and their number has to
+be a multiple of what context parallelism, sequence parallelism and quantised matrices require.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""GPTModel's forward pass of one slice, called with the caller's whole batch."""
+"""GPTModel's forward pass of one slice, called with the caller's whole batch.
+
+Callers pass tokens, positions, labels and masks of a whole microbatch, and do not know of slices.
+The call is repeated for each slice. What belongs to single tokens is cut to the slice; the whole
+arguments stay available to parts that look beyond it, such as multi-token prediction.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,7 @@ class WholeCall:
         self._arguments: dict[str, Any] = {}
 
     def arguments(self, *names: str) -> dict[str, Any]:
-        """Return the whole arguments of these ``names``; None for those not given."""
+        """Return the whole arguments of the call with these ``names``; None for those not given."""
         return {name: self._arguments.get(name) for name in names}
 
     @contextlib.contextmanager

@@ -27,12 +27,12 @@ from torch import Tensor
 from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 _FLAG = "--pipeline-slices"
-_PACK = "pack"  # key of what is stored of the running microbatch
+_PACK = "pack"  # key under which the pack of the running microbatch is stored
 
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Documents of one microbatch.
+    """Documents of one packed microbatch.
 
     Attributes:
         borders: tokens at which the documents begin, and at which the last one ends, its padding
@@ -69,7 +69,7 @@ class PackedDocuments:
 
 @dataclass(frozen=True)
 class AttendedPart:
-    """Part of a pack that a slice attends to.
+    """Part of a pack that a slice attends to, with the borders of its documents.
 
     Attributes:
         begin: its first token; it ends where the slice does.
@@ -134,7 +134,7 @@ def as_one_document(params: PackedSeqParams, span: Span) -> PackedSeqParams:
 
 
 def longest_document() -> int:
-    """Return the number of tokens of the longest document of the pack whose slice runs."""
+    """Return the number of tokens of the longest document of the running slice's pack."""
     pack, _ = _running_pack()
     return pack.longest
 
@@ -169,7 +169,8 @@ def _attended(span: Span, pack: PackedDocuments, params: PackedSeqParams) -> Att
     first = bisect_right(pack.borders, span.begin) - 1
     documents = slice(first, bisect_left(pack.borders, span.end))
     begin = pack.borders[first]
-    if begin + pack.lengths[first] <= span.begin:  # the slice begins in padding
+    # The slice begins in the padding behind a document.
+    if begin + pack.lengths[first] <= span.begin:
         begin = span.begin
     queries, keys = (pack.part(documents, start, span.end) for start in (span.begin, begin))
     ends = (_on_device(_ends(part.lengths), params) for part in (queries, keys))
@@ -193,7 +194,8 @@ def _differences(borders: Sequence[int]) -> tuple[int, ...]:
 
 
 def _on_device(numbers: Sequence[int], params: PackedSeqParams) -> Tensor:
-    """Return ``numbers`` as an int32 tensor where those of ``params`` are, without waiting."""
+    """Return ``numbers`` as an int32 tensor on the device of those in ``params``, without
+    waiting."""
     on_host = torch.tensor(numbers, dtype=torch.int32)
     return on_host.to(params.cu_seqlens_q.device, non_blocking=True)
 

@@ -1,4 +1,9 @@
-"""Rotary positions of a slice, which begin at the slice's start, or in each document of a pack."""
+"""Rotary positions of a slice.
+
+Megatron's embedding counts positions from 0, as every microbatch begins there. A slice begins in
+the middle: its positions go on from the tokens before it, and in a pack begin anew with each
+document.
+"""
 
 from __future__ import annotations
 

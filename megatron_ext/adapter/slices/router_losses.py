@@ -5,10 +5,6 @@ an expert's scores, T the number of its tokens, and N the number of all tokens. 
 token's scores contains the T of the whole microbatch. T is complete when a slice's backward pass
 runs, after the forward passes of all slices. The loss itself is computed and logged with the last
 slice; earlier slices give 0.
-
-Recomputed layers compute their losses in a second forward pass, within a slice's backward pass,
-when earlier slices have not recomputed yet. T and P are therefore counted in the first forward
-pass.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 
 class _Router:
-    """Router and loss that are being computed, and whether tokens are only counted."""
+    """Router and loss that are being computed; a flag says whether tokens are only counted."""
 
     def __init__(self) -> None:
         self.now: tuple[Any, str] = (None, "")
@@ -65,7 +61,7 @@ class _Balance:
 
 
 def _sum(by_slice: Mapping[Span, Tensor]) -> Tensor:
-    """Return the sum over slices in sequence order, for any order of computation."""
+    """Return the sum over slices in sequence order, in whatever order they were computed."""
     order = sorted(by_slice, key=lambda span: span.begin)
     return torch.stack([by_slice[span] for span in order]).sum(0)
 
@@ -90,7 +86,12 @@ def count_first(
     original: Callable[..., Any], router: Any, logits: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a router, and count the tokens and scores of a slice that will be recomputed with
-    gradients."""
+    gradients.
+
+    Recomputed layers compute their losses in a second forward pass, within a slice's backward pass,
+    when earlier slices have not recomputed yet. The tokens and scores of the whole microbatch are
+    therefore counted in the first forward pass.
+    """
     made = original(router, logits, *args, **kwargs)
     is_first = running_slice.span is not None and router.training and not torch.is_grad_enabled()
     if is_first and router.is_aux_loss_enabled():
@@ -175,7 +176,8 @@ def z_loss(
         return loss
     share = (span.end - span.begin) / span.length
     router, _ = _router.now
-    if router.calculate_per_token_loss:  # the gradient is then scaled by the slice's tokens
+    # The gradient is scaled later by the number of the slice's tokens.
+    if router.calculate_per_token_loss:
         return loss + (share - 1) * loss.detach()
     return share * loss
 

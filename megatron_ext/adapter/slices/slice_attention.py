@@ -22,7 +22,7 @@ from megatron_ext.adapter.slices.packs import attended_part
 from megatron_ext.runtime.slices.running_slice import running_slice
 
 
-class _MaskOfPacks(enum.Enum):
+class MaskOfPacks(enum.Enum):
     """Masks of Transformer Engine for packed queries and keys that Megatron's AttnMaskType lacks;
     Megatron passes the name on."""
 
@@ -79,7 +79,7 @@ def attend_with_transformer_engine(
         if packed_seq_params is not None:
             part = attended_part(span)
             begin, packed_seq_params = part.begin, part.params
-            bottom_right = _MaskOfPacks.padding_causal_bottom_right
+            bottom_right = MaskOfPacks.padding_causal_bottom_right
         key, value = running_slice.attended(layer, (key, value), begin)
         if span.local.begin > begin:
             kind = bottom_right

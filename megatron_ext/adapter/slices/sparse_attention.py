@@ -20,7 +20,8 @@ from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 
 def knows_places() -> bool:
-    """Whether Megatron has sparse attention that can be told where its queries are: since 0.19."""
+    """Return whether Megatron's sparse attention can be told where its queries are, as since
+    0.19."""
     folder = "megatron.core.transformer.experimental_attention_variant"
     try:
         masking: Any = importlib.import_module(f"{folder}.dsa_masking")
@@ -48,7 +49,7 @@ def attend_sparsely(
             "--pipeline-slices does not go with sparse attention (dsa) over packed sequences: "
             "untried; drop --pipeline-slices"
         )
-    if value is None:  # it is part of the key
+    if value is None:  # the value is a part of the key
         (key,) = running_slice.attended(layer, (key,))
     else:
         key, value = running_slice.attended(layer, (key, value))

@@ -1,4 +1,9 @@
-"""Call of one of Megatron's schedule functions, and what is refused in such a call."""
+"""Call of one of Megatron's schedule functions, and what is refused in such a call.
+
+Megatron's schedule functions take a dozen arguments, some of which only their own order of passes
+can honour. All are read into one `Call`, from which the rest of the step takes them. An argument
+that our step does not honour is refused with its reason, never ignored.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ from megatron_ext.schedule.problem import P2P
 
 @dataclass(frozen=True)
 class Call(StepCall):
-    """Call of Megatron's schedule functions on one rank.
+    """Call of Megatron's pipeline schedule functions on one rank.
 
     Attributes:
         config: Megatron's config of the model.
@@ -96,7 +101,8 @@ def refuse_call(
     p2p_communicator: P2PCommunicator | None,
     pg_collection: Any,
 ) -> None:
-    """Raise ValueError for the first argument or setting that does not go with ``ours``."""
+    """Raise ValueError for the first argument or setting of a call that does not go with ``ours``,
+    our settings."""
     for resolved in ours.resolved_specs:
         refuse(config, resolved, ours.options)
     if adjust_tensor_shapes_fn is not None:
@@ -135,7 +141,8 @@ def refuse_chunks(ours: PipelineConfig, call: Call) -> None:
 
 
 def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
-    """Raise ValueError if shapes vary but ``ours`` needs a fixed one."""
+    """Raise ValueError if the shapes of messages vary but ``ours``, our settings, need a fixed
+    one."""
     if call.varies_by is None:
         return
     if _limit_needs_unknown_bytes(ours, call):
@@ -153,7 +160,8 @@ def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
 
 
 def refuse_varying_shapes(call: Call, option: str) -> None:
-    """Raise ValueError if shapes vary, which the option of a feature does not go with."""
+    """Raise ValueError if the shapes of messages vary and the option of a feature requires a fixed
+    one."""
     if call.varies_by is not None:
         raise ValueError(
             f"{flag(option)} does not go with {call.varies_by}: its messages need one shape; give "
@@ -173,11 +181,12 @@ def _limit_needs_unknown_bytes(ours: PipelineConfig, call: Call) -> bool:
 def groups_of(
     p2p_communicator: P2PCommunicator | None, pg_collection: Any
 ) -> tuple[dist.ProcessGroup, Any]:
-    """Return the pipeline's group and the others: the given ones, or Megatron's defaults if the
-    caller gives none."""
+    """Return the pipeline's process group and the other groups: those given, or Megatron's defaults
+    if the caller gives none."""
     if p2p_communicator is not None:
         return p2p_communicator.pp_group, pg_collection
-    # Megatron 0.18 has no such function; all groups of parallel_state serve as well.
+    # Megatron 0.18 lacks `_build_default_pg_collection`; all groups of parallel_state serve as
+    # well.
     all_groups = ProcessGroupCollection.use_mpu_process_groups
     groups = getattr(schedules, "_build_default_pg_collection", all_groups)()
     return parallel_state.get_pipeline_model_parallel_group(), groups

@@ -1,4 +1,9 @@
-"""Hooks that the caller has put on a model, and what a schedule says of them."""
+"""Hooks that the caller has put on a model, and what a schedule says of them.
+
+A hook may read or change a gradient in the middle of a backward pass. If that pass is split, the
+gradient does not exist yet in I, and W runs no hooks. Weights that a hook depends on are therefore
+not deferred, and the log says once which they are.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from megatron_ext.runtime.parameter_hooks import has_callers_hooks
 
 @dataclass(frozen=True)
 class CallersHooks:
-    """Parameters of a rank on which hooks of the caller's depend, in one step.
+    """Parameters of a rank, in one step, on which the caller's hooks depend.
 
     Attributes:
         parameters: parameters with hooks on their own gradients.
@@ -32,7 +37,7 @@ class CallersHooks:
 
 
 def callers_hooks(models: Sequence[torch.nn.Module]) -> CallersHooks:
-    """Return what the hooks that ``models`` have now depend on."""
+    """Return the parameters on which the hooks depend that ``models`` have now."""
     modules = [module for model in models for module in model.modules()]
     trained = {
         parameter
@@ -46,7 +51,7 @@ def callers_hooks(models: Sequence[torch.nn.Module]) -> CallersHooks:
 
 
 def _runs_hooks_everywhere() -> bool:
-    """Whether torch runs hooks in the backward passes of all modules of the process."""
+    """Return whether torch runs hooks in the backward passes of all modules of the process."""
     tables = module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks
     return any(len(table) > 0 for table in tables)
 
@@ -56,7 +61,7 @@ def _has_backward_hooks(module: torch.nn.Module) -> bool:
 
 
 def tell_of_hooks(models: Sequence[torch.nn.Module], hooks: CallersHooks) -> None:
-    """Say once that weights of ``models`` have no W, because of ``hooks``."""
+    """Log once that weights of ``models`` have no W, because of ``hooks``."""
     hooked = hooks.parameters | hooks.of_modules
     named = (item for model in models for item in model.named_parameters()) if hooked else ()
     weights = [name for name, parameter in named if parameter in hooked and parameter.dim() > 1]
@@ -72,8 +77,8 @@ _said: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDic
 
 
 def say_once(model: torch.nn.Module, text: str, level: int = logging.INFO) -> None:
-    """Log ``text`` on one of the ranks that have ``model``, unless one of that level has been
-    logged of it."""
+    """Log ``text`` on one of the ranks that have ``model``, unless a text of that level was logged
+    for the model before."""
     said = _said.setdefault(model, set())
     if level in said:
         return

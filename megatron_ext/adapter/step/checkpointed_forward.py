@@ -1,17 +1,9 @@
 """Forward pass that saves only what its recompute needs, and the recompute.
 
-The caller's forward_step_func is called once, in F. R repeats its call of the model
-(`repeatable_call`), and only R calls the loss function.
-
-The checkpointed forward runs as in Megatron's own recompute: without gradients, within Transformer
-Engine's context for it, with the random states stored for R. Without gradients routers count no
-tokens and no auxiliary losses, so R does. Where Megatron checks another condition than whether
-gradients are enabled, patches check `checkpointed_forward`.
-
-Megatron recomputes layers, and hooks of the caller's on the modules around them run once, with
-gradients. Here the whole stage runs twice. Nothing needs what the stage with the loss computes in
-F, so these hooks run in R alone there. Elsewhere F's output depends on them, and a stage that has
-such hooks runs once, in F, except its decoder (`recomputed_decoder`).
+A stage whose activations are recomputed runs its forward pass twice, and must train as if it ran
+once. The caller's forward_step_func is called once, in F. R repeats its call of the model
+(`repeatable_call`), and only R calls the loss function. Both run as in Megatron's own recompute: F
+without gradients and with the random states stored for R (`checkpointing`).
 """
 
 from __future__ import annotations
@@ -32,7 +24,7 @@ from megatron_ext.runtime.parameter_hooks import Hook, HooksByNumber, without_ho
 
 
 class CheckpointedForward:
-    """Whether the model now runs a forward pass that will be recomputed."""
+    """Whether the model is now running a forward pass that will be recomputed."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -46,7 +38,8 @@ RandomStates = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class RecomputeInputs:
-    """Call of the model to repeat, and the random states at that call."""
+    """Inputs of a recompute: the call of the model to repeat, and the random states at that
+    call."""
 
     call: ModelCall
     random_states: RandomStates
@@ -54,8 +47,13 @@ class RecomputeInputs:
 
 @contextlib.contextmanager
 def checkpointing(is_quantised: bool) -> Iterator[RandomStates]:
-    """Context of a forward pass that will be recomputed; yields the random states at its
-    beginning."""
+    """Context of a forward pass that will be recomputed; yields the random states at its beginning.
+
+    As in Megatron's own recompute it has no gradients, and Transformer Engine's context for it.
+    Without gradients routers count no tokens and no auxiliary losses, so R does. Where Megatron
+    checks another condition than whether gradients are enabled, patches check
+    `checkpointed_forward`.
+    """
     checkpointed_forward.is_on = True
     try:
         with torch.no_grad(), _recompute(is_quantised, is_recompute=False):
@@ -67,7 +65,10 @@ def checkpointing(is_quantised: bool) -> Iterator[RandomStates]:
 class CheckpointedCall(RepeatableCall):
     """Repeatable call whose first run is a checkpointed forward.
 
-    ``has_loss``: nothing needs the first run's output.
+    Megatron recomputes layers, and hooks of the caller's on the modules around them run once, with
+    gradients. Here the whole stage runs twice. Nothing needs what the stage with the loss computes
+    in F (``has_loss``), so these hooks run in R alone there. Elsewhere F's output depends on them,
+    and a stage that has such hooks runs once, in F, except its decoder (`recomputed_decoder`).
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class CheckpointedCall(RepeatableCall):
 
     @property
     def recompute_inputs(self) -> RecomputeInputs:
-        """Inputs of the recompute, available after the call."""
+        """Inputs of the recompute, available after the model's call."""
         return RecomputeInputs(self.call, self._random_states)
 
     @contextlib.contextmanager
@@ -105,8 +106,8 @@ def hooked_around_layers(model: torch.nn.Module) -> list[str]:
 
 
 def _around_layers(model: torch.nn.Module) -> Iterator[tuple[str, HooksByNumber]]:
-    """Yield the hooks on the forward pass of each module that Megatron's own recompute leaves
-    outside, with its name, and the hooks of all modules."""
+    """Yield the hooks on the forward pass of each module that Megatron's own recompute does not
+    include, with the module's name, and the hooks of all modules."""
     yield "all modules", module_hooks._global_forward_pre_hooks
     yield "all modules", module_hooks._global_forward_hooks
     yield from _around_layers_of(type(model).__name__, model)
@@ -132,7 +133,7 @@ def _is_callers(hook: Hook) -> bool:
 
 @contextlib.contextmanager
 def recomputing(random_states: RandomStates, is_quantised: bool) -> Iterator[None]:
-    """Context with ``random_states``; the current ones are restored afterwards."""
+    """Run the enclosed block with ``random_states``; the current ones are restored afterwards."""
     with random._fork_rng(), _recompute(is_quantised, is_recompute=True):
         random._set_all_rng_states(*random_states)
         yield

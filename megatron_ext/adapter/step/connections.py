@@ -1,4 +1,9 @@
-"""Connections of a rank to the other ranks, shared by its steps."""
+"""Connections of a rank to the other ranks, shared by its steps.
+
+Process groups are costly to make, and NCCL connects on first use, in which ranks could wait for one
+another. So all connections are made once, before the first step, in an order that is the same on
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +22,10 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.host.host_memory import HostMemory
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.messages.connecting import connecting
 from megatron_ext.runtime.messages.nccl import ctas_for
 from megatron_ext.runtime.messages.peers import peers
-from megatron_ext.runtime.messages.transport import Boundary, Transport
+from megatron_ext.runtime.messages.transport import Boundary, Transport, closed
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage_io import Messages
 from megatron_ext.schedule.problem import P2P
@@ -27,7 +33,7 @@ from megatron_ext.schedule.problem import P2P
 
 @dataclass(frozen=True, eq=False)
 class Connections:
-    """Connections of one rank, from its first step on.
+    """Connections of one rank to its peers, from its first step on.
 
     Attributes:
         p2p: connection for messages between stages.
@@ -44,8 +50,8 @@ class Connections:
     host_memory: HostMemory = field(default_factory=HostMemory)
 
     def transport(self, program: Program, boundary: Boundary) -> Messages:
-        """Return the messages of one step. If shapes vary, collective over the pipeline the first
-        time."""
+        """Return the transport for the messages of one step. If shapes vary, collective over the
+        pipeline the first time."""
         if isinstance(self.p2p, PipelineGroup):
             assert boundary.shape is not None
             return BatchedTransport(self.p2p, boundary, program, self.recorder)
@@ -71,18 +77,31 @@ def connect(
     return Connections(p2p, recorder, device, ctas)
 
 
+def refuse_after_failure(recorder: Recorder) -> None:
+    """Raise RuntimeError if this rank has failed, before it was connected."""
+    if recorder.has_failed:
+        raise closed(recorder.rank)
+
+
 def connect_token_shifts(
-    models: Sequence[torch.nn.Module], context_parallel: dist.ProcessGroup
+    models: Sequence[torch.nn.Module],
+    context_parallel: dist.ProcessGroup,
+    recorder: Recorder | None = None,
 ) -> None:
     """Connect the ranks of ``context_parallel`` as passes of ``models``, a rank's chunks, will use
     it. Collective over the group if the models have multi-token prediction, as all its ranks then
-    do.
+    do; with a ``recorder``, which is told of the wait, in any case.
 
     Its forward passes shift tokens and labels by one position, and the ranks that share a sequence
     exchange the tokens at their borders. Megatron does that over the default group, on which NCCL
     makes a communicator for two ranks at their first message: within a pass, while messages of the
     pipeline are posted. So one message is exchanged here, where all other connections are made.
     """
-    if context_parallel.size() > 1 and any(map(shifts_tokens, models)):
+    if context_parallel.size() == 1:
+        return
+    if recorder is not None:
+        with connecting(recorder, context_parallel, "of context parallelism"):
+            connect_token_shifts(models, context_parallel)
+    elif any(map(shifts_tokens, models)):
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=torch.cuda.current_device())
         roll_tensor(tokens, cp_group=context_parallel)

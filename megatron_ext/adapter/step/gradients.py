@@ -1,4 +1,9 @@
-"""Megatron's work on gradients around the passes: held back before them, and done after them."""
+"""Megatron's work on gradients around the passes of a step.
+
+Data-parallel hooks start to reduce a gradient when a backward pass has computed it. With W deferred
+that would be too soon, so reductions are held back until the passes are over. Then Megatron's own
+functions finish the gradients, with its own counts of tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Loss of a microbatch whose output was not computed in one forward pass of the last stage."""
+"""Loss of a microbatch whose output was not computed in one forward pass of the last stage.
+
+With slices or a partitioned vocabulary the last stage's output exists only after several passes,
+while Megatron computes the loss at the end of one. Here Megatron's own function gets the complete
+output, and returns the gradient by which the backward passes begin.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,7 @@ def loss_with_gradient(
         The gradient of the scaled loss by ``output`` (None in an evaluation), and the number of
         tokens.
     """
-    if config.timers is not None:  # forward_step_calc_loss stops it
+    if config.timers is not None:  # forward_step_calc_loss stops this timer
         config.timers("forward-compute", log_level=2).start()
     leaf = output.detach().requires_grad_(not call.forward_only)
     loss, tokens = schedules.forward_step_calc_loss(

@@ -31,7 +31,7 @@ from megatron_ext.runtime.weight_gradients import queue
 
 @dataclass(frozen=True)
 class StepCall:
-    """Arguments of Megatron's caller for a step that stages need."""
+    """Arguments of Megatron's caller for one step, as far as stages need them."""
 
     forward_step_func: Callable[..., Any]
     num_microbatches: int
@@ -66,8 +66,8 @@ class ModelStage:
         has_loss: bool,
         first_trained_stage: int = 0,
     ) -> None:
-        """``first_trained_stage`` is the first stage that is not frozen; earlier stages have no
-        backward pass."""
+        """Initialise the stage. ``first_trained_stage`` is the first stage that is not frozen;
+        earlier stages have no backward pass."""
         self._number = number
         self._model = model
         self._config = config
@@ -79,18 +79,20 @@ class ModelStage:
         self._recomputed = recomputed
         self._has_loss = has_loss
         self._has_backward = not call.forward_only and number >= first_trained_stage
-        # Its input requires no gradient by itself, as no earlier stage is trained.
+        # The input of the first trained stage requires no gradient, as no earlier stage is trained.
         self._asks_gradient = number == first_trained_stage and may_lose_gradients(model)
         self._is_quantised = any(getattr(config, name, None) for name in ("fp8", "fp4"))
-        self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F or R
-        # From F to R: the input, the inputs of the recompute, and the loss's index.
+        # For each microbatch, the input and output of F, or of R, until its backward pass.
+        self._between: dict[int, tuple[Tensor | None, Tensor]] = {}
+        # For each microbatch between F and R: the input, the inputs of the recompute, and the
+        # loss's index.
         self._checkpointed: dict[int, tuple[Tensor | None, RecomputeInputs, int]] = {}
-        self._decoder: Any = None  # if it is recomputed without what is around it
+        self._decoder: Any = None  # set if the stage recomputes its decoder alone
         if recomputed and not has_loss:
             takes_slices = self._takes_slices
             self._decoder = decoder_to_recompute(number, model, config, takes_slices=takes_slices)
         self._decoders: dict[int, RecomputedDecoder] = {}  # from F to R
-        self._has_begun = False  # its forward passes of this step
+        self._has_begun = False  # whether a forward pass of this step has run
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
 
@@ -117,7 +119,7 @@ class ModelStage:
     def _forward_but_decoder(
         self, run: Callable[..., Any], microbatch: int, x: Tensor | None, is_first: bool
     ) -> Tensor:
-        """Run F with gradients, except for the decoder, which R recomputes."""
+        """Run F with gradients, except for the decoder, which R recomputes with gradients."""
         decoder = RecomputedDecoder(self._decoder, self._is_quantised)
         with decoder.checkpointed():
             output, tokens = self._run(
@@ -147,7 +149,7 @@ class ModelStage:
         if self._has_loss:
             (self.losses[place],) = losses
         else:
-            self._free(output)  # F's output has been sent
+            self._free(output)  # the output of F has been sent already
         self._between[microbatch] = (x, output)
 
     def _begin_forward(self, x: Tensor | None) -> bool:
@@ -225,21 +227,24 @@ class ModelStage:
         if self._has_loss:
             self._free(output)
         with queue.collecting(self._number, microbatch, w_is_next=w_is_next):
-            # Megatron would call retain_grad on an input without a gradient.
+            # Megatron would call retain_grad on an input that requires no gradient.
             given = None if x is None or not x.requires_grad else x
             dx = schedules.backward_step(given, output, dy, self._config)
         return None if dx is None else queue.keep(dx)
 
     def backward_weight(self, microbatch: int) -> None:
         timers = self._config.timers
-        if timers is not None:  # as backward_step does
+        if timers is not None:  # Megatron's backward_step runs the same timer
             timers("backward-compute", log_level=2).start()
-        queue.run(self._number, microbatch)
+        self._run_weight_gradients(microbatch)
         if timers is not None:
             timers("backward-compute").stop()
 
+    def _run_weight_gradients(self, microbatch: int) -> None:
+        queue.run(self._number, microbatch)
+
     def forget(self) -> None:
-        """Discard what F has counted and stored in this step."""
+        """Discard what the stage's F have counted and stored in this step."""
         self._between.clear()
         self._checkpointed.clear()
         self._decoders.clear()
@@ -267,7 +272,7 @@ class ModelStage:
 
 
 def overlaps_reduction(model: Any) -> bool:
-    """Whether the data-parallel reduction of ``model`` runs during later passes."""
+    """Return whether the data-parallel reduction of ``model`` runs during later passes."""
     return getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False)
 
 
@@ -288,7 +293,7 @@ def _watch_reduction(model: Any, reduction: RecordedReduction) -> None:
 
 
 class _Awaited:
-    """Wrapper of a handle that Megatron waits for."""
+    """Wrapper of a handle that Megatron waits for, such as a gradient reduction's."""
 
     def __init__(self, handle: Any, reduction: RecordedReduction) -> None:
         self._handle = handle

@@ -18,22 +18,22 @@ from megatron_ext.schedule.action import Action, Kind
 
 
 class ParameterGathers:
-    """Gathers of one step on one rank."""
+    """Parameter gathers of one step on one rank."""
 
     def __init__(self, starts: Mapping[int, Callable[[], None]]) -> None:
-        """``starts`` has the functions that start the gathers of each stage, in the order in which
-        stages begin; empty if the step has no gathers to start."""
+        """Initialise the gathers. ``starts`` has the functions that start those of each stage, in
+        the order in which stages begin; empty if the step has no gathers to start."""
         self._order = list(starts)
         self._starts = list(starts.values())
         self._started = 0
 
     def begin(self) -> None:
-        """Start the first gathers, before the passes."""
+        """Start the first parameter gathers, before the passes."""
         self._start(2)
 
     def stage_begins(self, stage: int) -> None:
-        """Start the next gathers, before the first forward pass of ``stage``. If a step restarts,
-        started gathers are not repeated."""
+        """Start the next parameter gathers, before the first forward pass of ``stage``. If a step
+        restarts, started gathers are not repeated."""
         if self._starts:
             self._start(self._order.index(stage) + 2)
 

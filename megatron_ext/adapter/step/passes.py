@@ -1,4 +1,5 @@
-"""Passes of a step on one rank: its stages and the other owners, assembled for the executor."""
+"""Passes of a step on one rank: its stages and the other owners, assembled for the executor, which
+knows no models. Only here do chunks, transport and features meet."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from megatron_ext.schedule.schedule import followed_by_own_w, recomputed
 
 
 def run_passes(step: Step) -> list[ModelStage]:
-    """Run all passes, and return the stages."""
+    """Run all passes of a step, and return its stages."""
     call, program, hooks = step.call, step.program, step.hooks
     boundary, iterators = step.boundary, call.iterators
     if call.varies_by is not None:

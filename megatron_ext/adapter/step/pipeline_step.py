@@ -27,7 +27,7 @@ from megatron_ext.config import PipelineConfig
 
 
 class PipelineStep:
-    """Runs steps under one configured schedule, for one training after another.
+    """Function that runs steps under one configured schedule, for one training after another.
 
     Attributes:
         first_step: the first one, compared with Megatron's own if the user allows unknown sources.
@@ -69,7 +69,8 @@ class PipelineStep:
             pg_collection,
         )
         pipeline, groups = groups_of(p2p_communicator, pg_collection)
-        if packs_microbatches():  # into one row; Megatron's own messages have another shape
+        # The microbatch becomes one row, whose shape Megatron's own messages do not have.
+        if packs_microbatches():
             seq_length, micro_batch_size = seq_length * micro_batch_size, 1
         call = Call(
             forward_step_func=forward_step_func,

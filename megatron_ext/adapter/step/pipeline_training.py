@@ -19,41 +19,40 @@ from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.features import features_of, requested_options
 from megatron_ext.adapter.observers.observer import Step, StepObserver, of_all_steps
-from megatron_ext.adapter.programs import BatchShape, Programs
+from megatron_ext.adapter.programs import BatchShape, Programs, log_program
 from megatron_ext.adapter.splitting import split_of
 from megatron_ext.adapter.step.call import Call
-from megatron_ext.adapter.step.connections import Connections, connect, connect_token_shifts
+from megatron_ext.adapter.step.connections import (
+    Connections,
+    connect,
+    connect_token_shifts,
+    refuse_after_failure,
+)
 from megatron_ext.adapter.step.gradients import finalize_gradients, token_count
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.passes import run_passes
-from megatron_ext.adapter.step.training_hooks import TrainingHooks
-from megatron_ext.adapter.tied import refuse_different_copies
+from megatron_ext.adapter.step.training_hooks import CannotRun, TrainingHooks
 from megatron_ext.adapter.training_globals import current_iteration, restarts_in_process
 from megatron_ext.base.logger import logger
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
-from megatron_ext.observe.program_summary import summarize
-from megatron_ext.runtime.host.host_memory import ShortOfHostMemory
 from megatron_ext.runtime.interruption import heard_if_it_fails, listen, stop_listening
-from megatron_ext.runtime.messages.connecting import connecting
-from megatron_ext.runtime.messages.transport import closed
-from megatron_ext.runtime.rank_identity import first_identity, rank_identity
+from megatron_ext.runtime.messages.connecting import exchange_identities
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.watchdog import Watchdog
-from megatron_ext.schedule.costs_text import format_costs
 
 
 class PipelineTraining:
-    """Steps of one schedule over one set of process groups."""
+    """Training of one schedule over one set of process groups."""
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
         self._programs = Programs(config, partial(requested_options, config))
-        self._hooks: dict[type[TrainingHooks], TrainingHooks] = {}  # of features that were on
+        self._hooks: dict[type[TrainingHooks], TrainingHooks] = {}  # features that were ever on
         self._observers: list[StepObserver[Step]] = [*of_all_steps]
-        self._recorder: Recorder | None = None  # from the first step on
+        self._recorder: Recorder | None = None  # None before the first step
         self._connections: Connections | None = None
-        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()  # first chunks of models
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()  # checked models' first chunks
         self._calls = 0
         self._world = dist.group.WORLD
         self._has_ended = False
@@ -77,7 +76,7 @@ class PipelineTraining:
             feature.end()
 
     def finish(self, iteration: int) -> None:
-        """Finish after the last iteration, ``iteration``."""
+        """Finish the training after its last iteration, ``iteration``."""
         for observer in self._observers:
             observer.finish(iteration)
 
@@ -87,7 +86,7 @@ class PipelineTraining:
             feature.interrupt()
 
     def run(self, call: Call) -> list[Any]:
-        """Run one step, with the result of Megatron's schedule functions."""
+        """Run one step, and return what Megatron's schedule functions return."""
         hooks = self._hooks_for(call)
         for feature in hooks:
             feature.check_call(call)
@@ -98,8 +97,8 @@ class PipelineTraining:
             recorder.leave()
 
     def _run(self, call: Call, recorder: Recorder, hooks: Sequence[TrainingHooks]) -> list[Any]:
-        if recorder.has_failed and self._connections is None:
-            raise closed(recorder.rank)
+        if self._connections is None:
+            refuse_after_failure(recorder)
         if call.forward_only:
             for feature in hooks:
                 feature.before_evaluation()
@@ -118,7 +117,7 @@ class PipelineTraining:
         make = partial(self._program, call, shape, hooks)
         for feature in hooks if not call.forward_only else ():
             feature.choose_schedule(call, shape, make, self._connections)
-        with self._heard_if_it_fails("the making of a program", ShortOfHostMemory):
+        with self._heard_if_it_fails("the making of a program", CannotRun):
             program = make()
         connections = self._connections
         assert connections is not None
@@ -129,7 +128,7 @@ class PipelineTraining:
             return _evaluate(step) if call.forward_only else self._train(step)
 
     def _hooks_for(self, call: Call) -> list[TrainingHooks]:
-        """Return the hooks of the features that ``call`` has."""
+        """Return the hooks of the features that a step with ``call`` has."""
         features = features_of(self._config, call.config)
         for feature in features:
             if feature not in self._hooks:
@@ -182,7 +181,7 @@ class PipelineTraining:
         )
 
     def _program(self, call: Call, shape: BatchShape, hooks: Sequence[TrainingHooks]) -> Program:
-        """Return the program of this step, the same on every rank of the job; cached."""
+        """Return the program of this step, the same on every rank of the job. It is cached."""
         first_trained_stage = 0
         if not (call.forward_only or any(feature.trains_first_stage for feature in hooks)):
             first_trained_stage = self._programs.first_trained_stage(call.pipeline, call.models)
@@ -207,19 +206,17 @@ class PipelineTraining:
             assert self._recorder is not None
             with heard_if_it_fails(self._recorder, "the connecting of the ranks"):
                 self._connections = self._connect(call, program, self._recorder, hooks)
-        else:  # ranks may differ, and not all of them may notice
+        else:  # the refusal may concern a few ranks, which must tell the others
             with self._heard_if_it_fails("the making of a program", RuntimeError):
                 program = self._programs.make(call.pipeline, call.config, key)
         if not call.forward_only:
-            log_single_rank(logger, logging.INFO, summarize(program))
-            costs = format_costs(program.problem.costs)
-            log_single_rank(logger, logging.DEBUG, f"costs of each stage: {costs}")
+            log_program(program)
             for line in (line for feature in hooks for line in feature.log_lines(call)):
                 log_single_rank(logger, logging.INFO, line)
         try:
             for feature in hooks:
                 feature.expect(program, self._connections)
-        except ShortOfHostMemory:
+        except CannotRun:
             self._programs.forget(program)
             raise
         return program
@@ -232,16 +229,14 @@ class PipelineTraining:
         with self._heard_if_it_fails("the check of a model"):
             for feature in hooks:
                 feature.check_models(call)
-            if self._programs.resolved_spec.moves_first_stage:
-                refuse_different_copies(call.pipeline, call.models)
-            if self._connections is not None:  # connections of the first model include its own
+            if self._connections is not None:  # the first model's shifts were connected before
                 connect_token_shifts(call.models, call.groups.cp)
         self._checked.add(call.models[0])
 
     def _heard_if_it_fails(
         self, where: str, kind: type[BaseException] = BaseException
     ) -> AbstractContextManager[None]:
-        """Context in which an error of this ``kind`` ends the other ranks too, if they are
+        """Context in which an error of this ``kind`` ends the other ranks too, if the ranks are
         connected."""
         if self._connections is None:
             return contextlib.nullcontext()
@@ -250,23 +245,20 @@ class PipelineTraining:
     def _begin(self, pipeline: dist.ProcessGroup) -> Recorder:
         """Watch this rank, and listen for failures of others, before anything is connected. Then
         the ranks of ``pipeline`` exchange who they are; collective over them."""
-        recorder = self._recorder = Recorder(pipeline.rank(), first_identity(pipeline))
+        recorder = self._recorder = Recorder.before_exchange(pipeline)
         Watchdog(recorder).start()
         if not restarts_in_process():  # otherwise the restarting wrapper reports failures
             report = listen(recorder)
             if report is not None:
                 weakref.finalize(self, report.stop)
-        with connecting(recorder, pipeline, "of the pipeline"):
-            recorder.rank_identity = rank_identity(pipeline)
+        exchange_identities(recorder, pipeline)
         return recorder
 
     def _connect(
         self, call: Call, program: Program, recorder: Recorder, hooks: Sequence[TrainingHooks]
     ) -> Connections:
         connections = connect(self._config, program, call.pipeline, recorder)
-        if (sharing := call.groups.cp).size() > 1:
-            with connecting(recorder, sharing, "of context parallelism"):
-                connect_token_shifts(call.models, sharing)
+        connect_token_shifts(call.models, call.groups.cp, recorder)
         for feature in hooks:
             feature.connect(call, program, connections)
         return connections

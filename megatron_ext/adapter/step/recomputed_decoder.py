@@ -50,7 +50,7 @@ def decoder_to_recompute(
 
 
 class RecomputedDecoder:
-    """Decoder of a stage, for one microbatch."""
+    """Decoder of a recomputed stage, for one microbatch."""
 
     def __init__(self, decoder: Any, is_quantised: bool) -> None:
         self._decoder = decoder
@@ -61,7 +61,7 @@ class RecomputedDecoder:
 
     @contextlib.contextmanager
     def checkpointed(self) -> Iterator[None]:
-        """Context of the stage's F."""
+        """Run the stage's F in this context, which makes the decoder a recomputed node."""
         attributes = vars(self._decoder)
         kept = {"forward": attributes["forward"]} if "forward" in attributes else {}
         self._forward = self._decoder.forward
@@ -73,14 +73,15 @@ class RecomputedDecoder:
             attributes.update(kept)
 
     def recompute(self) -> None:
-        """R: run the decoder again, with gradients."""
+        """Run R: run the decoder a second time, with gradients."""
         with recomputing(self._random_states, self._is_quantised):
             self._output = self._run(self._input)
 
     def first(self) -> Tensor:
         """Return the decoder's output, without gradients."""
         with checkpointing(self._is_quantised) as self._random_states:
-            return self._run(self._input.detach())  # without layers it is what is returned
+            # A decoder without layers returns its input itself.
+            return self._run(self._input.detach())
 
     def backward(self, dy: Tensor) -> Tensor | None:
         """Run the decoder's backward pass, and return the gradient of its input."""
@@ -92,7 +93,8 @@ class RecomputedDecoder:
         given = hidden_states if decoder.pre_process else decoder.input_tensor
         self._call = args, kwargs
         self._input = given.detach().requires_grad_(given.requires_grad)
-        # Not every input requires a gradient; the weights' do.
+        # The empty tensor makes the output require a gradient, which the input may not require but
+        # the weights do.
         output: Tensor = _Decoder.apply(self, given, torch.empty(0, requires_grad=True))
         return output
 
@@ -108,7 +110,7 @@ class RecomputedDecoder:
 
 
 class _Decoder(torch.autograd.Function):
-    """Decoder as a node of the stage's graph."""
+    """Autograd function that makes the decoder a node of the stage's graph."""
 
     @staticmethod
     def forward(ctx: Any, decoder: RecomputedDecoder, x: Tensor, trained: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ _FORWARD = inspect.signature(GPTModel.forward)
 
 @dataclass(frozen=True)
 class ModelCall:
-    """Arguments with which a forward_step_func has called the model, and the loss function it
+    """Call of the model by a forward_step_func: its arguments, and the loss function that was
     returned."""
 
     args: tuple[Any, ...]
@@ -31,7 +31,7 @@ class ModelCall:
 
     @property
     def named(self) -> dict[str, Any]:
-        """Arguments by their names in GPTModel.forward."""
+        """Arguments of the call by their names in GPTModel.forward."""
         return _FORWARD.bind(None, *self.args, **self.kwargs).arguments
 
     def repeat(self, data_iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
@@ -69,7 +69,8 @@ class RepeatableCall:
                 within.close()
                 self._outputs.append(output)
 
-            # Before the caller's own hooks, which run again, on the same arguments, in a repeat.
+            # This hook runs before the caller's own hooks, which a repeat of the call runs on the
+            # same arguments.
             begins = model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
             hooks.callback(begins.remove)
             hooks.callback(model.register_forward_hook(end).remove)
@@ -85,7 +86,7 @@ class RepeatableCall:
 
     @property
     def call(self) -> ModelCall:
-        """Recorded call of the model, available after the call."""
+        """Recorded call of the model, available after the forward_step_func has run."""
         ((args, kwargs),) = self._calls
         return ModelCall(args, kwargs, self._loss_func)
 

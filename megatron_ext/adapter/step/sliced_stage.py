@@ -21,7 +21,8 @@ from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.repeatable_call import ModelCall, RepeatableCall
 from megatron_ext.runtime.parameter_hooks import SummedGradients
 from megatron_ext.runtime.slices.running_slice import Span, running_slice
-from megatron_ext.schedule.action import Slice
+from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.action import Slice, slices_of
 
 
 class SlicedStage(ModelStage):
@@ -34,18 +35,24 @@ class SlicedStage(ModelStage):
         *args: Any,
         spans: Sequence[Span],
         hooked: Collection[Tensor],
+        joins_weights: bool,
         has_loss: bool,
         **more: Any,
     ) -> None:
-        """``spans`` are the slices of a whole sequence, ``hooked`` the parameters of this rank with
-        hooks of the caller's."""
+        """Initialise the stage. ``spans`` are the slices of a whole sequence, ``hooked`` the
+        parameters of this rank with hooks of the caller's. ``joins_weights``: the W of a
+        microbatch's slices follow each other, the first slice's last."""
         super().__init__(*args, has_loss=False, **more)
         self._spans = spans
+        self._joins_weights = joins_weights
         self._is_last = has_loss
-        self._noted: dict[int, RepeatableCall] = {}  # by microbatch, while its first slice runs
-        self._calls: dict[int, ModelCall] = {}  # by microbatch, until its last slice has run
-        self._outputs: dict[int, list[Tensor]] = {}  # of the last stage, by microbatch
-        self._gradients: dict[int, Tensor] = {}  # of the outputs, by microbatch
+        # Calls by microbatch, while their first slice runs.
+        self._noted: dict[int, RepeatableCall] = {}
+        # Calls by microbatch, until their last slice has run.
+        self._calls: dict[int, ModelCall] = {}
+        # The last stage's outputs of each slice, by microbatch.
+        self._outputs: dict[int, list[Tensor]] = {}
+        self._gradients: dict[int, Tensor] = {}  # gradients of the whole outputs, by microbatch
         self._summed = SummedGradients(p for p in self._model.parameters() if p in hooked)
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
@@ -72,7 +79,8 @@ class SlicedStage(ModelStage):
         running_slice.clear()
 
     def _make_loss(self, microbatch: int, call: ModelCall) -> None:
-        output = torch.cat(self._outputs.pop(microbatch), dim=1)  # [b, s], or [b, s, v] of logits
+        # Shape [b, s], or [b, s, v] if these are logits.
+        output = torch.cat(self._outputs.pop(microbatch), dim=1)
         gradient, tokens = loss_with_gradient(
             output, call.loss_func, self._model, self._config, self._call, self.losses
         )
@@ -104,7 +112,7 @@ class SlicedStage(ModelStage):
             output, tokens = super()._run(
                 forward_step_func, piece.microbatch, *args, is_first=is_first, **more
             )
-        if self._is_last:  # its losses may be a view, whose memory could not be freed
+        if self._is_last:  # a slice's losses may be a view, whose memory could not be freed
             output = make_viewless_tensor(output, output.requires_grad, keep_graph=True)
         return output, tokens
 
@@ -123,6 +131,18 @@ class SlicedStage(ModelStage):
             self._gradients.pop(piece.microbatch, None)
             running_slice.drop(self._number, piece.microbatch)
         return dx
+
+    def backward_weight(self, microbatch: int) -> None:
+        piece = _slice(microbatch)
+        if not self._joins_weights or piece.is_first:
+            super().backward_weight(microbatch)
+
+    def _run_weight_gradients(self, microbatch: int) -> None:
+        if not self._joins_weights:
+            super()._run_weight_gradients(microbatch)
+            return
+        piece = _slice(microbatch)
+        queue.run_joined(self._number, slices_of(piece.microbatch, piece.ends))
 
 
 def _add_all_gradients(model: torch.nn.Module) -> None:

@@ -19,11 +19,11 @@ from megatron_ext.runtime.owner import Owner
 from megatron_ext.runtime.stage_io import PipelineEnds
 from megatron_ext.runtime.stage_passes import PassContext
 
-StageClass = Callable[..., ModelStage]  # with the arguments of ModelStage
+StageClass = Callable[..., ModelStage]  # a class or function with the arguments of ModelStage
 
 
 class StepHooks:
-    """Part of one feature in one step, which may be an evaluation.
+    """Hooks of one feature in one step, which may be an evaluation.
 
     Attributes:
         ends: tensors that the first and the last stage exchange with the feature.
@@ -34,19 +34,19 @@ class StepHooks:
     context: PassContext | None = None
 
     def split(self, split: Split) -> Split:
-        """Return which weight gradients wait for W passes, given those of the other features."""
+        """Return which weight gradients wait for W, given those of other features."""
         return split
 
     def iterators(self, iterators: list[Any]) -> list[Any]:
-        """Return the data iterators to read from, one per chunk."""
+        """Return the data iterators that the step reads from, one per chunk."""
         return iterators
 
     def boundary(self, boundary: Boundary) -> Boundary:
-        """Return the tensor that passes between stages."""
+        """Return shape and type of the tensor that passes between stages."""
         return boundary
 
     def stage_class(self, number: int) -> StageClass | None:
-        """Return what makes the stage of this ``number``; None: as without the feature."""
+        """Return the class of stage ``number``; None: as without this feature."""
         return None
 
     def owners(self, stages: Mapping[int, ModelStage], boundary: Boundary) -> Sequence[Owner]:
@@ -59,12 +59,12 @@ class StepHooks:
         return contextlib.nullcontext()
 
     def after_passes(self, tokens: Tensor) -> Tensor | None:
-        """Return the ``tokens`` by which to scale gradients; None: they are scaled later."""
+        """Return the ``tokens`` by which to scale gradients; None if they are scaled later."""
         return tokens
 
 
 def one_of[T](hooks: Iterable[StepHooks], given_by: Callable[[StepHooks], T | None]) -> T | None:
-    """Return what one feature at most gives."""
+    """Return the one result that is not None: at most one feature may give one."""
     given = {
         type(feature).__name__: value
         for feature in hooks

@@ -1,4 +1,9 @@
-"""Hooks by which a feature takes part in a training, as `step_hooks` are those of a step."""
+"""Hooks by which a feature takes part in a training, as `step_hooks` are those of a step.
+
+A training has moments at which a feature may have something to say: settings are checked, programs
+are made, ranks connect, a step begins or ends. Code at these moments names no feature; it calls the
+methods here, which do nothing unless a feature overrides them.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,15 @@ from megatron_ext.adapter.step.step_hooks import StepHooks
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.config import PipelineConfig
+from megatron_ext.observe.launch_remark import LaunchRemark
+
+
+class CannotRun(ValueError):
+    """Raised for a program that this rank cannot run, although it is proved."""
 
 
 class TrainingHooks:
-    """Part of one feature in one training, made at the first step that has the feature.
+    """Hooks of one feature in one training, made at the first step that has the feature.
 
     Attributes:
         trains_first_stage: whether the first stage has backward passes although its chunk may have
@@ -34,8 +44,8 @@ class TrainingHooks:
 
     @classmethod
     def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
-        """Return whether a training of ``ours`` has the feature. ``settings`` are Megatron's
-        arguments, or its config of the model."""
+        """Return whether a training with ``ours``, our settings, has the feature. ``settings`` are
+        Megatron's arguments, or its config of the model."""
         raise NotImplementedError
 
     @classmethod
@@ -52,8 +62,23 @@ class TrainingHooks:
         program is needed to tell."""
 
     @classmethod
+    def check_microbatches(cls, args: Any, ours: PipelineConfig) -> None:
+        """Refuse Megatron's validated ``args`` whose data do not go with the feature. Callers that
+        have a config of their own give the arguments about data only."""
+
+    @classmethod
+    def check_files(cls, ours: PipelineConfig) -> None:
+        """Refuse files that the feature reads in a launch, and that a plan does not need."""
+
+    @classmethod
+    def remarks(cls, args: Any) -> Sequence[LaunchRemark]:
+        """Return what a user should know who launches with Megatron's validated ``args``."""
+        return ()
+
+    @classmethod
     def check_program(cls, args: Any, program: Program) -> None:
-        """Refuse a ``program`` of a training with Megatron's ``args``."""
+        """Refuse a ``program`` that does not go with the feature in a training with Megatron's
+        ``args``."""
 
     @classmethod
     def other_programs(
@@ -74,26 +99,27 @@ class TrainingHooks:
         return {}
 
     def observers(self) -> Sequence[StepObserver[Step]]:
-        """Return observers of training steps."""
+        """Return the feature's observers of training steps."""
         return ()
 
     @classmethod
     def stock_observers(cls, ours: PipelineConfig) -> Sequence[StepObserver[ObservedStep]]:
-        """Return observers of training steps that Megatron's own functions run under ``ours``."""
+        """Return the feature's observers of training steps that Megatron's own functions run under
+        ``ours``, our settings."""
         return ()
 
     def check_call(self, call: Call) -> None:
-        """Refuse a call of Megatron's that does not go with the feature."""
+        """Refuse a call of Megatron's schedule function that does not go with the feature."""
 
     def check_models(self, call: Call) -> None:
-        """Refuse models of ``call``, which come for the first time. Collective over the
-        pipeline."""
+        """Refuse models of ``call`` that do not go with the feature; they are used for the first
+        time. Collective over the pipeline."""
 
     def check_new_program(self, call: Call) -> None:
-        """Refuse a ``call`` before a program is made for it."""
+        """Refuse a ``call`` that does not go with the feature before a program is made for it."""
 
     def before_evaluation(self) -> None:
-        """Called before an evaluation begins."""
+        """Hook that runs before an evaluation begins."""
 
     def choose_schedule(
         self,
@@ -109,17 +135,17 @@ class TrainingHooks:
         """
 
     def connect(self, call: Call, program: Program, connections: Connections) -> None:
-        """Make connections of the feature, before the first step. Collective over the pipeline."""
+        """Connect ranks for the feature, before the first step. Collective over the pipeline."""
 
     def expect(self, program: Program, connections: Connections) -> None:
-        """Prepare for steps of ``program``.
+        """Prepare the feature for steps of ``program``.
 
         Raises:
-            ShortOfHostMemory: this rank cannot run it.
+            CannotRun: this rank cannot run it.
         """
 
     def log_lines(self, call: Call) -> Sequence[str]:
-        """Return lines to log when a new program is trained."""
+        """Return the feature's lines for the log when a new program is trained."""
         return ()
 
     def begin(self, call: Call, program: Program, connections: Connections) -> StepHooks | None:
@@ -130,4 +156,4 @@ class TrainingHooks:
         """Note that other work takes place between two steps and belongs to neither."""
 
     def end(self) -> None:
-        """Release everything: the process groups of the training are gone."""
+        """Release all that the feature has: the process groups of the training are gone."""

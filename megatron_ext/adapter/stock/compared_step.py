@@ -13,12 +13,16 @@ import inspect
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexerLossLoggingHelper,
+)
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import log_single_rank
@@ -26,14 +30,15 @@ from torch import Tensor
 
 from megatron_ext.adapter.layers import is_stock_placement
 from megatron_ext.adapter.step.call import Call
+from megatron_ext.adapter.training_globals import current_iteration, training_global
 from megatron_ext.base.logger import logger
 from megatron_ext.compile.registry import entries
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
 from megatron_ext.runtime.messages.peers import are_rehearsed
 from megatron_ext.runtime.world import gather_from_all
-from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
-_VARIATION = 10  # times what two runs of Megatron's own function differ by
+_VARIATION = 10  # Largest difference from stock, as a multiple of that between two runs of stock.
 
 
 class FirstStep:
@@ -79,12 +84,31 @@ def _why_not(ours: PipelineConfig, call: Call) -> str | None:
         return "the schedule has other stages on a rank than Megatron's own have"
     if resolved.spec.partition(":")[0] not in entries():
         return "a schedule of your own may add gradients in another order"
-    if placement.chunks > 1 and call.num_microbatches % ranks:
-        return f"Megatron's own does not run {call.num_microbatches} microbatches on {ranks} ranks"
-    if ours.vocab_parallel is not VocabularyParallel.NONE or ours.slices > 1:
+    group = getattr(call.config, "microbatch_group_size_per_vp_stage", None) or ranks
+    is_run = ranks <= group <= call.num_microbatches and (
+        call.num_microbatches % group == 0 or call.num_microbatches % group >= ranks
+    )
+    if placement.chunks > 1 and not is_run:
+        return (
+            f"Megatron's own does not run {call.num_microbatches} microbatches on {ranks} ranks in "
+            f"groups of {group}"
+        )
+    if ours.options.vocab_parallel is not VocabularyParallel.NONE or ours.slices > 1:
         return "parts of a microbatch are added in another order"
-    if ours.post_validation:
+    if ours.options.steps_overlap:
         return "a step may be taken back"
+    if ours.recomputes or ours.options.activation_offload is not Offload.NONE:
+        return (
+            f"Megatron's own function would need the memory that {flag('recompute')} and copies on "
+            f"the host spare"
+        )
+    return _why_not_repeatable(call)
+
+
+def _why_not_repeatable(call: Call) -> str | None:
+    """Return why ``call`` cannot run several times to the same numbers; None if it can."""
+    if (saved := _saved_now()) is not None:
+        return f"--{saved.replace('_', '-')} {_arguments(saved)} would save its passes too"
     config = call.config
     for setting in ("fp8", "fp4", "overlap_moe_expert_parallel_comm"):
         if getattr(config, setting, None):
@@ -93,6 +117,25 @@ def _why_not(ours: PipelineConfig, call: Call) -> str | None:
         return "graphs are captured in the order of one schedule"
     if not all(hasattr(model, "zero_grad_buffer") for model in call.models):
         return "gradients are not in buffers of Megatron's DistributedDataParallel"
+    return None
+
+
+def _arguments(name: str) -> Any:
+    """Return an argument of Megatron's training; None for callers that have none."""
+    return getattr(training_global("_GLOBAL_ARGS"), name, None)
+
+
+def _saved_now() -> str | None:
+    """Return the name of an interval after which Megatron saves what passes of this step computed;
+    None without one."""
+    step = current_iteration() or 1
+    for name in (
+        "save_activations_interval",
+        "save_dgrads_interval",
+        "save_tokens_per_expert_interval",
+    ):
+        if (interval := _arguments(name)) and step % interval == 0:
+            return name
     return None
 
 
@@ -106,7 +149,7 @@ def _compared(
     given: Any = [None if replayed.is_empty else replayed for replayed in iterators]
     known = inspect.signature(stock).parameters
     arguments = {name: value for name, value in arguments.items() if name in known}
-    # Packed into one row, a microbatch has another shape than the caller says.
+    # The caller's sizes are used, as a microbatch packed into one row has another shape.
     arguments |= {"seq_length": call.seq_length, "micro_batch_size": call.micro_batch_size}
     arguments["data_iterator"] = given if isinstance(arguments["data_iterator"], list) else given[0]
     state = _State(call.models)
@@ -206,15 +249,26 @@ class _State:
     def restore(self) -> None:
         """Restore it, with gradients of zero and nothing to log."""
         on_host, on_device, tracked = self._random
-        random._set_all_rng_states(on_host, on_device, dict(tracked))  # it is changed in place
+        # Megatron changes this dictionary in place, so a copy is restored.
+        random._set_all_rng_states(on_host, on_device, dict(tracked))
         for buffer, value in self._buffers:
             buffer.copy_(value)
         for model in self._models:
             model.zero_grad_buffer()  # type: ignore[operator]  # DistributedDataParallel's
             for group in _bucket_groups(model):
-                group.is_first_batch = True  # else Megatron expects the counts of its own step
+                group.is_first_batch = True  # otherwise Megatron expects the counts of its own step
         get_moe_metrics_tracker().clear()
         MTPLossLoggingHelper.tracker.clear()
+        DSAIndexerLossLoggingHelper.tracker.clear()
+        _forget_packed_lengths()
+
+
+def _forget_packed_lengths() -> None:
+    """Drop the lengths of packed sequences, which Megatron's training adds up for its TFLOP/s."""
+    counting: Any = sys.modules.get("megatron.training.training")
+    if getattr(counting, "_seqlen_stats_active", False):
+        counting._seqlen_stats_in_iteration.zero_()
+        counting._seqlen_stats_active = False
 
 
 def _bucket_groups(model: Any) -> list[Any]:

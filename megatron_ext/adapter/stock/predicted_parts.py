@@ -1,4 +1,9 @@
-"""Parts of a model, with their estimated seconds, for predictions from a trace."""
+"""Parts of a model, with their estimated seconds, for predictions from a trace.
+
+A trace of Megatron's own step has seconds of whole passes. To predict a schedule with other stages,
+they have to be split over layers, embedding, output layer and tower. The estimate gives the
+proportions, and the measured passes the scale.
+"""
 
 from __future__ import annotations
 

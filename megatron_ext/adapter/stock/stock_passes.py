@@ -24,7 +24,8 @@ class StockPasses:
     def __init__(self, recorder: Recorder, placement: Placement) -> None:
         self._recorder = recorder
         self._stages = placement.stages_of[recorder.rank]
-        self._forwards: dict[int, Action] = {}  # without a backward pass so far, by their outputs
+        # Forward passes whose backward pass has not run, by the id of their output.
+        self._forwards: dict[int, Action] = {}
 
     def forward(self, run: Callable[[], Any], chunk: int, microbatch: int) -> Any:
         """Record a forward pass and return the result of ``run``, an output and its number of
@@ -37,7 +38,7 @@ class StockPasses:
     def backward(self, run: Callable[[], Any], output: Any) -> Any:
         """Record the backward pass of ``output`` and return the result of ``run``."""
         forward = self._forwards.pop(id(output), None)
-        if forward is None:  # of an unobserved pass: a trace will report it as missing
+        if forward is None:  # the forward pass was not observed; a trace reports it as missing
             return run()
         return self._run(run, forward._replace(kind=Kind.FULL_BACKWARD))
 

@@ -1,4 +1,8 @@
-"""Settings of Megatron's pipeline functions in Megatron's terms."""
+"""Settings of Megatron's pipeline functions that decide when a rank waits for a message.
+
+Predictions of Megatron's own step depend on them; they are read here from its arguments or from the
+config of a model.
+"""
 
 from __future__ import annotations
 

@@ -82,9 +82,10 @@ class StockTraining:
         self._observers: list[StepObserver[ObservedStep]] = [*of_all_steps]
         for feature in FEATURES:
             self._observers += feature.stock_observers(config)
-        self._programs: dict[str, Programs] = {}  # by the spec with Megatron's order
+        # Programs by the spec that has Megatron's own order.
+        self._programs: dict[str, Programs] = {}
         self._parts_by_spec: dict[str, ModelParts | None] = {}
-        self._parts: ModelParts | None = None  # of the stages of the step that runs
+        self._parts: ModelParts | None = None  # model parts of the stages in the running step
         self._recorder: Recorder | None = None
         self._calls = 0
         self._world = dist.group.WORLD
@@ -113,7 +114,7 @@ class StockTraining:
 
     def finish(self, iteration: int) -> None:
         """Finish after the last iteration, ``iteration``."""
-        if self._recorder is None:  # nothing was observed, which has been logged
+        if self._recorder is None:  # no step was observed, and the log says why
             return
         for observer in self._observers:
             observer.finish(iteration)
@@ -136,11 +137,11 @@ class StockTraining:
             return None
         try:
             program = self._program(function, config, pipeline, models, arguments)
-        except ValueError as error:  # Megatron may refuse it too; if not, it goes on
+        except ValueError as error:  # Megatron may refuse this step too; if not, it runs unobserved
             self._say(str(error))
             return None
         if self._recorder is None:
-            # The host may run as far ahead of its device as it would without us.
+            # Observing a step leaves the host as far ahead of its device as Megatron lets it be.
             unhindered = DeviceProgress(lambda: None)
             self._recorder = Recorder(pipeline.rank(), rank_identity(pipeline), unhindered)
         return StocksStep(pipeline, program, self._recorder, self._parts)

@@ -1,4 +1,8 @@
-"""Parts of a model that are in per-layer CUDA graphs, according to Megatron's settings."""
+"""Parts of a model that are in per-layer CUDA graphs, according to Megatron's settings.
+
+A captured layer computes its weight gradients with those of its input, as one graph, so nothing of
+it waits for W. What a schedule gains by W depends on which parts are captured.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ _WHOLE_LAYERS = frozenset({"attn", "mlp", "moe", "moe_router", "moe_preprocess",
 
 
 def captures(settings: Any) -> bool:
-    """Whether ``settings``, Megatron's arguments or a config, request per-layer graphs."""
+    """Return whether ``settings``, Megatron's arguments or a config, request per-layer graphs."""
     return getattr(settings, "cuda_graph_impl", None) == IMPLEMENTATION
 
 
@@ -43,7 +47,8 @@ def left_to_w(settings: Any) -> str:
     parts = captured_parts(settings)
     routed = getattr(settings, "num_experts", None) or getattr(settings, "num_moe_experts", None)
     left = [] if "attn" in parts else ["attention"]
-    if not routed or isinstance(settings.moe_layer_freq, list):  # some layers are dense
+    # Some layers are dense, others have experts.
+    if not routed or isinstance(settings.moe_layer_freq, list):
         left += [] if "mlp" in parts else ["dense MLPs"]
     if routed and "moe" not in parts:
         left.append("experts")

@@ -1,4 +1,8 @@
-"""Hooks of CUDA graphs of layers (--cuda-graph-impl transformer_engine)."""
+"""Hooks of CUDA graphs of layers (--cuda-graph-impl transformer_engine).
+
+Graphs are replayed in the order in which they were captured, so each step is checked against it,
+and tensors in their memory are announced to the split of the backward pass.
+"""
 
 from __future__ import annotations
 

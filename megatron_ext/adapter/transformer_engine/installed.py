@@ -1,4 +1,8 @@
-"""Check for a Transformer Engine that can defer weight gradients."""
+"""Check for a Transformer Engine that can defer weight gradients.
+
+An older one computes weight gradients in the backward pass whatever the schedule says, and one that
+is broken cannot be patched.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,11 @@ import importlib
 import importlib.metadata
 import re
 
-OLDEST = (2, 8)  # version whose own delayed weight gradients these patches were made for
+OLDEST = (2, 8)  # oldest version whose own delayed weight gradients fit these patches
 
 
 def can_split() -> bool:
-    """Whether a Transformer Engine is installed whose layers can defer weight gradients.
+    """Return whether a Transformer Engine is installed whose layers can defer weight gradients.
 
     One that cannot be imported counts as not installed, as for Megatron.
     """

@@ -24,7 +24,7 @@ class LayerGraphs:
     """State of the graphs of this process's training."""
 
     def __init__(self) -> None:
-        self._order: list[int] | None = None  # of the latest training step
+        self._order: list[int] | None = None  # capture order of the latest training step
         self._captured: list[int] | None = None
         self._memory: GraphMemory | None = None
 
@@ -46,7 +46,7 @@ class LayerGraphs:
         self._order = capture_order(row, stages)
         check_capture(self._order, row, stages)
         if self._captured is not None and not any(map(_has_graphs, models)):
-            self._captured = self._memory = None  # they have been deleted
+            self._captured = self._memory = None  # Megatron has deleted the captured graphs
         if self._captured is None:
             return is_owned
         if self._order != self._captured:
@@ -100,8 +100,8 @@ class GraphMemory:
         self._starts = [start for start, _ in self._ranges]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` begins in one of the ranges. (A quantised tensor has no memory of its
-        own, and is created where it is used, in no graph.)"""
+        """Return whether ``tensor`` begins in one of the ranges. (A quantised tensor has no memory
+        of its own, and is created where it is used, in no graph.)"""
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return False
         address = tensor.data_ptr()

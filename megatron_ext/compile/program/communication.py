@@ -29,7 +29,7 @@ _SENDS_AFTER: dict[Kind, list[Kind]] = {
 
 
 def communicate(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule``, which has no messages, with its sends and receives."""
+    """Return ``schedule``, which has no messages, with the sends and receives of its passes."""
     placement = schedule.placement
     ends_of = cache(lambda stage, kind: _ends(stage, kind, placement))
     with_sends: list[list[Action]] = []

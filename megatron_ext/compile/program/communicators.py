@@ -25,7 +25,7 @@ COLLECTIVES: tuple[Kind, ...] = tuple(
 # A message or collective that has been posted is a running kernel. Its CTAs (NCCL's channels) keep
 # their multiprocessors until the other end has come, so all communicators that may be in use at
 # once have to leave most of a device to the passes.
-SHARE_OF_DEVICE = 4  # less than 1 / SHARE_OF_DEVICE of a device
+SHARE_OF_DEVICE = 4  # the CTAs of all communicators stay below 1 / SHARE_OF_DEVICE of a device
 
 # Bytes that NCCL allocates for each CTA of an incoming connection over NVLink, one buffer a
 # protocol: LL, LL128 and Simple (sizes of NCCL 2.30, unless NCCL_BUFFSIZE and the like set others).
@@ -34,7 +34,7 @@ BUFFER_BYTES = 2**19 + 8 * 8 * 120 * 640 + 2**22
 
 @dataclass(frozen=True)
 class Communicators:
-    """The communicators of one rank.
+    """Communicators that one rank is a member of.
 
     Attributes:
         channels: number of communicators of messages, each shared with one other rank.
@@ -51,8 +51,8 @@ class Communicators:
         return self.channels + self.collectives
 
     def buffer_bytes(self, ctas: int) -> int:
-        """Return the bytes on the device if all incoming channels use NVLink and each has ``ctas``
-        CTAs."""
+        """Return the bytes on a device of NCCL's buffers if all incoming channels use NVLink and
+        each has ``ctas`` CTAs."""
         return (self.incoming + self.collectives) * ctas * BUFFER_BYTES
 
 
@@ -107,7 +107,7 @@ def waves(pairs: Iterable[Collection[int]]) -> list[list[tuple[int, int]]]:
     There are two rounds on a line, V or wave, and three on a loop of an odd number of ranks.
     """
     rounds: list[list[tuple[int, int]]] = []
-    busy: list[set[int]] = []  # in each of the rounds
+    busy: list[set[int]] = []  # the ranks that are busy in each round
     for peers in sorted({(min(peers), max(peers)) for peers in pairs}):
         number = next((n for n, ranks in enumerate(busy) if ranks.isdisjoint(peers)), len(rounds))
         if number == len(rounds):

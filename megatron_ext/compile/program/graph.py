@@ -1,28 +1,9 @@
 """Graph of the waits between the actions of a schedule with messages.
 
-These are the rules of the executor, NCCL and gloo:
-
-- a rank issues its actions in order, and compute and waits block its later actions;
-- a channel processes its sends in order, and its receives;
-- a message moves when both its send and its receive have been issued (rendezvous);
-- an action starts when its dependencies are done;
-- a collective ends on all ranks together, once all have issued it;
-- copies to the host follow one another, and so do copies from it;
-- the two passes of a pair begin together and end together.
-
-A channel carries activations, or gradients, from one rank to another. Its k-th send meets its k-th
-receive. On a V both go from a rank to its neighbour, often not in the order in which the neighbour
-uses them; with separate channels, neither waits behind the other.
-
-Batched messages (`P2P.BATCHED`) share one communicator, which runs its messages in order:
-
-- a send moves together with the receives directly before it, every other receive alone;
-- a rank's batches move one after the other, so a message waits for the previous batch at
-  either end;
-- a message has arrived when all of its batch has.
-
-These rules describe a device whose streams run in parallel. `Device` has others too: parallel
-streams are not guaranteed, and a host call can wait for everything that has been posted.
+A schedule has an order of actions for each rank, and no times. An action also waits for other
+ranks: a receive for its send, a collective for all its ranks. The proof, the simulation and the
+insertion of waits all depend on what waits for what. The rules of the executor, NCCL and gloo are
+therefore written down once, here, as edges of one graph (`build_graph`).
 """
 
 from __future__ import annotations
@@ -64,13 +45,20 @@ from megatron_ext.schedule.schedule import Schedule
 class Device(enum.Enum):
     """Models of a device: the actions of a rank that block its next ones."""
 
-    PARALLEL = "passes and waits"  # messages, collectives and copies run in parallel to them
+    # Messages, collectives and copies run in parallel to passes and waits.
+    PARALLEL = "passes and waits"
     WAITS_AT_PASSES = "passes and waits, which all that was posted before holds up too"
-    ONE_QUEUE = "everything"  # as on one hardware queue, or if every call waited for the device
+    # Actions run one by one, as on one hardware queue or if every call waited for the device.
+    ONE_QUEUE = "everything"
 
 
 class Channel(NamedTuple):
-    """The messages of kind ``send`` from rank ``sender`` to rank ``receiver``."""
+    """The messages of kind ``send`` from rank ``sender`` to rank ``receiver``.
+
+    Its k-th send meets its k-th receive. On a V both activations and gradients go from a rank to
+    its neighbour, often not in the order in which the neighbour uses them; with separate channels,
+    neither waits behind the other.
+    """
 
     sender: int
     receiver: int
@@ -81,7 +69,7 @@ class Channel(NamedTuple):
 
 
 def channel_of(action: Action, placement: Placement) -> Channel:
-    """Return the channel of a message."""
+    """Return the channel of the message that ``action`` sends or receives."""
     other = partner_of(action, placement)
     here, there = placement.rank_of[action.stage], placement.rank_of[other.stage]
     if RULES[action.kind].lane is Lane.SEND:
@@ -107,7 +95,7 @@ def channels(schedule: Schedule) -> set[Channel]:
 
 
 def partner_of(action: Action, placement: Placement) -> Action:
-    """Return the other end of a message."""
+    """Return the other end of a message: its receive for a send, and the reverse."""
     rule = RULES[action.kind]
     assert rule.partner is not None and rule.neighbour is not None
     other = placement.neighbour(action.stage, rule.neighbour)
@@ -118,7 +106,7 @@ def partner_of(action: Action, placement: Placement) -> Action:
 def batches_of(row: Sequence[Action]) -> Iterator[range]:
     """Yield the positions in a rank's ``row`` of the messages that move together, batch after
     batch."""
-    receives = 0  # directly before this position
+    receives = 0  # number of receives directly before this position
     for position, action in enumerate(row):
         lane = RULES[action.kind].lane
         if lane is Lane.RECEIVE:
@@ -146,8 +134,8 @@ def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Ac
 
 
 def slice_looked_for(which: Neighbour | None, microbatch: int) -> int | None:
-    """Return the microbatch, or its slice, in which a need of ``microbatch`` is looked for; None if
-    there is none."""
+    """Return the microbatch, or its slice, in which an action needed by ``microbatch`` is looked
+    for; None if there is none."""
     if which is None:
         return microbatch
     if not isinstance(microbatch, Slice) or not 0 <= microbatch.slice + which < microbatch.slices:
@@ -156,8 +144,8 @@ def slice_looked_for(which: Neighbour | None, microbatch: int) -> int | None:
 
 
 def _looked_for_on(need: Need, stage: int, placement: Placement) -> int | None:
-    """Return the stage on which ``need`` of an action on ``stage`` is looked for; None if nothing
-    is needed."""
+    """Return the stage on which an action that ``stage`` needs is looked for; None if none is
+    needed."""
     if need.source is Source.SAME:
         return stage
     if need.source in (Source.LOCAL, Source.REMOTE):
@@ -213,7 +201,7 @@ def has_place(
 
 
 def _first_of(rule: Rule, stage: int, placement: Placement) -> int:
-    """Return the first of the stages that ``rule`` is about: ``stage``, and a message's other
+    """Return the first of the stages to which ``rule`` applies: ``stage``, and a message's other
     end."""
     if rule.neighbour is None:
         return stage
@@ -258,7 +246,8 @@ class Needs(dict[tuple[int, Kind], list[tuple[int, Kind, Neighbour | None]]]):
         return self[key]
 
 
-_needs_on = lru_cache(maxsize=8)(Needs)  # the graphs of a program are made one after the other
+# A lower number suffices, as the graphs of programs are made one after the other.
+_needs_on = lru_cache(maxsize=8)(Needs)
 
 
 def needed_numbers(arrays: ActionArrays, placement: Placement) -> Iterator[Ints]:
@@ -285,7 +274,7 @@ def needed_numbers(arrays: ActionArrays, placement: Placement) -> Iterator[Ints]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Graph(Precedence):
-    """Actions as nodes.
+    """Graph of a program's waits, with actions as nodes.
 
     Attributes:
         actions: all actions of all ranks, rank after rank.
@@ -318,7 +307,7 @@ class Graph(Precedence):
 
 
 class _Waits:
-    """The waits between nodes, collected while the graph is built."""
+    """Waits between nodes, collected while a graph is built."""
 
     def __init__(self, nodes: int) -> None:
         self._nodes = nodes
@@ -334,7 +323,7 @@ class _Waits:
 
     @property
     def before(self) -> NodeLists:
-        """The nodes that each node waits for, in the order in which they were added."""
+        """Nodes that each node waits for, in the order in which they were added."""
         later, earlier = np.concatenate(self._later), np.concatenate(self._earlier)
         return NodeLists.of(later, earlier, self._nodes)
 
@@ -345,20 +334,32 @@ def build_graph(
     device: Device = Device.PARALLEL,
     known_order: Ints | None = None,
 ) -> Graph:
-    """Return the graph of ``schedule``, whose actions are complete and include all that they
-    need."""
+    """Return the graph of ``schedule``, whose actions are complete and include all that they need.
+
+    - A rank issues its actions in order, and compute and waits block its later actions.
+    - A channel processes its sends in order, and its receives.
+    - A message moves when both its send and its receive have been issued (rendezvous).
+    - An action starts when its dependencies are done.
+    - A collective ends on all ranks together, once all have issued it.
+    - Copies to the host follow one another, and so do copies from it.
+    - The two passes of a pair begin together and end together.
+
+    These rules are those of a device whose streams run in parallel. Other devices (`Device`)
+    guarantee no parallel streams, or have calls of the host that wait for everything that has been
+    posted.
+    """
     placement, arrays = schedule.placement, schedule.arrays
     waits, nodes = _Waits(len(arrays)), arrays.numbers
     blockers = blocking_actions(arrays, device)
     waits.add(nodes, blockers)
     if device is not Device.ONE_QUEUE:
-        # On one queue the needs of an action have ended, because they come before it in its row.
+        # On one queue these actions have ended already, because they come before in the row.
         waits.add(nodes, _before_in_queue(arrays, placement))
         if device is Device.WAITS_AT_PASSES:
             waits.add(*_waited_for_at_passes(arrays))
         for earlier in needed_numbers(arrays, placement):
             waits.add(nodes, earlier)
-            # A pair begins when the needs of both its passes are done.
+            # Overlapped passes begin when the needs of both are done.
             waits.add(schedule.paired, earlier[schedule.paired + 1])
     partners = partners_of(arrays, placement)
     sends, receives = (nodes[flags[arrays.kind]] for flags in (IS_SEND, IS_RECEIVE))
@@ -415,7 +416,7 @@ def _before_in_queue(arrays: ActionArrays, placement: Placement) -> Ints:
 
 
 def _queue(action: Action, placement: Placement) -> Channel | Kind | Lane | None:
-    """Return the queue of a rank that runs ``action`` in order; None if it is in none."""
+    """Return the queue in which a rank runs ``action`` in order; None if it is in none."""
     rule = RULES[action.kind]
     if rule.is_message:
         return channel_of(action, placement)
@@ -435,7 +436,8 @@ def partners_of(arrays: ActionArrays, placement: Placement) -> Ints:
 
 
 def _move_together(arrays: ActionArrays, waits: _Waits) -> Ints:
-    """Add to ``waits`` that a collective ends on all ranks together; return `Graph.leaders`."""
+    """Add to ``waits`` that a collective ends on all ranks at the same time; return
+    `Graph.leaders`."""
     leaders = arrays.numbers.copy()
     nodes = arrays.numbers[IS_COLLECTIVE[arrays.kind]]
     if not len(nodes):
@@ -453,7 +455,15 @@ def _move_together(arrays: ActionArrays, waits: _Waits) -> Ints:
 
 
 def _move_in_batches(schedule: Schedule, partners: Ints, waits: _Waits) -> dict[int, Sequence[int]]:
-    """Add to ``waits`` the waits that one communicator causes; return `Graph.batches`."""
+    """Add to ``waits`` the waits that one communicator causes; return `Graph.batches`.
+
+    The communicator of batched messages (`P2P.BATCHED`) runs its messages in order:
+
+    - A send moves together with the receives directly before it, every other receive alone.
+    - A rank's batches move one after the other, so a message waits for the previous batch at either
+      end.
+    - A message has arrived when all of its batch has.
+    """
     together: dict[int, Sequence[int]] = {}
     pairs: list[tuple[int, int]] = []
     start = 0

@@ -35,15 +35,16 @@ class Precedence:
 
     @cached_property
     def order(self) -> Ints:
-        """The nodes, each after all it waits for; not all of them if there is a cycle."""
+        """Nodes in an order with each after all it waits for; if there is a cycle, not all
+        nodes."""
         if self.known_order is not None:
             return self.known_order
         waiting: list[int] = np.diff(self.before.bounds).tolist()
         after = self.before.inverse
-        # As views: lists of their numbers would take as much memory as all actions.
+        # These are views: lists of the numbers would take as much memory as all actions.
         bounds, later = memoryview(after.bounds), memoryview(after.nodes)
         order = [node for node, count in enumerate(waiting) if not count]
-        for node in order:  # which grows
+        for node in order:  # the list grows while it is read
             for follower in later[bounds[node] : bounds[node + 1]]:
                 waiting[follower] -= 1
                 if not waiting[follower]:
@@ -52,7 +53,7 @@ class Precedence:
 
     @property
     def stuck(self) -> list[int]:
-        """The nodes in a cyclic wait, or behind one."""
+        """Nodes in a cyclic wait, or behind one."""
         is_done = np.zeros(len(self.before), dtype=bool)
         is_done[self.order] = True
         return np.flatnonzero(~is_done).tolist()
@@ -103,8 +104,8 @@ class BatchedTimes:
         self.place = np.empty_like(self.order)
         self.place[self.order] = np.arange(len(level))
         bounds = np.searchsorted(level[self.order], np.arange(1, level.max() + 2))
-        # For each level after the first: its first position, its end, and in turns the positions
-        # that its leading nodes wait for, one per node and turn, with lags if there are any.
+        # For each level after the first: its first position, its end, and arrays of the positions
+        # that its first nodes wait for (one position a node and array), with lags if there are any.
         self._levels: list[tuple[int, int, list[tuple[_Places, Floats | None]]]] = [
             (first, last, []) for first, last in pairwise(bounds.tolist())
         ]

@@ -1,4 +1,9 @@
-"""Memory account of a schedule, rank by rank."""
+"""Memory account of a schedule, rank by rank.
+
+The same schedule is measured in two units: in microbatches, as the papers count, and in bytes, as
+GPUs do. Both come from one table, the changes that each kind of action makes (`kinds`), added up
+along a rank's row. Limits, peaks and curves all read that sum.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +20,16 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Offload, Problem, Recompute
 from megatron_ext.schedule.schedule import Schedule, is_compute
 
-Amount = Callable[[Held, int], float]  # (kind of memory, stage) -> amount
+# Amount of memory as a function of the kind of memory and the stage.
+Amount = Callable[[Held, int], float]
 
 INPUT_SHARE = 0.1  # share of an activation that is its stage's input, if bytes are not known
 
-# For a kind of pass, the kind that it recomputes.
+# Kind of pass that a recompute pass repeats.
 _RECOMPUTES = {kind: rule.repeats for kind, rule in RULES.items() if rule.repeats is not None}
 _MADE = frozenset(_RECOMPUTES.values())
 
-# For a kind of pass, the kind of message that it uses.
+# Kind of message that a pass uses.
 _USES = {
     kind: need.kinds[0]
     for kind, rule in RULES.items()
@@ -86,8 +92,9 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
         held += (gained - lost) * tokens - given_back
 
 
-# Memory that an action allocates and frees, the kind of message that it uses, whether it receives
-# one, and what its first or last slice allocates or frees for the microbatch (`Rule.gathers`).
+# For each action: the memory that it allocates and frees, the kind of message that it uses, whether
+# it receives one, and what its first or last slice allocates or frees for the microbatch
+# (`Rule.gathers`).
 _Change = tuple[float, float, Kind | None, bool, float]
 
 
@@ -106,7 +113,8 @@ def _changes(
             if held is Held.MESSAGE or (stage, held) in used
         )
         lost = sum(amount(held, stage) for held in rule.releases)
-        if are_cut and rule.all_or_none is Held.ACTIVATION:  # a copy to or from the host
+        # The action is a copy to or from the host, of a sliced microbatch.
+        if are_cut and rule.all_or_none is Held.ACTIVATION:
             stays = amount(Held.KEYS_VALUES, stage)
             gained, lost = (max(a - stays, 0.0) if a else a for a in (gained, lost))
         receives = rule.lane is Lane.RECEIVE and bool(rule.acquires)
@@ -136,7 +144,7 @@ def in_microbatches(schedule: Schedule) -> Amount:
 
 
 def in_bytes(costs: Costs) -> Amount:
-    """Return the measure in bytes, by ``costs``."""
+    """Return the memory amount in bytes, by ``costs``."""
     held_bytes, links = costs.held_bytes, costs.links
     assert held_bytes is not None
 
@@ -144,7 +152,7 @@ def in_bytes(costs: Costs) -> Amount:
         return links.states_behind(behind) * links.message_bytes
 
     def amount(held: Held, stage: int) -> float:
-        if held is Held.MESSAGE:  # towards the stage before or the next
+        if held is Held.MESSAGE:  # the message goes to the stage before or to the next
             return max(message(stage - 1), message(stage))
         if held is Held.KEYS_VALUES:
             return costs.slices.keys_values[stage] if costs.slices.keys_values else 0.0
@@ -177,7 +185,7 @@ def bytes_for(limit: MemoryLimit, costs: Costs) -> Mapping[Held, tuple[float, ..
 
 
 def limited_amount(limit: MemoryLimit, schedule: Schedule, costs: Costs) -> tuple[Amount, float]:
-    """Return the measure to count in, and how much of it ``limit`` allows.
+    """Return the amount to count memory in, and how much of it ``limit`` allows.
 
     Raises:
         ValueError: as `bytes_for`.
@@ -190,8 +198,8 @@ def limited_amount(limit: MemoryLimit, schedule: Schedule, costs: Costs) -> tupl
 
 
 def without_reserved(limit: MemoryLimit, microbatches: int, problem: Problem) -> MemoryLimit:
-    """Return ``limit`` less the memory of ``microbatches`` further microbatches of a rank, and of
-    logits.
+    """Return the memory ``limit`` less the activations of ``microbatches`` further microbatches of
+    a rank, and less logits.
 
     Raises:
         ValueError: less than one microbatch is left.
@@ -204,7 +212,8 @@ def without_reserved(limit: MemoryLimit, microbatches: int, problem: Problem) ->
         held = bytes_for(limit, problem.costs)
         ranks = problem.placement.stages_of
         microbatch = max(sum(held[Held.ACTIVATION][stage] for stage in row) for row in ranks)
-        logits = max(held[Held.LOGITS])  # of one microbatch more, as they are held beyond its SI
+        # Logits count for one microbatch more, as they are stored beyond its SI.
+        logits = max(held[Held.LOGITS])
         more, allowed = microbatches * microbatch + (microbatches + 1) * logits, float(limit.bytes)
     left = allowed - more
     if left < microbatch:
@@ -238,12 +247,12 @@ def check_one_microbatch(problem: Problem) -> None:
 
 
 def peaks(schedule: Schedule, amount: Amount) -> list[float]:
-    """Return the largest amount that each rank holds."""
+    """Return the largest amount of memory that each rank holds."""
     return [peak(row, amount) for row in schedule.rows]
 
 
 def peak(row: tuple[Action, ...], amount: Amount) -> float:
-    """Return the largest amount that a rank holds during an action of its ``row``."""
+    """Return the largest amount of memory that a rank holds during an action of its ``row``."""
     return max(held_during(row, amount), default=0.0)
 
 

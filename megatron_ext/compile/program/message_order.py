@@ -4,23 +4,7 @@ A device may block its host, and all its streams, behind anything that has been 
 whose message is not made yet, a collective that another rank has not reached. So everything that a
 rank has posted must be able to end without anything that the rank does later. This holds if there
 is one order of all passes and messages in which each needs only earlier ones, and every rank
-follows it.
-
-The order is that of time, in a simulation in which no send waits for its receive to be posted:
-
-- a pass comes at its end;
-- a message, at both its ends, comes when the pass directly before its send ends;
-- a collective, on all ranks, comes when all ranks could begin it.
-
-Times are whole ticks, and every pass takes at least one. Times therefore rise along every
-dependency, and equal times are exactly equal. Actions of one time have the same order everywhere:
-passes, then messages by their sends, then collectives. A receive is posted no later than its
-message is made, so no time is lost.
-
-Batched messages share one communicator, and two neighbours that send to each other at one time must
-swap in one batch. A rank receives the messages of a time after its own passes that end by then,
-right before it sends its own messages of that time. A pair of passes sends both ways; it does this
-with each neighbour, one after the other.
+follows it. The order here is that of time in a simulation (`order_messages`).
 """
 
 from __future__ import annotations
@@ -48,13 +32,14 @@ from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import P2P, Problem
 from megatron_ext.schedule.schedule import Schedule, is_compute
 
-_TICKS = 10**6  # of the longest pass
+_TICKS = 10**6  # number of ticks of the longest pass
 
 # Least seconds of a message, as a share of the longest pass. Messages that cost nothing in the plan
 # do take some time, and a pass that depends on one should not come before others without need.
 _LEAST_P2P_SHARE = 1 / 32
 
-_BY_NAME = np.argsort(np.argsort(KINDS))  # the position of each kind in the order of names
+# The position of each kind of action in alphabetical order.
+_BY_NAME = np.argsort(np.argsort(KINDS))
 
 # Sort keys by node: time, order of classes at that time, position within the class.
 _Keys = tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.generic]]
@@ -62,6 +47,17 @@ _Keys = tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.generic]]
 
 def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has its messages, with the actions of all ranks in one sequence.
+
+    The order is that of time, in a simulation in which no send waits for its receive to be posted:
+
+    - a pass comes at its end;
+    - a message, at both its ends, comes when the pass directly before its send ends;
+    - a collective, on all ranks, comes when all ranks could begin it.
+
+    Times are whole ticks, and every pass takes at least one. Times therefore rise along every
+    dependency, and equal times are exactly equal. Actions of one time have the same order
+    everywhere: passes, then messages by their sends, then collectives. A receive is posted no later
+    than its message is made, so no time is lost.
 
     A schedule with a cyclic wait is returned unchanged, so that `prove` shows the cycle.
     """
@@ -76,8 +72,8 @@ def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _in_sequence(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
-    """Return the keys that sort nodes into the sequence. The two ends of a message share a key, and
-    so do all calls of a collective."""
+    """Return the sort keys of nodes that give the global sequence. The two ends of a message share
+    a key, and so do all calls of a collective."""
     arrays = schedule.arrays
     starts, ends = _times(graph, schedule, costs, _LEAST_P2P_SHARE)
     kind, nodes = arrays.kind, arrays.numbers
@@ -95,7 +91,13 @@ def _in_sequence(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
 
 
 def _batched(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
-    """Return the keys for messages that share one communicator."""
+    """Return the keys for messages that share one communicator.
+
+    Two neighbours that send to each other at one time must swap in one batch. A rank receives the
+    messages of a time after its own passes that end by then, right before it sends its own messages
+    of that time. A pair of passes sends both ways; it does this with each neighbour, one after the
+    other.
+    """
     arrays, paired = schedule.arrays, schedule.paired
     _, ends = _times(graph, schedule, costs, least_share=0.0)
     kind = arrays.kind
@@ -143,7 +145,7 @@ def _times(
     costs = costs.with_links(
         p2p_seconds=max(costs.links.p2p_seconds, least), p2p_seconds_by_stage=p2p_seconds
     )
-    tick = longest / _TICKS or 1.0  # the passes of an evaluation may cost nothing
+    tick = longest / _TICKS or 1.0  # the passes of an evaluation may all cost nothing
     ticks = arrays.of_each(
         lambda a: max(round(costs.of(a) / tick), int(is_compute(a))), bool(costs.at_places)
     )

@@ -1,4 +1,8 @@
-"""Lists of nodes for each node, stored in two arrays."""
+"""Lists of nodes for each node, stored in two arrays.
+
+The graph of a step has a list of earlier nodes for each of its actions. Lists of Python's would
+take most of a program's memory and build time, and numpy could not work on all of them at once.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,8 @@ class NodeLists:
 
     @classmethod
     def of(cls, owners: Ints, nodes: Ints, count: int) -> NodeLists:
-        """Return ``count`` lists with each of ``nodes`` in the list of its owner, in the order
-        given."""
+        """Return ``count`` lists: each of ``nodes`` is in the list of its owner, in the given
+        order."""
         bounds = np.zeros(count + 1, dtype=np.intp)
         np.cumsum(np.bincount(owners, minlength=count), out=bounds[1:])
         return cls(bounds, nodes[np.argsort(owners, kind="stable")])
@@ -45,7 +49,7 @@ class NodeLists:
 
     @property
     def owners(self) -> Ints:
-        """The owner of the list that contains each of ``nodes``."""
+        """For each of ``nodes``, the owner of the list that contains it."""
         return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.bounds))
 
     @property

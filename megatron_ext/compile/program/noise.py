@@ -23,7 +23,7 @@ from megatron_ext.schedule.microbatch_costs import lognormal
 
 SAMPLES = 1000
 _QUANTILES = (0.5, 0.9)
-_TIMES = 2**23  # times in memory at once: 64 MiB
+_TIMES = 2**23  # numbers in memory at once: 64 MiB of times
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Noise:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Quantiles of a step's duration: half of the steps, and nine in ten, take no longer."""
+    """Quantiles of a step's duration: half of the steps, and nine in ten of them, take no
+    longer."""
 
     median: float
     p90: float
@@ -52,7 +53,8 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class Spread:
-    """Spread of simulated steps, in the unit of the costs; ``--json`` prints these names."""
+    """Spread of a step's simulated duration, in the unit of the costs; ``--json`` prints these
+    names."""
 
     samples: int
     makespan: Quantiles

@@ -1,4 +1,8 @@
-"""Errors and seconds of pairs: two passes of a rank that run as one (`OverlappedPasses`)."""
+"""Errors and seconds of pairs: two passes of a rank that run as one (`OverlappedPasses`).
+
+The two passes of a pair share its seconds, and neither may wait for the other. Proof and simulation
+both need these rules.
+"""
 
 from __future__ import annotations
 

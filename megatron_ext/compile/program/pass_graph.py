@@ -25,7 +25,8 @@ from megatron_ext.schedule.schedule import Schedule
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PassGraph(Precedence):
-    """The passes of a schedule; two that run as one are one node. Other nodes take no time.
+    """Graph of the passes of a schedule; two overlapped passes are one node. Other nodes take no
+    time.
 
     Attributes:
         nodes: the node of each pass.
@@ -49,7 +50,7 @@ def pass_graph(schedule: Schedule, costs: Costs) -> PassGraph:
         nodes[np.append(previous, links.earlier)],
     )
     lags = np.append(np.zeros(len(followers)), links.seconds)
-    waits = later != earlier  # the second of a pair does not wait for the first
+    waits = later != earlier  # the second of two overlapped passes does not wait for the first
     later, earlier, lags = later[waits], earlier[waits], lags[waits]
     before = NodeLists.of(later, earlier, int(nodes[-1]) + 1)
     return PassGraph(before=before, nodes=nodes, lags=lags[np.argsort(later, kind="stable")])

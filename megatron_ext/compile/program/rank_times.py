@@ -29,7 +29,8 @@ class RankTimes:
         self._passes = passes
 
     def of(self, factors: Floats) -> tuple[Floats, Floats]:
-        """Return, by sample and rank, the start of its first pass and the end of its last one.
+        """Return, for each sample and rank, the start of its first pass and the end of its last
+        one.
 
         Args:
             factors: of the seconds of each action, by sample and action.
@@ -37,7 +38,7 @@ class RankTimes:
         seconds = self._seconds * factors
         first, last = self._passes[self._first], self._passes[self._last]
         starting = seconds[:, first]
-        if self._times is None:  # whose turn it is on a link depends on the sample
+        if self._times is None:  # a link's order of messages depends on the sample
             zeros = [0.0] * seconds.shape[1]
             runs = (take_turns(self._graph, row, self._links, zeros) for row in seconds.tolist())
             ends = np.array([end for _, end in runs])

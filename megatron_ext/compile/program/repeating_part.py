@@ -1,17 +1,13 @@
 """The repeating part of a schedule with equal microbatches, from which a longer step's time
 follows.
 
-Cut a schedule into three on every rank, with a period of L microbatches between the two cuts::
+A step of a thousand microbatches takes long to build and to simulate, and most of it is repetition.
+Cut a schedule into three on every rank, with a period of L microbatches between the two cuts:
 
     beginning | period | ending
 
-A longer step's schedule has the period once more, for microbatches L later, and its ending for
-microbatches L later. Each further period takes the same seconds d under two conditions. The actions
-of the beginning that the period and the ending wait for happen again exactly d later before the
-second cut. The actions of the ending that the beginning and the period wait for happened exactly d
-earlier behind the first cut. Start times are a maximum of sums, so all starts behind the cuts are d
-later (Baccelli et al., Synchronization and Linearity, 1992, section 3.7). The peak of a rank does
-not change if the rank holds the same memory at both cuts.
+If the ranks wait across both cuts in the same way, each further period lengthens the step by the
+same seconds (`RepeatingPart`).
 """
 
 from __future__ import annotations
@@ -27,13 +23,21 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.action_arrays import IS_PASS, KINDS, Flags, Ints
 
-SAME = 1e-9  # of the step's seconds: differences due to rounding
+SAME = 1e-9  # difference due to rounding, as a share of the step's seconds
 _FORWARD = KINDS.index(Kind.FORWARD)
 
 
 @dataclass(frozen=True, eq=False)
 class RepeatingPart:
     """The period of a program.
+
+    A longer step's schedule has the period once more, for microbatches L later, and its ending for
+    microbatches L later. Each further period takes the same seconds d under two conditions. The
+    actions of the beginning that the period and the ending wait for happen again exactly d later
+    before the second cut. The actions of the ending that the beginning and the period wait for
+    happened exactly d earlier behind the first cut. Start times are a maximum of sums, so all
+    starts behind the cuts are d later (Baccelli et al., Synchronization and Linearity, 1992,
+    section 3.7). The peak of a rank does not change if the rank holds the same memory at both cuts.
 
     Attributes:
         microbatches: number of microbatches in the period: L.
@@ -72,7 +76,7 @@ def repeating_part(program: Program, periods: Sequence[int]) -> RepeatingPart | 
 
 
 class _Cuts:
-    """The actions of a program and their times, to try cuts."""
+    """Actions of a program and their times, in which possible cuts are looked for."""
 
     def __init__(self, program: Program) -> None:
         schedule, self._graph = program.as_run
@@ -90,7 +94,7 @@ class _Cuts:
         None if these are no cuts."""
         arrays, numbers = self._arrays, self._arrays.table
         microbatches, first = period, microbatch * arrays.slices
-        period = microbatches * arrays.slices  # actions are counted by slices, if there are any
+        period = microbatches * arrays.slices  # the period in slices, if microbatches are sliced
         begins = numbers[self._first_forwards, first]
         ends = numbers[self._first_forwards, first + period]
         is_early = arrays.numbers < begins[arrays.rank]

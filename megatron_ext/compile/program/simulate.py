@@ -1,4 +1,10 @@
-"""Simulation of the time at which each action of a program runs."""
+"""Simulation of the time at which each action of a program runs.
+
+Planner and searches compare schedules by their predicted seconds, so the prediction must follow the
+executor's rules. Times are longest paths in the graph of waits (`graph`): an action starts when all
+that it waits for has ended. Only copies over a shared link need more, since they take turns by
+time.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +27,8 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, right_behind_own_input
 from megatron_ext.schedule.timeline import Event, Timeline
 
-_STEPS = 16  # number of consecutive steps; after the first half the time of a step is constant
-_SAME = 1e-9  # of a time: rounding error
+_STEPS = 16  # Number of simulated steps; after half of them the time of a step is constant.
+_SAME = 1e-9  # rounding error, as a share of a time
 
 
 def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -> Timeline:
@@ -63,7 +69,8 @@ def step_seconds(program: Program, costs: Costs) -> float:
     for timeline, free in islice(_one_after_the_other(program, costs), _STEPS):
         later = [now - then for now, then in zip(free, before, strict=True)]
         if max(later) - min(later) <= _SAME * max(later):
-            return max(later)  # of each later step: all depends on when ranks are free
+            # Every later step takes the same time, as ranks are free in the same pattern.
+            return max(later)
         before = free
         ends.append(max(row[-1].end for row in timeline.compute))
     half = _STEPS // 2
@@ -111,7 +118,8 @@ def simulate_messages(schedule: Schedule, problem: Problem) -> Timeline:
 def _run(
     graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
 ) -> Timeline:
-    """Return the timeline of ``graph``. ``free`` is the earliest start of each rank, if not 0."""
+    """Return the timeline of the actions in ``graph``. ``free`` is the earliest start of each rank,
+    if not 0."""
     starts, ends = times(graph, schedule, costs, free)
     events = zip(graph.ranks.tolist(), graph.actions, starts, ends, strict=True)
     return Timeline(schedule, tuple(map(_event, events)))
@@ -143,7 +151,7 @@ def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
     return lasts
 
 
-# Does the same as `Event._make`, which would take most of a simulation's time in Python.
+# This does the same as `Event._make`, which would take most of a simulation's time in Python.
 _event: Callable[[tuple[int, Action, float, float]], Event] = partial(tuple.__new__, Event)
 
 

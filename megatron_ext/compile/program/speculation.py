@@ -17,7 +17,8 @@ from megatron_ext.schedule.schedule import is_compute
 
 
 def settles_at(row: Sequence[Action]) -> int | None:
-    """Return the position in ``row`` of its wait for the verdict (SETTLE); None if it has none."""
+    """Return the position of the wait for the verdict (SETTLE) in a rank's ``row``; None if it has
+    none."""
     return next((at for at, action in enumerate(row) if action.kind is Kind.SETTLE), None)
 
 

@@ -77,7 +77,7 @@ def stock_pass_graph(schedule: Schedule, costs: Costs, executor: StockExecutor) 
         ]
     )[arrays.stage_kind]
     later, earlier = nodes[graph.before.owners], nodes[graph.before.nodes]
-    waits = later != earlier  # the second of a pair does not wait for the first
+    waits = later != earlier  # the second of two overlapped passes does not wait for the first
     before = NodeLists.of(later[waits], earlier[waits], int(nodes[-1]) + 1)
     lags = p2p_seconds[graph.before.nodes][waits]
     order = np.argsort(later[waits], kind="stable")
@@ -86,7 +86,7 @@ def stock_pass_graph(schedule: Schedule, costs: Costs, executor: StockExecutor) 
 
 @dataclass(frozen=True)
 class _Program:
-    """Program of a rank under construction. Actions are named by their position in it.
+    """Program of one rank under construction. Actions are named by their position in it.
 
     Attributes:
         waits: for each action, the actions of the rank that hold it up.
@@ -96,16 +96,17 @@ class _Program:
     actions: list[Action] = field(default_factory=list)
     waits: list[tuple[int, ...]] = field(default_factory=list)
     posts: dict[Action, int] = field(default_factory=dict)
-    _holding: list[int] = field(default_factory=list)  # what holds up the next action
+    # Nodes that the next action of the rank waits for.
+    _holding: list[int] = field(default_factory=list)
 
     def run(self, *passes: Action) -> None:
-        """Run a pass, or the two of a pair."""
+        """Run a pass, or two overlapped passes."""
         for one in passes:
             place = self._add(one)
             self._holding[:] = [place]
 
     def post(self, *messages: Action | None) -> None:
-        """Post ``messages`` without waiting for any; None is no message."""
+        """Post ``messages`` without waiting for any; None stands for no message."""
         for message in messages:
             if message is not None:
                 self.posts[message] = self._add(message)
@@ -133,7 +134,7 @@ class _Program:
 
 @dataclass(frozen=True)
 class _Passes:
-    """Passes of a rank in the terms of Megatron's loops, where passes are counted.
+    """Passes of a rank as Megatron's loops count them.
 
     Attributes:
         forwards, backwards: in their order.
@@ -157,7 +158,8 @@ class _Passes:
         forwards, backwards = _parted(rows[rank])
         warmup = rows[rank].index(backwards[0]) - 1
         if _full_warmup(rank, forwards, schedule.placement) >= len(forwards):
-            warmup = len(forwards)  # no backward pass follows a forward pass
+            # All forward passes are warm-up, so none is followed by a backward pass.
+            warmup = len(forwards)
         return cls(
             schedule.placement,
             rank,
@@ -170,15 +172,16 @@ class _Passes:
 
     @property
     def remaining(self) -> int:
-        """Number of forward passes that a backward pass follows."""
+        """Number of forward passes that are followed by a backward pass."""
         return len(self.forwards) - self.warmup
 
     def sent(self, one: Action) -> Action | None:
-        """Return the send of what the pass ``one`` makes; None if nothing is sent."""
+        """Return the send of the tensor that the pass ``one`` makes; None if nothing is sent."""
         return self._message(one, Kind.SEND_F if one.kind is Kind.FORWARD else Kind.SEND_B)
 
     def received(self, one: Action) -> Action | None:
-        """Return the receive of what the pass ``one`` takes; None if nothing is received."""
+        """Return the receive of the tensor that the pass ``one`` takes; None if nothing is
+        received."""
         return self._message(one, Kind.RECV_F if one.kind is Kind.FORWARD else Kind.RECV_B)
 
     def _message(self, one: Action, kind: Kind) -> Action | None:
@@ -191,7 +194,7 @@ class _Passes:
         return self._next(number, self.forwards, self.around[0], is_leading=self.rank == 0)
 
     def next_gradient(self, number: int) -> Action | None:
-        """Return the receive that follows backward pass ``number``, as `next_input`."""
+        """Return the receive that follows backward pass ``number``, by the rule of `next_input`."""
         is_last = self.rank == self.placement.ranks - 1
         return self._next(number, self.backwards, self.around[1], is_leading=is_last)
 
@@ -213,13 +216,13 @@ class _Passes:
 
 
 def _parted(row: Sequence[Action]) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-    """Return the forward passes of ``row``, and its backward passes."""
+    """Return the forward passes and the backward passes of a rank's ``row``."""
     forwards = tuple(action for action in row if action.kind is Kind.FORWARD)
     return forwards, tuple(action for action in row if action.kind is not Kind.FORWARD)
 
 
 def _full_warmup(rank: int, forwards: Sequence[Action], placement: Placement) -> int:
-    """Return the number of forward passes before the first that a backward pass follows, if the
+    """Return the number of warm-up forward passes, which no backward pass follows directly, if the
     step has enough of them (`get_pp_rank_microbatches`)."""
     ahead, chunks = placement.ranks - 1 - rank, placement.chunks
     if chunks == 1:
@@ -228,13 +231,14 @@ def _full_warmup(rank: int, forwards: Sequence[Action], placement: Placement) ->
 
 
 def _group(forwards: Sequence[Action]) -> int:
-    """Return the number of microbatches that go through a chunk before the next chunk's."""
+    """Return the number of microbatches that go through a chunk before those of the next chunk."""
     first = forwards[0].stage
     return next((n for n, one in enumerate(forwards) if one.stage != first), len(forwards))
 
 
 def _smallest_group(row: Sequence[Action], placement: Placement) -> int:
-    """Return the number of microbatches of the last group if it is incomplete, else of each."""
+    """Return the number of microbatches of the last group if it is incomplete, else of each
+    group."""
     forwards, _ = _parted(row)
     group = _group(forwards)
     return len(forwards) // placement.chunks % group or group
@@ -306,7 +310,7 @@ def _warm_up(program: _Program, passes: _Passes, executor: StockExecutor) -> Non
 
 
 def _steady(program: _Program, passes: _Passes) -> Action | None:
-    """Add the passes between warm-up and flush; return the send that is not waited for."""
+    """Add the passes between warm-up and cool-down; return the send that is not waited for."""
     last_gradient: Action | None = None
     for number in range(passes.remaining):
         ahead = passes.warmup + number
@@ -356,7 +360,7 @@ def _flush(
 
 
 def _graph(schedule: Schedule, programs: Sequence[_Program], *, are_posted_alone: bool) -> Graph:
-    """Return the graph of ``schedule``, which ``programs`` make."""
+    """Return the graph of waits of ``schedule``, given the ``programs`` of its ranks."""
     arrays, placement = schedule.arrays, schedule.placement
     first = [*map(int, np.cumsum([0, *(len(program.actions) for program in programs)]))]
     partners = partners_of(arrays, placement)
@@ -387,7 +391,7 @@ def _graph(schedule: Schedule, programs: Sequence[_Program], *, are_posted_alone
                 queues[rank, queue].append(node)
     for nodes in queues.values():
         for previous, node in pairwise(nodes):
-            # A message moves at the node of its send, and its receive ends then.
+            # A message is sent at the node of its send, and its receive ends at the same time.
             add(node if is_send[node] else int(partners[node]), [previous])
     before = NodeLists.of(
         np.array(later, dtype=np.int32), np.array(earlier, dtype=np.int32), len(arrays)

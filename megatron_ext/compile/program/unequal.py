@@ -26,7 +26,8 @@ PlaceCosts = dict[Kind, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class UnequalMicrobatches:
-    """Medians of the makespan over several steps; ``--json`` prints these names.
+    """Medians of makespans over several steps of unequal microbatches; ``--json`` prints these
+    names.
 
     Attributes:
         steps: how many there were.
@@ -47,7 +48,7 @@ class UnequalMicrobatches:
 
     @property
     def keeps_profile(self) -> bool:
-        """Whether the program for the places is the better one."""
+        """Whether the program for the microbatches' places is the better one."""
         return self.profile is not None and self.profile < self.dealt
 
 
@@ -71,11 +72,11 @@ class UnequalSteps:
         self._times = RankTimes(program)
 
     def makespan(self, costs: Mapping[Kind, Floats], rows: NDArray[np.intp]) -> float:
-        """Return the makespan of the slowest replica. Arguments as in `factors`."""
+        """Return the makespan of the slowest replica. Arguments are those of `factors`."""
         return self.slowest(self.factors(costs, rows))
 
     def factors(self, costs: Mapping[Kind, Floats], rows: NDArray[np.intp]) -> Floats:
-        """Return what each action takes over its costs, by replica and action; a row for all
+        """Return the factors of actions over their costs, by replica and action; a single row for
         replicas that share experts.
 
         Args:
@@ -90,13 +91,13 @@ class UnequalSteps:
         return factors.reshape(-1, self._expert_replicas, factors.shape[1]).max(axis=1)
 
     def slowest(self, factors: Floats) -> float:
-        """Return the makespan of the slowest replica. ``factors``: result of `factors`."""
+        """Return the makespan of the slowest replica under ``factors``, a result of `factors`."""
         starts, ends = self._times.of(factors)
         return float((ends.max(axis=1) - starts.min(axis=1)).max())
 
 
 def median_makespan(program: Program, steps: Sequence[Mapping[Kind, Floats]]) -> float:
-    """Return the median of the makespans of ``steps``.
+    """Return the median of the makespans of ``steps`` with unequal microbatches.
 
     Args:
         steps: by kind of pass, the costs of each microbatch over those of a mean one, an array of
@@ -136,7 +137,7 @@ def with_unequal_microbatches(
     *,
     expert_replicas: int = 1,
 ) -> UnequalMicrobatches:
-    """Return what steps of ``program`` take whose microbatches cost ``costs``.
+    """Return the makespans of steps of ``program`` whose microbatches cost ``costs``.
 
     Args:
         costs: by kind of pass, a row per step, with the costs of the microbatches of all replicas

@@ -1,4 +1,10 @@
-"""The proof of a schedule; nothing runs without it."""
+"""The proof of a schedule; nothing runs without it.
+
+A wrong schedule does not fail: it hangs a cluster, or trains on wrong gradients. So everything that
+could go wrong at run time is checked once, before a step: each pass is done exactly once and after
+its inputs, nothing waits in a cycle, ranks agree on every order, and memory stays within its limit.
+`prove` alone makes a `Program`, and nothing else can be run.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +52,7 @@ _SEAL = object()
 
 
 class InvalidSchedule(ValueError):
-    """A schedule that must not run. ``actions`` are the first offenders."""
+    """Error about a schedule that must not run. ``actions`` are the first offenders."""
 
     def __init__(self, message: str, actions: Sequence[Action] = ()) -> None:
         super().__init__(message)
@@ -60,7 +66,7 @@ class OverLimit(InvalidSchedule):
     least = math.inf
 
     def naming(self, least: float, limit: MemoryLimit) -> OverLimit:
-        """Return this refusal with ``least``, a limit that another schedule meets, in place of the
+        """Return this error with ``least``, a limit that another schedule meets, in place of the
         limit that it names."""
         enough = f"{limit.at_least(least)} is enough for another of this family:"
         text = str(self).replace(_names(limit.at_least(self.least)), enough)
@@ -93,7 +99,7 @@ class Program:
 
     @cached_property
     def graph(self) -> Graph:
-        """The graph of waits between the actions."""
+        """Graph of waits between the program's actions."""
         p2p = self.problem.options.p2p
         return build_graph(self.schedule, p2p, known_order=self.known_order)
 
@@ -107,7 +113,7 @@ class Program:
 
     @property
     def is_run_by_stock(self) -> bool:
-        """Whether Megatron's own pipeline functions run it: `as_run` has their waits."""
+        """Whether Megatron's own pipeline functions run the program: `as_run` has their waits."""
         return self.as_run[0] is not self.schedule
 
     @property
@@ -176,8 +182,8 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
 
 
 def within_limit(program: Program, problem: Problem) -> Program:
-    """Return ``program`` for ``problem``, which may differ from the program's own in the memory
-    limit only.
+    """Return ``program`` as one for ``problem``, which differs from the program's own at most in
+    its memory limit.
 
     Raises:
         InvalidSchedule: as `prove`.
@@ -193,14 +199,14 @@ def within_limit(program: Program, problem: Problem) -> Program:
 
 
 def _check_acyclic(schedule: Schedule, p2p: P2P) -> Ints | None:
-    """Reject a schedule with a cyclic wait; return `Program.known_order`."""
+    """Reject a schedule with a cyclic wait; return the order of nodes for `Program.known_order`."""
     known_order, where = None, ""
     if p2p is P2P.BATCHED:
-        # One queue causes no further waits: an action that needs something later of this rank needs
-        # a message of it, and that message waits for all batches before it anyway.
+        # One queue adds no waits: an action that needs something later of this rank needs a message
+        # of that pass, and the message waits for all earlier batches anyway.
         cycle = build_graph(schedule, p2p).cycle()
     else:
-        # One queue blocks everything that a device with parallel streams blocks.
+        # Whatever blocks a device with parallel streams also blocks one with a single queue.
         one_queue = build_graph(schedule, p2p, Device.ONE_QUEUE)
         known_order, cycle = one_queue.order, one_queue.cycle()
         if cycle and (side_by_side := build_graph(schedule, p2p).cycle()):
@@ -215,7 +221,7 @@ def _check_acyclic(schedule: Schedule, p2p: P2P) -> Ints | None:
 
 
 def _named(cycle: Sequence[Action], schedule: Schedule) -> list[str]:
-    """Return the text of each of ``cycle``; the two passes of a pair have the pair's."""
+    """Return the text of each action of ``cycle``; two overlapped passes have one text."""
     pairs = {action: overlapped for overlapped in schedule.pairs for action in overlapped}
     names = [name for name, _ in groupby(str(pairs.get(action, action)) for action in cycle)]
     return names[:-1] if len(names) > 1 and names[0] == names[-1] else names
@@ -267,7 +273,8 @@ def _check_slices(schedule: Schedule, problem: Problem) -> None:
 
 
 def _are_at_home(row: Sequence[Action], stages: Sequence[int], pieces: int) -> bool:
-    """Return whether all actions of ``row`` are of these stages, and of existing microbatches."""
+    """Return whether all actions of a rank's ``row`` are of its stages, and of existing
+    microbatches."""
     if not set(map(itemgetter(0), row)) <= set(stages):
         return False
     least, most = (find(map(itemgetter(2), row), default=0) for find in (min, max))
@@ -277,8 +284,8 @@ def _are_at_home(row: Sequence[Action], stages: Sequence[int], pieces: int) -> b
 def _reject_microbatch(
     schedule: Schedule, problem: Problem, action: Action, row: Sequence[Action]
 ) -> NoReturn:
-    """Reject ``action``, and name the missing microbatch, if there is one, that it seems to stand
-    for."""
+    """Reject ``action`` of a microbatch that does not exist, and name the missing microbatch that
+    it seems to stand for, if there is one."""
     expected = [action._replace(microbatch=k) for k in problem.forwards]
     missing = [other for other in expected if other not in row][:1]
     but = f"; {missing[0]} is missing" if missing else ""
@@ -308,14 +315,15 @@ def _required_work(
 
 
 def _is_required(kind: Kind, stage: int, problem: Problem) -> bool:
-    """Return whether ``kind`` must be found on ``stage``, at least for some microbatches."""
+    """Return whether an action of ``kind`` is required on ``stage``, at least for some
+    microbatches."""
     if RULES[kind].repeats is not None and stage >= problem.options.recompute.first:
         return False
     return _belongs(kind, stage, problem)
 
 
 def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
-    """Return whether ``kind`` is found on ``stage`` in a schedule for ``problem``."""
+    """Return whether an action of ``kind`` may be on ``stage`` in a schedule for ``problem``."""
     option = RULES[kind].option
     if option and not problem.options.requests(option):
         return False
@@ -337,7 +345,7 @@ def _why_not(kind: Kind, stage: int, problem: Problem) -> str:
     return f"is on a stage that is not {rule.where.value}"
 
 
-# By stage and kind, for each microbatch, whether it is done.
+# Flags by stage and kind: whether the pass of each microbatch is done.
 _Done = dict[tuple[int, Kind], Flags]
 
 
@@ -375,7 +383,8 @@ def _done(schedule: Schedule, problem: Problem) -> _Done:
 
 
 def _reject_what_is_too_much(schedule: Schedule, problem: Problem) -> None:
-    """Reject the first action that is done twice, or that does not belong where it is."""
+    """Reject the first action that is done twice, or that is on a stage where it does not
+    belong."""
     done = set()
     for action in chain.from_iterable(schedule.rows):
         stage, kind, microbatch = action

@@ -4,16 +4,7 @@ A tensor that is being sent must not be freed or changed, so its send must be wa
 same holds for a rank's input to a collective whose result it does not use. A wait blocks its rank
 until the other side has received. It is therefore put before the first action that could not run
 before that anyway: where the rank already knows, from messages that it has received since, that its
-message was used. Vector clocks tell this (Fidge 1988): for each pass, how far every other rank must
-have come before the pass can start.
-
-Sends whose use a rank never learns of (those of the cool-down, and all of an evaluation) are waited
-for at the end. In an evaluation the oldest send is waited for sooner, once more than
-``SENDS_BEHIND`` are under way on its channel: before a pass that comes after the send in one order
-of all actions of all ranks. As every wait follows that order, no two can wait for each other.
-
-Batched, a send has completed when its batch has. A rank knows that once it has used a message that
-it received in that batch or a later one.
+message was used. Vector clocks tell this (Fidge 1988).
 """
 
 from __future__ import annotations
@@ -57,7 +48,14 @@ _WAIT_FOR: dict[Kind, Kind] = {
 
 def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has its messages, with a wait for each send, and for each input to
-    a collective whose result the rank does not use."""
+    a collective whose result the rank does not use.
+
+    Sends whose use a rank never learns of (those of the cool-down, and all of an evaluation) are
+    waited for at the end. In an evaluation the oldest send is waited for sooner, once more than
+    ``SENDS_BEHIND`` are under way on its channel: before a pass that comes after the send in one
+    order of all actions of all ranks. As every wait follows that order, no two can wait for each
+    other.
+    """
     graph, arrays = build_graph(schedule, problem.options.p2p), schedule.arrays
     channels = [_channel(Action(stage, kind, 0), problem) for stage, kind in arrays.stage_kinds]
     is_given = np.array([channel is not None for channel in channels], dtype=bool)[
@@ -127,29 +125,32 @@ def _in_order(known_at: list[int], given: Sequence[tuple[int, Channel | Kind | N
 
 
 def _in_step(graph: Graph, schedule: Schedule) -> list[int]:
-    """Return the nodes, each after all it waits for, in the order in which they would run if every
-    pass took one unit of time."""
+    """Return nodes in an order with each after all it waits for, as if every pass took one unit of
+    time."""
     is_pass = IS_PASS[schedule.arrays.kind]
     begins, _ = graph.longest_paths(is_pass.astype(float).tolist())
     return sorted(graph.order.tolist(), key=begins.__getitem__)
 
 
 def wait_of(send: Action) -> Action:
-    """Return the wait for ``send``."""
+    """Return the wait for the end of ``send``."""
     return Action(send.stage, _WAIT_FOR[send.kind], send.microbatch)
 
 
 def _known_by_batches(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
     """Return for each of ``given`` the first pass of its rank, as a node, at which its completion
-    is known; the number of nodes if it never is. This is for batched messages: a later message of
-    its rank, or one of its batch, has been used."""
+    is known; the number of nodes if it never is.
+
+    This is for batched messages: a send has completed when its batch has. A rank knows that once it
+    has used a message that it received in that batch or a later one.
+    """
     arrays = schedule.arrays
     batched = np.zeros(len(arrays), dtype=bool)
     batched[list(graph.batches)] = True
     is_used = IS_PASS[arrays.kind[graph.before.owners]] & batched[graph.before.nodes]
     used = np.full(len(arrays), -1, dtype=np.int32)
     np.maximum.at(used, graph.before.owners[is_used], graph.before.nodes[is_used])
-    used = np.maximum.accumulate(used)  # nodes of earlier ranks are below all of this rank's
+    used = np.maximum.accumulate(used)  # nodes of earlier ranks have lower numbers than this rank's
     passes = arrays.numbers[IS_PASS[arrays.kind]]
     known_at = np.full(len(arrays), len(arrays), dtype=np.int32)
     known_at[given] = _first(used[passes], given, passes, len(arrays))
@@ -157,7 +158,8 @@ def _known_by_batches(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
 
 
 def _known_by_clocks(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
-    """Return the same for async messages: a pass that needs the message has ended."""
+    """Return the passes after which a message is known to have ended, for async messages: a pass
+    that needs the message has ended."""
     arrays = schedule.arrays
     given, users = _users(schedule, graph, given)
     ranks, user_ranks = arrays.rank[given], arrays.rank[users]
@@ -217,7 +219,7 @@ def _clocks(schedule: Schedule, graph: Graph, others: list[Ints]) -> list[tuple[
     ranks, is_pass, holds = arrays.rank.tolist(), IS_PASS[kind].tolist(), is_blocking.tolist()
 
     clocks = list(np.full((len(others), len(others)), -1, dtype=np.int32))
-    left: dict[int, Ints] = {}  # the clocks that later actions will read
+    left: dict[int, Ints] = {}  # the vector clocks that later actions will read
     known: list[tuple[list[int], list[Ints]]] = [([], []) for _ in others]
     for node in graph.order[hears[graph.order]].tolist():
         rank = ranks[node]

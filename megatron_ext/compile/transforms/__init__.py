@@ -1,1 +1,2 @@
-"""Transforms, which insert actions into a schedule: ``(Schedule, Problem) -> Schedule``."""
+"""Transforms, which insert actions into a schedule: ``(Schedule, Problem) -> Schedule``. A family
+need not know of them."""

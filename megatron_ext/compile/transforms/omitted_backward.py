@@ -49,7 +49,7 @@ def drop_frozen_prefix(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def without_backward(costs: Costs, first_trained_stage: int) -> Costs:
-    """Return ``costs`` with only F on the stages before ``first_trained_stage``, which keep
+    """Return ``costs`` with only F on the stages before ``first_trained_stage``, which store
     nothing."""
 
     def cut(figures: tuple[float, ...]) -> tuple[float, ...]:

@@ -3,13 +3,8 @@
 This is DualPipe's compound (DeepSeek-AI 2024, arXiv:2412.19437), and Megatron's
 --overlap-moe-expert-parallel-comm: while one of the two waits for an all-to-all, the other computes
 (`OverlapCosts`). Any two adjacent passes of a rank, W aside, can be a pair if neither needs the
-other. The price is that the output of F is sent only after the backward pass has ended too.
-
-The passes of a schedule are played through in the order of time, on each rank in the rank's own
-order. If the next two passes of a rank could be a pair, the rank waits for the second for a limited
-time; then the first runs alone. The result can run, since no pass has waited for a later one.
-Several waiting times are tried, also where W go, and whether W run inside pairs (B instead of I and
-W). The fastest result is used.
+other. The price is that the output of F is sent only after the backward pass has ended too. Which
+passes become pairs is decided by playing the schedule through in time (`overlap_passes`).
 """
 
 from __future__ import annotations
@@ -32,13 +27,14 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
 _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD
-_ASSUMED = 0.25  # share of the shorter of two passes that the longer hides, if costs do not give it
-_TOLERANCE = 1e-9  # of a sum of costs
-_TOLD_BY = 4  # microbatches a rank: enough for a step to have all phases
+# Share of the shorter of two overlapped passes that is hidden, if the costs do not say it.
+_ASSUMED = 0.25
+_TOLERANCE = 1e-9  # relative rounding error of a sum of costs
+_TOLD_BY = 4  # microbatches a rank that are enough for a step to have all phases
 
 
 class _Policy(NamedTuple):
-    """Policy for making pairs.
+    """Policy that decides which passes overlap.
 
     Attributes:
         patience: longest wait for the second of two passes, as a multiple of the time that their
@@ -55,6 +51,12 @@ class _Policy(NamedTuple):
 
 def overlap_passes(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has passes only, with pairs; unchanged if it has pairs already.
+
+    The passes are played through in the order of time, on each rank in the rank's own order. If the
+    next two passes of a rank could be a pair, the rank waits for the second for a limited time;
+    then the first runs alone. The result can run, since no pass has waited for a later one. Several
+    waiting times are tried, also where W go, and whether W run inside pairs (B instead of I and W).
+    The fastest result is used.
 
     Raises:
         ValueError: no F can run as one with a backward pass.
@@ -74,7 +76,8 @@ def overlap_passes(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _best_policy(schedule: Schedule, problem: Problem) -> _Policy | None:
-    """Return the policy whose schedule takes the least time; None if none makes pairs."""
+    """Return the policy whose schedule takes the least time; None if no policy overlaps any
+    passes."""
     splits = any(action.kind is _W for row in schedule.rows for action in row)
     choices = (False, True) if splits else (False,)
     policies = map(_Policy._make, product((0.0, 1.0, math.inf), choices, choices))
@@ -88,7 +91,7 @@ def _best_policy(schedule: Schedule, problem: Problem) -> _Policy | None:
 
 
 def _first_of(schedule: Schedule, problem: Problem) -> tuple[Schedule, Problem]:
-    """Return a long step cut to its first microbatches, which are enough to rank policies."""
+    """Return the first microbatches of a long step, which are enough to rank policies."""
     count = _TOLD_BY * problem.ranks
     if problem.microbatches <= 2 * count:
         return schedule, problem
@@ -97,7 +100,7 @@ def _first_of(schedule: Schedule, problem: Problem) -> tuple[Schedule, Problem]:
 
 
 def _with_assumed(costs: Costs) -> Costs:
-    """Return ``costs`` with an assumed saving of pairs if they have none: the search for pairs
+    """Return ``costs`` with an assumed saving of overlapped passes if they have none: the search
     needs a gain, even if its size is unknown."""
     if costs.overlap.savings:
         return costs
@@ -112,7 +115,7 @@ def _with_assumed(costs: Costs) -> Costs:
 
 @dataclass
 class _Rank:
-    """A rank while its passes are played through.
+    """State of a rank while its passes are played through.
 
     Attributes:
         order: its passes without W.
@@ -136,8 +139,8 @@ class _Rank:
 
     @property
     def next_two(self) -> Row:
-        """Its next pass and the one behind it, F first, if they could be a pair; otherwise its next
-        pass alone."""
+        """The rank's next pass and the one behind it, F first, if the two could overlap; otherwise
+        its next pass alone."""
         first, *others = self.order[self.done : self.done + 2]
         if not others or (first.kind is _F) is (others[0].kind is _F):
             return (first,)
@@ -147,7 +150,7 @@ class _Rank:
 
 
 class _Playing:
-    """One play through a schedule's passes."""
+    """One play through a schedule's passes, which decides which of them overlap."""
 
     def __init__(self, schedule: Schedule, problem: Problem, policy: _Policy) -> None:
         self.schedule, self.placement, self.policy = schedule, problem.placement, policy
@@ -160,7 +163,7 @@ class _Playing:
             )
         )
         amount, allowed = _allowed_memory(schedule, problem, policy)
-        # The memory that a pass allocates and frees.
+        # Memory that a pass allocates and frees.
         self.held_by = cache(
             lambda stage, kind: (
                 sum(amount(held, stage) for held in RULES[kind].acquires),
@@ -172,13 +175,14 @@ class _Playing:
             for row, most in zip(schedule.rows, allowed, strict=True)
         ]
         self.pairs: set[OverlappedPasses] = set()
-        # When a pass's inputs from other stages are there. Backward passes are listed as I.
+        # Time when the inputs of a pass have arrived from other stages. Backward passes are listed
+        # as I.
         self.there = {Action(0, _F, k): 0.0 for k in problem.forwards}
         self.there |= {Action(self.placement.last, _I, k): 0.0 for k in problem.forwards}
         self.turns: list[tuple[float, int]] = []
 
     def run(self) -> Schedule:
-        """Return the schedule with pairs; unchanged if it would hang anyway."""
+        """Return the schedule with overlapped passes; unchanged if it would deadlock anyway."""
         for number in range(len(self.ranks)):
             self.offer(number)
         while any(rank.done < len(rank.order) for rank in self.ranks):
@@ -190,7 +194,7 @@ class _Playing:
                 continue
             at, number = heapq.heappop(self.turns)
             start, passes = self.turn_of(number)
-            if start == at:  # otherwise the turn has changed since, and is queued at its new time
+            if start == at:  # Otherwise the turn has changed since, and is queued at its new time.
                 self.play(number, start, passes)
         for rank in self.ranks:
             while rank.pending:
@@ -217,7 +221,7 @@ class _Playing:
 
     def turn_of(self, number: int) -> tuple[float, Row]:
         """Return the time at which rank ``number`` can start its next pass, and that pass, or the
-        two that start as a pair; inf if the time is not known yet."""
+        two that start together; inf if the time is not known yet."""
         rank = self.ranks[number]
         if rank.done == len(rank.order):
             return math.inf, ()
@@ -249,7 +253,8 @@ class _Playing:
         return max(rank.free, self.there.get(key, math.inf))
 
     def play(self, number: int, start: float, passes: Row) -> None:
-        """Do the next of a rank's ``passes``, as one if there are two, with W before and after."""
+        """Run the next of a rank's ``passes``, overlapped if there are two, with W before and
+        after."""
         rank = self.ranks[number]
         while rank.pending and self.is_time_for_w(rank, start, passes):
             self.do_w(rank)
@@ -291,8 +296,8 @@ class _Playing:
         rank.held += self.more_held(w)
 
     def pass_on(self, number: int, action: Action, end: float) -> int:
-        """Give the output of ``action`` to the neighbouring stage. Return that stage's rank, or the
-        own one if there is no such stage."""
+        """Pass the output of ``action`` to the neighbouring stage. Return that stage's rank, or the
+        action's own rank if there is no such stage."""
         stage, kind, k = action
         is_forward = kind is _F
         other = self.placement.next(stage) if is_forward else self.placement.previous(stage)
@@ -305,7 +310,8 @@ class _Playing:
         return to
 
     def has_memory_for(self, rank: _Rank, forward: Action) -> bool:
-        """Return whether memory suffices for ``forward`` if only the pending W free any before."""
+        """Return whether the rank has enough memory for ``forward`` if only the pending W free any
+        before."""
         if rank.allowed == math.inf:
             return True
         back = sum(map(self.given_back, rank.pending))
@@ -323,12 +329,12 @@ class _Playing:
 
 
 def _as(kind: Kind, action: Action) -> Action:
-    """Return the pass of ``kind`` of the same microbatch."""
+    """Return the pass of ``kind`` for the same stage and microbatch."""
     return Action(action.stage, kind, action.microbatch)
 
 
 def _order_of(row: Row, policy: _Policy) -> tuple[Row, dict[Action, tuple[float, int]]]:
-    """Return the passes of ``row`` without W, and when each W is due."""
+    """Return the passes of a rank's ``row`` without W, and the position at which each W is due."""
     order: list[Action] = []
     due: dict[Action, tuple[float, int]] = {}
     for action in row:

@@ -25,11 +25,12 @@ from megatron_ext.schedule.schedule import Schedule
 
 _GOLDEN = 0.6180339887498949
 
-_Made = tuple[int, int]  # an activation, by its stage and microbatch
+_Made = tuple[int, int]  # stage and microbatch of an activation
 
 
 def recompute(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule``, which has passes only, with R; unchanged if it has R already."""
+    """Return ``schedule``, which has compute actions only, with R actions that recompute
+    activations; unchanged if it has R already."""
     if any(RULES[action.kind].repeats for row in schedule.rows for action in row):
         return schedule
     requested = problem.options.recompute
@@ -59,7 +60,8 @@ class _RankMemory:
         return fits(peak(row, self.amount), self.allowed)
 
     def change(self, action: Action, recomputed: Collection[_Made]) -> tuple[float, float]:
-        """Return the memory that ``action`` takes at its start, and gives back at its end."""
+        """Return the memory that ``action`` allocates at its start, and the memory that it frees at
+        its end."""
         stage, kind, microbatch = action
         rule = RULES[kind]
         takes = sum(self.amount(held, stage) for held in rule.acquires)

@@ -1,4 +1,8 @@
-"""Costs of a model whose embedding and output layer are partitioned over all ranks."""
+"""Costs of a model whose embedding and output layer are partitioned over all ranks.
+
+Costs of users and of estimates have both tables on the first and the last stage. Partitioned, each
+rank has a share of their seconds and bytes, in passes of its own.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +30,12 @@ def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel
         part / slowness[-1] for part in vocabulary.output_layer
     )
     lookup, table_gradient = (part / slowness[0] for part in vocabulary.embedding)
-    early = how is VocabularyParallel.TWO  # input gradient computed with the logits
+    early = how is VocabularyParallel.TWO  # the input gradient is computed with the logits
+    launch = vocabulary.launch * placement.ranks
     shards = {
-        Kind.LOGITS: forward + (input_gradient if early else 0.0),
-        Kind.LOGITS_INPUT: 0.0 if early else input_gradient,
-        Kind.LOGITS_WEIGHT: weight_gradient,
+        Kind.LOGITS: forward + (input_gradient if early else 0.0) + launch,
+        Kind.LOGITS_INPUT: 0.0 if early else input_gradient + launch,
+        Kind.LOGITS_WEIGHT: weight_gradient + vocabulary.rescaling,
         Kind.LOSS: 0.0,
         Kind.EMBEDDING: lookup,
         Kind.EMBEDDING_WEIGHT: table_gradient,
@@ -42,8 +47,16 @@ def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel
     held = layers.held_bytes
     if held is not None:
         held = {**held, Held.LOGITS: _divided(vocabulary.logits_bytes, placement)}
+    in_forward, in_backward = vocabulary.contention
+    slower = {
+        kind: tuple(
+            seconds * (1 + (in_forward if kind is Kind.FORWARD else in_backward))
+            for seconds in figures
+        )
+        for kind, figures in layers.seconds.items()
+    }
     return replace(
-        layers.with_passes(seconds={**layers.seconds, **divided}, held_bytes=held),
+        layers.with_passes(seconds={**slower, **divided}, held_bytes=held),
         unpartitioned=costs,
     )
 

@@ -18,7 +18,7 @@ from megatron_ext.schedule.action import Action, Rows
 
 @dataclass(frozen=True)
 class TwoCopies:
-    """A schedule that holds every stage twice.
+    """Schedule of two copies of a model, which holds every stage twice.
 
     Attributes:
         name: name of the schedule.
@@ -36,7 +36,7 @@ class TwoCopies:
 
     @cached_property
     def microbatches(self) -> int:
-        """Number of microbatches of each copy."""
+        """Number of microbatches of each of the two copies."""
         return 1 + max(action.microbatch for row in self.rows for action in row)
 
     def copy_of(self, rank: int, stage: int) -> int:
@@ -44,7 +44,7 @@ class TwoCopies:
         return int(self.rank_of[stage] != rank)
 
     def rank_with(self, copy: int, stage: int) -> int:
-        """Return the rank that has ``stage`` of ``copy``."""
+        """Return the rank that has ``stage`` of the model copy ``copy``."""
         rank = self.rank_of[stage]
         return self.ranks - 1 - rank if copy else rank
 
@@ -89,7 +89,7 @@ def from_rows(rows: Rows, name: str) -> TwoCopies:
         )
     rank_of = _ranks_of_first_copy(rows)
     copies = TwoCopies(name, rank_of, rows)
-    sent: list[set[int]] = [set(), set()]  # microbatches of each copy
+    sent: list[set[int]] = [set(), set()]  # microbatches of each of the two copies of the model
     for rank, row in enumerate(rows):
         for action in row:
             sent[copies.copy_of(rank, action.stage)].add(action.microbatch)

@@ -1,5 +1,8 @@
-"""Entries of a costs file besides costs per stage: costs per layer type, the allocator's reserved
-bytes, and the rates of the GPU and its links, from which other layouts are estimated."""
+"""Entries of a costs file besides costs per stage: costs per layer type, reserved bytes, and rates.
+
+Costs per stage serve one layout. Costs of each type of layer, and the rates of the GPU and its
+links, serve any other layout of the same model, so a training writes them too.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ _RATES = tuple(field.name for field in fields(Rates) if field.name not in ("meas
 
 @dataclass(frozen=True)
 class MeasuredFile:
-    """Measurements that estimates are to be scaled to.
+    """Measurements in a costs file, to which estimates are scaled.
 
     Attributes:
         rates: rates that were assumed at the measurement, together with the measurement.
@@ -71,7 +74,7 @@ class MeasuredFile:
 def as_data(
     layers: LayerCosts | None, machine: Machine, forwards: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """Return the entries of a costs file, for `load_measured`.
+    """Return these measurements as entries of a costs file, for `load_measured`.
 
     Args:
         layers: None if they are not known.
@@ -103,7 +106,8 @@ def as_data(
 
 
 def _tower_as_data(tower: TowerCosts, forwards: Sequence[float]) -> dict[str, Any]:
-    """Return the entry of an encoder; its images make microbatches differ, so each is written."""
+    """Return the entry of an encoder in a costs file; its images make microbatches differ, so each
+    one is written."""
     of_layers = statistics.median(forwards) - tower.seconds[0] if forwards else 0.0
     return {
         "seconds": rounded(tower.seconds),

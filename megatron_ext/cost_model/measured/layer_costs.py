@@ -1,5 +1,8 @@
-"""Costs of each type of layer, derived from measured stages that hold different mixtures of
-types."""
+"""Costs of each type of layer, derived from measured stages.
+
+A training measures passes of stages, which hold several types of layers. The measured sums tell the
+types apart only as far as the mixtures differ; the proportions of the rest are estimated.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from megatron_ext.schedule.costs import Costs, TowerCosts
 from megatron_ext.schedule.kinds import Held
 
 MeasuredFigure = Kind | Held
-FIGURES: tuple[MeasuredFigure, ...] = (  # in the order of `Scale`
+FIGURES: tuple[MeasuredFigure, ...] = (  # measured figures of a layer in the order of `Scale`
     Kind.FORWARD,
     Kind.BACKWARD_INPUT,
     Kind.BACKWARD_WEIGHT,
@@ -44,7 +47,7 @@ MeasuredFigures = Mapping[MeasuredFigure, float]
 
 @dataclass(frozen=True)
 class Basis:
-    """Basis of an estimate of costs, with which measured ones are compared.
+    """Basis of estimated costs, with which measured costs are compared.
 
     Attributes:
         has_tower: whether the first stage runs an encoder, for which no estimate exists.
@@ -86,7 +89,7 @@ class LayerCosts:
 
     @property
     def of_others(self) -> Scale:
-        """Ratio of measured to estimated figures of layers of all types together."""
+        """Ratio of measured to estimated figures, for layers of all types together."""
         not_layers = (DEPTH, EMBEDDING, OUTPUT_LAYER, PASS)
         layers = [name for name in self.measured if name not in not_layers]
         return _scale_of([(self.measured[name], self.estimated[name]) for name in layers])
@@ -126,7 +129,8 @@ def layer_costs(costs: Costs, basis: Basis, *, is_divided: bool) -> LayerCosts:
         names = [name for name, figures in totals.items() if figures[figure]]
         rows, sums = _sums_of(costs, stages, totals, figure, is_divided)
         columns = [[row[name][figure] if name in row else 0.0 for name in names] for row in rows]
-        # If the first stage runs an encoder, its sums tell nothing about its layers.
+        # If the first stage runs an encoder, its sums tell nothing about its layers, and are not
+        # fitted.
         first = int(basis.has_tower)
         fit = fit_scales(np.array(columns[first:]), np.array(sums[first:]))
         if basis.has_tower:
@@ -147,7 +151,7 @@ def layer_costs(costs: Costs, basis: Basis, *, is_divided: bool) -> LayerCosts:
 
 
 def _joined(groups: Sequence[set[str]], order: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return ``groups`` with those merged that have a member in common."""
+    """Return ``groups`` with those merged that share a member."""
     joined: list[set[str]] = []
     for group in groups:
         common = [other for other in joined if other & group]

@@ -1,5 +1,8 @@
-"""Ratios of measured to expected costs of parts, such as kinds of layers, fitted by least squares
-to measured sums of parts, such as passes."""
+"""Ratios of measured to expected costs of parts, fitted by least squares to measured sums of parts.
+
+Passes are measured, and layers are what is needed. Sums that are alike leave some ratios
+open: these stay close to the common one, so that no part gets a cost that only rounding has made.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,18 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-_LEAST_SINGULAR_VALUE = 0.02  # of the largest singular value: smaller ones are noise
-_TOGETHER = 0.05  # of a direction that no sum sees: parts with smaller entries do not belong to it
-_LEAST_SHARE = 0.01  # of a sum: a part that is smaller in all sums is not seen
-_FARTHEST = 4.0  # times the scale of all: a part farther off shows noise in the sums
+_LEAST_SINGULAR_VALUE = 0.02  # singular values below this share of the largest one are noise
+# Least entry of a part in a direction that no sum sees; parts with smaller entries do not belong to
+# it.
+_TOGETHER = 0.05
+_LEAST_SHARE = 0.01  # least share of a part in some sum; a smaller part is not seen
+# Largest factor between a part's scale and that of all; a larger one shows noise in the sums.
+_FARTHEST = 4.0
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Fitted scales of parts.
+    """Fitted scales of a model's parts.
 
     Attributes:
         scales: ratio of measured to expected, for each part.
@@ -74,10 +80,11 @@ def _least_spread(matrix: Array, sums: Array) -> tuple[Array, list[list[int]]]:
     solution: Array = np.linalg.lstsq(matrix / sizes, sums, rcond=_LEAST_SINGULAR_VALUE)[0] / sizes
     if rank == matrix.shape[1]:
         return solution, []
-    unseen = directions[rank:].T  # ways to change it that no row sees, as columns
+    unseen = directions[rank:].T  # columns: changes of the solution that no row sees
     groups = _connected(np.abs(unseen @ unseen.T) > _TOGETHER)
     changes = unseen / sizes[:, None]
-    spread = np.zeros((len(solution), len(solution)))  # what a part is off its group's mean
+    # Matrix of each part's deviation from the mean of its group.
+    spread = np.zeros((len(solution), len(solution)))
     for group in groups:
         spread[np.ix_(group, group)] = np.eye(len(group)) - 1 / len(group)
     steps = np.linalg.lstsq(spread @ changes, -spread @ solution, rcond=None)[0]

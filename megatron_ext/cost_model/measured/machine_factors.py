@@ -21,7 +21,7 @@ from megatron_ext.base.words import shown
 FORMAT = 2
 
 ProductShape = tuple[float, float, float]  # rows, columns, depth
-# Rows, columns and depth of each expert's product, and the number of experts.
+# Shape of an experts' product: rows, columns and depth of each one, and the number of experts.
 GroupedShape = tuple[float, float, float, float]
 
 
@@ -51,7 +51,7 @@ class TimedCollective:
 
 @dataclass(frozen=True)
 class MachineFactors:
-    """Measurements of one machine, from which factors of other shapes follow.
+    """Measurements of one machine, from which factors for other shapes follow.
 
     Attributes:
         gpu: name that the GPU's driver gives.
@@ -94,16 +94,17 @@ class MachineFactors:
         return _of_size(self.gathers, size)
 
     def of_exchange(self, size: float) -> float:
-        """Return the factor of an exchange of ``size`` bytes among expert-parallel ranks, as
-        `of_gather`."""
+        """Return the factor for an exchange of ``size`` bytes among expert-parallel ranks, by the
+        rule of `of_gather`."""
         return _of_size(self.exchanges, size)
 
     def is_of(self, gpu: str) -> bool:
-        """Return whether this is a machine of ``gpu``, named in short (h100) or by its driver."""
+        """Return whether these are measurements of a machine of ``gpu``, named in short (h100) or
+        by its driver."""
         return gpu.lower() in (self.gpu.lower(), *self.gpu.lower().replace("-", " ").split())
 
     def as_data(self) -> dict[str, Any]:
-        """Return the entry of a costs file, for `read_factors`."""
+        """Return these measurements as an entry of a costs file, for `read_factors`."""
         return {
             "version": FORMAT,
             "gpu": self.gpu,
@@ -120,7 +121,8 @@ class MachineFactors:
         }
 
     def remark(self) -> str:
-        """Return, for users, what was measured, against what, and what follows for estimates."""
+        """Return a remark for users: what was measured, compared with what, and what follows for
+        estimates."""
         names = {
             "products": f"products in {self.precision}",
             "grouped": "experts' products",
@@ -145,7 +147,7 @@ class MachineFactors:
         )
 
 
-# Kernels, and the number of dimensions of their shapes.
+# Timed kernels, and the number of dimensions of their shapes.
 _KERNELS = {"products": 3, "grouped": 4, "attention": 2, "attention_backward": 2}
 _COLLECTIVES = "gathers", "exchanges"
 
@@ -175,7 +177,7 @@ def _of_size(timed: Sequence[TimedCollective], size: float) -> float:
 
 
 def read_factors(data: Mapping[str, Any]) -> MachineFactors:
-    """Return the factors in the entry ``data`` of a costs file.
+    """Return the machine factors in the entry ``data`` of a costs file.
 
     Raises:
         ValueError: another format, or a figure that is not above 0.

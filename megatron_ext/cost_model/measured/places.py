@@ -1,4 +1,8 @@
-"""Measured costs of the places of a step, of microbatches that are ordered by what they cost."""
+"""Measured costs of the places of a step, of microbatches that are ordered by what they cost.
+
+If microbatches are ordered, the k-th of every step costs about the same. A program for these places
+needs their costs relative to the median pass, as the slowest pipeline has them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ class RankPlaces:
 
 @dataclass(frozen=True)
 class MeasuredPlaces:
-    """Costs of the places of several steps, over those of the median pass of a kind.
+    """Costs of the places of several steps, relative to those of the median pass of a kind.
 
     Attributes:
         steps: by kind of pass, an array of pipelines x microbatches for each step.
@@ -39,7 +43,7 @@ class MeasuredPlaces:
 
     @property
     def at_places(self) -> dict[Kind, tuple[float, ...]]:
-        """The mean over the steps of the longest pipeline at each place, as `Costs.at_places`."""
+        """Mean cost at each place over the steps of the longest pipeline, as `Costs.at_places`."""
         return {
             kind: tuple(np.mean([step[kind].max(axis=0) for step in self.steps], axis=0).tolist())
             for kind in self.steps[0]
@@ -72,7 +76,7 @@ def measured_places(ranks: Sequence[RankPlaces]) -> MeasuredPlaces | None:
             np.sum([rank.seconds[kind] for rank in ranks if rank.pipeline == pipeline], axis=0)
             for pipeline in pipelines
         ]
-        of_kind = np.stack(sums, axis=1)  # steps x pipelines x microbatches
+        of_kind = np.stack(sums, axis=1)  # shape: steps x pipelines x microbatches
         tables[kind] = of_kind / (np.median(of_kind) or 1.0)
     steps = len(next(iter(tables.values())))
     return MeasuredPlaces(

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from megatron_ext.schedule.costs import TowerCosts
 
-DEPTH = "depth"  # of multi-token prediction: its projection and its layer
+DEPTH = "depth"  # name of a layer of multi-token prediction: its projection and its layer
 EMBEDDING = "embedding"
-OUTPUT_LAYER = "output layer"  # one run of it, with the loss
-PASS = "pass"  # time of a pass besides its layers
+OUTPUT_LAYER = "output layer"  # name of one run of the output layer, with the loss
+PASS = "pass"  # name of the time of a pass that none of its layers takes
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""Operations that are timed for `MachineFactors`, and the seconds that are estimated of them."""
+"""Operations that are timed for `MachineFactors`, and the seconds that are estimated of them.
+
+Factors help for sizes that are not measured only if the timed shapes cover them. So products,
+attention and collectives are chosen at several tensor-parallel sizes of the trained model.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +28,10 @@ from megatron_ext.cost_model.operations.operation import (
 from megatron_ext.cost_model.operations.parts import part_of
 from megatron_ext.cost_model.rates import Rates
 
-TENSOR_PARALLEL = (1, 2, 4, 8)  # sizes whose kernels are timed
-# Bytes of a collective, those of all ranks together: 256 KiB to 64 MiB.
+TENSOR_PARALLEL = (1, 2, 4, 8)  # sizes of tensor parallelism whose kernels are timed
+# Bytes of a timed collective, of all its ranks together: 256 KiB to 64 MiB.
 GATHERED = tuple(4**power * 2**18 for power in range(5))
-# Samples, tokens of each, heads, query groups, and the width of a head.
+# Shape of attention: samples, tokens of a sample, heads, query groups, and the width of a head.
 AttentionShape = tuple[int, int, int, int, int]
 
 

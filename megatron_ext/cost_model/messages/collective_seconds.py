@@ -6,13 +6,13 @@ many (NVIDIA, NCCL, src/graph/tuning.cc, ``ncclTopoTuneModel``).
 
 from __future__ import annotations
 
-# Seconds in NCCL's protocol for large messages: to begin, of a step over NVLink, and of a step over
-# the network (baseLat and hwLat of Ring and Simple).
+# Seconds in NCCL's protocol for large messages: to begin, for a step over NVLink, and for a step
+# over the network (baseLat and hwLat of Ring and Simple).
 BEGIN, NEAR_STEP, FAR_STEP = 8.4e-6, 3.4e-6, 14.0e-6
 
 
 def ring_latency(ring_passes: float, collectives: float, near: float, nodes: float) -> float:
-    """Return the latency of ``collectives`` collectives.
+    """Return the latency of ``collectives`` collectives around a ring.
 
     Args:
         ring_passes: passes around the ring in all: one for a gather or a reduce-scatter, two for an

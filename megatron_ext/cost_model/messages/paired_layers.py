@@ -20,14 +20,13 @@ from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.stage_seconds import PassSeconds, seconds_by_component
 from megatron_ext.schedule.action import Kind
 
-SecondsByStages = tuple[
-    tuple[float, ...], ...
-]  # seconds, by stage of F, then by stage of the other pass
+# Seconds saved, by the stage of F, then by the stage of the other pass.
+SecondsByStages = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
 class PairedLayer:
-    """Seconds that a layer's F, I and W compute, and that F and I wait for experts' ranks."""
+    """Seconds that a layer's F, I and W compute, and that F and I wait for the ranks of experts."""
 
     forward: float
     input_gradient: float
@@ -36,8 +35,8 @@ class PairedLayer:
     input_gradient_messages: float
 
     def saving_with(self, other: PairedLayer, share: float, *, with_weights: bool) -> float:
-        """Return the seconds saved by running this layer's F side by side with the ``other``'s
-        backward pass.
+        """Return the seconds saved if this layer's F overlaps with the ``other`` layer's backward
+        pass.
 
         Args:
             share: share of the messages' time that can overlap other work.
@@ -46,11 +45,11 @@ class PairedLayer:
         weights = other.weight_gradient if with_weights else 0.0
         in_forward = min(share * self.forward_messages, other.input_gradient + weights)
         in_backward = min(share * other.input_gradient_messages, self.forward + weights)
-        # W is in both terms; all that the pair computes bounds their sum.
+        # W is in both terms, so their sum is bounded by the computation of both passes.
         return min(in_forward + in_backward, self.forward + other.input_gradient + weights)
 
 
-@lru_cache(maxsize=4096)  # layouts have the same stages many times
+@lru_cache(maxsize=4096)  # the result is cached, since layouts have the same stages many times
 def paired_layers(
     model: Model, stage: Stage, execution: Execution, rates: Rates
 ) -> tuple[PairedLayer, ...]:
@@ -75,17 +74,25 @@ def _paired_layer(seconds: PassSeconds) -> PairedLayer:
     )
 
 
+def hidden_share(execution: Execution, rates: Rates) -> float:
+    """Return the share of the time of experts' messages that can overlap within pairs."""
+    if execution.dispatcher != "alltoall":
+        return execution.overlap
+    reached = rates.overlap_in_one_queue if execution.has_one_queue else rates.overlap
+    return min(execution.overlap, reached)
+
+
 def hidden_by_pairs(
     model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates
 ) -> Mapping[Kind, SecondsByStages]:
     """Return the seconds saved by running F of every stage side by side with a backward pass of
     every stage instead of one after the other, by the kind of that pass: `OverlapCosts.savings`."""
-    share = execution.overlap
+    share = hidden_share(execution, rates)
     layers = [paired_layers(model, stage, execution, rates) for stage in stages]
 
     @cache
     def saving(forward: int, backward: int, with_weights: bool) -> float:
-        # The longer stage's other layers run alone.
+        # The other layers of the stage with more layers run without overlap.
         side_by_side = zip(layers[forward], reversed(layers[backward]), strict=False)
         return sum(f.saving_with(b, share, with_weights=with_weights) for f, b in side_by_side)
 

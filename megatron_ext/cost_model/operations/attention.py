@@ -1,4 +1,9 @@
-"""Attention: grouped queries, latent keys and values, gates, sliding windows."""
+"""Operations of attention: grouped queries, latent keys and values, gates, sliding windows.
+
+Attention is the part of a layer that grows with the square of the sequence, and whose cost depends
+most on the kernel: a fused one never writes the matrix of scores, and recomputes it in the backward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,10 @@ from megatron_ext.cost_model.operations.operation import (
     Part,
     Passes,
     attention_operation,
+    dropout,
     elementwise,
     linear,
+    local_bias,
     norm_and_residual,
     passing_over,
     tensor_parallel_part,
@@ -40,11 +47,12 @@ def attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
         ),
     ]
     if model.is_rotary:
-        # Unfused: a half turned round, joined, two products and a sum.
+        # Unfused rotary embeddings negate and swap halves, concatenate, multiply twice and add.
         times = (10, 10) if execution.framework is Framework.PYTORCH else (2, 2)
         operations.append(passing_over("rotary", turned, times, execution))
     if model.qk_layernorm:
         operations.append(passing_over("norms of q and k", turned, (2, 3), execution))
+    operations += _local_kernels(model, execution, query, key_value)
     operations.append(_attention(model, execution, query, query, key_value, key_value, is_sliding))
     operations += _softmax(model, execution)
     operations += _merged_steps(execution, query, query, 2 * key_value)
@@ -106,7 +114,7 @@ def squared_share(sequence: int, window: int) -> float:
     first x of the sequence. The error is at most 5 % of attention.
     """
     most = min(window + 1, sequence) if window else sequence
-    full = most / sequence  # share of the sequence after which the window is full
+    full = most / sequence  # share of the sequence after which the attention window is full
     on_average = (full**2 / 3 + (1 - full)) / (2 - full)
     return 3 - 6 * on_average
 
@@ -120,8 +128,8 @@ def _attention(
     value: float,
     is_sliding: bool,
 ) -> Operation:
-    """Return attention without its projections. The backward pass of fused attention recomputes
-    the scores, which is half of F."""
+    """Return the operations of attention without its projections. The backward pass of fused
+    attention recomputes the scores, which is half of F."""
     tokens = execution.tokens
     window = model.window_size if is_sliding else 0
     attended = (
@@ -158,15 +166,38 @@ def _softmax(model: Model, execution: Execution) -> list[Operation]:
     matrix = _matrix_bytes(model, execution)
     if not matrix:
         return []
-    dropout = 0.0
+    operations = [elementwise("softmax", 1, 2 * matrix, 3 * matrix, ["core_attn"])]
     if execution.attention_dropout:
-        dropout = matrix * (2 + 1 / execution.element_bytes)  # and a mask of one byte each
-    passes = elementwise("softmax", 1, 2 * matrix + dropout, 3 * matrix + dropout, ["core_attn"])
-    return [replace(passes, squared=1.0)]
+        scores = matrix / execution.element_bytes
+        operations.append(dropout("attention dropout", scores, execution, ["core_attn"]))
+    return [replace(operation, squared=1.0) for operation in operations]
 
 
-# Of the tokens of a rank, how many a later step of a ring meets on average: causal attention sees
-# all of them with keys of earlier ranks, and the second half of them with keys of later ranks.
+def _local_kernels(
+    model: Model, execution: Execution, query: float, key_value: float
+) -> list[Operation]:
+    """Return what Megatron's local layers do around attention in kernels of their own: biases, the
+    joining of the gradients of queries, keys and values, and a copy of the output
+    (core/transformer/attention.py, dot_product_attention.py)."""
+    if not execution.has_local_kernels:
+        return []
+    joint = execution.tokens * (query + 2 * key_value)
+    operations = [
+        passing_over("joined gradients", joint, (0, 2), execution),
+        passing_over("copy", execution.tokens * query, (2, 0), execution, ["core_attn"]),
+    ]
+    if model.add_bias_linear:
+        of_hidden = execution.split_tokens * model.hidden_size
+        operations += [
+            local_bias("qkv's bias", joint, execution, is_added=True),
+            local_bias("projection's bias", of_hidden, execution, is_added=False),
+        ]
+    return operations
+
+
+# Share of a rank's tokens that a later step of ring attention computes with on average: causal
+# attention uses all of them with keys of earlier ranks, and the second half of them with keys of
+# later ranks.
 _MET = 0.75
 
 
@@ -183,7 +214,7 @@ def _merged_steps(
     ranks = execution.context_parallel
     if ranks == 1 or "p2p" not in execution.context_exchange:
         return []
-    added = 3 * _MET * (ranks - 1)  # reads and writes of each element
+    added = 3 * _MET * (ranks - 1)  # reads and writes of each element that ring attention adds
     size = execution.tokens * execution.element_bytes
     backward = size * ((2 + added) * query + added * key_value)
     forward = (2 + added) * execution.element_bytes
@@ -204,7 +235,8 @@ def _of_samples(execution: Execution, query: float, key_value: float) -> list[Ex
         passes = Passes(moved, moved)
     else:
         moved = size * key_value * ranks
-        passes = Passes(moved, 2 * moved)  # their gradients go round with them
+        # The gradients of keys and values go round the ring with them.
+        passes = Passes(moved, 2 * moved)
     return [
         Exchange(
             Group.CONTEXT,

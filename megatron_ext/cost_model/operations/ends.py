@@ -1,9 +1,13 @@
-"""Operations of a pipeline's first and last stage: embedding, output layer, loss, and the
-projection before the layers of multi-token prediction."""
+"""Operations of a pipeline's first and last stage.
+
+The ends of a model have parts that no other stage has: the embedding, the output layer with the
+loss, and the projection before the layers of multi-token prediction. They make these stages slower
+than others.
+"""
 
 from __future__ import annotations
 
-from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.execution import Execution, Framework
 from megatron_ext.cost_model.model import Model
 from megatron_ext.cost_model.operations.operation import (
     Engine,
@@ -21,14 +25,22 @@ from megatron_ext.cost_model.operations.operation import (
 # gradient in place; the other one works step by step in fp32.
 _FUSED_LOSS = (4.0, 4.0)
 _LOSS = (22.0, 14.0)
+# Scaling's loss (transformer/model/losses/cross_entropy.py): in F a cast to fp32 (6 bytes), the
+# softmax's logarithm, which reads three times and writes once (16), and the best token (4); in I an
+# empty gradient (4), the logarithm's backward pass, with three reads and a write (16), and a cast
+# (6). Reads and writes are those of cunn_SoftMaxForward and cunn_SoftMaxBackward in PyTorch's
+# ATen/native/cuda/SoftMax.cu.
+_PYTORCH_LOSS = (26.0, 26.0)
+# Bytes for each gathered logit: a copy from NCCL's buffer into tensors, and from these into one.
+_GATHERED_BYTES = 8.0
 # Bytes for each element of the embedding's gradient, which is cleared, then added to the fp32
 # gradient.
 _EMBEDDING_GRADIENT_BYTES = 12.0
 
 
 def embedding(model: Model, execution: Execution) -> Operation:
-    """Return the embedding. F is the look-up; W is the gradient of the whole table, even of
-    rows that were not looked up."""
+    """Return the operations of the embedding. F is the look-up; W is the gradient of the whole
+    table, even of rows that were not looked up."""
     size = execution.tokens * model.hidden_size * execution.element_bytes
     rows = model.vocabulary / execution.tensor_parallel
     moved = Passes(2 * size, 0.0, rows * model.hidden_size * _EMBEDDING_GRADIENT_BYTES)
@@ -37,11 +49,16 @@ def embedding(model: Model, execution: Execution) -> Operation:
 
 def output_layer(model: Model, execution: Execution) -> Part:
     """Return one run of the output layer with the loss. With tensor parallelism, ranks gather its
-    input (sequence parallelism) or sum the gradient of its input."""
+    input (sequence parallelism) or sum the gradient of its input, and in plain PyTorch gather its
+    output."""
     ranks, tokens = execution.tensor_parallel, execution.tokens
     rows = model.vocabulary / ranks
+    is_pytorch = execution.framework is Framework.PYTORCH
     forward, backward = _FUSED_LOSS if execution.loss_fusion else _LOSS
-    logits = tokens * rows
+    logits = tokens * model.vocabulary / execution.ranks_of_loss
+    if is_pytorch:
+        forward, backward = _PYTORCH_LOSS
+        forward += _GATHERED_BYTES * (ranks > 1)
     operations = (
         *linear("logits", tokens, model.hidden_size, rows, execution, engine=Engine.MATRIX),
         elementwise("loss", logits, forward, logits * backward),
@@ -50,7 +67,11 @@ def output_layer(model: Model, execution: Execution) -> Part:
         return Part(operations)
     moved = tokens * model.hidden_size * execution.element_bytes
     passes = Passes(moved, moved) if execution.sequence_parallel else Passes(0.0, 2 * moved)
-    return Part(operations, (Exchange(Group.TENSOR, ranks, 1, passes),))
+    exchanges = [Exchange(Group.TENSOR, ranks, 1, passes)]
+    if is_pytorch:
+        gathered = Passes(logits * execution.element_bytes)
+        exchanges.append(Exchange(Group.TENSOR, ranks, 1, gathered))
+    return Part(operations, tuple(exchanges))
 
 
 def mtp_projection(model: Model, execution: Execution) -> Part:
@@ -64,6 +85,6 @@ def mtp_projection(model: Model, execution: Execution) -> Part:
     )
     if ranks == 1:
         return Part(operations)
-    # Two inputs and one output.
+    # The exchange moves two inputs and one output.
     moved = 3 * execution.tokens * hidden_size * execution.element_bytes
     return Part(operations, (Exchange(Group.TENSOR, ranks, 1, Passes(moved, moved)),))

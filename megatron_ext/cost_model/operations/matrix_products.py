@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# Rows and columns of the output tiles of cuBLAS, the most efficient first (section 2.3).
+# Rows and columns of cuBLAS' output tiles, the most efficient tile first (section 2.3).
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
 
 
@@ -32,7 +32,8 @@ class MatrixProduct:
 
     @property
     def shapes(self) -> tuple[tuple[float, float, float], ...]:
-        """Rows, columns and depth of the outputs of F, I and W, of one group."""
+        """Rows, columns and depth of the matrix products of F, I and W, for one group of
+        experts."""
         rows = self.rows / self.groups
         return (
             (rows, self.outer, self.inner),

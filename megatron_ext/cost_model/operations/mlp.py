@@ -1,4 +1,8 @@
-"""Operations of MLPs, and of experts in their place."""
+"""Operations of MLPs, and of experts in their place.
+
+Experts are MLPs whose tokens come from other ranks. So there is one count of products for both, and
+for experts in addition the sorting of tokens and the exchanges, with even routing assumed.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +19,38 @@ from megatron_ext.cost_model.operations.operation import (
     Passes,
     elementwise,
     linear,
+    local_bias,
     norm_and_residual,
     passing_over,
     tensor_parallel_part,
 )
 
-_ROUTING_BYTES = 16  # of a token's score for an expert, in fp32: softmax, the best, their map
+# Bytes moved for the score of a token for an expert, in fp32: softmax, the best scores, their map.
+_ROUTING_BYTES = 16
 
 
 def mlp(model: Model, execution: Execution) -> Part:
-    """Return the operations of two matrices, or three with a gate, and of the norm before them."""
+    """Return the operations of an MLP: two matrices, or three with a gate, and the norm before
+    them."""
     products = _products(model, execution, model.ffn_hidden_size, ["mlp"])
     operations = [*norm_and_residual(model.hidden_size, execution), *products]
-    return tensor_parallel_part(operations, 2 * model.hidden_size, execution, modules=["mlp"])
+    if execution.has_local_kernels and model.add_bias_linear:
+        gates = 2 if model.gated_linear_unit else 1
+        width = gates * model.ffn_hidden_size / execution.tensor_parallel
+        for name, elements in (
+            ("fc1's bias", execution.tokens * width),
+            ("fc2's bias", execution.split_tokens * model.hidden_size),
+        ):
+            operations.append(local_bias(name, elements, execution, is_added=False))
+    # Scaling's gate is a layer of its own, which all-reduces its input's gradient on its own.
+    is_separate = execution.framework is Framework.PYTORCH and model.gated_linear_unit
+    return tensor_parallel_part(
+        operations,
+        2 * model.hidden_size,
+        execution,
+        modules=["mlp"],
+        more_sums=int(is_separate and not execution.sequence_parallel),
+    )
 
 
 def experts(model: Model, execution: Execution) -> Part:
@@ -99,7 +122,7 @@ def _activation(
 ) -> Operation:
     times = (3, 5) if model.gated_linear_unit else (2, 3)
     if execution.framework is Framework.PYTORCH and model.gated_linear_unit:
-        times = (5, 9)  # silu and its product with the gate, one after the other
+        times = (5, 9)  # silu and its product with the gate are two kernels
     return passing_over("activation", elements, times, execution, modules)
 
 
@@ -115,8 +138,8 @@ def _routed(model: Model, execution: Execution) -> list[Operation]:
     local = model.num_experts / execution.expert_parallel
     gates = 2 if model.gated_linear_unit else 1
     modules = ["moe"]
-    # Tokens are sorted for the ranks and back. If tokens of several ranks meet several experts,
-    # they are sorted once more for the experts.
+    # Tokens are sorted for the ranks and back. If several ranks send tokens to a rank with several
+    # experts, tokens are sorted once more, for the experts.
     copies = 2 * (1 + routed)
     if execution.dispatcher == "alltoall" and local > 1 and execution.expert_parallel > 1:
         copies += 4 * routed
@@ -149,7 +172,8 @@ def _routed(model: Model, execution: Execution) -> list[Operation]:
 
 
 def _to_experts(model: Model, execution: Execution) -> list[Exchange]:
-    """Return the exchanges with the ranks of experts: there and back in F, and again in I."""
+    """Return the exchanges of tokens with the ranks of experts: there and back in F, and once more
+    in I."""
     ranks, divides = execution.expert_parallel, execution.expert_tensor_parallel
     inner = model.moe_latent_size or model.hidden_size
     size = execution.split_tokens * inner * execution.element_bytes
@@ -159,7 +183,10 @@ def _to_experts(model: Model, execution: Execution) -> list[Exchange]:
         copies = {"allgather": ranks, "flex": 1}.get(execution.dispatcher, routed)
         choices = routed if execution.dispatcher == "flex" else 0
         moved = Passes(2 * size * copies, 2 * size * copies)
-        exchanges.append(Exchange(Group.EXPERT, ranks, divides, moved, frozenset(["moe"]), choices))
+        groups = model.moe_router_group_topk, model.moe_router_num_groups
+        exchanges.append(
+            Exchange(Group.EXPERT, ranks, divides, moved, frozenset(["moe"]), choices, groups)
+        )
     if divides > 1:
         both = 2 * size * routed * divides
         exchanges.append(Exchange(Group.TENSOR, divides, 1, Passes(both, both), frozenset(["moe"])))

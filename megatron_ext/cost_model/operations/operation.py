@@ -14,23 +14,28 @@ from enum import StrEnum
 from megatron_ext.cost_model.execution import Execution, Precision
 from megatron_ext.cost_model.operations.matrix_products import MatrixProduct
 
-_QUANTIZED_BYTES = {Precision.FP8: 1.0, Precision.FP4: 0.5}  # of an element
-_GRADIENT_BYTES = 8  # of an element of a weight's gradient, in fp32: it is read, and written
+_QUANTIZED_BYTES = {  # bytes of an element in low precision
+    Precision.FP8: 1.0,
+    Precision.MXFP8: 1.0,
+    Precision.FP4: 0.5,
+}
+# Bytes moved for an element of a weight's fp32 gradient, which is read and written.
+_GRADIENT_BYTES = 8
 
 
 class Engine(StrEnum):
     """Resource that an operation keeps busy; each has its own rate."""
 
-    LINEAR = "layers' matrices"  # in the precision of the run
-    MATRIX = "other matrices"  # in 16 bits: the router, the output layer
+    LINEAR = "layers' matrices"  # matrices of layers, multiplied in the run's precision
+    MATRIX = "other matrices"  # the router and the output layer, multiplied in 16 bits
     GROUPED = "experts' matrices"
-    ATTENTION = "attention"  # and what is in its place: recurrences
+    ATTENTION = "attention"  # attention and the recurrences that replace it
     MEMORY = "memory"  # element by element
 
 
 @dataclass(frozen=True)
 class Passes:
-    """A figure for each of F, I and W."""
+    """Three figures, one for each of F, I and W."""
 
     forward: float = 0.0
     input_gradient: float = 0.0
@@ -51,6 +56,7 @@ class Operation:
         squared: the share of its F and I that grows with the square of the sequence.
         product: the shape of a matrix product; None for other operations.
         operand_bytes: bytes of an element that a matrix product multiplies.
+        drawn: random numbers that F draws.
     """
 
     name: str
@@ -64,15 +70,16 @@ class Operation:
     squared: float = 0.0
     product: MatrixProduct | None = None
     operand_bytes: float = 2.0
+    drawn: float = 0.0
 
     @property
     def is_attention(self) -> bool:
-        """Whether it is attention itself, not a recurrence in its place."""
+        """Whether the operation is attention itself, not a recurrence that replaces it."""
         return self.engine is Engine.ATTENTION and self.name == "attention"
 
 
 class Group(StrEnum):
-    """Kind of group whose ranks wait for one another within a pass."""
+    """Kind of process group whose ranks wait for one another within a pass."""
 
     TENSOR = "tensor-parallel"
     EXPERT = "expert-parallel"
@@ -88,6 +95,8 @@ class Exchange:
         moved: bytes in F and in I, including the share that stays on the rank itself.
         choices: number of ranks that each token goes to: once to each rank, and once over the
             network to each other node. 0: ``moved`` is split evenly over all ranks.
+        groups: the number of groups of ranks that a token's ``choices`` are in at most, and the
+            number of groups; 0 of 0: choices are anywhere.
         modules: as in an operation.
         is_behind_attention: whether the exchange overlaps attention.
         collectives: number of collectives in F, and the same number in I.
@@ -101,6 +110,7 @@ class Exchange:
     moved: Passes
     modules: frozenset[str] = frozenset()
     choices: int = 0
+    groups: tuple[int, int] = (0, 0)
     is_behind_attention: bool = False
     collectives: int = 1
     ring_passes: int = 1
@@ -160,9 +170,11 @@ def linear(
     )
     if not is_cast:
         return [product]
-    cast = size + 2 * operand  # read, and written for two products: one takes it transposed
-    # What ranks with a share of the sequence gather is cast before: the input of the first product
-    # of a pair, and the gradient of the last one's output (Transformer Engine's
+    # An operand is read once, and written twice in low precision, as one of two products takes it
+    # transposed.
+    cast = size + 2 * operand
+    # With sequence parallelism a tensor is cast before it is gathered: the input of the first
+    # product of a pair, and the gradient of the last one's output (Transformer Engine's
     # module/layernorm_linear.py, and grad_output_preprocess in module/base.py).
     share = execution.split_tokens / execution.tokens
     entering *= share if is_column else 1.0
@@ -179,7 +191,7 @@ def elementwise(
     *,
     flops: float = 0.0,
 ) -> Operation:
-    """Return an operation that only moves memory.
+    """Return an elementwise operation, which only moves memory.
 
     Args:
         forward: bytes that F reads and writes for each of ``elements``.
@@ -209,6 +221,21 @@ def passing_over(
     in I."""
     forward, backward = (count * execution.element_bytes for count in times)
     return elementwise(name, elements, forward, elements * backward, modules, flops=flops)
+
+
+def dropout(
+    name: str, elements: float, execution: Execution, modules: Iterable[str] = ()
+) -> Operation:
+    """Return a dropout in a kernel of its own, which draws a number for each of ``elements``, and
+    writes and reads a mask of one byte each."""
+    moved = (2 * execution.element_bytes + 1) * elements
+    return Operation(
+        name,
+        Engine.MEMORY,
+        moved=Passes(moved, moved),
+        modules=frozenset(modules),
+        drawn=elements,
+    )
 
 
 def attention_operation(
@@ -245,10 +272,22 @@ def norm_and_residual(
     """
     elements = execution.split_tokens * hidden_size
     modules = ["layernorm"] if is_alone or not execution.transformer_engine else []
-    return [
-        passing_over("norm", elements, (2, 3), execution, modules),
+    is_local = execution.has_local_kernels
+    # A local norm reads its input and its gradient once more for its own weights' gradient
+    # (HostLayerNormGradient in apex's csrc/layer_norm_cuda_kernel.cu).
+    operations = [
+        passing_over("norm", elements, (2, 5 if is_local else 3), execution, modules),
         passing_over("residual", elements, (3, 3), execution),
     ]
+    if is_local and execution.hidden_dropout:
+        operations.append(dropout("dropout", elements, execution))
+    return operations
+
+
+def local_bias(name: str, elements: float, execution: Execution, *, is_added: bool) -> Operation:
+    """Return the bias behind a matrix of Megatron's local layers: the sum of its gradient in I, and
+    its addition in F unless the next kernel adds it (core/tensor_parallel/layers.py)."""
+    return passing_over(name, elements, (2 * is_added, 1), execution)
 
 
 def tensor_parallel_part(
@@ -257,6 +296,8 @@ def tensor_parallel_part(
     execution: Execution,
     exchanges: Iterable[Exchange] = (),
     modules: Iterable[str] = (),
+    *,
+    more_sums: int = 0,
 ) -> Part:
     """Return a part whose matrices are partitioned over tensor-parallel ranks.
 
@@ -267,6 +308,7 @@ def tensor_parallel_part(
     Args:
         exchanged: summed widths of the tensors that ranks wait for in F, and the same in I.
         exchanges: further exchanges of the part.
+        more_sums: further all-reduces of the input's gradient that ranks wait for in I.
     """
     ranks = execution.tensor_parallel
     if ranks == 1 or not exchanged:
@@ -290,4 +332,5 @@ def tensor_parallel_part(
         collectives=collectives,
         ring_passes=2,
     )
-    return Part(tuple(operations), (waits, *exchanges))
+    more = replace(waits, moved=Passes(input_gradient=moved), collectives=1)
+    return Part(tuple(operations), (waits, *[more] * more_sums, *exchanges))

@@ -1,4 +1,5 @@
-"""Operations of the parts of a layer."""
+"""Operations of the parts of a layer, by the symbols of hybrid patterns. A new kind of layer is one
+more symbol here, and nothing else counts layers by their kind."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from megatron_ext.cost_model.operations.mlp import experts, mlp
 from megatron_ext.cost_model.operations.operation import Part
 from megatron_ext.cost_model.operations.recurrent import delta_net, mamba
 
-_CAPTURED = {"M": "mamba", "-": "mlp", "E": "moe"}  # what Megatron calls them in CUDA graphs
+_CAPTURED = {"M": "mamba", "-": "mlp", "E": "moe"}  # Megatron's names of layer types in CUDA graphs
 
 
 @lru_cache(maxsize=1024)
 def part_of(symbol: str, model: Model, execution: Execution) -> Part:
-    """Return the part that ``symbol`` stands for."""
+    """Return the part of a layer that ``symbol`` stands for."""
     match symbol:
         case "*" | "w" if not model.multi_latent_attention:
             part = attention(model, execution, is_sliding=symbol == "w")
@@ -34,7 +35,8 @@ def part_of(symbol: str, model: Model, execution: Execution) -> Part:
             part = experts(model, execution)
     if _CAPTURED.get(symbol, "attn") in execution.captured:
         return part.with_whole_backward()
-    if symbol == "E" and "moe_router" in execution.captured:  # and the shared expert with it
+    # The graph of the router contains the shared expert.
+    if symbol == "E" and "moe_router" in execution.captured:
         kept = [
             replace(o, is_unsplit=o.is_unsplit or "shared_experts" in o.modules)
             for o in part.operations

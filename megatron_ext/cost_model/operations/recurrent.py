@@ -17,11 +17,12 @@ from megatron_ext.cost_model.operations.operation import (
     tensor_parallel_part,
 )
 
-_MAMBA_KERNEL = 4  # of its convolution: Megatron's, which no argument changes
+_MAMBA_KERNEL = 4  # width of Mamba's convolution in Megatron, which no argument changes
 
 
 def delta_net(model: Model, execution: Execution) -> Part:
-    """Return linear attention that has a state of keys by values for each head of values."""
+    """Return the operations of linear attention with a state of keys by values for each head of
+    values."""
     ranks, tokens = execution.tensor_parallel, execution.tokens
     heads = model.linear_num_value_heads / ranks
     keys = model.linear_num_key_heads * model.linear_key_head_dim / ranks
@@ -43,7 +44,7 @@ def delta_net(model: Model, execution: Execution) -> Part:
 
 
 def mamba(model: Model, execution: Execution) -> Part:
-    """Return a state space layer."""
+    """Return the operations of a state space layer (Mamba)."""
     ranks, tokens = execution.tensor_parallel, execution.tokens
     heads = model.mamba_num_heads / ranks
     width = heads * model.mamba_head_dim

@@ -1,5 +1,8 @@
-"""Bytes that a pass takes only while it runs, in addition to those that it stores for later
-passes."""
+"""Bytes that a pass takes only while it runs, in addition to those that it stores for later passes.
+
+A rank that holds all it may still needs memory for the pass that runs. The largest temporary
+tensors are counted, as they decide whether a rank fits.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,8 @@ def _inside(part: str, model: Model, execution: Execution) -> float:
     tokens = float(execution.tokens)
     if part in ATTENTION:
         query, keys, values = _attention_widths(model)
-        elements = values if model.multi_latent_attention else query  # of the output
+        # Elements of attention's output.
+        elements = values if model.multi_latent_attention else query
         elements += 2 * (query + keys + values)
         if is_pytorch and keys < query:
             elements += 2 * query
@@ -73,7 +77,7 @@ def _inside(part: str, model: Model, execution: Execution) -> float:
     if part in "GM":
         return tokens / divides * 2 * _recurrent_width(part, model) * size
     of_pass = tokens / divides * (gates + 1) * model.ffn_hidden_size * size
-    if is_pytorch:  # a weight gradient is a tensor of its own before it is added
+    if is_pytorch:  # plain PyTorch makes a weight gradient a tensor of its own before it is added
         of_pass += model.hidden_size * model.ffn_hidden_size / divides * size
     return of_pass
 
@@ -88,7 +92,8 @@ def _attention_widths(model: Model) -> tuple[int, int, int]:
 
 
 def _recurrent_width(part: str, model: Model) -> int:
-    """Return the width of what enters the recurrence of a gated delta net or of Mamba."""
+    """Return the width of the tensors that enter the recurrence of a gated delta net or of
+    Mamba."""
     if part == "G":
         keys = model.linear_num_key_heads * model.linear_key_head_dim
         return 2 * keys + 2 * model.linear_num_value_heads * model.linear_value_head_dim
@@ -119,7 +124,7 @@ def _of_loss(model: Model, execution: Execution) -> float:
     the softmax's logarithm and of its input are two more tensors in fp32; later there are the
     gradient in 16 bits and that of the output layer's weight.
     """
-    logits = execution.tokens * model.vocabulary / execution.tensor_parallel
+    logits = execution.tokens * model.vocabulary / execution.ranks_of_loss
     if execution.framework is Framework.PYTORCH:
         table = model.vocabulary * model.hidden_size / execution.tensor_parallel
         return max(2 * _FP32 * logits, (logits + table) * execution.element_bytes)

@@ -1,4 +1,4 @@
-"""Launches that log metrics."""
+"""Condition under which a launch logs metrics. They need no patch of their own."""
 
 from __future__ import annotations
 

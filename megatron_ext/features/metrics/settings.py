@@ -1,4 +1,5 @@
-"""Setting of metrics."""
+"""Setting ``--pipeline-metrics``. It only watches a training, so it also acts on Megatron's own
+schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches that measure costs."""
+"""Condition under which a launch measures costs. That needs no patch of its own."""
 
 from __future__ import annotations
 

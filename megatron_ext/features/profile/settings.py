@@ -1,4 +1,8 @@
-"""Costs that a training measures: a value of the setting of costs, and what it does not go with."""
+"""Value ``profile`` of ``--pipeline-costs``, and the settings that it does not go with.
+
+Passes are timed one by one in consecutive steps, so the settings under which passes or steps run
+into one another leave nothing to time.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,19 @@ from typing import Any
 
 from megatron_ext.base.setting import FeatureSettings, conflicting, flag
 
+_PROFILE = "profile"
+
 
 def _check(config: Any) -> None:
     if config.costs.profile is None:
         return
+    if config.costs.text == f"{_PROFILE}:":
+        raise ValueError(
+            f"{flag('costs')} {config.costs} names no file: write {_PROFILE}:FILE, or {_PROFILE} "
+            f"for {config.costs.profile} in the folder of --save"
+        )
     then = "then launch with it and the written costs file"
-    if config.post_validation:
+    if config.options.steps_overlap:
         raise conflicting(
             config,
             "post_validation",
@@ -35,4 +46,4 @@ def _check(config: Any) -> None:
         )
 
 
-PROFILE_SETTINGS = FeatureSettings({}, _check, values=("profile",))
+PROFILE_SETTINGS = FeatureSettings({}, _check, values=(_PROFILE,))

@@ -1,4 +1,5 @@
-"""Launches in which schedules race."""
+"""Condition under which schedules race in a launch, and the patch that a race needs: saves between
+iterations would count as time of a schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Remarks on a race before it is run."""
+"""Remarks on a race before it is run: the predicted gain of each candidate, and a training too
+short for it."""
 
 from __future__ import annotations
 

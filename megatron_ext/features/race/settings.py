@@ -1,4 +1,9 @@
-"""Settings of a race of schedules."""
+"""Settings of a race of schedules.
+
+The user names the schedules that race, and says under which one the training goes on. All must
+place stages on the same ranks, since a model's layers stay where they are; the placement decides
+the baseline.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,7 @@ def _check(config: Any) -> None:
                 f"{flag('race_then')} {config.race_then} is given without {flag('race')}: there "
                 f"is no race to end; add {flag('race')}, or drop {flag('race_then')}"
             )
-    elif config.post_validation:
+    elif config.options.steps_overlap:
         raise conflicting(
             config,
             "race",

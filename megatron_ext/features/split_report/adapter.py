@@ -1,5 +1,9 @@
 """Report of the weight gradients that a schedule defers to W, and of those not deferred, with
-reasons."""
+reasons.
+
+A schedule is made for costs of W. If many weights cannot wait, because of hooks, graphs or layers
+that do not split, its bubbles stay empty, and nothing else tells why.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from megatron_ext.runtime.weight_gradients import queue
 
 
 class SplitReportHooks(TrainingHooks):
-    """Report of the weight gradients that wait for W passes."""
+    """Hooks that report which weight gradients wait for W passes."""
 
     @override
     @classmethod
@@ -53,7 +57,8 @@ class SplitReport(StepObserver[Step]):
 
     def begin(self, step: Step) -> None:
         is_wanted = not self._is_done and step.split.waits == self._splits
-        if captures(step.call.config):  # the same on all ranks, even on one without layers
+        # The condition is the same on all ranks, even on one without layers.
+        if captures(step.call.config):
             is_wanted = is_wanted and self._begun >= step.call.config.cuda_graph_warmup_steps
         self._begun += 1
         queue.weights = set() if is_wanted else None

@@ -1,4 +1,4 @@
-"""Setting that requests the report."""
+"""Setting ``--pipeline-report-split``, which only watches a training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches that are traced."""
+"""Condition under which a launch is traced. That needs no patch of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remark on the size of a trace."""
+"""Remark on the size of a trace: one with too many passes is too large to be looked at."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.observe.launch_remark import JudgedLaunch, LaunchRemark
 from megatron_ext.observe.trace import LARGEST_WRITTEN, TRACED_OF_RUN, bytes_of_step
 
-_LARGE = 2**28  # bytes; a browser takes long to show more
+_LARGE = 2**28  # bytes from which a browser takes long to show a page
 
 
 def trace_remarks(launch: JudgedLaunch) -> Iterator[LaunchRemark]:

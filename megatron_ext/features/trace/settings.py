@@ -1,4 +1,8 @@
-"""Settings of a trace."""
+"""Settings of a trace: the folder (``--pipeline-trace``) and the iterations
+(``--pipeline-trace-iters``).
+
+They only watch a training, so they also act on Megatron's own schedules.
+"""
 
 from __future__ import annotations
 

@@ -21,34 +21,35 @@ from megatron_ext.launch.command.launch_words import BridgeRecipe, Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.written_settings import given_in
 
-OPTION = "--bridge"
-
-# Parts of a config that have arguments of Megatron's, in the order in which they count.
+# Parts of a Bridge config whose fields are also Megatron's arguments; a later part overrides an
+# earlier one.
 _PARTS = ("dist", "scheduler", "validation", "train", "optimizer", "ddp")
-# Fields of these parts that have other names as arguments.
+# Megatron's argument for fields of these parts that have another name.
 _NAMES = {
     "average_in_collective": "ddp_average_in_collective",
     "bucket_size": "ddp_bucket_size",
     "num_buckets": "ddp_num_buckets",
     "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
 }
-# Fields with the name of an argument that mean something else, or nothing without another one.
+# Fields that share their name with an argument of Megatron but mean something else, or nothing
+# without another field.
 _IGNORED = frozenset({"attention_backend", "max_position_embeddings", "vocab_size"})
 _WITHOUT_FP8 = ("fp8", "num_layers_at_", "first_last_layers_bf16")
-_PADDED_TO = 128  # times the tensor-parallel size: what Bridge makes of a tokenizer's vocabulary
+# Bridge pads a tokenizer's vocabulary to a multiple of this, times the tensor-parallel size.
+_PADDED_TO = 128
 _MISSING = object()
 _FROZEN = ("freeze_language_model", "freeze_vision_model", "freeze_vision_projection")
 
 
 @dataclass
 class _Arguments:
-    """Megatron's arguments of a config: values, and the field of the config of each."""
+    """Megatron's arguments for a Bridge config: their values, and the config field of each."""
 
     values: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, str] = field(default_factory=dict)
 
     def take(self, part: str, settings: Mapping[str, Any], names: Mapping[str, str]) -> None:
-        """Take the ``settings`` of a part; None overrules no other part's."""
+        """Take the ``settings`` of a part of the config; None overrules no other part's value."""
         for name, value in settings.items():
             argument = names.get(name, name)
             if name not in _IGNORED and (value is not None or argument not in self.values):
@@ -62,38 +63,33 @@ def launch_from_recipe(recipe: str, words: Sequence[str]) -> Launch:
     ``words`` are flags of ours, and of Megatron's, in addition to the config.
 
     Raises:
-        ValueError: ``recipe`` cannot be called, or returns no config of Megatron-Bridge; or
-            ``words`` are a launch command.
+        ValueError: ``recipe`` cannot be called, or returns no config of Megatron-Bridge.
         PatchError: Megatron, whose flags are written, is not installed.
     """
-    if words and not words[0].startswith("-"):
-        raise ValueError(
-            f"{OPTION} {recipe} stands in place of a launch command, and {words[0]!r} begins one: "
-            f"give only one of the two; flags of ours may follow behind --"
-        )
     with silently(), as_on(Path.cwd(), {}):
         try:
             with quickly():
                 from megatron_ext.launch.command.log.unparse import unparsed_flags
         except ImportError as error:
-            raise PatchError(f"no Megatron is here to read {OPTION} with: {error}") from error
+            raise PatchError(f"no Megatron is here to read {recipe} with: {error}") from error
         config = _called(recipe)
         try:
             arguments = _arguments(config)
             settings = _beside_arguments(config)
             environment = _environment(config)
             remarks = tuple(_remarks(recipe, config, settings))
-        except Exception as error:  # a config may have anything in its fields
+        except Exception as error:  # the fields of a config may have any type
             raise ValueError(
-                f"{OPTION} {recipe}: its config is not one that Megatron-Bridge trains: "
+                f"recipe {recipe}: its config is not one that Megatron-Bridge trains: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if given_in(words).get("schedule", PLAN) != PLAN:  # `use` replaces virtual stages
+        # The schedule's placement replaces the recipe's virtual stages.
+        if given_in(words).get("schedule", PLAN) != PLAN:
             arguments.values |= dict.fromkeys([CHUNKS, CHUNKS_IN_CONFIGS])
         try:
             flags = unparsed_flags({name: str(value) for name, value in arguments.values.items()})
         except ValueError as error:
-            raise ValueError(f"{OPTION} {recipe}: {error}") from error
+            raise ValueError(f"recipe {recipe}: {error}") from error
     return Launch(
         recipe,
         is_module=False,
@@ -113,44 +109,45 @@ def _environment(config: Any) -> dict[str, str]:
 
 
 def _called(recipe: str) -> Any:
-    """Return the config that ``recipe`` makes."""
+    """Return the Bridge config that the function ``recipe`` makes."""
     module, colon, function = recipe.partition(":")
     if not (module and colon and function):
         raise ValueError(
-            f"{OPTION} {recipe}: write MODULE:FUNCTION, as in {OPTION} "
+            f"recipe {recipe}: write MODULE:FUNCTION, as in "
             f"megatron.bridge.recipes.gpt.vanilla_gpt:vanilla_gpt_pretrain_config"
         )
     try:
         imported = importlib.import_module(module)
     except (Exception, SystemExit) as error:
         raise ValueError(
-            f"{OPTION} {recipe}: {module} cannot be imported here: {error}; run this where "
+            f"recipe {recipe}: {module} cannot be imported here: {error}; run this where "
             f"Megatron-Bridge runs"
         ) from error
     make = getattr(imported, function, None)
     if not callable(make):
         meant = " or ".join(meant_by(function, vars(imported)))
         raise ValueError(
-            f"{OPTION} {recipe}: {module} has no function {function}"
+            f"recipe {recipe}: {module} has no function {function}"
             + (f": did you mean {meant}?" if meant else "")
         )
     try:
         config = make()
     except (Exception, SystemExit) as error:
         raise ValueError(
-            f"{OPTION} {recipe}: the recipe fails, called without arguments: "
+            f"recipe {recipe}: the recipe fails, called without arguments: "
             f"{type(error).__name__}: {error}"
         ) from error
     if any(getattr(config, part, None) is None for part in ("model", "train")):
         raise ValueError(
-            f"{OPTION} {recipe} returns a {type(config).__name__}: write a function that returns "
+            f"recipe {recipe} returns a {type(config).__name__}: write a function that returns "
             f"the config which pretrain or finetune gets"
         )
     return config
 
 
 def _arguments(config: Any) -> _Arguments:
-    """Return Megatron's arguments of ``config``, as Bridge will have applied its parts."""
+    """Return Megatron's arguments for the Bridge ``config``, as Bridge will have applied its
+    parts."""
     import torch
 
     from megatron_ext.launch.command import megatron_arguments
@@ -159,7 +156,8 @@ def _arguments(config: Any) -> _Arguments:
     for part in _PARTS:
         if (settings := getattr(config, part, None)) is not None:
             arguments.take(part, vars(settings), _NAMES)
-    for name in ("use_distributed_optimizer", "overlap_param_gather"):  # Bridge needs one of both
+    # Bridge requires the setting in one of both parts.
+    for name in ("use_distributed_optimizer", "overlap_param_gather"):
         parts = (config.optimizer, config.ddp)
         arguments.values[name] = any(getattr(part, name, False) for part in parts)
     path, model = "model", config.model
@@ -174,16 +172,16 @@ def _arguments(config: Any) -> _Arguments:
         values[LAYOUT] = _layout_text(values[LAYOUT])
         values[CHUNKS] = None  # the layout says it
     virtual = values.get(CHUNKS)
-    values[CHUNKS_IN_CONFIGS] = virtual  # by which unparse knows others
+    values[CHUNKS_IN_CONFIGS] = virtual  # `unparse` recognises virtual stages by this argument
     if values.get(PATTERN) is not None:
-        values["num_layers"] = None  # Megatron counts them in the pattern
+        values["num_layers"] = None  # Megatron counts the layers of the pattern
     if values.get("cuda_graph_impl") in (None, "none"):
         values.pop("cuda_graph_modules", None)
     values |= _derived(config, values)
-    if not torch.cuda.is_available():  # Bridge switches it off where there are no kernels for it
+    if not torch.cuda.is_available():  # Bridge switches a fusion off without its kernels
         values.pop("gradient_accumulation_fusion", None)
     if values.get("cross_entropy_fusion_impl") == "te":
-        # pretrain_gpt.py refuses it; the same is computed in as much memory.
+        # pretrain_gpt.py refuses this setting; without it the same is computed in as much memory.
         values["cross_entropy_fusion_impl"] = "native"
     parser = megatron_arguments.parser()
     known = {action.dest: action for action in parser._actions}
@@ -196,14 +194,15 @@ def _arguments(config: Any) -> _Arguments:
 
 
 def _typed(action: Any, value: Any) -> Any:
-    """Return ``value`` as the argument of ``action`` is written."""
+    """Return ``value`` in the form in which the argument of ``action`` is written."""
     if isinstance(value, float) and action is not None and action.type is int:
         return int(value)
     return list(value) if isinstance(value, tuple) and action.nargs is not None else value
 
 
 def _take_precision(arguments: _Arguments, config: Any) -> None:
-    """Take the mixed precision of ``config``, which Bridge writes over model and optimizer."""
+    """Take the mixed precision of the Bridge ``config``, which Bridge writes over model and
+    optimizer."""
     precision = getattr(config, "mixed_precision", None)
     if isinstance(precision, str):
         named: Any = importlib.import_module("megatron.bridge.training.mixed_precision")
@@ -216,7 +215,8 @@ def _take_precision(arguments: _Arguments, config: Any) -> None:
 
 
 def _take_overlap(arguments: _Arguments, overlap: Any) -> None:
-    """Take ``comm_overlap``, which Bridge writes over the model and the gradients' reduction."""
+    """Take ``comm_overlap`` of a Bridge config, which Bridge writes over the model and the
+    gradients' reduction."""
     if overlap is None:
         return
     values = arguments.values
@@ -230,11 +230,11 @@ def _take_overlap(arguments: _Arguments, overlap: Any) -> None:
         arguments.fields[_NAMES.get(name, name)] = f"comm_overlap.{name}"
     if values.get("tensor_model_parallel_size", 1) < 2 or not values.get("sequence_parallel"):
         values["tp_comm_overlap"] = False
-    values.pop("tp_comm_overlap_cfg", None)  # a file's path in Megatron
+    values.pop("tp_comm_overlap_cfg", None)  # Megatron's argument is the path of a file instead
 
 
 def _derived(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that Megatron has in place of other fields of ``config``."""
+    """Return the arguments by which Megatron has other fields of the Bridge ``config``."""
     model = config.model
     transformer = getattr(model, "transformer", model)
 
@@ -261,7 +261,8 @@ def _derived(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _padded_vocabulary(config: Any, of_model: Any) -> int | None:
-    """Return the tokens of the output layer; None if only the tokenizer tells them."""
+    """Return the tokens of the output layer of a Bridge config; None if only the tokenizer tells
+    them."""
     tokens, is_padded = of_model("vocab_size"), of_model("should_pad_vocab", False)
     if tokens is None:
         tokens, is_padded = getattr(config.tokenizer, "vocab_size", None), True
@@ -328,7 +329,8 @@ def _tower(model: Any) -> dict[str, Any]:
 
 
 def _remarks(recipe: str, config: Any, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Say what was read, and what of it no argument of Megatron's tells."""
+    """Return remarks on what was read of a recipe, and on the parts that no argument of Megatron's
+    has."""
     yield f"read from the config of {recipe}; data, tokenizer and checkpoints are not looked at"
     if getattr(config, "peft", None) is not None:
         yield (

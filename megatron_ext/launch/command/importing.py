@@ -1,4 +1,9 @@
-"""Import of Megatron as on a rank of a launch, by a command that trains nothing."""
+"""Import of Megatron as on a rank of a launch, by a command that trains nothing.
+
+A command on a login node has to read a launch with the Megatron that the ranks would import, from
+their folder. It needs neither its compiler nor its loggers, which take half of the import's time,
+and its output is not the command's.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from unittest import mock
 
 from megatron_ext.base.garbage import uncollected
 
-_LOGGER = "wandb"  # which Megatron imports where it is there, and needs only to log to it
+_LOGGER = "wandb"  # package that Megatron imports if it is installed, and needs only for logging
 
 
 @contextlib.contextmanager
@@ -56,7 +61,8 @@ def quickly() -> Iterator[None]:
         if _LOGGER not in sys.modules:
             sys.modules[_LOGGER] = None  # type: ignore[assignment]  # importing it fails
             stack.callback(sys.modules.pop, _LOGGER)
-        with contextlib.suppress(ImportError, OSError):  # OSError: its libraries are not found
+        # An OSError: the package's libraries are not found.
+        with contextlib.suppress(ImportError, OSError):
             import torch
 
             stack.enter_context(mock.patch.object(torch, "compile", _not_compiled))

@@ -33,7 +33,7 @@ _STOPS = "Megatron stops here, and so does this check: correct it, then check ag
 
 @dataclass(frozen=True)
 class Judgement:
-    """Program, memory and arguments of a launch command.
+    """Judgement of a launch command: its program, memory and arguments.
 
     Attributes:
         args: validated, with the vocabulary.
@@ -53,11 +53,11 @@ class Judgement:
 
     @property
     def program(self) -> Program:
-        """Program of the steps with most samples."""
+        """Program of the steps with most samples of the training."""
         return self.programs[0]
 
     def candidate(self) -> Candidate:
-        """Return the command as plans compare it."""
+        """Return the judged command as a candidate, as plans compare it."""
         step = simulated_in_full(
             self.resolved, self.problem, lambda resolved, problem: self.program
         )
@@ -133,7 +133,7 @@ def check_arguments(
 
 
 def _is_valid(args: Any, config: PipelineConfig, ranks: int, attempt: Attempt) -> bool:
-    """Validate ``args`` in place."""
+    """Return whether ``args`` are valid; they are validated in place."""
     valid = attempt(
         "arguments",
         lambda: megatron_arguments.validate(args, config, ranks),
@@ -165,7 +165,7 @@ def _check_batches(
 def _check_set_up(
     args: Any, config: PipelineConfig, attempt: Attempt, *, describes_training: bool
 ) -> None:
-    """Check what Megatron checks when it has built the model, and when it begins to train."""
+    """Check what Megatron checks after it has built the model, and when it begins to train."""
     if describes_training:
         attempt(
             "training",
@@ -197,7 +197,7 @@ def _judged(args: Any, config: PipelineConfig, attempt: Attempt) -> Judgement | 
         with_megatrons_group(settings.resolved_spec, args),
         arguments.problems(args, settings, stock)[0],
         programs,
-        model_bytes_of_ranks(args, programs[0].problem.placement, settings.vocab_parallel),
+        model_bytes_of_ranks(args, programs[0].problem.placement, settings.options.vocab_parallel),
         contenders,
     )
 

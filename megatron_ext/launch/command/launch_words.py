@@ -37,11 +37,11 @@ _PYTHON = re.compile(r"python[\d.]*")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _SHELLS = ("bash", "sh", "zsh", "source")
 SHELL_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
-_TAKE_A_VALUE = ("-W", "-X")  # of Python's own options
+_TAKE_A_VALUE = ("-W", "-X")  # options of Python itself that take a value
 _ECHO = (
-    "give plan or doctor the log of an earlier start, as --megatron-args LOG, in place of the "
-    "command; or write echo before the launcher (torchrun, python) in {}, run it, and paste what "
-    "it prints"
+    "give plan or doctor the log of an earlier start in place of the command, as in megatron-ext "
+    "plan train.log; or write echo before the launcher (torchrun, python) in {}, run it, and paste "
+    "what it prints"
 )
 # Flags that ft_launcher adds to torchrun's; each takes a value.
 _OF_FT_LAUNCHER = re.compile(r"--(ft|fault[-_]tol|term|workers[-_]stop|restart)[-_].*")
@@ -49,7 +49,7 @@ _OF_FT_LAUNCHER = re.compile(r"--(ft|fault[-_]tol|term|workers[-_]stop|restart)[
 
 @dataclass(frozen=True)
 class BridgeRecipe:
-    """A recipe of Megatron-Bridge, which takes a script's place.
+    """Recipe of Megatron-Bridge, in place of a script.
 
     Attributes:
         config: the ConfigContainer that it returns.
@@ -64,7 +64,7 @@ class BridgeRecipe:
 
 @dataclass(frozen=True)
 class Launch:
-    """Words of a launch command: the script or module, its arguments, and the number of ranks.
+    """Launch command as read: the script or module, its arguments, and the number of ranks.
 
     Attributes:
         world_size: None if the command does not say.
@@ -122,7 +122,8 @@ def read_launch(words: Sequence[str]) -> Launch:
 
 
 def _read_launch(words: Sequence[str], started: Started) -> Launch:
-    """``started``: what the programs before ``words`` start."""
+    """Return the launch command. ``started`` has the processes that the programs before ``words``
+    start."""
     match words:
         case [first, *rest] if _ASSIGNMENT.fullmatch(first):
             name, _, value = first.partition("=")
@@ -171,7 +172,7 @@ def _read_behind(words: Sequence[str], started: Started) -> Launch:
 
 
 def _read_inside(programs: Sequence[str], words: Sequence[str], started: Started) -> Launch:
-    """Return the launch command ``words``, which the ``programs`` run."""
+    """Return the launch command in ``words``, which the ``programs`` before it run."""
     started = read_launchers(programs, started)
     launch = _read_launch(words, started)
     return replace(
@@ -190,7 +191,7 @@ def _shell_script(words: Sequence[str]) -> str | None:
 
 
 def _read_python(words: Sequence[str], started: Started) -> Launch:
-    """Read Python's own options, then a script or module."""
+    """Return the launch command behind Python: its own options, then a script or module."""
     match words:
         case [option, _, *rest] if option in _TAKE_A_VALUE:
             return _read_python(rest, started)
@@ -224,7 +225,7 @@ def _launch_of(script: str, is_module: bool, words: Sequence[str], started: Star
 def _read_torchrun(words: Sequence[str], started: Started) -> Launch:
     try:
         from torch.distributed.run import get_args_parser, parse_min_max_nnodes
-    except (ImportError, OSError) as error:  # OSError: its libraries are not found
+    except (ImportError, OSError) as error:  # an OSError: the package's libraries are not found
         raise without_torch("torchrun's own words need", error) from error
 
     def refuse(message: str) -> NoReturn:
@@ -243,13 +244,15 @@ def _read_torchrun(words: Sequence[str], started: Started) -> Launch:
     launch = replace(launch, installs=bool(launch.installs), max_restarts=parsed.max_restarts)
     try:
         _, nodes = parse_min_max_nnodes(parsed.nnodes)
-    except ValueError:  # a variable of the shell's: one torchrun runs on each node
+    # The number of nodes is a shell variable, and one torchrun runs on each node.
+    except ValueError:
         nodes = started.processes or started.nodes
-    # gpu, auto: as many as that node has; or a variable of the shell's
+    # The number of processes may also be "gpu" or "auto" (as many as the node has GPUs), or a shell
+    # variable.
     is_known = nodes is not None and parsed.nproc_per_node.isdecimal()
     return replace(launch, world_size=nodes * int(parsed.nproc_per_node) if is_known else None)
 
 
 def _number(text: str, default: int | None) -> int | None:
-    """Return the number that ``text`` tells, or ``default`` if only the shell knows it."""
+    """Return the number in ``text``, or ``default`` if only the shell knows it."""
     return default if "$" in text else int(text)

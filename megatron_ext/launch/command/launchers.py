@@ -1,5 +1,8 @@
-"""Programs that start the ranks in torchrun's place, or around it: how many processes their words
-request, and which variables these words set."""
+"""Programs that start the ranks in torchrun's place, or around it.
+
+How many ranks a command starts, and with which variables, stands in the words of these programs:
+srun, env, containers and others. Only words whose meaning is known count.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 _JOINED = re.compile(r"(-[A-Za-z])(\d+)")  # -n16
-_SEPARATOR = re.compile(r",(?=[A-Za-z_]\w*(?:=|,|$))")  # a value may have commas too
+# A comma before a key separates entries, as values may have commas too.
+_SEPARATOR = re.compile(r",(?=[A-Za-z_]\w*(?:=|,|$))")
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Words of a program, by their meaning.
+    """Options of a launcher program, by their meaning.
 
     Attributes:
         subcommand: second word of the program; "" if it has none.
@@ -76,7 +80,7 @@ _LAUNCHERS: Mapping[str, _Launcher] = {
         is_python=True,
     ),
 }
-# Modules that are these programs.
+# Modules that do the same as these programs.
 OF_MODULES = {
     "accelerate.commands.launch": ("accelerate", "launch"),
     "deepspeed.launcher.runner": ("deepspeed",),
@@ -86,7 +90,7 @@ MODULE = ("-m", "--module")
 
 @dataclass(frozen=True)
 class Started:
-    """Processes that programs before the script, Python or torchrun start.
+    """Processes that the programs before the script, Python or torchrun start.
 
     Attributes:
         processes: their number; None if the words do not say.
@@ -135,7 +139,7 @@ def read_launchers(words: Sequence[str], outer: Started) -> Started:
 
 
 def _programs(words: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Yield the words of each program, from its name on."""
+    """Yield the words of each launcher program, from its name on."""
     starts = [i for i, word in enumerate(words) if i == 0 or Path(word).name in _LAUNCHERS]
     for begin, end in zip(starts, [*starts[1:], len(words)], strict=True):
         yield words[begin:end]

@@ -14,12 +14,13 @@ from typing import Any
 
 from megatron_ext.base.words import shown
 
-_MOST = 10**6  # items of a list, or the largest number in one
+_MOST = 10**6  # most items of a list, and the largest number in one
 _Value = int | list[Any]
 
 
 def bounded(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return ``read``, of a type of arguments, with a check of the list that it would evaluate."""
+    """Return ``read``, a type of Megatron's arguments, with a check of the list expression that it
+    would evaluate."""
 
     @functools.wraps(read)
     def checked(text: Any) -> Any:
@@ -31,7 +32,8 @@ def bounded(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _check(text: str) -> None:
-    """Raise ArgumentTypeError if ``text`` is no list of integers, or one that takes long."""
+    """Raise ArgumentTypeError if ``text`` is no list expression of integers, or one that takes
+    long."""
     try:
         if isinstance(_value(ast.parse(text, mode="eval").body), list):
             return
@@ -44,7 +46,7 @@ def _check(text: str) -> None:
 
 
 def _value(node: ast.expr) -> _Value:
-    """Return the value of an expression. Raises ValueError if it is not allowed, or large."""
+    """Return the value of a list expression. Raises ValueError if it is not allowed, or large."""
     match node:
         case ast.Constant(bool()):
             pass

@@ -46,17 +46,19 @@ _LOOKED_FOR = ("apply_rope_fusion", "moe_permute_fusion")
 # Types of arguments that Megatron evaluates as Python.
 _LISTS = {f"{name}_freq_type" for name in ("moe", "la", "no_rope")}
 
-_MOST = 1e30  # of a number in a file
-RatesOf = Callable[[Precision], Rates]  # rates that a rank reaches in a precision
+_MOST = 1e30  # largest number in a file
+# Function from a precision to the rates that a rank reaches in it.
+RatesOf = Callable[[Precision], Rates]
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-CAPABILITY = (9, 0)  # of the assumed GPU: Hopper, which has the most requirements
-MULTIPROCESSORS = 132  # of an H100
+# Compute capability of the assumed GPU: Hopper, which has the most requirements.
+CAPABILITY = (9, 0)
+MULTIPROCESSORS = 132  # multiprocessors of an H100
 
 
 @dataclass(frozen=True)
 class ParsedArguments:
-    """A parsed launch command.
+    """Parsed launch command, with words that no parser knows.
 
     Attributes:
         args: Megatron's arguments, not validated.
@@ -172,7 +174,8 @@ def parse_values(values: Mapping[str, Any]) -> ParsedArguments:
         if value is not None:
             setattr(args, name, _converted(actions[name], value))
     if values.get("num_query_groups") and "group_query_attention" not in values:
-        args.group_query_attention = not args.multi_latent_attention  # a config does not say it
+        # A Bridge config does not have this flag.
+        args.group_query_attention = not args.multi_latent_attention
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     return ParsedArguments(args, (), tuple(parser._option_string_actions))
@@ -194,7 +197,7 @@ def _converted(action: argparse.Action, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Kind of values: what it is called, and which values of JSON are of it."""
+    """Kind of JSON values that an argument accepts: its name, and a test for values."""
 
     name: str
     takes: Callable[[Any], bool]
@@ -212,7 +215,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _kind(action: argparse.Action) -> _Kind | None:
-    """Return the kind of the values of ``action``; None for those that Megatron alone checks."""
+    """Return the kind of values that ``action`` accepts; None for those that only Megatron
+    checks."""
     if action.nargs == 0 and isinstance(action.const, bool):
         return _SWITCH
     return _NUMBERS.get(action.type) if action.nargs is None else None  # type: ignore[call-overload]
@@ -306,7 +310,7 @@ def judge_checkpoint(args: Any, config: PipelineConfig, flag: str = "--load") ->
 
 @contextlib.contextmanager
 def _counting_course(args: Any) -> Iterator[None]:
-    """Have Megatron's functions of the course of a training see a copy of ``args``."""
+    """Let Megatron's functions for the course of a training use a copy of ``args``."""
     before = global_vars._GLOBAL_ARGS
     args = copy.copy(args)
     global_vars.set_args(args)
@@ -449,5 +453,6 @@ def _as_value_error() -> Iterator[None]:
             if missing := _MISSING.fullmatch(line or ""):
                 text = f"{argument_flag(missing[1])} is missing, add it with its value: {text}"
         elif not isinstance(error, AssertionError | ValueError | RuntimeError):
-            text = f"{text}, in: {line}"  # not meant for users, so it names no setting
+            # The error is not meant for users and names no setting, so its source line is shown.
+            text = f"{text}, in: {line}"
         raise ValueError(text) from error

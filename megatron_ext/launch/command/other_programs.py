@@ -1,5 +1,9 @@
-"""Launch commands of programs that call Megatron themselves: their words are settings of their own,
-so Megatron's arguments are no measure of them."""
+"""Launch commands of programs that call Megatron themselves.
+
+Their words are settings of their own, so Megatron's arguments are no measure of them. They are
+recognized by their script, by what it imports or by their words, and the user is told how such a
+program gets a schedule of ours.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config import variable
-from megatron_ext.launch.command.bridge_recipe import OPTION
 from megatron_ext.launch.command.launch_words import Launch
 
 _PAGE = "docs/other-callers.md"
@@ -16,7 +19,7 @@ _PAGE = "docs/other-callers.md"
 
 @dataclass(frozen=True)
 class _Program:
-    """A program that calls Megatron.
+    """Program other than Megatron's scripts that calls Megatron.
 
     Attributes:
         name: as people call it.
@@ -39,8 +42,8 @@ _AUTO = (
 )
 _INSTALL = f"for a schedule of ours call megatron_ext.install ({_PAGE})"
 _BRIDGE = (
-    f"plan and doctor take the function that makes its config in place of the command: "
-    f"{OPTION} MODULE:FUNCTION ({_PAGE})"
+    f"plan and doctor take the function that makes its config in place of the command, as "
+    f"MODULE:FUNCTION ({_PAGE})"
 )
 _PROGRAMS = (
     _Program("verl", r"verl\.|(.*/)?verl/.*", r"verl", r"[+~]*actor_rollout_ref\..*", _AUTO),
@@ -59,7 +62,7 @@ _PROGRAMS = (
 )
 _MEGATRONS_SCRIPT = re.compile(r"(.*[/.])?pretrain_\w+(\.py)?")
 _MEGATRONS_TEXT = re.compile(r"\bmegatron[._]training\b|\bmegatron_ext\b|\bimport pretrain\b")
-# One of these says where the sizes of the model come from.
+# One of these arguments says where the sizes of the model come from.
 _SIZES = frozenset(
     {
         "--num-layers",
@@ -105,8 +108,8 @@ def why_not_megatrons(launch: Launch, script: str | None) -> str | None:
 def _is_of(
     program: _Program, name: str, words: Sequence[str], script: str | None, *, has_sizes: bool
 ) -> bool:
-    """Whether a command is of ``program``: by its words, or by its script if Megatron's arguments
-    have no sizes, since a script of Megatron's may import a program too."""
+    """Return whether a command is of ``program``: by its words, or by its script if Megatron's
+    arguments have no sizes, since a script of Megatron's may import a program too."""
     if any(re.fullmatch(program.words, word) for word in words):
         return True
     imports = rf"^\s*(?:from|import)\s+{program.package}\b"

@@ -1,4 +1,9 @@
-"""Effect of our flags in a launch command, and of the variables that replace them."""
+"""Effect of our flags in a launch command, and of the variables that replace them.
+
+Flags can be in a command and still do nothing: only ``-m megatron_ext``, or a script that imports
+us, reads them. They can also be replaced by variables, or be a script's own flags of the same name.
+Plan and doctor must judge what the ranks will do, and say which of these it is.
+"""
 
 from __future__ import annotations
 

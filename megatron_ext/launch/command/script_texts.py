@@ -14,13 +14,13 @@ from pathlib import Path
 from megatron_ext.base.text_file import LARGEST_SCRIPT
 from megatron_ext.launch.command.launch_words import Launch
 
-_MOST = 100  # modules that are read
+_MOST = 100  # most modules that are read
 _NOT_READ = {"megatron", "megatron_ext", *sys.stdlib_module_names}
 
 
 @dataclass(frozen=True)
 class ScriptTexts:
-    """Texts of a script and of the modules of its own that it imports.
+    """Texts of a script, and of the modules of its own that it imports.
 
     Attributes:
         finds_all: whether each imported package is the script's own, or installed here.
@@ -32,8 +32,8 @@ class ScriptTexts:
 
 @dataclass(frozen=True)
 class _Import:
-    """An imported module. ``level`` counts the dots before its name. An optional one may be
-    missing, since the script catches that."""
+    """Module that a script imports. ``level`` counts the dots before its name. An optional one may
+    be missing, since the script catches that."""
 
     name: str
     level: int
@@ -71,7 +71,8 @@ def read_script_texts(launch: Launch, script: str | None) -> ScriptTexts | None:
 
 
 def _imports(text: str) -> Iterator[_Import]:
-    """Yield the imports of a module with the text ``text``; none if it is no Python."""
+    """Yield the modules that a module with the text ``text`` imports; none if the text is no
+    Python."""
     try:
         tree = ast.parse(text)
     except (MemoryError, RecursionError, SyntaxError, ValueError):
@@ -85,7 +86,7 @@ def _imports(text: str) -> Iterator[_Import]:
             base = node.module or ""
             if base:
                 yield _Import(base, node.level, is_optional)
-            for alias in node.names:  # perhaps a module itself
+            for alias in node.names:  # an imported name may itself be a module
                 name = f"{base}.{alias.name}" if base else alias.name
                 yield _Import(name, node.level, True)
 
@@ -95,7 +96,7 @@ def _of_type(tree: ast.AST, kind: type[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _files(imported: _Import, importing: Path, folders: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files of a module that belongs to the script."""
+    """Yield the files of an imported module that belongs to the script."""
     parts = imported.name.split(".")
     if imported.level:
         folders = [importing.parent.joinpath(*[".."] * (imported.level - 1))]

@@ -1,4 +1,9 @@
-"""Words of a launch command that are neither Megatron's flags nor ours."""
+"""Words of a launch command that are neither Megatron's flags nor ours.
+
+Scripts add flags of their own to Megatron's, so an unknown word may be right. It may also be a
+misspelling, after which Megatron trains with a default. A word is a mistake only if a known flag is
+surely meant; otherwise it is a remark.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,8 @@ from megatron_ext.base.words import has_similar_words, is_opposite, meant_by
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch.command.script_texts import ScriptTexts
 
-# Flags of older versions of Megatron, and what is written today. (--num-experts is that of
-# Megatron-DeepSpeed, --recompute-* since Megatron-LM 3.0, --fp8-format since 0.5.)
+# Flags of older versions of Megatron, and what replaces them today. (--num-experts is a flag of
+# Megatron-DeepSpeed, --recompute-* replaced the other one in Megatron-LM 3.0, --fp8-format in 0.5.)
 RENAMED = {
     "--activations-checkpoint-granularity": "--recompute-granularity",
     "--activations-checkpoint-method": "--recompute-method",
@@ -28,7 +33,8 @@ RENAMED = {
     "--moe-num-experts": "--num-experts",
     "--use-flash-attn-v2": "--use-flash-attn",
 }
-SURELY_MEANT = 0.9  # difflib's likeness from which an unknown flag is one of Megatron's misspelt
+# Likeness (of difflib) from which an unknown flag is taken for a misspelt flag of Megatron's.
+SURELY_MEANT = 0.9
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ def _quoted(argv: Sequence[str], word: str) -> str:
 
 
 def _adds(text: str, name: str) -> bool:
-    """Whether the text of a script has the flag ``name`` as a word."""
+    """Return whether the text of a script has the flag ``name`` as a word."""
     return re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text) is not None
 
 
@@ -119,7 +125,7 @@ def _surely_meant(name: str, flags: Sequence[str]) -> str | None:
 
 
 def _perhaps_meant(names: Sequence[str], flags: Sequence[str]) -> Iterator[str]:
-    """Yield which flags may be meant by ``names``."""
+    """Yield the flags that the unknown ``names`` may stand for."""
     for name in names:
         meant = [other for other in meant_by(name, flags) if has_similar_words(name, other)]
         if meant:

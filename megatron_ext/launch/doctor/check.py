@@ -1,8 +1,12 @@
-"""Check a launch command on a login node: one process, no GPU, and the script is not run."""
+"""Check of a launch command on a login node: one process, no GPU, and the script is not run.
+
+A launch passes many checks on its way: the launcher's, Megatron's, ours, the files'. Here they run
+in the same order as in a launch, but go on after a failure where they can, so that one run reports
+all mistakes.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import shlex
@@ -13,18 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import bridge
+from megatron_ext.adapter.arguments import check_files, remarks_on
+from megatron_ext.adapter.dimensions import hidden_in_pairs
 from megatron_ext.adapter.document_masks import REMEDY, why_documents_mix
 from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.adapter.untried import untried
 from megatron_ext.base.secrets import masked
 from megatron_ext.base.text_file import LARGEST_SCRIPT
-from megatron_ext.base.words import bytes_text, counted, shown
+from megatron_ext.base.words import bytes_text, counted
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.cost_model.assumptions import assumptions
-from megatron_ext.cost_model.gpus import GPUS, USABLE, FreeMemory, free_memory
+from megatron_ext.cost_model.gpus import GPUS, USABLE, FreeMemory, Gpu, free_memory
 from megatron_ext.cost_model.measured.file import measured_reserve
 from megatron_ext.cost_model.model_memory import least_lasting
 from megatron_ext.launch.command.importing import as_on, quickly, silently
@@ -57,7 +63,6 @@ from megatron_ext.observe.launch_remark import JudgedLaunch
 from megatron_ext.observe.program_summary import stock_1f1b
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.candidate import VocabMethod
-from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.written_settings import from_argv
 
@@ -68,26 +73,25 @@ if TYPE_CHECKING:
 _LOW_PRECISION = "docs/compatibility.md#low-precision compares schedules and recipes"
 
 
-def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None) -> Report:
+def check_launch(launch: Launch, world_size: int | None, gpu: Gpu | None) -> Report:
     """Check everything about ``launch`` that can be known here.
 
     Args:
         world_size: number of ranks. None takes the launcher's number, or the smallest possible one,
             and reports which.
-        gpu_memory: memory of a GPU, as 80GiB. None leaves the prediction of memory unjudged.
+        gpu: GPU of the launch; None takes the one that a log names, or assumes the rates of an H100
+            and leaves the prediction of memory unjudged.
 
     Raises:
-        ValueError: ``gpu_memory`` is not understood.
         PatchError: Megatron is not installed.
     """
-    gpu_bytes = None if gpu_memory is None else _parse_gpu_memory(gpu_memory)
-    if gpu_bytes is None and launch.gpu is not None:
-        gpu_bytes = int(GPUS[launch.gpu].memory or 0)
+    if gpu is None and launch.gpu is not None:
+        gpu = GPUS[launch.gpu]
     report = Report()
     _report_remarks(report, launch)
     folder = Path(launch.script).parent if launch.installs is False else Path()
     folder = Path() if launch.is_module else folder
-    # A check fetches nothing.
+    # A check of a launch fetches nothing from the network.
     environment = {"HF_HUB_OFFLINE": "1"} | dict(launch.environment)
     with silently(), as_on(None if launch.log else folder.absolute(), environment):
         script = _check_script(report, launch)
@@ -103,23 +107,15 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
         word = installation(launch, script)
         if word is not None:
             report.findings.append(finding_of(word, "script"))
-        _check(report, launch, script, world_size, gpu_bytes)
+        _check(report, launch, script, world_size, gpu)
     return report
-
-
-def _parse_gpu_memory(text: str) -> int:
-    """Return the bytes that ``text`` says. Raises ValueError if it is not understood."""
-    limit = None
-    with contextlib.suppress(ValueError):
-        limit = parse_limit(text, 1, 1).bytes
-    if limit is None:
-        raise ValueError(f"--gpu-memory {shown(text)}: write bytes, as 80GiB")
-    return limit
 
 
 def _report_remarks(report: Report, launch: Launch) -> None:
     for remark in launch.remarks:
         source = "log" if launch.recipe is None else "recipe"
+        if launch.log is not None and launch.log.suffix == ".json":
+            source = "arguments file"
         report.add(Severity.REMARK, source, remark)
     if launch.ignored:
         text = f"ignored, and not looked at: {masked(launch.ignored)}"
@@ -161,18 +157,18 @@ def _check(
     launch: Launch,
     script: str | None,
     world_size: int | None,
-    gpu_bytes: int | None,
+    gpu: Gpu | None,
 ) -> None:
     try:
         with quickly():
             from megatron_ext.launch.command import megatron_arguments
-    except (ImportError, OSError) as error:  # OSError: libraries are not found
+    except (ImportError, OSError) as error:  # an OSError: the package's libraries are not found
         raise PatchError(
             f"a check needs Megatron, which cannot be imported here: {error}"
         ) from error
 
     config = report.attempt("flags", lambda: settings_of(launch, script)) or PipelineConfig()
-    if not config.is_chosen_later:  # the patches that it requires are checked below
+    if not config.is_chosen_later:  # if a plan chooses the schedule, its patches are checked later
         _check_patches(report, config)
     args = _parsed(report, launch, script, megatron_arguments)
     if args is None:
@@ -184,23 +180,17 @@ def _check(
         return
     _say_what_is_assumed(report, args, megatron_arguments)
     if config.is_chosen_later:
-        with megatron_arguments.on_gpus(args):
-            argv = report.attempt(
-                "plan", lambda: _planned(report, launch, config, ranks, gpu_bytes)
-            )
+        with megatron_arguments.on_gpus(args, None if gpu is None else gpu.rates):
+            memory = None if gpu is None else gpu.memory
+            argv = report.attempt("plan", lambda: _planned(report, launch, config, ranks, memory))
         if argv is None:
             return
         config, args = from_argv(argv), _arguments(launch, argv, megatron_arguments).args
         _check_patches(report, config)
-    needed, judge = _check_arguments(
-        report, launch, args, config, ranks, gpu_bytes, megatron_arguments
-    )
-    if launch.recipe is None:  # a recipe's data are not Megatron's arguments
+    needed, judge = _check_arguments(report, launch, args, config, ranks, gpu, megatron_arguments)
+    if launch.recipe is None:  # the data of a recipe are not in Megatron's arguments
         _check_datasets(report, args, megatron_arguments)
-    if (weights := config.microbatch_weights) is not None:
-        from megatron_ext.adapter.batches.sample_weights import weights_in
-
-        report.attempt("microbatches", lambda: weights_in(weights))
+    report.attempt("microbatches", lambda: check_files(args, config))
     report.findings += check_dataset_helpers()
     report.findings += check_checkpoints(args, needed, judge)
     report.findings += _check_restarts(args, launch.max_restarts)
@@ -277,7 +267,8 @@ def _check_restarts(args: Any, max_restarts: int) -> list[Finding]:
 
 
 def _arguments(launch: Launch, words: Sequence[str], megatron_arguments: Any) -> Any:
-    """Return the parsed ``words``, with the settings of a recipe that no words tell."""
+    """Return the arguments parsed from ``words``, with the settings of a recipe that have no
+    flags."""
     parsed = megatron_arguments.parse_arguments(words)
     if launch.recipe is not None:
         vars(parsed.args).update(launch.recipe.settings)
@@ -305,7 +296,7 @@ def _check_arguments(
     args: Any,
     config: PipelineConfig,
     ranks: int,
-    gpu_bytes: int | None,
+    gpu: Gpu | None,
     megatron_arguments: Any,
 ) -> tuple[float | None, Callable[[str], LoadJudgement] | None]:
     """Check ``args`` by Megatron's own validation, and what follows from them. Return the bytes of
@@ -314,7 +305,7 @@ def _check_arguments(
 
     parsed, recipe = copy.deepcopy(args), launch.recipe
     check_recipe = None if recipe is None else _check_of_recipe(recipe, args, config)
-    with megatron_arguments.on_gpus(args):
+    with megatron_arguments.on_gpus(args, None if gpu is None else gpu.rates):
         tokens = _count_tokens(report, args, megatron_arguments)
         made = judge(args, config, ranks, tokens, report.attempt, check_recipe)
         report.findings += check_tokenizer_files(args)
@@ -327,13 +318,13 @@ def _check_arguments(
                 "its vocabulary is not known here: memory is predicted without it",
                 "add --padded-vocab-size N to the checked command",
             )
-        needed = _check_training(report, made, parsed, config, gpu_bytes, megatron_arguments)
+        needed = _check_training(report, made, parsed, config, gpu, megatron_arguments)
         if config.schedule is not None:
             _say_what_is_untried(report, args)
             for text in scale_limits(args, made.program):
                 report.add(Severity.REMARK, "low precision", text, _LOW_PRECISION)
-        if config.post_validation:
-            _say_whether_steps_overlap(report, args)
+        for remark in remarks_on(args, config):
+            report.add(Severity.REMARK, remark.subject, remark.text, remark.fix)
         if getattr(args, "rampup_batch_size", None):
             text = "--rampup-batch-size: Megatron ignores it, and all steps have one batch size"
             report.add(Severity.REMARK, "batch size", text, "write --step-batch-size-schedule")
@@ -344,14 +335,14 @@ def _check_arguments(
 
 
 def _planned(
-    report: Report, launch: Launch, config: PipelineConfig, world_size: int, gpu_bytes: int | None
+    report: Report, launch: Launch, config: PipelineConfig, world_size: int, memory: float | None
 ) -> tuple[str, ...]:
     """Return the arguments of ``launch`` with the flags that ``--pipeline-schedule plan``
     chooses."""
     from megatron_ext.launch.planner.launch_choice import choose_for
 
     chosen = choose_for(
-        launch.arguments, config, world_size, gpu_bytes, may_run_code=launch.log is None
+        launch.arguments, config, world_size, memory, may_run_code=launch.log is None
     )
     replaced = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
     text = f"takes {shlex.join(chosen.flags)}{replaced}: {chosen.why}"
@@ -436,7 +427,7 @@ def _check_training(
     made: Judgement,
     parsed: Any,
     config: PipelineConfig,
-    gpu_bytes: int | None,
+    gpu: Gpu | None,
     megatron_arguments: Any,
 ) -> float | None:
     """Report what the command of ``made`` runs: its bubbles, its memory, its communicators. Return
@@ -448,9 +439,9 @@ def _check_training(
     if config.schedule is None:
         _check_watching(report, args, config)
     free = None
-    if gpu_bytes is not None:
+    if gpu is not None and gpu.memory is not None:
         reserved = measured_reserve(config.costs.file)
-        free = free_memory(gpu_bytes, reserved, lasting=least_lasting(made.model))
+        free = free_memory(gpu.memory, reserved, lasting=least_lasting(made.model))
     needed = _predict(report, made, config, free)
     launch = JudgedLaunch(config, program, made.contenders, args.train_iters)
     for remark in (remark for remarks in FEATURES for remark in remarks(launch)):
@@ -473,7 +464,8 @@ def _say_what_slices_give(
     from megatron_ext.launch.planner.variants import LaunchVariants
 
     predicted, args = report.prediction, made.args
-    is_divided = config.vocab_parallel is not VocabularyParallel.NONE  # which slices cannot be
+    # Slices do not go with a divided vocabulary.
+    is_divided = config.options.vocab_parallel is not VocabularyParallel.NONE
     if predicted is None or not predicted.ranks or is_divided:
         return
     is_full = (
@@ -489,13 +481,6 @@ def _say_what_slices_give(
     if text is not None:
         fix = "megatron-ext plan -- COMMAND compares them with recompute and context parallelism"
         report.add(Severity.REMARK, "slices", text, fix)
-
-
-def _say_whether_steps_overlap(report: Report, args: Any) -> None:
-    from megatron_ext.adapter.post_validation.commit_points import why_no_steps_overlap
-
-    if (why := why_no_steps_overlap(args)) is not None:
-        report.add(Severity.REMARK, "post-validation", why)
 
 
 def _check_communicators(
@@ -574,7 +559,9 @@ def _predict(
         f"{program.schedule.name}, {counted(problem.microbatches, 'microbatch')}: predicted bubble "
         f"{prediction.bubble:.1%} (1f1b {prediction.bubble_1f1b:.1%}), costs {costs.origin}",
     )
-    unknown = assumptions(args) if config.costs.is_estimate else None
+    unknown = None
+    if config.costs.is_estimate:
+        unknown = assumptions(args, partial(hidden_in_pairs, args))
     if unknown is not None:
         fix = "--pipeline-costs profile measures what passes take"
         report.add(Severity.REMARK, "estimate", unknown, fix)
@@ -614,9 +601,7 @@ def _judge_memory(report: Report, totals: Sequence[float], free: FreeMemory | No
         f"temporary tensors, CUDA's context and NCCL's buffers"
     )
     if free is None:
-        report.add(
-            Severity.RIGHT, "memory", text, "write --gpu-memory 80GiB before the -- to compare"
-        )
+        report.add(Severity.RIGHT, "memory", text, "name the GPU to compare, as in --gpu h100")
         return
     text += (
         f"; it may take {bytes_text(free.allocated)}, as its allocator reserves "

@@ -1,5 +1,8 @@
-"""Share of each GPU that the communicators of a launch take, and the time of a step
-without them."""
+"""Share of each GPU that the communicators of a launch take, and the time of a step without them.
+
+A schedule with many channels has many communicators, each of which occupies multiprocessors while
+it waits. That is no error, but a user should know when it costs more than it is worth.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from megatron_ext.launch.doctor.launch_report import Finding, Severity
 from megatron_ext.schedule.problem import P2P
 
 SETTINGS = "--nccl-communicator-config-path"
-NEGLIGIBLE = 0.0005  # of a step: less is printed as 0.0 %
+NEGLIGIBLE = 0.0005  # share of a step that would be printed as 0.0 %
 
 
 def check_communicators(

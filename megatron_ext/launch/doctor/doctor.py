@@ -1,4 +1,8 @@
-"""Versions installed here, and whether the patches fit them."""
+"""Versions installed here, and whether the patches fit them.
+
+Before anything is launched a user asks whether their environment will do. Each patch is compared
+with the source that it would replace, and nothing is patched.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from megatron_ext.patches.features import FEATURES
 from megatron_ext.patches.sources import UnknownSource, allowance
 
 PACKAGES = ("transformer-engine", "torch", "numpy")
-# Packages of our extras, and what is missing without them.
+# Optional packages of our extras, and what is missing without them.
 _OPTIONAL_PACKAGES = {
     "numba": ("search", "searches are about 30 times slower, and try fewer plans"),
     "ortools": ("certify", "nothing can be certified"),
@@ -31,7 +35,7 @@ ON_ROCM = (
 )
 
 
-# Features list their patches for a schedule; without a schedule, all patches.
+# Settings with which all patches are checked if no schedule is requested.
 _WITH_ALL_PATCHES = PipelineConfig.parse(schedule="zb-h1", trace="traces", trace_iters="1:2")
 
 
@@ -91,7 +95,7 @@ class Diagnosis:
 
     @property
     def misfits(self) -> tuple[PatchState, ...]:
-        """Required patches that do not fit."""
+        """Required patches that do not fit this version."""
         return tuple(patch for patch in self.patches if patch.is_required and not patch.fits)
 
     @property
@@ -138,7 +142,7 @@ def _environment() -> dict[str, str]:
             versions[package] = f"not installed: {lacking}; pip install 'megatron_ext[{extra}]'"
     try:
         import torch
-    except (ImportError, OSError):  # OSError: its libraries are not found
+    except (ImportError, OSError):  # an OSError: the package's libraries are not found
         return versions
     versions["CUDA"] = torch.version.cuda or "none in this torch"
     versions["ROCm"] = (
@@ -160,7 +164,8 @@ def _megatron() -> str:
         pass
     else:
         folder = Path(version.owner.__file__).parent
-        number = version.original.partition("+")[0]  # then comes the commit of the repository
+        # The commit of the repository stands behind the plus sign.
+        number = version.original.partition("+")[0]
         text = f"{number} ({folder})"
     if here.is_dir() and here.resolve() != (folder and folder.resolve()):
         text += "; not the one of this folder: PYTHONPATH=. megatron-ext doctor looks at that"

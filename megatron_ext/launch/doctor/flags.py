@@ -1,4 +1,4 @@
-"""Check that the flags of a launch command are known."""
+"""Check that the flags of a launch command are known, as findings of doctor's report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Report of a check of a launch command."""
+"""Report of a check of a launch command.
+
+One command may have several mistakes, and a user should see all of them at once. So checks add
+findings to a report and go on, and predictions are made of what is right. ``--json`` prints the
+same report.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Check that the files exist that a launch command names."""
+"""Check that the files exist that a launch command names.
+
+A missing dataset, tokenizer or checkpoint ends a launch after its GPUs were waited for. The files
+are looked for where the command names them; whether a checkpoint that is found would also load is
+judged by `adapter.checkpoints`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,8 @@ from megatron_ext.launch.doctor.launch_report import Finding, Severity
 if TYPE_CHECKING:
     from megatron_ext.adapter.checkpoints.loading import LoadJudgement
 
-INDEX_HEADER = b"MMIDIDX\x00\x00"  # of an .idx, as megatron.core.datasets.indexed_dataset writes it
+# Header of an .idx file that megatron.core.datasets.indexed_dataset writes.
+INDEX_HEADER = b"MMIDIDX\x00\x00"
 
 
 def check_data(args: Any, prefixes: Sequence[str]) -> list[Finding]:
@@ -92,7 +98,8 @@ def check_checkpoints(
             and it is only looked for.
     """
     findings = []
-    if args.pretrained_checkpoint is not None:  # taken if there is nothing to resume
+    # This checkpoint is loaded if there is none to resume.
+    if args.pretrained_checkpoint is not None:
         flag = "--pretrained-checkpoint"
         pretrained = _check_load(flag, args.pretrained_checkpoint, None)
         is_loaded = loading_flag(args) == flag

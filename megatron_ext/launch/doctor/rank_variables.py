@@ -1,4 +1,8 @@
-"""Check that processes of a launch find their ranks where Megatron reads them."""
+"""Check that processes of a launch find their ranks where Megatron reads them.
+
+Megatron reads RANK and WORLD_SIZE. If a launcher sets others, each process takes itself for a
+training of one rank, and no error tells.
+"""
 
 from __future__ import annotations
 

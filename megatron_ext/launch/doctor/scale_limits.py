@@ -1,5 +1,9 @@
 """Schedules under which matrices in FP8 and FP4 get other scales, or are rounded otherwise, than
-under Megatron's own (docs/compatibility.md#low-precision)."""
+under Megatron's own (docs/compatibility.md#low-precision).
+
+Such a launch trains, and its losses differ from stock's by rounding. Doctor says so, because a
+comparison would otherwise look like a fault.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ def scale_limits(args: Any, program: Program) -> Iterator[str]:
 
 
 def _reorders(program: Program) -> bool:
-    """Whether forward and backward passes of a rank have another order than under 1F1B."""
+    """Return whether forward and backward passes of a rank have another order than under 1F1B."""
     return _order(program) != _order(program_of_1f1b(program.problem))
 
 

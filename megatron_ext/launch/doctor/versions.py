@@ -1,4 +1,9 @@
-"""Versions that are known to fit: of Megatron, of its dependencies and of its callers."""
+"""Versions that are known to fit: of Megatron, of its dependencies and of its callers.
+
+Patches are made for sources that were read, and other packages were tried to different degrees. A
+user asks one question: does mine fit? The table says it for each version, and how far that was
+tried.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +99,7 @@ KNOWN = (
         Tried.TRAINED,
         "its own `pretrain`: dense, experts, multi-token prediction, `comm_overlap`, low-rank "
         "adapters, packed fine-tuning, its Llama and Qwen recipes and checkpoints, bitwise as its "
-        "own schedule (`tests/pipeline/test_bridge.py`); read by `plan --bridge`",
+        "own schedule (`tests/pipeline/test_bridge.py`); read by `plan MODULE:FUNCTION`",
     ),
     KnownVersion("Megatron-Bridge", "0.5.0", ("0.18",), Tried.NOT),
     KnownVersion(
@@ -102,10 +107,13 @@ KNOWN = (
     ),
     KnownVersion(
         "NeMo-RL",
-        "main of August 2026 (7ea279a), with Bridge's",
-        ("0.20@2a75ac1",),
-        Tried.READ,
-        "its calls of the schedule",
+        "main of August 2026 (7ea279a), with Megatron-Bridge 0.6.2 and Megatron 0.19.2",
+        ("0.19",),
+        Tried.TRAINED,
+        "its own policy worker's log-probabilities and GRPO steps under zb-h1 and zb-auto, also "
+        "with replicas, bitwise as under its own schedule (`tests/pipeline/test_nemo_rl.py`); it "
+        "pins Megatron's main, of which it names two classes that 0.19 lacks, and takes no virtual "
+        "stages",
     ),
     KnownVersion(
         "verl",
@@ -125,9 +133,12 @@ KNOWN = (
     ),
     KnownVersion(
         "ms-swift",
-        "4.6.0, with mcore-bridge 1.6.5, which needs Transformer Engine",
-        (),
-        Tried.NOT,
+        "4.6.0, with mcore-bridge 1.6.5 and Megatron 0.19.2",
+        ("0.19",),
+        Tried.TRAINED,
+        "its own fine-tuning, on Transformer Engine's classes: zb-h1 and zb-auto, varying lengths, "
+        "replicas, low-rank adapters, and zb-v with its own flag of virtual stages: norms, weights "
+        "and log-probabilities bitwise as under its own schedule (`tests/pipeline/test_swift.py`)",
     ),
     KnownVersion(
         "ms-swift",

@@ -56,7 +56,7 @@ _NAMES = {  # Megatron's arguments for `Sizes`
     "micro_batch_size": "micro_batch",
     "sequence_parallel": "sequence_parallel",
 }
-# Arguments that only fit the pipeline, or the tensor parallelism, of the launch.
+# Arguments that only fit the pipeline-parallel or tensor-parallel size of the launch.
 _OF_PIPELINE = (*PLACING, "microbatch_group_size_per_vp_stage")
 _OF_TENSOR = ("tp_comm_overlap",)
 
@@ -91,7 +91,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
 
     def judged(one: Alternative) -> Alternative:
         """Return ``one`` with the figures of the launch that is changed to it."""
-        if one.write() == NOTHING:  # as it stands, judged already
+        if one.write() == NOTHING:  # the launch stays as it is, and was judged already
             return one
         one = without_idle_limit(one)
         made = judged_alternative(judgement_of(request, parsed, one.write()), one.write)
@@ -106,7 +106,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
 
     def best_of(steps: Sequence[SizedStep]) -> SizedAlternative | None:
         pool = [launch.alternative(step) for step in steps]
-        # Sizes with more of the model on a rank leave less to the allocator's reserve.
+        # With sizes that have more of the model on a rank, the allocator reserves less.
         limits = [job.memory_of(step.made.candidate.variant.model or ()) for step in steps]
         widest = free if excess else max(filter(None, [free, *limits]), default=None)
         verdict, _ = confirmed_verdict(Plan((), {}), baseline, pool, judged, widest)
@@ -181,7 +181,7 @@ def _check(request: LaunchRequest, parsed: ParsedLaunch) -> None:
         )
     options = config.options
     is_plain = options.recompute == Recompute() and options.activation_offload is Offload.NONE
-    has_plain_steps = config.slices == 1 and not config.post_validation
+    has_plain_steps = config.slices == 1 and not config.options.steps_overlap
     if not (is_plain and has_plain_steps) or config.memory_limit is not None:
         raise ValueError(
             "--any-sizes compares whole microbatches within the GPU's memory: drop "
@@ -343,7 +343,7 @@ class SizedLaunch:
         if sizes == self._job.sizes:
             before = own_layout(self._parsed.validated, str(variants.launch_schedule))
         else:
-            # No layout of another pipeline is the same: all of it is written.
+            # A layout of another pipeline size never equals the launch's, so all of it is written.
             before = "1f1b", Layout(())
             added += self._size_words(sizes)
             if self._job.sizes.sequence_parallel and not sizes.sequence_parallel:
@@ -362,7 +362,7 @@ class SizedLaunch:
         args, job_sizes = self._parsed.variants.args, self._job.sizes
         for name, field in _NAMES.items():
             size = getattr(sizes, field)
-            # Megatron's own expert tensor parallelism follows tensor parallelism if not given.
+            # Megatron's default of expert tensor parallelism is the tensor-parallel size.
             follows = field == "expert_tensor" and args.expert_tensor_parallel_size is None
             before = sizes.tensor if follows else getattr(job_sizes, field)
             if size == before:

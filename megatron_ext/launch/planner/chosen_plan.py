@@ -1,4 +1,9 @@
-"""Choice of a schedule at a launch. Imports torch and Megatron only when it is called."""
+"""Choice of a schedule at a launch. Imports torch and Megatron only when it is called.
+
+The choice must be the same on all ranks, and patches depend on it, so it is made before any process
+group exists. Under torchrun one rank chooses for all, through the store of torchrun's agent;
+elsewhere each rank computes the same.
+"""
 
 from __future__ import annotations
 

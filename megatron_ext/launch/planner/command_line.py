@@ -1,4 +1,8 @@
-"""A launch with flags added and removed, ready to be pasted."""
+"""A launch with flags added and removed, ready to be pasted.
+
+What is pasted must run as it stands: quoted for a shell, without secrets, and with ``-m
+megatron_ext`` if nothing else brings our flags along.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,13 @@ from megatron_ext.planner.verdict import Written
 from megatron_ext.written_settings import says
 
 _OURS = {flag(setting.name) for setting in fields(PipelineConfig)}
-# The options that a choice stands for: those of an earlier choice go.
+# Options that a plan's choice sets: those of an earlier choice are dropped.
 _CHOSEN = (
     *("schedule", "memory_limit", "vocab_parallel", "activation_offload", "recompute"),
-    *("slices", "slice_lengths", "post_validation"),
+    *("slices", "slice_lengths", "join_slice_weights", "post_validation"),
 )
 
-# Those that act on a schedule of ours alone: they go with the schedule.
+# Options that act only on a schedule of ours: they are dropped with the schedule.
 _FOR_A_SCHEDULE = tuple(
     flag(setting.name) for setting in fields(PipelineConfig) if not is_on_stock(setting)
 )

@@ -56,7 +56,7 @@ FOR_SPEED = (
     "use_grouped_gemm_for_shared_expert",
     "use_transformer_engine_op_fuser",
 )
-WORTH_A_WORD = 0.005  # of a step
+WORTH_A_WORD = 0.005  # least gain that is mentioned, as a share of a step
 
 
 def choose_for(
@@ -92,10 +92,11 @@ def choose_for(
     methods = {VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO}
     if given:
         methods = {method for method in methods if method.vocabulary is config.vocab_parallel}
-    with silently():  # Megatron repeats its messages after the choice
+    with silently():  # Megatron repeats its messages when arguments are validated again
         tokens = megatron_arguments.count_tokens(args, may_run_code=may_run_code)
         if not given and tokens is None and args.padded_vocab_size is None:
-            methods &= {VocabMethod.NAIVE}  # nothing tells whether dividing it saves time
+            # The tokens are unknown, so nothing tells whether dividing the vocabulary saves time.
+            methods &= {VocabMethod.NAIVE}
         variants = LaunchVariants(
             args,
             config,
@@ -220,7 +221,8 @@ class LaunchChoice(PlannedJob):
         """
         args, config = self._validated(one.candidate)
         config = replace(config, recompute=one.candidate.recompute)
-        check_batches(args, config, lambda: None)  # the vocabulary is settled
+        # The vocabulary's size is settled by now, so nothing pads it.
+        check_batches(args, config, lambda: None)
         check_schedule(args, config, search_for_first)
         return with_whole_step(one, self.allowed_bytes)
 
@@ -313,7 +315,8 @@ def _jobs(
     """Yield the launch within each bound on its memory, of which the first counts that leaves any
     schedule."""
     usable, on_gpu, too_large = None, "", ""
-    job = LaunchChoice(variants=variants, specs=specs, confirms_all=False)  # a launch has no clock
+    # A launch is not planned against a time limit.
+    job = LaunchChoice(variants=variants, specs=specs, confirms_all=False)
     spec, is_limited = stock_schedule(variants.args), variants.config.memory_limit is not None
     baseline = None if is_limited and gpu_memory is None else _as_it_is(variants, spec)
     if gpu_memory is not None:

@@ -1,4 +1,9 @@
-"""A launch command as a training job: all ways to train it, and the flags for each."""
+"""A launch command as a training job: all ways to train it, and the flags for each.
+
+The planner knows jobs and candidates, and nothing of commands. This module answers its questions
+for a launch: what the launch runs now, what else it could run, whether Megatron and we would accept
+that, and what to write for it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from typing import Any
 
 from megatron_ext.adapter.arguments import settle_vocabulary
 from megatron_ext.adapter.checkpoints.folder import loading_flag
-from megatron_ext.adapter.dimensions import execution
+from megatron_ext.adapter.dimensions import execution, hidden_in_pairs
 from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.adapter.step_sizes import main_size
 from megatron_ext.base.words import bytes_text
@@ -60,13 +65,8 @@ from megatron_ext.schedule.microbatch_costs import BatchSize
 from megatron_ext.written_settings import from_argv
 
 # Shares of the planning time after which the comparison of schedules, layouts and changes ends. The
-# rest is for what is built whole.
+# rest is for building the best alternatives whole.
 _SCHEDULES, _LAYOUTS, _CHANGES = 0.5, 0.75, 0.9
-
-_ON_PAIRS = (
-    f"{FLAG}: that half of the time of experts' messages is hidden so is assumed; what is "
-    f"published differs threefold, and no GPU has run our pairs"
-)
 
 
 def launch_job_of(request: LaunchRequest, parsed: ParsedLaunch) -> LaunchJob:
@@ -137,7 +137,7 @@ class LaunchJob(PlannedJob):
         return Others(tuple(made), slices, tuple(_on_not_permitted(layouts)))
 
     def judged(self, one: Alternative) -> Alternative:
-        if one.write() == NOTHING:  # as it stands, judged already
+        if one.write() == NOTHING:  # the launch stays as it is, and was judged already
             return one
         if self.parsed.variants.config.memory_limit is None:
             one = without_idle_limit(one)
@@ -174,8 +174,8 @@ class LaunchJob(PlannedJob):
         return judged_alternative(made, one.write)
 
     def remarks_on(self, taken: Candidate, written: Written) -> tuple[str, ...]:
-        on_pairs = (_ON_PAIRS,) if FLAG in written.added else ()
-        return *on_loading(self.request, self.parsed, written), *on_pairs
+        on_loaded = on_loading(self.request, self.parsed, written)
+        return *on_loaded, *([_on_pairs(self.parsed)] if FLAG in written.added else [])
 
     def _alternative(self, made: Candidate, write: Callable[[], Written]) -> Alternative:
         return alternative_of(self.parsed.validated, made, write)
@@ -243,7 +243,7 @@ def judgement_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written)
     """
     args, config, recipe = _command_with(request, parsed, written)
     variants = parsed.variants
-    with megatron_arguments.one_connection(args):  # which doctor remarks on
+    with megatron_arguments.one_connection(args):  # doctor remarks on the number of connections
         return judged(
             args,
             config,
@@ -268,7 +268,7 @@ def _command_with(
         if request.launch.recipe is not None:
             recipe = RecipeChanges(request.launch.recipe, written, words)
     vars(args).update(parsed.untold)
-    # These two come from the plan's own options and from a trace, too.
+    # Costs and rank speeds may come from the plan's own options or from a trace.
     ours = variants.config
     config = replace(from_argv(words), costs=ours.costs, rank_speeds=ours.rank_speeds)
     return args, config, recipe
@@ -309,7 +309,7 @@ def _layouts(parsed: ParsedLaunch) -> LayoutComparison | None:
             parsed.allowed_bytes,
             tries_recompute=parsed.measured is None,
         )
-    except ValueError:  # the command itself cannot train, as its own row says
+    except ValueError:  # the command itself cannot train, and its own row of the plan says why
         return None
 
 
@@ -330,6 +330,15 @@ def _what_slices_would(made: LongSequences | None) -> Iterator[str]:
         fullest = bytes_text(made.best.fullest)
         flags = shlex.join(made.written.added)
         yield f"{flags}: the fullest rank would take {fullest}, which fits"
+
+
+def _on_pairs(parsed: ParsedLaunch) -> str:
+    rates = None if parsed.measured is None else parsed.measured.rates
+    share = hidden_in_pairs(parsed.validated, rates)
+    return (
+        f"{FLAG}: that {share} of the time of experts' messages is hidden so is assumed; "
+        f"what is published differs threefold, and no GPU has run our pairs"
+    )
 
 
 def on_loading(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -> Iterator[str]:

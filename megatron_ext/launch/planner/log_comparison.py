@@ -1,4 +1,5 @@
-"""An estimate compared with what the log of the same training has measured."""
+"""An estimate compared with what the log of the same training has measured: how far to trust a plan
+made from that log."""
 
 from __future__ import annotations
 

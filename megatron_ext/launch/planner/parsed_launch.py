@@ -1,10 +1,16 @@
-"""A launch command with the settings for its plan, parsed and validated."""
+"""A launch command with the settings for its plan, parsed and validated.
+
+A plan is as right as what it understood of the command. Words that may be mistakes, files that are
+missing here and variables that replace flags are remarked on or refused, before anything is
+compared.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +57,8 @@ ONE_RANK = (
     "there is one pipeline rank, so no schedule can be chosen: --any-sizes compares other sizes, "
     "or write --pipeline-model-parallel-size 2 or more"
 )
-# Tokens of a vocabulary that is not known, about as many as tokenizers of 2024 and later have, and
-# the least and the most that are usual.
+# Tokens of an unknown vocabulary, about as many as tokenizers of 2024 and later have, and the least
+# and the most that are usual.
 ASSUMED_TOKENS, USUAL_TOKENS = 128_000, (32_000, 256_000)
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
 
@@ -72,8 +78,6 @@ class LaunchRequest:
         gpus: of the pipeline ranks, if they are of several types; ``gpu`` is their reference then.
         seen_speeds: of the ranks, as a trace has shown them; None: no rank is slow.
         vision: sizes of a vision tower on the first stage, as text; None: as the launch says.
-        vision_tokens: tokens of the tower for each sample; None: as the launch says, or as many as
-            the language model has.
     """
 
     launch: Launch | None = None
@@ -86,7 +90,6 @@ class LaunchRequest:
     gpus: tuple[Gpu, ...] = ()
     seen_speeds: RankSpeeds | None = None
     vision: str | None = None
-    vision_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
         try:
             with quickly():
                 from megatron_ext.launch.command import megatron_arguments
-        except (ImportError, OSError) as error:  # OSError: libraries are not found
+        except (ImportError, OSError) as error:  # an OSError: the package's libraries are not found
             raise PatchError(
                 f"a plan needs Megatron, which cannot be imported here: {error}"
             ) from error
@@ -163,9 +166,7 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
                 if launch is None
                 else megatron_arguments.parse_arguments(launch.arguments)
             )
-        of_tower = vision_of_launch(
-            parsed.args, parsed.unknown, given, request.vision, request.vision_tokens
-        )
+        of_tower = vision_of_launch(parsed.args, parsed.unknown, given, request.vision)
         if request.launch is not None:
             on_words = (*request.launch.remarks, *_on_words(request.launch, parsed, script))
             request = replace(request, launch=replace(request.launch, remarks=on_words))
@@ -216,7 +217,8 @@ def _absent(launch: Launch | None, args: Any, megatron_arguments: Any) -> Iterat
     if launch is None or launch.log is not None or launch.recipe is not None:
         return
     prefixes: list[str] = []
-    with contextlib.suppress(ValueError):  # a list of datasets is not here either
+    # A list of datasets cannot be read on this machine either.
+    with contextlib.suppress(ValueError):
         prefixes = [name for name in megatron_arguments.data_prefixes(args) if "://" not in name]
     names = [] if launch.is_module else [launch.script]
     names += prefixes if args.sft else [f"{prefix}.bin" for prefix in prefixes]
@@ -236,7 +238,7 @@ def _naming(config: Path | None) -> Iterator[None]:
     except ValueError as error:
         if config is None:
             raise
-        raise ValueError(f"--config {config}: {error}") from error
+        raise ValueError(f"{config}: {error}") from error
 
 
 def _read(
@@ -259,15 +261,17 @@ def _read(
     remarks = [] if request.launch is None else list(request.launch.remarks)
     remarks += _assumed(request, ranks, is_measured=measured is not None)
     ranks = ranks or megatron_arguments.least_world_size(args)
-    is_data = request.launch is None or request.launch.log is not None  # which runs no code
+    # A launch given as data, which runs no code.
+    is_data = request.launch is None or request.launch.log is not None
     tokens = megatron_arguments.count_tokens(args, may_run_code=not is_data) or args.vocab_size
     is_assumed = tokens is None and args.padded_vocab_size is None
     if is_assumed:
         tokens = ASSUMED_TOKENS
-    if config.schedule == PLAN:  # for settings of the plan that Megatron's own schedule shares
+    # The schedule `plan` has settings that Megatron's own schedule shares.
+    if config.schedule == PLAN:
         config = replace(config, schedule=None)
     launch_schedule = config.schedule or stock_schedule(args)
-    if measured is not None:  # by which all layouts are estimated
+    if measured is not None:  # all layouts are estimated by the factors that the log's figures gave
         config = replace(config, costs=CostsSource(ESTIMATE))
     variants = LaunchVariants(
         args,
@@ -391,7 +395,10 @@ def _on_costs(args: Any, config: PipelineConfig, measured: MeasuredFile | None) 
         tokens = f"{tower.patches:,} vision tokens a sample in {counted(tower.images, 'image')}"
         assumed = "" if getattr(args, "vision_tokens", None) else ", as many as the model's own"
         yield f"vision tower on the first stage, {tower.trained}: {tokens}{assumed}"
-    unknown = assumptions(args)
+    from megatron_ext.adapter.dimensions import hidden_in_pairs
+
+    of_file = None if measured is None else measured.rates
+    unknown = assumptions(args, partial(hidden_in_pairs, args, of_file))
     if unknown is not None:
         yield unknown
     if measured is not None:

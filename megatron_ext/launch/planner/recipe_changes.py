@@ -1,4 +1,9 @@
-"""Changes of a Megatron-Bridge config to what a plan recommends, as lines of Python too."""
+"""Changes of a Megatron-Bridge config to what a plan recommends, as lines of Python too.
+
+A recipe of Bridge has a config in place of flags. What a plan recommends as flags is therefore
+turned into assignments to the config's fields and one call of `megatron_ext.bridge.use`, which
+checks them as it will when the lines run.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +48,8 @@ class RecipeChanges:
         for word in written.words:
             if (option := options.get(word.split("=")[0])) is not None:
                 values[option.dest] = getattr(changed, option.dest)
-        if not self.settings and getattr(args, CHUNKS) is None:  # the recipe may have some
+        # The recipe itself may have virtual stages.
+        if not self.settings and getattr(args, CHUNKS) is None:
             values.setdefault(CHUNKS, None)
         self.fields = {
             recipe.fields.get(name, f"model.{name}"): value

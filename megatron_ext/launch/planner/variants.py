@@ -1,4 +1,9 @@
-"""A launch command under other schedules: the problem of each, and its flags."""
+"""A launch command under other schedules: the problem of each, and its flags.
+
+Under another schedule the same launch has other stages, other costs and other flags. A plan should
+simulate exactly what the launch would then train, so each problem comes from the launch's validated
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +74,8 @@ class LaunchVariants:
         is_stock = self.config.schedule is None and spec == self.launch_schedule
         if not is_stock or method is not VocabMethod.NAIVE or is_cut:
             check_settings(args, config)
-        stock = stock_executor(self.args)  # validation changes the flags
+        # Stock's settings are read here, since validation changes the flags.
+        stock = stock_executor(self.args)
         problem = run_by_stock(problems(args, config)[0], spec, stock)
         if is_cut:
             lengths_in(problem, args, args.seq_length)  # raises ValueError
@@ -102,7 +108,7 @@ class LaunchVariants:
                     describes_training=self.describes_training,
                 )
         except ValueError:
-            self.judgement()  # raises the reason that the launch would end with, its first
+            self.judgement()  # this raises the first reason with which the launch would end
             raise
         return args
 
@@ -132,7 +138,8 @@ class LaunchVariants:
             self.config,
             slices=slices.count,
             slice_lengths=slices.lengths,
-            vocab_parallel=VocabularyParallel.NONE,  # `validated` sets it by the method
+            join_slice_weights=slices.joined_weights,
+            vocab_parallel=VocabularyParallel.NONE,  # `validated` sets the vocabulary by the method
         )
         return replace(self, config=config)
 
@@ -143,7 +150,8 @@ class LaunchVariants:
         if not self.tries_recompute or is_given or options.conflict is not None:
             return False
         try:
-            check_settings(args, config)  # also of the launch's own schedule, if that is Megatron's
+            # This also checks settings of the launch's own schedule, if that is Megatron's.
+            check_settings(args, config)
             refuse(args, config.resolved_spec, options)
         except ValueError:
             return False

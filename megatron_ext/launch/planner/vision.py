@@ -1,6 +1,8 @@
 """The vision tower of a launch, from what the user says of it and from flags of Megatron's example.
 
-examples/multimodal adds flags of its own to Megatron's (multimodal_args.py, core_v0.19.0).
+Megatron's arguments describe the language model alone, and a tower makes the first stage slow. Its
+sizes come from the user, or from the flags that examples/multimodal adds to Megatron's
+(multimodal_args.py, core_v0.19.0).
 """
 
 from __future__ import annotations
@@ -10,17 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ext.cost_model.tower import parse_tower, tower_of
-
-SETTINGS = (
-    *("vision", "vision_tokens"),
-    *("freeze_vision_model", "freeze_vision_projection", "freeze_language_model"),
-)
+from megatron_ext.launch.command.arguments_file import VISION
 
 
 def take_vision(values: dict[str, Any]) -> dict[str, Any]:
     """Remove the settings of a tower from ``values``, which are no arguments of Megatron's, and
     return them."""
-    return {name: values.pop(name) for name in SETTINGS if name in values}
+    return {name: values.pop(name) for name in VISION if name in values}
 
 
 def vision_of_launch(
@@ -28,30 +26,23 @@ def vision_of_launch(
     unknown: Sequence[str],
     given: Mapping[str, Any],
     text: str | None,
-    tokens: int | None,
 ) -> dict[str, Any]:
-    """Return the settings of the launch's tower, by the names of `SETTINGS`; empty without one.
+    """Return the settings of the launch's tower, by the names of `VISION`; empty without one.
 
     Args:
         args: parsed by Megatron, which knows the size of images and patches.
         unknown: words of the launch command that Megatron's own parser does not know.
         given: settings from a file of arguments.
         text: value of ``--vision``; None: not given.
-        tokens: value of ``--vision-tokens``: tokens of the tower for each sample.
 
     Raises:
-        ValueError: ``text`` is not understood, a size is missing, or there are tokens and no tower.
+        ValueError: ``text`` is not understood, or a size is missing.
     """
     settings = _of_example(args, unknown) | dict(given)
     if text is not None:
-        settings["vision"] = parse_tower(text)
-    if tokens is not None:
-        if "vision" not in settings:
-            raise ValueError(
-                "--vision-tokens says how many tokens a vision tower has for each sample: name the "
-                "tower with --vision"
-            )
-        settings["vision_tokens"] = tokens
+        tower = settings["vision"] = parse_tower(text)
+        if "tokens" in tower:
+            settings["vision_tokens"] = tower.pop("tokens")
     if isinstance(settings.get("vision"), Mapping):
         tower_of(settings["vision"], args.hidden_size or 1, 1)
     return settings

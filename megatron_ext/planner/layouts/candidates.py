@@ -1,4 +1,9 @@
-"""Schedules with layouts, made better and compared."""
+"""Schedules with layouts, made better and compared.
+
+Simulating every layout of every schedule would take hours. So each schedule begins with Megatron's
+own layout or a balanced one. The layouts of the best few placements are improved by simulation, and
+the best of these are evaluated as they would run.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +32,18 @@ from megatron_ext.planner.layouts.work import LONG_STEP, STEADY, Evaluated, Work
 from megatron_ext.planner.limits import least_step
 from megatron_ext.schedule.placement import Placement, is_line_or_v
 
-_PLACEMENTS = 3  # whose layouts are made better: those where a step takes least before
-_EXACTLY = 2  # of those, which are simulated as they would run
-_NEAR = 0.02  # of a step: what a search may well make up for
-_NEARLY = 1.05  # of what fits
-_TIGHTER = 0.98  # of what fits, where an estimate was too low
-_ROOMY = 0.9  # of what fits: memory holds nothing back
-_PLAIN = 0.005  # of a step: what a layout has to gain to be written
-_WORTH = 0.01  # of a step: what a divided vocabulary has to be able to gain
+# Number of placements whose layouts are improved: those with the shortest steps before.
+_PLACEMENTS = 3
+_EXACTLY = 2  # number of improved layouts that are simulated exactly as they would run
+_NEAR = 0.02  # share of a step by which a layout may be slower, as a search may well make up for it
+_NEARLY = 1.05  # factor on the memory limit within which layouts are still improved
+_TIGHTER = 0.98  # factor on the memory limit if an estimate was too low
+_ROOMY = 0.9  # a layout below this share of the memory limit is not slowed by it
+_PLAIN = 0.005  # least gain, as a share of a step, for which a layout is written
+_WORTH = 0.01  # least possible gain, as a share of a step, for which a divided vocabulary is tried
 
-LayoutRule = Callable[[int], Layout]  # the layout of so many stages; raises ValueError
+# Function from the number of stages to their layout; raises ValueError.
+LayoutRule = Callable[[int], Layout]
 Permits = Callable[[str, VocabMethod], None]  # raises ValueError
 
 
@@ -44,7 +51,8 @@ Layouts = Callable[[Placement, StageFigures], list[Layout]]
 
 
 class Candidates:
-    """Schedules, layouts, and recompute of layers, within ``bound`` bytes of a rank.
+    """Candidates of a comparison of layouts: schedules, layouts, and recompute of layers, within
+    ``bound`` bytes of a rank.
 
     Attributes:
         made: all that was evaluated, in the order in which it was.
@@ -85,7 +93,7 @@ class Candidates:
         self.not_permitted: dict[str, str] = {}
 
     def by_rule(self, specs: Iterable[str]) -> list[Evaluated]:
-        """Return the best of ``specs`` with Megatron's own layouts."""
+        """Return the best of the schedules ``specs`` with Megatron's own layouts."""
         starts = [self._start([spec], self._by_rule, self._figures) for spec in specs]
         made = self._exactly([start for start in starts if start], 1)
         self._tell(made)
@@ -94,8 +102,8 @@ class Candidates:
     def by_layout(
         self, ladders: Iterable[Sequence[str]], known: Sequence[Evaluated]
     ) -> list[Evaluated]:
-        """Return the best with any layout, shortest first. The layouts of ``known`` candidates are
-        among those that are improved.
+        """Return the best schedules with any layout, shortest step first. The layouts of ``known``
+        candidates are among those that are improved.
 
         Args:
             ladders: schedules of one placement each, from those that hold most to those that hold
@@ -175,8 +183,8 @@ class Candidates:
         )
 
     def _worth_more(self, made: Sequence[Evaluated]) -> list[Evaluated]:
-        """Return those of ``made`` that are about as good as the first; if searches take long, only
-        the one with the fewest stages."""
+        """Return those of ``made`` candidates that are about as good as the first; if searches take
+        long, only the one with the fewest stages."""
         near = [
             candidate for candidate in made if candidate.seconds <= (1 + _NEAR) * made[0].seconds
         ]
@@ -190,7 +198,7 @@ class Candidates:
             return []
         try:
             return [self._rule(placement.stages)]
-        except ValueError:  # layers do not divide so
+        except ValueError:  # the number of layers is not divisible
             return []
 
     def _divided(self, spec: str, recompute: LayerRecompute, best: float) -> list[Evaluated]:
@@ -260,7 +268,7 @@ class Candidates:
         return min(made, key=_about, default=None)
 
     def _timed(self, spec: str, layout: Layout, figures: StageFigures) -> Timed:
-        """Return the order of passes of ``spec`` with ``layout``."""
+        """Return the order of passes of the schedule ``spec`` with ``layout``, with its times."""
         if spec in self._orders:
             return self._orders[spec].by(figures)
         timed = Timed(spec, layout, figures, self._bound)
@@ -279,7 +287,7 @@ class Candidates:
 
     def _descended(self, start: Start, share: float = 1.0) -> Start:
         """Return ``start`` with layers moved, or with Megatron's own layout if that is about as
-        good, within a ``share`` of the bound."""
+        good, within a ``share`` of the memory bound."""
 
         @cache
         def in_share(timed: Timed) -> Timed:
@@ -295,18 +303,18 @@ class Candidates:
                 of_plain = make(plain).best_of([plain])
                 if of_plain.fits and of_plain.seconds < (1 + _PLAIN) * made.seconds:
                     return of_plain
-        except ValueError:  # of an order for another layout
+        except ValueError:  # the order was made for another layout
             return start
         return made
 
     def _exactly(self, starts: Sequence[Start], number: int) -> list[Evaluated]:
-        """Return so many of ``starts``, those that take least, evaluated as they would run."""
+        """Return the fastest of ``starts``, ``number`` of them, evaluated as they would run."""
         made: list[Evaluated] = []
         for start in sorted(starts, key=_about):
             if not start.fits or len(made) == number or self._is_far(start, made):
                 break
             of_start = self._of_start(start)
-            if not of_start:  # messages hold more than is estimated
+            if not of_start:  # messages take more memory than was estimated
                 tighter = self._descended(start, _TIGHTER)
                 if tighter.fits:
                     of_start = self._of_start(tighter)
@@ -329,7 +337,7 @@ class Candidates:
         search: bool | None = None,
         better_than: float = inf,
     ) -> list[Evaluated]:
-        """Return the evaluated ones of ``wanted``, as far as they can be made.
+        """Return the evaluated candidates of ``wanted``, except those that cannot be made.
 
         Args:
             search: None: as in `compare_layouts`.
@@ -399,7 +407,7 @@ def _settings(made: Evaluated) -> int:
 
 
 def _least_work(figures: StageFigures) -> float:
-    """Return the seconds of a microbatch in all layers."""
+    """Return the least seconds of a microbatch in all layers."""
     layers = len(figures.work.model.layers)
     return sum(float(busy(figures.piece(n, n + 1))) for n in range(layers))
 

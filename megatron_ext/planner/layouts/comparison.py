@@ -20,13 +20,13 @@ from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.planner.planning_time import LAYOUTS, until_end
 
 _MOST_CHUNKS = 8
-_LOOPS = 3  # numbers of chunks that are tried with ours: the fastest for stock's schedule
+_LOOPS = 3  # numbers of chunks that are tried with our schedules: the fastest for stock's
 
 
 @dataclass(frozen=True)
 class LayoutComparison:
-    """The launch, and the best results if more and more of it may change. Each is the one before if
-    nothing better is found.
+    """Comparison of a launch with the best results if more and more of it may change. A result is
+    the one before if nothing better is found.
 
     Attributes:
         baseline: the unchanged launch.
@@ -50,7 +50,7 @@ class LayoutComparison:
 
     @property
     def others(self) -> dict[str, Evaluated]:
-        """All results but the launch itself, by their names."""
+        """All results except the launch itself, by their names."""
         return {
             "chunks": self.chunks,
             "stock": self.stock,
@@ -65,7 +65,7 @@ class LayoutComparison:
 
 
 def permit_all(spec: str, method: VocabMethod) -> None:
-    """Permit all schedules: raise no error (`Permits`)."""
+    """Permit every schedule: raise no error (`Permits`)."""
 
 
 def compare_layouts(
@@ -127,7 +127,7 @@ def compare_layouts(
 
 def _best_by_rule(candidates: Candidates, specs: Sequence[str], baseline: Evaluated) -> Evaluated:
     """Return the best of ``baseline`` and the schedules ``specs`` with Megatron's own layouts."""
-    # What was evaluated is in `made`.
+    # The call keeps what it has evaluated in `made`.
     until_end(partial(candidates.by_rule, specs), None, LAYOUTS)
     return _best(baseline, *candidates.made)
 
@@ -155,12 +155,13 @@ def _best_by_layout(
 
 
 def _best(first: Evaluated, *others: Evaluated) -> Evaluated:
-    """Return the one that takes least; of equals, the first."""
+    """Return the result with the shortest step; of equals, the first."""
     return min([first, *others], key=lambda made: made.seconds)
 
 
 def _with_chunks(name: str, work: Work, baseline: Evaluated) -> list[str]:
-    """Return the family ``name`` with each number of chunks that ``work`` has layers for."""
+    """Return the specs of the family ``name`` with each number of chunks for which ``work`` has
+    layers."""
     layers = len(work.model.layers)
     on_rank = layers // work.ranks
     even = (chunks for chunks in range(2, on_rank + 1) if on_rank % chunks == 0)
@@ -168,19 +169,19 @@ def _with_chunks(name: str, work: Work, baseline: Evaluated) -> list[str]:
     return [
         with_option(name, "vpp", chunks)
         for chunks in sorted(numbers)
-        if chunks > 1 and chunks * work.ranks <= layers + 1  # the last stage may have none
+        if chunks > 1 and chunks * work.ranks <= layers + 1  # the last stage may have no layers
     ]
 
 
-# The schedules of a placement that take no search, from that which holds most to that which holds
-# least. Where two hold as much, the one that takes less time.
+# Schedules of a placement that take no search, from the most memory to the least. Of two with equal
+# memory the one with the shorter step.
 _ON_LINE = ("zb-2p", "zb-1p")
 _ON_V = ("zb-v", "v-half")
 _ON_LOOP = ("interleaved-zb", "gis", "gis-h")
 
 
 def _ladders(work: Work, loops: Sequence[str]) -> list[list[str]]:
-    """Return our schedules, those of a placement together.
+    """Return our schedules without a search in groups, each of one placement.
 
     Args:
         loops: Megatron's schedules on loops, fastest first.

@@ -1,4 +1,8 @@
-"""Layouts improved for a schedule, layer by layer, by simulation."""
+"""Layouts improved for a schedule, layer by layer, by simulation.
+
+Balanced stages are not always the fastest: a rank that waits anyway can take more layers. Starting
+from a balanced layout, layers are moved between stages as long as a simulated step gets shorter.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +28,21 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
-_TOO_FULL = 1e12  # seconds, that no step takes
-_ORDERS = 3  # how often a schedule is made for the layout that is best for the one before
-_STEPS = 24  # moves under one order, at the most
-_TIMED = 160  # of all moves, those that promise most
-_TOGETHER = 10  # of those, each two at once too
+_TOO_FULL = 1e12  # seconds of a step that does not fit; no real step takes as long
+# Number of times that a schedule is made for the layout that was best for the one before.
+_ORDERS = 3
+_STEPS = 24  # most moves of layers under one order
+_TIMED = 160  # number of all moves that are simulated: the most promising ones
+_TOGETHER = 10  # number of simulated moves that are also tried two at a time
 _AT_ONCE = 64  # layouts
-_PERIODS = 3  # microbatches a rank, of a step that tells of a longer one
+_PERIODS = 3  # microbatches a rank of a short step that stands for a longer one
 _BETTER = 1 - 1e-6
-_OF_OTHERS = 1e-4  # what all ranks do counts beside the step
+_OF_OTHERS = 1e-4  # Weight of the sum of all ranks' work relative to the length of the step
 
 
 @dataclass(frozen=True)
 class Start:
-    """A schedule with a layout.
+    """Schedule with the layout from which a descent starts.
 
     Attributes:
         figures: of stages, with their recompute.
@@ -57,7 +62,7 @@ class Start:
 
 
 class Timed:
-    """The order of passes that a schedule has with one layout, to time other layouts by.
+    """Order of passes that a schedule has with one layout, by which other layouts are timed.
 
     Attributes:
         schedule: of a step that is short enough, with overlapped passes if these are requested.
@@ -87,20 +92,20 @@ class Timed:
         self._order = Order(self.schedule, problem.costs, problem.executor)
 
     def in_less(self, share: float) -> Timed:
-        """Return the same order, with a ``share`` of the memory."""
+        """Return the same order within a ``share`` of the memory."""
         other = copy.copy(self)
         other._allowed_bytes = self._allowed_bytes and share * self._allowed_bytes
         return other
 
     def by(self, figures: StageFigures) -> Timed:
-        """Return the same order, by other figures."""
+        """Return the same order, timed by other figures of stages."""
         other = copy.copy(self)
         other._figures = figures
         return other
 
     def best_of(self, layouts: Sequence[Layout]) -> Start:
-        """Return the one of ``layouts`` whose step is the shortest, of those that fit if any
-        fits."""
+        """Return the one of ``layouts`` with the shortest step among those that fit, or among all
+        if none fits."""
         counts = np.array([layout.layers for layout in layouts], dtype=np.int64)
         seconds, fullest = self._figured(counts)
         score = np.where(fullest > 1, _TOO_FULL * fullest, seconds)
@@ -133,7 +138,7 @@ class Timed:
 
     def _scores(self, counts: Counts) -> Floats:
         """Return the seconds of a step by layout, plus a little of the work of other ranks, so that
-        of equal ranks one after the other gets less."""
+        moves that help one of several equal ranks count."""
         firsts = range(0, len(counts), _AT_ONCE)
         parts = [self._figured(counts[n : n + _AT_ONCE]) for n in firsts]
         scores = [np.where(fullest > 1, _TOO_FULL * fullest, secs) for secs, fullest in parts]
@@ -148,7 +153,7 @@ class Timed:
         return np.asarray(self._order.rank_bytes(self._of(counts)).max(axis=1))
 
     def _of(self, counts: Counts) -> Floats:
-        """Return the figures of stages, by layout."""
+        """Return the figures of stages by layout."""
         return self._figures.of(counts, self._placement)
 
     def _figured(self, counts: Counts) -> tuple[Floats, Floats]:
@@ -164,8 +169,8 @@ class Timed:
         return seconds, self.fullest_bytes(counts) / self._allowed_bytes
 
     def _promising(self, moved: Counts, *, is_over: bool) -> Counts:
-        """Return the layouts of ``moved`` whose ranks have least work, or hold least if a rank
-        holds too much."""
+        """Return the layouts of ``moved`` whose ranks have the least work, or the least memory if a
+        rank is too full."""
         if len(moved) <= _TIMED:
             return moved
         if is_over:
@@ -186,20 +191,20 @@ def _ordered(resolved: ResolvedSpec, problem: Problem, limit: MemoryLimit | None
     except ValueError:
         within = problem
         passes = resolved.build(within)
-    with contextlib.suppress(ValueError):  # no two can run as one
+    with contextlib.suppress(ValueError):  # without two passes that can overlap there is no overlap
         return with_pairs(passes, within if entry_of(resolved.spec).traits.uses_costs else problem)
     return passes
 
 
 def _both(counts: Counts, moved: Counts) -> Counts:
-    """Return each two of the moves from ``counts`` to ``moved``, made at once."""
+    """Return each two of the moves from ``counts`` to ``moved``, made together."""
     pairs = [a + b - counts for a, b in combinations(moved, 2)]
     pairs = [joint for joint in pairs if is_layout(joint)]
     return np.array(pairs, dtype=np.int64).reshape(len(pairs), len(counts))
 
 
 def descend(make: Callable[[Layout], Timed], start: Layout, task: Task) -> Start:
-    """``start`` made better.
+    """Return ``start`` with layers moved one by one until no move makes its step shorter.
 
     Args:
         make: the order that the schedule has with a layout, which is the same one where costs do

@@ -1,4 +1,8 @@
-"""Work of a model that is described, with estimated costs."""
+"""Work of a model that is described, with estimated costs.
+
+`layouts` compares what any stage of the model would cost. Here the cost model answers for a
+described model.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ def estimated_work(
     limit: MemoryLimit | None = None,
     steps_overlap: bool = False,
 ) -> Work:
-    """Return the work of ``model`` on so many pipeline ``ranks``. Arguments as of `Training`."""
+    """Return the work of ``model`` on pipeline ``ranks``. Arguments are those of `Training`."""
 
     def bytes_of(
         stages: Sequence[Stage], placement: Placement, vocabulary: VocabularyParallel

@@ -1,4 +1,8 @@
-"""Work of equal layers whose costs are given, for any layout."""
+"""Work of equal layers whose costs are given, for any layout.
+
+If a user gives costs in place of a model, single layers are known only if all are equal: each then
+has its share of the layers' costs, and embedding, output layer and encoder stay where they are.
+"""
 
 from __future__ import annotations
 

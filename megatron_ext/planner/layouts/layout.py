@@ -1,4 +1,8 @@
-"""Layouts: the layers of each stage, as data and as Megatron's arguments write them."""
+"""Layouts: the layers of each stage, as data and as Megatron's arguments write them.
+
+A layout is only the number of layers of each stage. Megatron has several texts for it, of which the
+shortest is written: the layers of the two ends, or all stages, or the pattern of a hybrid model.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ from itertools import groupby, islice
 from megatron_ext.cost_model.model import Model, Stage, stages_of
 
 _SEGMENT_END = "|"
-_BEFORE_DEPTHS = "/"  # of multi-token prediction, in a hybrid model's pattern
+# Separates the main layers from those of multi-token prediction in a hybrid model's pattern.
+_BEFORE_DEPTHS = "/"
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Layout:
         return len(set(self.layers)) == 1
 
     def of(self, model: Model) -> tuple[Stage, ...]:
-        """Return the part of ``model`` on each stage."""
+        """Return the layers of ``model`` on each stage of the layout."""
         return stages_of(model, self.layers, self.depths or None)
 
     def text(self, depths: int = 0) -> str:
@@ -56,7 +61,7 @@ class Layout:
         return text + last
 
     def cut(self, pattern: str) -> str:
-        """Return a hybrid model's ``pattern`` with the ends of these stages: ``M*|M-`` of
+        """Return a hybrid model's ``pattern`` with marks at the ends of these stages: ``M*|M-`` of
         ``M*M-``."""
         main, slash, depths = pattern.partition(_BEFORE_DEPTHS)
         left = iter(main.replace(_SEGMENT_END, ""))
@@ -65,8 +70,8 @@ class Layout:
 
     @property
     def ends(self) -> tuple[int, int] | None:
-        """The layers of the first and of the last stage, if all others have the same number, so
-        that these two say all; None if they do not."""
+        """Layers of the first and of the last stage, if all other stages have the same number, so
+        that these two describe the layout; None otherwise."""
         first, *between, last = self.layers
         return (first, last) if len(set(between)) == 1 else None
 

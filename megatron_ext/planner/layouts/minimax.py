@@ -1,4 +1,9 @@
-"""Layouts that are balanced, without any simulation."""
+"""Layouts that are balanced, without any simulation.
+
+A simulation for each layout would be too slow, as there are millions. The slowest stage, or the
+slowest rank, bounds a step from below and is found by dynamic programming; such layouts are where a
+search by simulation begins.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,8 @@ from megatron_ext.planner.layouts.stage_figures import Counts, End, Figure, Stag
 from megatron_ext.schedule.action_arrays import Floats
 from megatron_ext.schedule.placement import Placement
 
-_STEPS = 64  # moves of a layer, at the most
-_OF_OTHERS = 0.01  # of what all ranks do counts beside the one that takes longest
+_STEPS = 64  # most moves of one layer
+_OF_OTHERS = 0.01  # Weight of the sum of all ranks' work relative to the work of the slowest one
 _SAME = 1e-9
 
 
@@ -41,7 +46,8 @@ def least_slowest_stage(
     starts, ends = np.ogrid[: layers + 1, : layers + 1]
     work = np.where(ends > starts, of_stage + upto[ends] - upto[starts], np.inf)
     of_last = of_stage + upto[-1] - upto + last
-    if figures.separates_prediction:  # the last stage with layers is the one before the loss's
+    # The last stage with layers comes right before the stage with the loss.
+    if figures.separates_prediction:
         loss = float(busy(figures.piece(layers, layers, behind=End.LOSS)))
         of_last = np.where(np.arange(layers + 1) == layers, loss, np.inf)
         parts = [work[0] + first, *[work] * (placement.stages - 3), work + last, of_last]
@@ -51,15 +57,15 @@ def least_slowest_stage(
     if slowness is not None:
         parts = [part * slower for part, slower in zip(parts, slowness, strict=True)]
     least, _ = _partition(parts, np.maximum)
-    # Of all with that, the one where the others are most alike.
+    # Several partitions may have that least maximum: the one whose parts are most alike is chosen.
     squares = [np.where(part <= least * (1 + _SAME), part**2, np.inf) for part in parts]
     _, counts = _partition(squares, np.add)
     return figures.layout(counts)
 
 
 def _partition(parts: Sequence[Floats], joined: np.ufunc) -> tuple[float, tuple[int, ...]]:
-    """Return the least that ``joined`` makes of the times of stages, and the layers that each stage
-    then has.
+    """Return the least value that ``joined`` makes of the times of stages, and the layers of each
+    stage with that value.
 
     Args:
         parts: the times by stage: of the first by where it ends, of those between by where they
@@ -115,12 +121,12 @@ def moves(counts: Counts) -> Counts:
 
 
 def is_layout(counts: Counts) -> bool:
-    """Return whether each stage has a layer, the last one perhaps none."""
+    """Return whether each stage has a layer; only the last one may have none."""
     return bool((counts >= _least(len(counts))).all())
 
 
 def _least(stages: int) -> Counts:
-    """Return the least number of layers of each stage."""
+    """Return the least number of layers that each stage must have."""
     least = np.ones(stages, dtype=np.int64)
     least[-1] = 0
     return least
@@ -137,8 +143,8 @@ def least_seconds(
 def _scores(
     counts: Counts, placement: Placement, microbatches: int, figures: StageFigures
 ) -> Floats:
-    """Return `least_seconds`, plus a little of the work of other ranks, so that of equal ranks one
-    after the other gets less."""
+    """Return `least_seconds`, plus a little of the work of other ranks, so that moves that help one
+    of several equal ranks count."""
     by_rank = _by_rank(counts, placement, microbatches, figures)
     others = np.sqrt((by_rank**2).mean(axis=1))
     return np.asarray(by_rank.max(axis=1) + _OF_OTHERS * others)

@@ -27,10 +27,10 @@ from megatron_ext.schedule.stock_executor import StockExecutor
 _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
 _CODES = np.array([_KINDS.index(kind) if kind in _KINDS else -1 for kind in KINDS])
 _INPUT, _FULL = KINDS.index(Kind.BACKWARD_INPUT), KINDS.index(Kind.FULL_BACKWARD)
-_RIGHT_BEHIND = len(_KINDS)  # a weight gradient whose input gradient came just before
+_RIGHT_BEHIND = len(_KINDS)  # code of a weight gradient that runs right after its input gradient
 _PER_STAGE = len(_KINDS) + 1
-# Of a step with passes in pairs that tells of a longer one: how many microbatches a rank it has,
-# and which of these are in the middle, where all that runs in pairs does.
+# A short step with overlapped passes that stands for a longer one: its microbatches a rank, and
+# which of these are in the middle, where all overlapped passes occur.
 PERIODS_IN_PAIRS = 5
 _MIDDLE_IN_PAIRS = (2, 3)
 _MIDDLE = (0, 1)
@@ -60,15 +60,15 @@ class Order:
         self._codes = of_nodes[self._times.order]
         self._seconds = places[second], codes[second]
         self._pairs, self._places_of_pairs = _paired_stages(schedule)
-        # In pairs a rank's work is not the sum of its passes'.
+        # With overlapped passes a rank's work is not the sum of its passes.
         self._shares = None if self._pairs else _shares_of_ranks(schedule, codes)
         middle = _MIDDLE_IN_PAIRS if self._pairs else _MIDDLE
         microbatches = [k * self._placement.ranks for k in middle]
         self._final_passes = places[_final_passes(schedule.arrays, microbatches)]
 
     def seconds(self, of_stages: StageFigures, counts: Counts, more: int = 0) -> Floats:
-        """Return the seconds of a step, by layout, with so many ``more`` microbatches, each of
-        which takes as long as one in the middle.
+        """Return the seconds of a step by layout, with ``more`` microbatches, each of which takes
+        as long as one in the middle.
 
         Args:
             counts: layers of each stage, by layout.
@@ -94,7 +94,7 @@ class Order:
         return np.asarray(makespans + more * by_microbatch)
 
     def rank_bytes(self, figures: Floats) -> Floats:
-        """Return the bytes of each rank at its peak, by layout and rank."""
+        """Return the peak bytes of each rank by layout and rank."""
         peaks = []
         for held, stages in zip(self._held, self._placement.stages_of, strict=True):
             of_rank = figures[:, list(stages)]
@@ -116,7 +116,8 @@ def _codes(arrays: ActionArrays) -> NDArray[np.intp]:
 
 
 def _paired_stages(schedule: Schedule) -> tuple[list[PairedStages], NDArray[np.intp]]:
-    """Return the stages of overlapped passes, and for each such pair the place of its own."""
+    """Return the stages of overlapped passes, and for each overlapped pass the position of its own
+    stages among these."""
     arrays = schedule.arrays
     back = [arrays.stage_kinds[code] for code in arrays.stage_kind[schedule.paired + 1].tolist()]
     forwards = arrays.stage[schedule.paired].tolist()
@@ -150,12 +151,13 @@ def _share_in_flight(placement: Placement) -> float:
 
 
 def _no_time(placement: Placement) -> int:
-    """Return the code of nodes that take no time: it follows those of all passes."""
+    """Return the code of nodes that take no time, which follows those of all passes."""
     return placement.stages * _PER_STAGE
 
 
 def _seconds_of_passes(figures: Floats) -> Floats:
-    """Return the seconds by stage and kind of pass, and of what takes no time, by layout."""
+    """Return the seconds by stage and kind of pass, with a last entry for nodes that take no time,
+    by layout."""
     forward, inputs, weights, saving = (
         figures[..., figure]
         for figure in (Figure.FORWARD, Figure.INPUT, Figure.WEIGHT, Figure.FUSED_BACKWARD_SAVING)
@@ -194,7 +196,8 @@ def _held_by(row: Sequence[Action], stages: Sequence[int]) -> Floats:
 
 
 def _largest(moments: Floats) -> Floats:
-    """Return the ``moments`` that no other moment exceeds in everything."""
+    """Return the ``moments`` of peak memory that no other moment exceeds in every kind of
+    memory."""
     kept: list[Floats] = []
     for moment in moments[np.argsort(-moments.sum(axis=1), kind="stable")]:
         if not kept or not (np.stack(kept) >= moment).all(axis=1).any():

@@ -1,4 +1,8 @@
-"""Time of experts' messages that overlapped passes hide, looked up for many layouts."""
+"""Time of experts' messages that overlapped passes hide, looked up for many layouts.
+
+How much a pair of passes saves depends on the layers of both stages. Each two stages are computed
+once.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,13 @@ from megatron_ext.planner.layouts.work import Work
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import line
 
-PairedStages = tuple[int, int, Kind]  # of F, of the backward pass, and its kind
+# Stage of F, stage of the backward pass, and the kind of that pass.
+PairedStages = tuple[int, int, Kind]
 
 
 class OverlapSaving:
-    """Hidden time under ``work``, by the numbers of ``stages``, to which more may be added."""
+    """Time hidden by overlapped passes under ``work``, by the numbers of ``stages``, to which more
+    may be added."""
 
     def __init__(self, work: Work, stages: Sequence[Stage]) -> None:
         self._work, self._stages = work, stages
@@ -26,7 +32,7 @@ class OverlapSaving:
     def by_layout(
         self, pairs: Sequence[PairedStages], numbers: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return the seconds, by pair of stages and layout.
+        """Return the seconds that overlapped passes hide, by their two stages and layout.
 
         Args:
             numbers: of stages, by layout and stage.

@@ -1,4 +1,9 @@
-"""Megatron's own recompute of layers (``--recompute-*``): a launch's settings and alternatives."""
+"""Megatron's own recompute of layers (``--recompute-*``): a launch's settings and alternatives.
+
+Which layers a rank can afford to store depends on the layout, so both are chosen together. The
+alternatives are those that Megatron's flags can express and that the model's cost estimate tells
+apart.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,8 @@ _MODULES = (
     *("core_attn", "layernorm", "mla_up_proj", "mlp"),
     *("moe_act", "shared_experts", "moe"),
 )
-_INSIDE = {"moe": ("moe_act", "shared_experts")}  # modules whose parts are recomputed with them
+# Modules that contain others, which are recomputed with them.
+_INSIDE = {"moe": ("moe_act", "shared_experts")}
 # A module is ignored if recompute of it frees a smaller share of the activation bytes that are
 # stored from the forward pass to the backward pass.
 _LEAST_FREED = 0.01
@@ -26,7 +32,7 @@ _LEAST_FREED = 0.01
 
 @dataclass(frozen=True)
 class LayerRecompute:
-    """Recompute settings; the attribute ``x`` is Megatron's argument ``recompute_x``.
+    """Recompute settings of Megatron; the attribute ``x`` is its argument ``recompute_x``.
 
     Attributes:
         granularity: ``full``, ``selective``, or "" for no recompute.
@@ -49,7 +55,7 @@ class LayerRecompute:
         return cls(SELECTIVE, _in_order(modules)) if modules else NO_RECOMPUTE
 
     def __str__(self) -> str:
-        """Return a short name for tables, such as ``full, 2 a stage``."""
+        """Return a short name of the recompute settings for tables, such as ``full, 2 a stage``."""
         if self.granularity == SELECTIVE:
             return " ".join(self.modules)
         if self.method == "block":
@@ -58,7 +64,7 @@ class LayerRecompute:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Values of Megatron's arguments, by their names."""
+        """Values of Megatron's arguments for recompute, by their names."""
         return {
             "recompute_granularity": self.granularity or None,
             "recompute_modules": list(self.modules) or None,
@@ -110,7 +116,8 @@ def recompute_options(
             if each of them is permitted.
     """
     given = LayerRecompute.of(execution)
-    # Uniform recompute of a launch already recomputes all layers, whatever the size of its groups.
+    # A launch with uniform recompute already recomputes all layers, whatever the size of its
+    # groups.
     of_all_layers = [] if given.method == "uniform" else [_ALL]
     tried = [
         *filter(permits, [NO_RECOMPUTE]),
@@ -140,13 +147,14 @@ def _selective(
     stage = Stage(model.layers, depths=model.mtp_num_layers)
 
     def figures(option: LayerRecompute) -> tuple[float, float]:
-        """Return seconds, and bytes stored from the forward to the backward pass."""
+        """Return seconds of a layer, and its bytes stored from the forward to the backward pass."""
         run = option.in_execution(execution)
         held, _ = held_of_stage(model, stage, run)
         return sum(seconds_of_layers(model, stage, run, rates).totals), held
 
     seconds, stored = figures(NO_RECOMPUTE)
-    prices: dict[str, float] = {}  # more seconds for each byte that is freed
+    # Additional seconds for each byte that the module's recompute frees.
+    prices: dict[str, float] = {}
     for module in _MODULES:
         option = LayerRecompute(SELECTIVE, (module,))
         longer, still_stored = figures(option)

@@ -1,4 +1,8 @@
-"""Figures of any part of a model's layers as a stage, looked up for many layouts at once."""
+"""Figures of any part of a model's layers as a stage, looked up for many layouts at once.
+
+Layouts of one model have the same stages over and over: some layers from here to there. The seconds
+and bytes of each such part are computed once, and a layout is a row of numbers into that table.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +25,37 @@ from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.rank_speeds import slowness_of
 
-Counts = NDArray[np.int64]  # layers of each stage; by layout where there are several
+Counts = NDArray[np.int64]  # numbers of layers: shape (stages), or (layouts, stages)
 
-_NEVER = 1e9  # seconds of a stage that Megatron does not build
+_NEVER = 1e9  # seconds of a stage that Megatron does not build, which rule it out
 
 
 class End(IntEnum):
     """Parts of the model behind the layers of a stage."""
 
     NOTHING = 0
-    LOSS = 1  # the output layer with the loss, with multi-token prediction unless that has a stage
+    # The last stage with the output layer and loss, and with multi-token prediction unless that has
+    # its own stage.
+    LOSS = 1
     PREDICTION = 2  # multi-token prediction on another stage than the loss
 
 
 class Figure(IntEnum):
-    """Figure of a microbatch on a stage: seconds, then bytes."""
+    """Figures of a microbatch on a stage: seconds, then bytes."""
 
     FORWARD = 0
     INPUT = 1
     WEIGHT = 2
-    FUSED_BACKWARD_SAVING = 3  # where the weight gradient comes right behind the input gradient
+    # Seconds saved if the weight gradient runs right after the input gradient.
+    FUSED_BACKWARD_SAVING = 3
     ACTIVATION = 4  # held from F to I
     LEFT = 5  # held from I to W
-    MODEL = 6  # of parameters, gradients and optimizer states
-    BESIDES = 7  # of temporary tensors and CUDA's context: once on a rank, the most of its stages
+    MODEL = 6  # bytes of parameters, gradients and optimizer states
+    # Bytes of temporary tensors and CUDA's context: a rank needs the largest figure of its stages.
+    BESIDES = 7
 
 
-_SECONDS = Figure.FUSED_BACKWARD_SAVING + 1  # so many figures are seconds
+_SECONDS = Figure.FUSED_BACKWARD_SAVING + 1  # number of figures that are seconds
 
 
 class StageFigures:
@@ -73,7 +81,7 @@ class StageFigures:
         self.separates_prediction = separates_prediction
         self._is_after_overlap = is_after_overlap
         size = len(work.model.layers) + 1
-        # The row of a stage by whether it is the first, by its end, and by the layers between.
+        # Row of a stage's figures by whether it is the first, by its end, and by its layers.
         self._rows = np.full((2, len(End), size, size), -1, dtype=np.int64)
         self._row_of: dict[Stage, int] = {}
         self._stages: list[Stage] = []
@@ -81,9 +89,9 @@ class StageFigures:
         self._table = np.empty((0, len(Figure)))
 
     def of(self, counts: Counts, placement: Placement) -> Floats:
-        """Return the figures by layout, stage and `Figure`, at the speeds of the ranks that hold
-        the stages by ``placement``."""
-        rows = self.rows(counts)  # which may make some
+        """Return the figures of stages by layout, stage and `Figure`, at the speeds of the ranks
+        that hold the stages by ``placement``."""
+        rows = self.rows(counts)  # the call may add rows
         figures = np.asarray(self._table[rows])
         slowness = self.slowness(placement)
         if slowness is not None:
@@ -114,7 +122,8 @@ class StageFigures:
 
     @cached_property
     def after_overlap(self) -> StageFigures:
-        """Figures to balance layers by: the same, or with the time that overlapped passes hide."""
+        """Figures by which layers are balanced: the same ones, or less the time that overlapped
+        passes hide."""
         if not self.work.pairs:
             return self
         return StageFigures(
@@ -139,8 +148,8 @@ class StageFigures:
     def piece(
         self, start: int, end: int, *, is_first: bool = False, behind: End = End.NOTHING
     ) -> Floats:
-        """Return the figures of one stage with the layers from ``start`` to before ``end``, and
-        what is ``behind`` them."""
+        """Return the figures of a stage with the layers from ``start`` to before ``end``, and with
+        the parts ``behind`` them."""
         key = int(is_first), int(behind), start, end
         if self._rows[key] < 0:
             self._rows[key] = self._row(*key)
@@ -166,11 +175,12 @@ class StageFigures:
         return self._row_of[stage]
 
     def _figures(self, stage: Stage) -> Floats:
-        companion = Stage(self.work.model.layers[:1])  # costs of nothing at all are none
+        # A second stage is needed, as costs of no layers would be zero.
+        companion = Stage(self.work.model.layers[:1])
         figures = figures_of_stage(self.work.costs_of((companion, stage), line(2), 1), 1, stage)
         if self._is_after_overlap:
             figures[Figure.WEIGHT] -= self.overlap_saving.with_itself(stage)
-        # A pipeline of one rank would have no communicator.
+        # The second stage gives the pipeline a communicator, which a pipeline of one rank lacks.
         stages = (stage,) if self.work.ranks == 1 else (companion, stage)
         *_, of_model = self.work.bytes_of(stages, line(len(stages)), VocabularyParallel.NONE)
         figures[Figure.MODEL] = of_model.stored

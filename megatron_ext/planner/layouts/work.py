@@ -1,4 +1,9 @@
-"""A training whose layout and schedule are open, and the time of a step if both are given."""
+"""A training whose layout and schedule are open, and the time of a step if both are given.
+
+A layout search must not know whether its costs are estimated, measured or given. `Work` has what it
+needs: the problem for any schedule and layout, and the figures of any stage. `evaluate` turns both
+into a simulated step.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,7 @@ BytesOf = Callable[[Sequence[Stage], Placement, VocabularyParallel], Sequence[Mo
 
 @dataclass(frozen=True)
 class Work:
-    """A training on pipeline ranks.
+    """Training on pipeline ranks whose layers may be placed on stages in different ways.
 
     Attributes:
         ranks: number of pipeline ranks.
@@ -99,7 +104,7 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """A schedule with a layout, simulated. Results are compared by identity.
+    """Simulated step of a schedule with a layout. Results are compared by identity.
 
     Attributes:
         seconds: seconds of a step: its passes, and the time outside them.
@@ -121,13 +126,13 @@ class Evaluated:
 
     @property
     def rank_bytes(self) -> tuple[float, ...]:
-        """Bytes of each rank at its peak; () if not known."""
+        """Peak bytes of each rank; () if not known."""
         memory = self.candidate.memory
         return () if memory is None else tuple(rank.total for rank in memory)
 
     @property
     def fullest(self) -> float:
-        """Bytes of the rank that holds most; 0 if not known."""
+        """Bytes of the rank that stores most; 0 if not known."""
         return max(self.rank_bytes, default=0.0)
 
 
@@ -167,7 +172,7 @@ def evaluate(
     return Evaluated(layout, candidate, step + outside, work.recompute)
 
 
-LONG_STEP = 2600  # stages times microbatches; a search takes only seconds up to this size
+LONG_STEP = 2600  # product of stages and microbatches up to which a search takes only seconds
 
 
 def _searched(
@@ -189,7 +194,7 @@ def _searched(
     return consider(variant, method, allowed_bytes, may_offload)
 
 
-STEADY = 5  # microbatches a rank, with which the order of passes has long been repeating itself
+STEADY = 5  # microbatches a rank after which the order of passes has long been repeating itself
 
 
 def _from_shorter(

@@ -1,4 +1,9 @@
-"""A described training job whose parallel sizes are open."""
+"""A described training job whose parallel sizes are open.
+
+What stays the same when sizes change is the model, the GPUs, the global batch, the sequence and the
+precision. Everything else, from the padded vocabulary to the memory that is left, follows from the
+sizes, and is computed for each here.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ from megatron_ext.planner.sizes.sizes import Sizes
 
 @dataclass(frozen=True)
 class SizedJob:
-    """A training job: the same model, GPUs, global batch, sequence and precision for all sizes.
+    """Training job with the same model, GPUs, global batch, sequence and precision for all sizes.
 
     Attributes:
         model: with the vocabulary that it has with the job's own sizes.
@@ -56,19 +61,19 @@ class SizedJob:
     pipeline_inside: bool = False
 
     def microbatches(self, sizes: Sizes) -> int:
-        """Return the microbatches of a step; 0 if batches do not divide."""
+        """Return the microbatches of a step with ``sizes``; 0 if the batch is not divisible."""
         samples = sizes.micro_batch * sizes.data_parallel(self.gpus)
         return 0 if not samples or self.global_batch % samples else self.global_batch // samples
 
     def model_of(self, sizes: Sizes) -> Model:
-        """Return the model, its vocabulary padded for ``sizes``."""
+        """Return the model, with its vocabulary padded for ``sizes``."""
         if self.tokens is None:
             return self.model
         multiple = self.multiple * sizes.tensor
         return replace(self.model, vocabulary=-(-self.tokens // multiple) * multiple)
 
     def execution_of(self, sizes: Sizes, recompute: LayerRecompute) -> Execution:
-        """Return how a rank runs a microbatch."""
+        """Return how a rank executes a microbatch with ``sizes``."""
         return recompute.in_execution(
             replace(
                 self.execution,
@@ -103,8 +108,8 @@ class SizedJob:
         return self.gpus // sizes.pipeline
 
     def memory_of(self, model: Sequence[ModelBytes]) -> float | None:
-        """Return the bytes that a rank may take, where ``model`` are the bytes of each rank; None:
-        unknown."""
+        """Return the bytes that a rank may take, where ``model`` has the model's bytes on each
+        rank; None if unknown."""
         if self.memory is None:
             return None
         lasting = least_lasting(model)

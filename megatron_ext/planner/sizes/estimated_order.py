@@ -39,7 +39,7 @@ _SECONDS = [Figure.FORWARD, Figure.INPUT, Figure.WEIGHT]
 
 @dataclass(frozen=True)
 class Estimated:
-    """A schedule with sizes and recompute.
+    """Estimated step of a schedule with sizes and recompute.
 
     Attributes:
         is_stock: whether Megatron has the schedule itself.
@@ -59,8 +59,8 @@ class Estimated:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Figures of a mean layer, and what the first and the last stage have besides; no pass has the
-    seconds of its launch."""
+    """Figures of a mean layer, and of what the first and the last stage have in addition; no pass
+    includes the seconds of its launch."""
 
     layer: Floats
     first: Floats
@@ -68,7 +68,7 @@ class _Pieces:
 
     @property
     def activation(self) -> float:
-        """Bytes that a microbatch leaves in a mean layer."""
+        """Bytes of a mean layer's activations for a microbatch."""
         return float(self.layer[Figure.ACTIVATION])
 
 
@@ -83,11 +83,11 @@ class Estimator:
     def __init__(self, job: SizedJob) -> None:
         types = Counter(job.model.layers)
         self._job, self._layers = job, sum(types.values())
-        # Its model has each type of layer once.
+        # This model has each type of layer once.
         self._of_types = replace(job, model=replace(job.model, layers=tuple(types)))
         self._shares = np.array([*types.values()]) / self._layers
         self._recompute = sorted(job.recompute, key=amount_of)
-        # Cached here, with the job.
+        # The caches live as long as the job.
         self.pieces = cache(self._pieces)
         self.model_bytes = cache(self._model_bytes)
         self._parts = cache(self._parts_of_model)
@@ -117,8 +117,8 @@ class Estimator:
                 return
 
     def _may_fit(self, sizes: Sizes) -> bool:
-        """Whether a rank has memory for its layers with some recompute, under the schedule that
-        holds least."""
+        """Return whether a rank has memory for its layers with some recompute, under the schedule
+        with the least memory."""
         free = self.left(sizes)
         if free is None:
             return True
@@ -131,7 +131,7 @@ class Estimator:
 
     def left(self, sizes: Sizes) -> float | None:
         """Return the bytes that the model leaves for activations and temporary tensors on the
-        fullest rank; None: unknown."""
+        fullest rank; None if unknown."""
         model = self.model_bytes(sizes)
         allowed_bytes = self._job.memory_of([model])
         return None if allowed_bytes is None else allowed_bytes - model.total
@@ -144,7 +144,8 @@ class Estimator:
         return temporary_bytes(job.model_of(sizes), stage, job.execution_of(sizes, recompute))
 
     def _pieces(self, alone: Sizes, recompute: LayerRecompute) -> _Pieces:
-        """Return the pieces of a stage with the sizes ``alone``, which have no pipeline."""
+        """Return the figures of layers and ends with the sizes ``alone``, which have no
+        pipeline."""
         job = self._of_types
         model, execution = job.model_of(alone), job.execution_of(alone, recompute)
         stages = (
@@ -163,7 +164,8 @@ class Estimator:
     def _model_bytes(self, sizes: Sizes) -> ModelBytes:
         """Return the bytes of the model, without temporary tensors, on the fullest rank."""
         state = self._of_types.state_of(sizes)
-        like = replace(sizes, pipeline=1, context=1, micro_batch=1)  # has the same parameters
+        # A launch of these sizes has the same parameters.
+        like = replace(sizes, pipeline=1, context=1, micro_batch=1)
         layer, first, last = self._parts(like, state)
         ends = first + last if sizes.pipeline == 1 else max(first, last, key=sum)
         context = context_bytes(
@@ -176,8 +178,8 @@ class Estimator:
         return replace(ModelBytes(*(on_rank * layer + ends).tolist()), context=context)
 
     def _parts_of_model(self, sizes: Sizes, state: TrainingState) -> tuple[Floats, Floats, Floats]:
-        """Return the bytes of a mean layer, and what the first and the last stage have besides, in
-        the order of `ModelBytes`."""
+        """Return the model's bytes of a mean layer, and those that the first and the last stage
+        have in addition, in the order of `ModelBytes`."""
         job = self._of_types
         model, execution = job.model_of(sizes), job.execution_of(sizes, self._recompute[0])
 
@@ -201,7 +203,7 @@ def amount_of(recompute: LayerRecompute) -> tuple[bool, int]:
 
 
 class _Sized:
-    """A job with sizes and recompute."""
+    """Training job with fixed sizes and recompute."""
 
     def __init__(
         self, estimator: Estimator, job: SizedJob, sizes: Sizes, recompute: LayerRecompute
@@ -215,7 +217,7 @@ class _Sized:
         near, far = (message / speed for speed in job.rates.to_neighbours)
         share = min(job.stride(sizes) / _NODE, 1.0) if job.gpus > _NODE else 0.0
         self._message = near + share * (far - near)
-        # Seconds of a rank's layers: F, I and W.
+        # Seconds of F, I and W of a rank's layers.
         self._passes: list[float] = (self._layers / self._ranks * self._pieces.layer)[
             _SECONDS
         ].tolist()
@@ -295,7 +297,7 @@ class _Sized:
 @cache
 def least_maximum(layers: int, layer: float, ends: tuple[float, ...], ranks: int) -> float:
     """Return the least time of the slowest of ``ranks`` that share ``layers`` of ``layer`` seconds,
-    if the first ranks have ``ends`` besides."""
+    if the first ranks have ``ends`` in addition."""
     ends = ends[:ranks]
     others = ranks - len(ends)
     candidates = {end + n * layer for end in (*ends, 0.0) for n in range(layers + 1)}

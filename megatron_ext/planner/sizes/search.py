@@ -35,18 +35,18 @@ from megatron_ext.planner.sizes.estimated_order import Estimated, Estimator, amo
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
 from megatron_ext.planner.verdict import is_stock
-from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.slices import Lengths, Slices
 
-SIMULATED = 100  # candidates of which a schedule is simulated
-FIRST = 10  # of these, after which there is a first answer
-_OF_SIZES = 2  # candidates of one kind that the same sizes may have
-_FAR = 1.3  # times the best estimate: what takes longer is not simulated
+SIMULATED = 100  # number of candidates of which a schedule is simulated
+FIRST = 10  # number of simulated candidates after which there is a first answer
+_OF_SIZES = 2  # most candidates of one kind with the same sizes
+_FAR = 1.3  # sizes whose estimate exceeds the best one by this factor are not simulated
 _NODE = 8  # GPUs
 # Shares of the planning time after which simulation, evaluation, layouts, offload with slices, and
 # searches end.
 _SIMULATION, _EVALUATION, _LAYOUTS, _FITTING, _SEARCHES = 0.35, 0.45, 0.7, 0.8, 0.85
-_OFFLOADED = 6  # candidates that do not fit without offload
+_OFFLOADED = 6  # number of candidates that are tried with offload, as they do not fit without it
 _SLICED = ("1f1b", "zb-h1", "zb-v")  # schedules that are compared with slices
 
 
@@ -65,12 +65,13 @@ class SizedWorks:
     permits: Permits = permit_all
 
 
-WorksOf = Callable[[Sizes], SizedWorks]  # raises ValueError if a launch would refuse the sizes
+# Function of the sizes; raises ValueError if a launch would refuse them.
+WorksOf = Callable[[Sizes], SizedWorks]
 
 
 @dataclass(frozen=True)
 class SizedStep:
-    """A step with sizes, schedule, layout and recompute."""
+    """Step of a job with sizes, schedule, layout and recompute."""
 
     sizes: Sizes
     made: Evaluated
@@ -81,26 +82,25 @@ class SizedStep:
 
     @cached_property
     def is_stock(self) -> bool:
-        """Whether Megatron trains so with its own flags."""
+        """Whether Megatron trains this step with its own flags."""
         return is_stock(self.made.candidate)
 
     @property
     def unchecked(self) -> tuple[str, ...]:
         """Parts of the schedule whose estimate no measurement has checked."""
         report = self.made.candidate.report
-        offloads = report.activation_offload is not Offload.NONE
-        is_used = {"offload": offloads, "slices": report.slices > 1}
+        is_used = {"offload": report.offloads, "slices": report.slices > 1}
         return tuple(part for part, used in is_used.items() if used)
 
     def adds_unchecked(self, job: SizedJob) -> bool:
-        """Whether its estimate has parts that no measurement has checked and that ``job`` itself
-        does not have in the same way."""
+        """Return whether the step's estimate has parts that no measurement has checked and that
+        ``job`` itself does not have in the same way."""
         return bool(self.unchecked) or adds_unchecked(job, self.sizes)
 
 
 @dataclass
 class Found:
-    """Results of a search.
+    """Results of a search over sizes.
 
     Attributes:
         steps: all that fit into memory.
@@ -127,7 +127,7 @@ class Found:
 
 @dataclass(frozen=True)
 class CandidateKind:
-    """Kind of candidates, of which one best step is found.
+    """Kind of candidates; the search finds one best step for each kind.
 
     Attributes:
         only_stock: whether only Megatron's schedules count.
@@ -139,19 +139,19 @@ class CandidateKind:
     only_checked: bool
 
     def has(self, sizes: Sizes, *, is_stock: bool) -> bool:
-        """Whether a step with ``sizes`` is of this kind."""
+        """Return whether a step with ``sizes`` is of this kind."""
         if self.only_stock and not is_stock:
             return False
         return not (self.only_checked and adds_unchecked(self.job, sizes))
 
     def has_estimated(self, candidate: Estimated) -> bool:
-        """Whether ``candidate`` is of this kind."""
+        """Return whether ``candidate`` is of this kind."""
         return self.has(candidate.sizes, is_stock=candidate.is_stock)
 
 
 def adds_unchecked(job: SizedJob, sizes: Sizes) -> bool:
-    """Whether the estimate for ``sizes`` has parts that no measurement has checked and that the
-    job's own sizes do not have in the same way: context parallelism, experts across nodes."""
+    """Return whether the estimate for ``sizes`` has parts that no measurement has checked and that
+    the job's own sizes do not have in the same way: context parallelism, experts across nodes."""
     job_sizes = job.sizes
     crosses = sizes.expert > 1 and sizes.expert * sizes.expert_tensor > _NODE
     same_experts = (sizes.expert, sizes.expert_tensor) == (
@@ -162,7 +162,7 @@ def adds_unchecked(job: SizedJob, sizes: Sizes) -> bool:
 
 
 def kinds_of(job: SizedJob) -> list[CandidateKind]:
-    """Return all kinds of candidates, the one that is of all kinds first, that of all last."""
+    """Return all kinds of candidates, the most special one first, that of all candidates last."""
     return [
         CandidateKind(job, only_stock, only_checked)
         for only_checked in (True, False)
@@ -182,7 +182,8 @@ def search_sizes(job: SizedJob, works_of: WorksOf) -> Found:
             until_end(partial(search.simulate, progress), None)
         with within(_EVALUATION):
             until_end(search.evaluate, None)
-        if not search.found.steps:  # the time ended before: what was simulated is an answer
+        # The time ended early, so the best simulated candidate is the answer.
+        if not search.found.steps:
             search.evaluate(1)
     with task("laying out stages of the best sizes"), within(_LAYOUTS):
         until_end(search.lay_out, None)
@@ -209,7 +210,7 @@ class _Search:
         estimator, estimated, shortest = Estimator(self._job), list[Estimated](), inf
         bounds = {sizes: estimator.bound(sizes) for sizes in space(self._job)}
         self.found.compared = len(bounds)
-        # ``shortest``: seconds of the best that is of all kinds
+        # ``shortest`` is the estimated step of the best sizes, in seconds.
         for sizes in sorted(bounds, key=lambda one: (one != self._job.sizes, bounds[one])):
             far = _FAR * shortest
             if bounds[sizes] > far:
@@ -261,8 +262,8 @@ class _Search:
         return list(taken.values())
 
     def _timed(self, candidate: Estimated) -> tuple[Layout, float] | None:
-        """Return the best simple layout of ``candidate`` and its simulated seconds; None if it
-        cannot be, or does not fit."""
+        """Return the best simple layout of ``candidate`` and its simulated seconds; None if it has
+        none, or does not fit."""
         if self._works(candidate.sizes) is None:
             return None
         figures = self._figures_of(candidate)
@@ -292,13 +293,15 @@ class _Search:
         return list(dict.fromkeys(layouts))
 
     def evaluate(self, number: int = 3) -> None:
-        """Evaluate ``number`` of the best candidates of each kind as they would run."""
+        """Evaluate the best candidates of each kind, ``number`` of them, with the exact program
+        that they would run."""
         for candidate, layout, _ in self._finalists(number):
             work = self._work_of(candidate.sizes, candidate.recompute)
             self._evaluate(candidate.sizes, work, candidate.spec, layout)
 
     def _finalists(self, number: int) -> list[tuple[Estimated, Layout, float]]:
-        """Return the ``number`` shortest of each kind, and of the job's own sizes."""
+        """Return the ``number`` candidates with the shortest steps of each kind, and of the job's
+        own sizes."""
         ordered = sorted(self._simulated, key=lambda one: one[2])
         kinds = [
             *([one for one in ordered if kind.has_estimated(one[0])] for kind in self._kinds),
@@ -307,8 +310,8 @@ class _Search:
         return list({id(one[0]): one for kind in kinds for one in kind[:number]}.values())
 
     def offload(self) -> None:
-        """Evaluate candidates that only offload makes fit: the best that are estimated to be
-        shorter than what fits without, one with each sizes."""
+        """Evaluate candidates that fit only with offload: the best that are estimated to be faster
+        than what fits without, one with each sizes."""
         best = self.found.best(self._kinds[-1])
         most = inf if best is None else best.seconds
         wanted = {
@@ -358,7 +361,7 @@ class _Search:
             problem = made.candidate.variant.problem
             work = self._work_of(best.sizes, made.recompute)
             if problem.options != work.variant(made.schedule, made.layout).problem.options:
-                continue  # searches know whole microbatches without offload
+                continue  # searches support neither slices nor offload
             placement = problem.placement
             for search in SEARCHES:
                 if (search.placement, search.chunks) == (placement.name, placement.chunks):
@@ -378,7 +381,7 @@ class _Search:
         better_than: SizedStep | None = None,
         shorter_than: float = inf,
     ) -> None:
-        """Add a step to what is found, if it can be made, a launch may take it, and it takes fewer
+        """Add a step to the results, if it can be made, a launch accepts it, and it takes fewer
         seconds than ``shorter_than``."""
         sized = self._works(sizes)
         assert sized is not None
@@ -409,8 +412,8 @@ class _Search:
                     self.found.steps += self._laid_out(sizes)
 
     def _laid_out(self, sizes: Sizes) -> list[SizedStep]:
-        """Return the best steps with ``sizes``, from Megatron's best schedule on if one fits, so
-        that this schedule, too, gets its best layout."""
+        """Return the best steps with ``sizes``, starting with Megatron's best schedule if one fits,
+        so that this schedule gets its best layout too."""
         of_sizes = [one for one in self._simulated if one[0].sizes == sizes]
         of_sizes.sort(key=lambda one: (not one[0].is_stock, one[2]))
         if not of_sizes or sizes.pipeline == 1:

@@ -1,4 +1,7 @@
-"""Parallel sizes and the micro-batch of a training job."""
+"""Parallel sizes and the micro-batch of a training job, by Megatron's names.
+
+Data parallelism is not among them: it is what is left of the GPUs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Sizes:
-    """Sizes by Megatron's names and meanings; data parallelism follows from the number of GPUs.
+    """Parallel sizes by Megatron's names; data parallelism follows from the number of GPUs.
 
     Attributes:
         tensor, pipeline, context, expert, expert_tensor: ranks of the groups of these kinds.
@@ -24,12 +27,12 @@ class Sizes:
     sequence_parallel: bool = False
 
     def data_parallel(self, gpus: int) -> int:
-        """Return the copies of the model on ``gpus``; 0 if the sizes do not divide them."""
+        """Return the number of replicas on ``gpus``; 0 if the sizes do not divide it."""
         copies, rest = divmod(gpus, self.tensor * self.pipeline * self.context)
         return 0 if rest else copies
 
     def text(self, gpus: int) -> str:
-        """Name the sizes above 1: ``TP 4 x PP 8 x DP 2, micro-batch 1``."""
+        """Return the sizes above 1 in words: ``TP 4 x PP 8 x DP 2, micro-batch 1``."""
         named = {
             "TP": self.tensor,
             "CP": self.context,

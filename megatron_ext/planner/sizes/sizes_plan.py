@@ -1,4 +1,9 @@
-"""The plan of a job over all parallel sizes: four answers, and what our schedules add."""
+"""The plan of a job over all parallel sizes: four answers, and what our schedules add.
+
+A gain over the launch may come from better sizes, from a better schedule, or both. The plan
+therefore has four answers, Megatron's schedules or all, and the sizes that were checked or any, so
+that one can see what our schedules add.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ _NONE = Sizes()
 
 @dataclass(frozen=True, eq=False)
 class SizedAlternative(Alternative):
-    """A way to train the job with parallel sizes of its own.
+    """Alternative that trains the job with other parallel sizes.
 
     Attributes:
         sizes: parallel sizes and micro-batch.
@@ -79,28 +84,28 @@ class SizesPlan:
 
     @property
     def is_large(self) -> bool:
-        """Whether the gain over the unchanged job is so large that its causes should be read."""
+        """Whether the gain over the unchanged job is so large that its causes should be checked."""
         return self.gain > 1 - 1 / _LARGE
 
     @property
     def gain(self) -> float:
-        """The share of the job's step that the best saves."""
+        """Share of the job's step time that the best sizes save."""
         if self.baseline is None or self.best is None:
             return 0.0
         return 1 - self.best.seconds / self.baseline.seconds
 
     @property
     def keeps(self) -> bool:
-        """Whether nothing is worth a change."""
+        """Whether no change is worth writing."""
         fits = self.baseline is not None and not self.excess
         return self.best is None or (fits and self.gain < WORTH)
 
     @property
     def spread(self) -> GainSpread | None:
-        """The spread of the gain; None without a gain that is worth a change."""
+        """Spread of the gain; None without a gain that is worth a change."""
         if self.keeps or self.gain <= 0:
             return None
         return GainSpread.of("the gain", self.gain, {ComparisonKind.SIZES})
 
 
-_LARGE = 1.3  # times: public lines were tuned, so more is suspicious
+_LARGE = 1.3  # a gain above this factor is suspicious, as public launch commands were tuned

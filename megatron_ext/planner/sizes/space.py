@@ -12,15 +12,16 @@ from itertools import product
 from megatron_ext.planner.sizes.described_job import SizedJob
 from megatron_ext.planner.sizes.sizes import Sizes
 
-_MOST_TENSOR = 8  # no public recipe has more, whatever the NVLink domain
+# Largest tensor-parallel size tried; no public recipe has more, whatever the NVLink domain.
+_MOST_TENSOR = 8
 _MOST_CONTEXT = 16
 _MOST_MICRO_BATCH = 16
-_LEAST_SEQUENCE = 1024  # tokens of a context-parallel rank
+_LEAST_SEQUENCE = 1024  # least number of tokens of a context-parallel rank
 _WHOLE_SEQUENCE = frozenset("GM")  # layers whose context parallelism has rules of its own
 
 
 def space(job: SizedJob) -> Iterator[Sizes]:
-    """Yield the sizes of ``job``, its own first."""
+    """Yield the parallel sizes that ``job`` may have, its own first."""
     yield job.sizes
     for tensor, context in product(_tensor(job), _context(job)):
         if job.gpus % (tensor * context):
@@ -37,7 +38,7 @@ def _of_batches(job: SizedJob, tensor: int, context: int, pipeline: int) -> Iter
     has_experts = job.model.num_experts > 0
     if tensor == 1:
         splits = [False]
-    elif has_experts:  # which Megatron requires with tensor parallelism
+    elif has_experts:  # Megatron requires sequence parallelism for experts with tensor parallelism
         splits = [True]
     else:
         splits = sorted({True, job.sizes.sequence_parallel}, reverse=True)
@@ -75,7 +76,7 @@ def _context(job: SizedJob) -> list[int]:
 
 
 def _experts(job: SizedJob, tensor: int, pipeline: int) -> Iterator[tuple[int, int]]:
-    """Yield sizes of expert and expert tensor parallelism."""
+    """Yield the sizes of expert parallelism and expert tensor parallelism."""
     ranks = job.gpus // pipeline
     for expert_tensor in sorted({1, tensor}):
         for expert in _powers(job.model.num_experts):

@@ -1,1 +1,1 @@
-"""Offload of activations to the host's memory and back."""
+"""Copies to the host's memory and back, and the account of what they take there."""

@@ -1,4 +1,9 @@
-"""Copies between a rank's memory and the host's, on a GPU and on a CPU (where both are one)."""
+"""Copies between a rank's memory and the host's, on a GPU and on a CPU (where both are one).
+
+Copies must run parallel to the passes, in both directions at once, and never read memory that a
+pass still writes. On a GPU two streams and their events do this; on a CPU a copy is done at once,
+so that offload can be tested there.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +19,12 @@ from megatron_ext.runtime.host.pages import whole_pages
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.kinds import RULES, Lane
 
-CopiedBytes = tuple[Tensor, Tensor]  # destination and source: bytes, of equal length
+# Destination and source of a copy: byte tensors of equal length.
+CopiedBytes = tuple[Tensor, Tensor]
 
 
 class Transfer(Protocol):
-    """A copy that has been started."""
+    """Started copy between a device and the host."""
 
     def wait(self) -> None:
         """Make later work of this rank wait for the copy. Raises the copy's error, if it has
@@ -54,7 +60,7 @@ class DirectCopies:
         return whole_pages(size)
 
     def release(self, buffer: Tensor) -> None:
-        """Free a buffer that no copy uses any more. May wait for the device."""
+        """Free a host buffer that no copy uses any more. The call may wait for the device."""
 
     def start(
         self, action: Action, pieces: Sequence[CopiedBytes], after: Transfer | None
@@ -71,7 +77,7 @@ class DirectCopies:
 
 @dataclass(frozen=True)
 class _Event:
-    """A `Transfer` on a stream."""
+    """Started copy on a stream, a `Transfer`."""
 
     event: torch.cuda.Event
 
@@ -125,8 +131,7 @@ def pinned(size: int) -> Tensor:
         raise ValueError(
             f"{bytes_text(size)} of host memory cannot be pinned for offloaded activations "
             f"(cudaHostRegister: {runtime.cudaGetErrorString(code)}): raise the limit of locked "
-            f"memory ('ulimit -l unlimited', a container's memlock), offload less "
-            f"(--pipeline-activation-offload half), or none"
+            f"memory ('ulimit -l unlimited', a container's memlock)"
         )
     return buffer
 
@@ -135,5 +140,5 @@ HostCopies = DirectCopies | CudaCopies
 
 
 def copies_on(device: torch.device) -> HostCopies:
-    """Return the copies for a rank on ``device``."""
+    """Return the copier between host and device for a rank on ``device``."""
     return CudaCopies(device) if device.type == "cuda" else DirectCopies()

@@ -1,4 +1,9 @@
-"""Free memory of a host, and the part of it that offload takes."""
+"""Free memory of a host, and the part of it that offload takes.
+
+Host memory that is not there ends a job minutes after its start, on some node. The ranks of a host
+add up what their programs will copy there, compare it with what machine and control group have
+free, and refuse before the first step.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +25,8 @@ from megatron_ext.schedule.action import Action, token_share
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Held
 
-# Estimates ignore small tensors, such as indices and statistics of norms. A buffer that is a
-# little too small would have the whole first step copy to plain pages.
+# Factor on estimated sizes, which ignore small tensors such as indices and statistics of norms. If
+# a buffer were a little too small, the whole first step would copy to pages that are not pinned.
 _ALLOWANCE = 17 / 16
 
 
@@ -81,7 +86,7 @@ def planned_bytes(row: tuple[Action, ...], costs: Costs) -> int | None:
 
 
 class ShortOfHostMemory(ValueError):
-    """Raised if the ranks of a host plan to use more memory than it has."""
+    """Error: the ranks of a host plan to use more memory than it has."""
 
 
 class HostMemory:
@@ -95,15 +100,17 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._host = socket.gethostname()
-        self._free: int | None = None  # bytes before the first program; None until then
-        self._planned = 0  # bytes of this rank, for its largest program
-        self._of_host = 0  # bytes of all ranks of the host, for the first program
-        self._added = 0  # bytes of this rank since then, if there is no store to count all ranks'
+        # Free bytes of the host before the first program; None until then.
+        self._free: int | None = None
+        self._planned = 0  # bytes that this rank plans to hold under its largest program
+        self._of_host = 0  # bytes that all ranks of the host plan to hold under the first program
+        # Bytes that this rank has added since then, used if no store counts those of all ranks.
+        self._added = 0
         self._store: dist.Store | None = None
 
     def check(self, row: tuple[Action, ...], costs: Costs) -> str:
-        """Return a sentence about the host memory that ``row`` takes; "" if earlier programs take
-        as much. Collective over the world the first time.
+        """Check the host memory for a rank's ``row``. Return a sentence about it, or "" if earlier
+        programs take as much. Collective over the world the first time.
 
         Raises:
             ShortOfHostMemory: a host has less. The first time every rank raises it, later only the
@@ -118,12 +125,12 @@ class HostMemory:
 
     @property
     def planned(self) -> int:
-        """Bytes counted for this rank."""
+        """Bytes of host memory counted for this rank."""
         return self._planned
 
     def give_back_to(self, planned: int) -> None:
-        """Reduce the bytes counted for this rank to ``planned``: a program that takes more will not
-        run."""
+        """Reduce the host memory counted for this rank to ``planned`` bytes: a program that takes
+        more will not run."""
         if planned != self._planned:
             self._count(planned - self._planned)
             self._planned = planned
@@ -156,8 +163,8 @@ class HostMemory:
         )
 
     def _add(self, planned: int) -> str:
-        """Count the bytes that a program takes beyond the earlier ones. Raises ShortOfHostMemory if
-        the host has fewer."""
+        """Count the host bytes that a program takes beyond the earlier ones. Raises
+        ShortOfHostMemory if the host has fewer."""
         assert self._free is not None
         more = planned - self._planned
         try:
@@ -207,10 +214,9 @@ def _refuse_more(host: str, ranks: int | None, planned: int, free: int) -> None:
 
 
 def short_of_memory(who_needs: str, available: int) -> str:
-    """Return the text of an error that begins with ``who_needs``, up to the amount."""
+    """Return the beginning of an error about too little host memory, from ``who_needs`` up to the
+    amount."""
     return (
         f"{who_needs} of host memory for offloaded activations, but only "
-        f"{bytes_text(available)} are available: offload less (--pipeline-activation-offload "
-        f"half, or fit with a --pipeline-memory-limit), recompute some modules, or give the job "
-        f"more memory"
+        f"{bytes_text(available)} are available"
     )

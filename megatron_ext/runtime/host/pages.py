@@ -1,4 +1,5 @@
-"""Host memory in whole pages."""
+"""Host memory in whole pages, since drivers register pages: a buffer shares none with any other
+memory."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Measurement of passes, messages and memory in real steps."""
+"""Measurement of passes, messages and memory in real steps.
+
+Measuring must not change what is measured: nothing is synchronized while the passes run.
+"""

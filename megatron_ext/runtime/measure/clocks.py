@@ -1,4 +1,8 @@
-"""Offsets between the clocks of ranks."""
+"""Offsets between the clocks of ranks.
+
+Ranks on different hosts have clocks that differ by more than a message takes. Their times can be
+put on one axis only with these offsets, each of which has a known error.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ def clock_offsets(group: dist.ProcessGroup, device: torch.device) -> list[Offset
     for _ in range(ROUNDS):
         entered.append(time.perf_counter())
         dist.all_reduce(token, group=group)
-        token.item()  # a GPU's host has not waited yet
+        token.item()  # waits until the GPU has finished the all-reduce
         left.append(time.perf_counter())
     rounds: list[tuple[list[float], list[float]]] = [([], [])] * group.size()
     dist.all_gather_object(rounds, (entered, left), group=group)

@@ -1,4 +1,8 @@
-"""Asynchronous exchange of numbers between the ranks of a group."""
+"""Asynchronous exchange of numbers between the ranks of a group.
+
+Metrics are worth a few numbers a step, but no waiting. The exchange is started after one step and
+read after another, when it has long arrived.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ class AsyncAllGather:
             self._event.record()
 
     def has_come(self) -> bool:
-        """Whether the measured values of all ranks have arrived; never waits."""
+        """Return whether the measured values of all ranks have arrived; never waits."""
         return self._work.is_completed() if self._work is not None else self._event.query()
 
     def wait(self) -> None:
@@ -48,5 +52,5 @@ class AsyncAllGather:
             self._event.synchronize()
 
     def rows(self) -> list[list[float]]:
-        """Return the numbers of each rank, after `has_come` is true."""
+        """Return the measured numbers of each rank, after `has_come` is true."""
         return self._rows.tolist()

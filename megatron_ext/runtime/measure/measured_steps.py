@@ -1,4 +1,8 @@
-"""Latest steps as they ran, for comparison with the prediction."""
+"""Latest steps as they ran, for comparison with the prediction.
+
+Reading a recording waits for the device, so it is read only when the comparison is requested: at
+the end of a training, or of an interval.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +22,22 @@ KEPT = 5
 
 
 class MeasuredSteps:
-    """Records every step and stores the latest `KEPT` of one program."""
+    """Recorder of every step, which stores the latest `KEPT` steps of one program."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._clock = clock_of(device)
         self._program: Program | None = None
-        self._recording: Recording | None = None  # of the step that runs
+        self._recording: Recording | None = None  # recording of the running step
         self._recordings: deque[Recording] = deque(maxlen=KEPT)
 
     def begin(self, recorder: Recorder) -> None:
-        """Start recording. Call this before a step."""
+        """Start recording before a step."""
         self._recording = recorder.record(self._clock)
 
     def end(self, program: Program) -> None:
-        """Store the recording. Call this after a step of ``program``. Nothing is read yet, as
-        reading waits."""
+        """Store the recording after a step of ``program``. Nothing is read yet, as reading
+        waits."""
         if program is not self._program:
             self._program = program
             self._recordings.clear()

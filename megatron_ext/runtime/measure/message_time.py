@@ -1,5 +1,8 @@
-"""Duration of a message between neighbouring ranks, measured by ping-pong on existing
-connections."""
+"""Duration of a message between neighbouring ranks, measured by ping-pong on existing connections.
+
+A recorded wait contains the time until the other rank sent, so the duration of a message cannot be
+read from a step. Both ranks are idle here, and half of the way there and back is one message.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from megatron_ext.runtime.messages.batched import PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.recording import Clock
 
-ROUNDS = 10  # timed, after an untimed one in which a rank may wait for a peer that still computes
+# Timed rounds, after an untimed one in which a rank may wait for a peer that still computes.
+ROUNDS = 10
 
 
 def message_seconds(

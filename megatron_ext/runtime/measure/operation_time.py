@@ -1,4 +1,9 @@
-"""Durations of single operations on this GPU: kernels, and collectives of a group of ranks."""
+"""Durations of single operations on this GPU: kernels, and collectives of a group of ranks.
+
+Estimates of other parallel sizes need to know how fast this machine is at single operations. Each
+is timed for long enough that the GPU has reached its sustained clock, and is skipped if the
+training leaves too little memory for it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,8 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-_TIMED = 0.1  # seconds for which each kernel runs, in its untimed and its timed half
-_ROUNDS = 10  # collectives that are timed
+_TIMED = 0.1  # seconds that each kernel runs, in an untimed and a timed half
+_ROUNDS = 10  # number of timed collectives
 
 
 def product_seconds(shape: tuple[float, float, float], *, in_fp8: bool) -> float | None:
@@ -22,7 +27,8 @@ def product_seconds(shape: tuple[float, float, float], *, in_fp8: bool) -> float
     """
     try:
         return _product_seconds(shape, in_fp8)
-    except RuntimeError:  # torch.OutOfMemoryError is one; products in 8 bits need multiples of 16
+    # Out of memory (torch.OutOfMemoryError is a RuntimeError), or a size that 8-bit products lack.
+    except RuntimeError:
         return None
 
 
@@ -49,7 +55,8 @@ def grouped_seconds(shape: tuple[float, float, float, float]) -> float | None:
         matrices = torch.randn(groups, depth, columns, device="cuda", dtype=torch.bfloat16)
         ends = torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * rows
         return sustained_seconds(partial(torch._grouped_mm, tokens, matrices, offs=ends), _TIMED)
-    except (RuntimeError, AttributeError):  # too little memory, no kernel, or an older torch
+    # Too little memory, no kernel for this GPU, or an older torch.
+    except (RuntimeError, AttributeError):
         return None
 
 
@@ -101,7 +108,7 @@ def sustained_seconds(kernel: Callable[[], object], timed: float) -> float:
     Only the second half is timed: a GPU whose power is limited slows down within a tenth of a
     second.
     """
-    _timed(kernel, 1)  # the first call loads it
+    _timed(kernel, 1)  # the first call loads the kernel
     once = _timed(kernel, 3)
     repetitions = max(3, int(timed / 2 / once))
     _timed(kernel, repetitions)
@@ -151,12 +158,12 @@ def _collective_seconds(
     for size in sizes:
         size -= size % group.size()
         collective = collective_of(torch.zeros(size, dtype=torch.uint8, device="cuda"))
-        _timed(collective, 2)  # a rank may wait for a peer that still computes
+        _timed(collective, 2)  # these calls end when all ranks have come, as one may still compute
         seconds[float(size)] = _timed(collective, _ROUNDS)
     return seconds
 
 
 def machine_versions() -> tuple[str, ...]:
-    """Return the versions of what computes and communicates here, in words."""
+    """Return the versions of the device, its libraries and torch, in words."""
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return f"torch {torch.__version__}", f"CUDA {torch.version.cuda}", f"NCCL {nccl}"

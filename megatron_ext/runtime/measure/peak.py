@@ -19,8 +19,8 @@ from megatron_ext.schedule.kinds import Held
 
 
 class AllocatedPeak:
-    """Peak by a GPU's caching allocator, relative to the allocation at construction (the step's
-    start).
+    """Counter of peak memory by a GPU's caching allocator, relative to the allocation at
+    construction (the step's start).
 
     Attributes:
         peak: bytes, over the passes so far.
@@ -40,8 +40,8 @@ class AllocatedPeak:
 
 
 class SavedPeak(SavedTensors):
-    """Peak of the tensors that autograd saves and the queue of weight gradients stores. ``peak`` is
-    in bytes, as in `AllocatedPeak`."""
+    """Counter of peak memory of the tensors that autograd saves and the queue of weight gradients
+    stores. ``peak`` is in bytes, as in `AllocatedPeak`."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         super().__init__(parameter for model in models for parameter in model.parameters())
@@ -68,6 +68,6 @@ PeakBytes = AllocatedPeak | SavedPeak
 
 
 def peak_on(device: torch.device, models: Sequence[torch.nn.Module]) -> PeakBytes:
-    """Return the counter for a step that begins now; ``models`` are the chunks of a rank on
-    ``device``."""
+    """Return the counter of peak memory for a step that begins now; ``models`` are the chunks of a
+    rank on ``device``."""
     return AllocatedPeak() if device.type == "cuda" else SavedPeak(models)

@@ -27,24 +27,24 @@ from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Clock, Recording
 
-WARM_UP = 1  # steps that are not timed
+WARM_UP = 1  # first steps of a run, which are not timed
 MEASURED = 3  # steps that are timed
 STEPS = WARM_UP + MEASURED
 
 
 class Profile:
-    """Measures the first `STEPS` steps on this rank."""
+    """Measurement of the first `STEPS` steps on this rank."""
 
     def __init__(self, clock: Clock, counting: HeldBytes) -> None:
-        self.steps = 0  # that have ended
+        self.steps = 0  # number of measured steps that have ended
         self._clock = clock
         self._counting = counting
         self._program: Program | None = None
-        self._recording: Recording | None = None  # of the step that runs
+        self._recording: Recording | None = None  # recording of the running step
         self._recordings: list[Recording] = []
 
     def begin(self, recorder: Recorder) -> None:
-        """Start counting or recording. Call this before a step."""
+        """Start counting or recording before a step."""
         if self.steps < WARM_UP:
             recorder.counting = self._counting
         else:

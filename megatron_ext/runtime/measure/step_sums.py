@@ -1,4 +1,8 @@
-"""Running sums over the steps of one rank."""
+"""Running sums over the steps of one rank.
+
+Metrics need sums over an interval rather than single steps. A step's recording is added when the
+device has finished it, however late that is, so that the host never waits for it.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +18,27 @@ from megatron_ext.schedule.action import Action
 
 
 class StepSums:
-    """Records steps and adds up the ones that the device has finished. Never waits."""
+    """Recorder that adds up the steps that the device has finished. It never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._has_allocator = device.type == "cuda"
         self._clock = clock_of(device)
-        self._recording: Recording | None = None  # of the step that runs
-        self._recorded: deque[Recording] = deque()  # that have not been added yet
+        self._recording: Recording | None = None  # recording of the running step
+        # Recordings of steps that have not been added to the sums yet.
+        self._recorded: deque[Recording] = deque()
         self._expected: tuple[Action, ...] = ()
         self._telling: list[int] = []
         self._sums = RankSums()
-        self.program: Program | None = None  # of the steps since they were taken
+        # Program of all steps in the sums since they were last taken.
+        self.program: Program | None = None
 
     def begin(self, recorder: Recorder) -> None:
-        """Record the step that begins."""
+        """Record the step that begins now."""
         self._recording = recorder.record(self._clock)
 
     def end(self, program: Program, rank: int) -> None:
-        """Store the recording of a step of ``program``, which has been launched; discard other
-        programs' ones."""
+        """Store the recording of a step of ``program``, which has been launched; discard those of
+        other programs."""
         if self._recording is None:
             return
         if program is not self.program:
@@ -45,7 +51,7 @@ class StepSums:
         self._recording = None
 
     def take(self) -> RankSums:
-        """Return the sums since the last call, and the peak memory so far."""
+        """Return the sums over steps since the last call, and the peak memory so far."""
         self.add_up()
         sums, self._sums = self._sums, RankSums()
         if self._has_allocator:

@@ -1,1 +1,4 @@
-"""Communication between ranks: channels, batches, collectives and their process groups."""
+"""Communication between ranks: channels, batches, collectives and their process groups.
+
+The program has decided every message and its place; here they are only sent.
+"""

@@ -31,10 +31,8 @@ class PipelineGroup:
         device: torch.device,
         recorder: Recorder | None = None,
     ) -> None:
-        """Collective over the pipeline: NCCL connects on first use, which needs all ranks.
-
-        ``recorder`` as for `Channels`.
-        """
+        """Connect the group. Collective over the pipeline: NCCL connects on first use, which needs
+        all ranks. ``recorder`` as for `Channels`."""
         self.rank = pipeline.rank()
         self.device = device
         self.are_closed = False
@@ -50,7 +48,7 @@ class PipelineGroup:
         self.are_closed = True
 
     def start(self, messages: Sequence[tuple[Channel, Tensor]]) -> list[dist.Work]:
-        """Start a batch. Return a work for each message, or (on NCCL) one for all."""
+        """Start a batch of messages. Return a work for each message, or (on NCCL) one for all."""
         operations = []
         for channel, tensor in messages:
             sends = channel.sender == self.rank
@@ -61,7 +59,7 @@ class PipelineGroup:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Messages in flight together; ``works`` are the ones not waited for yet."""
+    """Messages in flight together; ``works`` are those not waited for yet."""
 
     actions: tuple[Action, ...]
     works: list[dist.Work]
@@ -77,14 +75,15 @@ class BatchedTransport(TransportBase):
         row = program.schedule.rows[group.rank]
         self._group = group
         self._last = {row[positions[-1]] for positions in batches_of(row)}
-        self._next: list[tuple[Action, Tensor]] = []  # messages of the incomplete batch
+        # Messages of the batch that is not complete yet.
+        self._next: list[tuple[Action, Tensor]] = []
         self._in_flight: dict[Action, tuple[_Batch, Tensor]] = {}
 
     def drain(self) -> None:
         raise AssertionError("a step with batched messages is never restarted")
 
     def abandon(self) -> None:
-        """End the step after an error."""
+        """End the step after an error; the group stays open."""
         self._next.clear()
         self._in_flight.clear()
         self._group.close()
@@ -100,7 +99,7 @@ class BatchedTransport(TransportBase):
         self._add(action, self._empty(shape, self._boundary.dtype))
 
     def wait_sent(self, send: Action) -> None:
-        """Return when the batch of ``send`` has moved."""
+        """Wait until the batch of ``send`` has moved."""
         batch, _ = self._in_flight.pop(send)
         self._wait(batch, send)
 
@@ -111,7 +110,7 @@ class BatchedTransport(TransportBase):
         return tensor
 
     def is_empty(self) -> bool:
-        """Whether no message is in flight or received and unread."""
+        """Return whether no message is in flight or received and unread."""
         return not self._next and not self._in_flight
 
     def _add(self, action: Action, tensor: Tensor) -> None:

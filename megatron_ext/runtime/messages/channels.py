@@ -70,7 +70,7 @@ class Channels:
     def close(self) -> None:
         """Cut the connections: ranks that wait at the other ends fail now instead of at torch's
         timeout. The channels cannot be used again, since they contain messages of a failed step."""
-        if self._groups:  # otherwise nothing is closed
+        if self._groups:  # channels without groups have nothing to close
             self.are_closed = True
         close_groups(self._groups)
         close_groups(self._host_groups)
@@ -80,7 +80,7 @@ class Channels:
         move = self.send if self.rank == channel.sender else self.receive
         move(channel, token).wait()
 
-    # The groups are called directly: dist.isend and irecv would look up for every message
+    # The process groups are called directly: dist.isend and irecv would look up for every message
     # which rank of a group of two is the other.
 
     def send(self, channel: Channel, tensor: Tensor) -> dist.Work:
@@ -98,6 +98,6 @@ class Channels:
         return group.send([header], 1 - group.rank(), 0)
 
     def receive_shape(self, channel: Channel, header: Tensor) -> None:
-        """Wait for the ``header`` sent by the host at the other end."""
+        """Receive the shape ``header`` that the host at the other end sends."""
         group = self._host_groups[channel]
         group.recv([header], 1 - group.rank(), 0).wait()

@@ -1,5 +1,8 @@
-"""Abort of a rank's connections, so that ranks that wait at the other ends fail now rather than at
-torch's timeout."""
+"""Abort of a rank's connections after an error.
+
+Ranks that wait at the other ends would otherwise fail only at torch's timeout. With their
+connections cut they fail now.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ import torch.distributed as dist
 
 CLOSING_SECONDS = 5.0
 
-_threads: dict[threading.Thread, float] = {}  # that close a group, and until when each is awaited
+# Threads that close a group, each with the time until which it is awaited.
+_threads: dict[threading.Thread, float] = {}
 
 
 def close_groups(groups: dict[Any, dist.ProcessGroup]) -> None:

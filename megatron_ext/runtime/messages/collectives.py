@@ -33,7 +33,8 @@ class Collectives:
         max_ctas: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """Collective over the pipeline. ``max_ctas`` and ``recorder`` as for `Channels`."""
+        """Create the groups. Collective over the pipeline. ``max_ctas`` and ``recorder`` as for
+        `Channels`."""
         self.rank = pipeline.rank()
         self.device = device
         self.are_closed = False
@@ -54,12 +55,16 @@ class Collectives:
             self.are_closed = True
         close_groups(self._groups)
 
-    def broadcast(self, kind: Kind, tensor: Tensor, root: int) -> dist.Work:
-        work = dist.broadcast(
-            tensor, self._global_ranks[root], group=self._groups[kind], async_op=True
-        )
-        assert work is not None
-        return work
+    def broadcast(self, kind: Kind, tensors: Sequence[Tensor], root: int) -> list[dist.Work]:
+        """Return a work for each of ``tensors``."""
+        works = []
+        for tensor in tensors:
+            work = dist.broadcast(
+                tensor, self._global_ranks[root], group=self._groups[kind], async_op=True
+            )
+            assert work is not None
+            works.append(work)
+        return works
 
     def sum(self, kind: Kind, tensor: Tensor, root: int) -> dist.Work:
         """Sum ``tensor`` in place on ``root``; elsewhere its content is undefined afterwards."""
@@ -87,7 +92,8 @@ class StepCollectives:
         self.device = collectives.device
         self._collectives = collectives
         self._recorder = recorder
-        # Works of an action, the tensors that must stay until these have ended, and the root.
+        # For each action: its works, the tensors that must stay until these have ended, and the
+        # root.
         self._in_flight: dict[Action, tuple[list[dist.Work], list[Tensor], int]] = {}
 
     def broadcast(self, action: Action, tensors: Sequence[Tensor], root: int) -> None:
@@ -95,7 +101,7 @@ class StepCollectives:
         overwritten."""
         tensors = list(tensors)
         with self._calling_all(action, root):
-            works = [self._collectives.broadcast(action.kind, t, root) for t in tensors]
+            works = self._collectives.broadcast(action.kind, tensors, root)
         self._in_flight[action] = works, tensors, root
 
     def sum(self, action: Action, tensor: Tensor, root: int) -> None:
@@ -114,7 +120,7 @@ class StepCollectives:
         self._in_flight[action] = works, [gathered.view(size, *tensor.shape), tensor], 0
 
     def result(self, action: Action) -> list[Tensor]:
-        """Wait for ``action``, and return and forget its tensors on this rank."""
+        """Wait for the collective ``action``, return its tensors on this rank, and forget them."""
         works, tensors, root = self._in_flight.pop(action)
         with self._calling_all(action, root):
             for work in works:
@@ -122,7 +128,7 @@ class StepCollectives:
         return tensors
 
     def finish(self) -> None:
-        """Call this after the last action: all collectives must have ended."""
+        """Assert after the last action that all collectives have ended."""
         assert not self._in_flight
 
     def abandon(self) -> None:

@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from megatron_ext.runtime.messages.groups import timeout_of
 from megatron_ext.runtime.messages.peer_call import PeerCall, PeerFailure
+from megatron_ext.runtime.rank_identity import rank_identity
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.store.agreement import listed
 from megatron_ext.runtime.store.lost_store import losing_the_store
 from megatron_ext.runtime.store.start import keys_of_start
 from megatron_ext.runtime.world import store_of_all
 
-_LONGEST_PAUSE = 0.2  # seconds between two polls of the store
+_LONGEST_PAUSE = 0.2  # longest pause in seconds between two polls of the store
 
 
 @contextlib.contextmanager
@@ -50,8 +51,14 @@ def connecting(
         recorder.in_step = was_in_step
 
 
+def exchange_identities(recorder: Recorder, pipeline: dist.ProcessGroup) -> None:
+    """Have the ranks of ``pipeline`` exchange who they are. Collective over them."""
+    with connecting(recorder, pipeline, "of the pipeline"):
+        recorder.rank_identity = rank_identity(pipeline)
+
+
 def _meet(recorder: Recorder, group: dist.ProcessGroup, name: str, members: Sequence[int]) -> None:
-    """Return when all ``members`` of ``group`` have come, or another rank has failed."""
+    """Wait until all ``members`` of ``group`` have come, or another rank has failed."""
     store, position = store_of_all(), recorder.position
     if store is None:  # nobody else is there
         return
@@ -63,12 +70,14 @@ def _meet(recorder: Recorder, group: dist.ProcessGroup, name: str, members: Sequ
     end, pause = time.monotonic() + timeout, 0.001
     with losing_the_store(f"global rank {this_rank} was to make the connection {name}"):
         place = f"megatron_ext/connection {name} of {'-'.join(map(str, ranks))}"
-        # All have made it equally often: the store may have keys of an earlier training.
+        # The key has a count, since the store may have keys of an earlier training. All ranks have
+        # made the connection equally often.
         place = f"{place}/{store.add(f'{place}/begun by {this_rank}', 1)}"
         store.set(f"{place}/{this_rank}", "")
     while True:
         if recorder.interruption is not None:
-            raise PeerFailure("another rank has failed")  # the context of the call says which
+            # The context of the call names the rank that failed.
+            raise PeerFailure("another rank has failed")
         with losing_the_store(f"{listed(missing)} had not come to the connection {name}"):
             missing = [rank for rank in missing if not store.check([f"{place}/{rank}"])]
         if not missing:

@@ -1,14 +1,9 @@
 """Process groups within pipelines, each created by its members alone.
 
-torch.distributed.new_group must be called by every rank of the world for every group: the group's
-name is the number of groups before it, and if the world is bound to a device (NCCL's default from
-torch 2.15 on) the communicator is split off the world's, which needs all ranks. The channels of all
-pipelines would then cost each rank a call per channel per pipeline. (``use_local_synchronization``
-spares non-members but still counts: ranks that are members of different numbers of groups would
-wait for each other under different names.)
-
-Here a group's name is derived by its members alone, and the group has its own communicator. The
-names of torch's own groups do not change.
+torch.distributed.new_group must be called by every rank of the world for every group, so the
+channels of all pipelines would cost each rank a call per channel per pipeline. Here a group's name
+is derived by its members alone, and the group has its own communicator (`make_groups`). The names
+of torch's own groups do not change.
 """
 
 from __future__ import annotations
@@ -58,6 +53,11 @@ def make_groups[Key](
 ) -> dict[Key, dist.ProcessGroup]:
     """Create a process group for each of ``members``, given as pipeline ranks; return this rank's.
 
+    torch's new_group names a group by the number of groups before it, and if the world is bound to
+    a device (NCCL's default from torch 2.15 on) it splits the communicator off the world's, which
+    needs all ranks. (``use_local_synchronization`` spares non-members but still counts: ranks that
+    are members of different numbers of groups would wait for each other under different names.)
+
     The groups have the pipeline's timeout, and each has ``options`` of its own. A member's rank in
     its group is its place among the members.
 
@@ -73,11 +73,12 @@ def make_groups[Key](
             continue
         ranks = [global_ranks[rank] for rank in ranks_of_key]
         name = f"megatron_ext/{backend}/{key}/{'-'.join(map(str, ranks))}"
-        # A new group must not meet keys of an earlier one of its name. All members have created it
-        # equally often, and the count lives in the store, as long as such keys do.
+        # The name has a count, since a new group must not meet keys of an earlier one. All members
+        # have created the group equally often, and the count lives in the store, as long as such
+        # keys do.
         backend_options = None if options is None else options()
         if backend_options is not None:
-            backend_options._timeout = timeout  # or torch warns of another
+            backend_options._timeout = timeout  # otherwise torch warns that two timeouts differ
         number = store.add(f"{name}/made by {dist.get_rank()}", 1)
         with _not_split_off() as device:
             group, _ = distributed_c10d._new_process_group_helper(
@@ -87,7 +88,7 @@ def make_groups[Key](
                 backend,
                 store,
                 f"{name}/{number}",  # type: ignore[arg-type]
-                backend_options,  # by position: its name has changed
+                backend_options,  # passed by position, as the name of this argument has changed
                 timeout=timeout,
                 device_id=device,
                 group_desc=f"megatron_ext {key}",

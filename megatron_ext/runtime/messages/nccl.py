@@ -1,4 +1,9 @@
-"""NCCL settings of our communicators."""
+"""NCCL settings of our communicators.
+
+Every channel has a communicator, and each takes multiprocessors of the GPU (CTAs). They get the
+settings that the user gave to the pipeline's group, and at most so many CTAs as the rank with the
+most communicators can afford.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ import torch.distributed as dist
 from megatron_ext.compile.program.communicators import communicators, ctas_of_each
 from megatron_ext.compile.program.verify import Program
 
-# Settings that Megatron's --nccl-communicator-config-path accepts.
+# Settings of a communicator that Megatron's --nccl-communicator-config-path accepts.
 SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 
 
@@ -31,7 +36,8 @@ def communicator_options(pipeline: Any, max_ctas: int | None) -> dist.ProcessGro
             if value not in (None, unset):
                 setattr(config, name, value)
     if config.max_ctas == unset and max_ctas is not None:
-        config.max_ctas = max(max_ctas, config.min_ctas)  # unset is less than any number
+        # An unset min_ctas is less than any number.
+        config.max_ctas = max(max_ctas, config.min_ctas)
     return options
 
 

@@ -1,4 +1,9 @@
-"""Calls of torch.distributed that another rank can make fail or wait."""
+"""Calls of torch.distributed that another rank can make fail or wait.
+
+If another rank fails, torch's errors name this rank's connection, and neither the cause nor the
+other rank. Each such call runs in a context that notes what this rank waits for, and turns the
+error into one that says which rank has failed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from megatron_ext.schedule.action import Action
 
 
 class PeerFailure(RuntimeError):
-    """Raised if a message did not arrive or leave because the rank at its other end has failed."""
+    """Error: a message did not arrive or leave because the rank at its other end has failed."""
 
 
 class PeerCall:

@@ -24,7 +24,8 @@ _Device = torch.device
 
 @dataclass(frozen=True)
 class Peers:
-    """How a rank connects to its peers: the arguments are those of the classes in `CONNECTED`."""
+    """Functions that connect a rank to its peers: the arguments are those of the classes in
+    `CONNECTED`."""
 
     channels: Callable[[_Group, Iterable[Channel], _Device, int | None, Recorder], Channels]
     pipeline_group: Callable[[_Group, _Device, Recorder], PipelineGroup]
@@ -36,7 +37,7 @@ _peers = CONNECTED
 
 
 def peers() -> Peers:
-    """Return the peers of this process."""
+    """Return the connections of this process to its peers: real ones, or a rehearsal's."""
     return _peers
 
 
@@ -47,5 +48,5 @@ def rehearse_with(made_up: Peers) -> None:
 
 
 def are_rehearsed() -> bool:
-    """Whether the peers of this process are a rehearsal's."""
+    """Return whether the peers of this process are a rehearsal's."""
     return _peers is not CONNECTED

@@ -1,4 +1,8 @@
-"""Messages of a step, by their actions, on the channels of their ranks."""
+"""Messages of a step, by their actions, on the channels of their ranks.
+
+The executor names messages by their actions. A transport finds the channel, keeps a tensor until it
+has left, and knows shapes that are not fixed from a header that goes ahead of the tensor.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ MAX_DIMENSIONS = 7
 
 @dataclass(frozen=True)
 class Boundary:
-    """Tensor that passes between stages.
+    """Shape and type of the tensor that passes between stages.
 
     Attributes:
         shape: of one hidden state; None if it varies by microbatch.
@@ -52,8 +56,8 @@ class Boundary:
 
 
 class Connection(Closable, Protocol):
-    """Connection for the messages of all steps. ``are_closed`` is true after a failure on this
-    rank."""
+    """Connection of a rank for the messages of all steps. ``are_closed`` is true after a failure on
+    this rank."""
 
     rank: int
     device: torch.device
@@ -61,13 +65,13 @@ class Connection(Closable, Protocol):
 
 
 def check_open(connection: Connection) -> None:
-    """Raise RuntimeError after a failure on this rank."""
+    """Raise RuntimeError if the connection was closed after a failure on this rank."""
     if connection.are_closed:
         raise closed(connection.rank)
 
 
 def closed(rank: int) -> RuntimeError:
-    """Return the error for a caller that runs another step on ``rank`` after its failure."""
+    """Return the error for a caller that runs another step on ``rank`` after the rank's failure."""
     return RuntimeError(
         f"pipeline rank {rank} has failed in an earlier step, and its channels are closed: end "
         f"this process, and start all ranks again"
@@ -113,8 +117,8 @@ class TransportBase:
         return self._known_channels[key]
 
     def _calling_peer(self, action: Action) -> AbstractContextManager[None]:
-        """Context for each call that the rank at the other end of ``action`` can make fail or
-        wait."""
+        """Run a call, in this context, that the rank at the other end of ``action`` can make fail
+        or wait."""
         channel = self._channel_of(action)
         if channel.sender == self.rank:
             return PeerCall(self._recorder, action, channel.receiver, "to")
@@ -122,7 +126,7 @@ class TransportBase:
 
 
 class Transport(TransportBase):
-    """Messages of one step, by their actions, each on its channel."""
+    """Transport of one step's messages, by their actions, each on its channel."""
 
     def __init__(
         self, channels: Channels, boundary: Boundary, placement: Placement, recorder: Recorder
@@ -135,7 +139,7 @@ class Transport(TransportBase):
     def abandon(self) -> None:
         """End the step after an error. The connections are closed: a rank whose caller goes on
         after its error would leave the others waiting."""
-        self._sending.clear()  # messages in flight keep gloo's connections open
+        self._sending.clear()  # messages in flight keep gloo's connections open, and are dropped
         self._receiving.clear()
         self._channels.close()
 
@@ -152,7 +156,7 @@ class Transport(TransportBase):
         self._sending[action] = parts
 
     def wait_sent(self, send: Action) -> None:
-        """Return when the tensor of ``send`` has left."""
+        """Wait until the tensor of ``send`` has left."""
         with self._calling_peer(send):
             for work, _ in self._sending.pop(send):
                 work.wait()
@@ -183,19 +187,20 @@ class Transport(TransportBase):
         return tensor
 
     def drain(self) -> None:
-        """Wait for all messages in flight, which are not read any more."""
+        """Wait for all messages in flight, which no pass reads any more."""
         for send in list(self._sending):
             self.wait_sent(send)
         for receive in list(self._receiving):
             self.received(receive)
 
     def is_empty(self) -> bool:
-        """Whether no message is in flight or received and unread."""
+        """Return whether no message is in flight or received and unread."""
         return not self._sending and not self._receiving
 
 
 def _shape_header(tensor: Tensor) -> Tensor:
-    """Return a host tensor of fixed length: the number of dimensions, the sizes, and zeros."""
+    """Return the host tensor of fixed length that holds a shape: the number of dimensions, the
+    sizes, and zeros."""
     assert tensor.dim() <= MAX_DIMENSIONS
     sizes = [tensor.dim(), *tensor.shape]
     sizes += [0] * (MAX_DIMENSIONS + 1 - len(sizes))

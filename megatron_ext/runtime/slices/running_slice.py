@@ -2,16 +2,9 @@
 
 A slice attends to itself and to slices before it. Concatenating their keys and values for each
 slice would make autograd save (k + 1) / 2 times as much for k slices. So each attention layer has
-one buffer for a microbatch's whole sequence: a slice writes its own part, and attends to, and
-saves, a view of the buffer up to its end: from the first token on, or from the begin of a document.
-The memory does not depend on k.
-
-In the backward pass the slices run in descending order. Each gives gradients of its own keys and
-values and of all earlier ones; the latter are summed in one buffer until their own slices run.
-
-With context parallelism each rank has a contiguous part of every slice. Keys and values of a slice
-are gathered into every rank's buffer, and a rank's part attends to everything up to its own end.
-The summed gradients of a slice are scattered back.
+one buffer of the whole sequence: a slice writes its own part, and attends to, and saves, a view of
+the buffer up to its end (`_Buffers`). The memory does not depend on k. With context parallelism
+each rank has a contiguous part of every slice, and every rank's buffer has all of them.
 """
 
 from __future__ import annotations
@@ -72,12 +65,15 @@ class RunningSlice:
     """
 
     def __init__(self) -> None:
-        self.span: Span | None = None  # None: the pass runs a whole microbatch
-        self.spans: tuple[Span, ...] = ()  # of this step's sequences
-        self._ranks: dist.ProcessGroup | None = None  # that share the sequences
+        # Slice that the pass runs; None if it runs a whole microbatch.
+        self.span: Span | None = None
+        self.spans: tuple[Span, ...] = ()  # slices of a sequence in this step
+        # Context-parallel ranks that share the sequences.
+        self._ranks: dist.ProcessGroup | None = None
         self._microbatch: tuple[int, int] = (0, 0)  # stage, number
         self._is_backward = False
-        self._uses: dict[Hashable, int] = {}  # of each key, by the running pass
+        # Number of times that the running pass has used each key.
+        self._uses: dict[Hashable, int] = {}
         self._kept: dict[tuple[int, int], dict[Hashable, Any]] = {}
 
     @contextlib.contextmanager
@@ -92,7 +88,7 @@ class RunningSlice:
             yield
         finally:
             self.span = None
-            self._uses = {}  # its keys are layers, which would outlive their model
+            self._uses = {}  # the keys are layers, which would otherwise outlive their model
 
     def attended(self, layer: Hashable, tensors: _Tensors, begin: int = 0) -> _Tensors:
         """Return what the running slice attends to in ``layer``: ``tensors`` of all tokens from
@@ -137,12 +133,13 @@ class RunningSlice:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no value of any microbatch is stored."""
+        """Return whether no value of any microbatch is stored."""
         return not self._kept
 
     @contextlib.contextmanager
     def step(self, spans: Sequence[Span], ranks: dist.ProcessGroup | None) -> Iterator[None]:
-        """Context of the passes of a step. Nothing is stored afterwards, even after an error.
+        """Run the passes of a step in this context, after which nothing is stored, even after an
+        error.
 
         Args:
             spans: the slices of its sequences; empty if microbatches are whole.
@@ -157,7 +154,7 @@ class RunningSlice:
             self.clear()
 
     def clear(self) -> None:
-        """Forget all microbatches: the step restarts."""
+        """Forget the values of all microbatches, as the step restarts."""
         self._kept.clear()
 
 
@@ -168,7 +165,14 @@ class _Count:
 
 class _Buffers:
     """Keys and values of the whole sequence in one layer and microbatch, and their gradients so
-    far."""
+    far.
+
+    In the backward pass the slices run in descending order. Each gives gradients of its own keys
+    and values and of all earlier ones; the latter are summed in one buffer until their own slices
+    run. With context parallelism, keys and values of a slice are gathered into every rank's buffer,
+    and a rank's part attends to everything up to its own end. The summed gradients of a slice are
+    scattered back.
+    """
 
     def __init__(self) -> None:
         self._full: _Tensors = ()
@@ -192,13 +196,13 @@ class _Buffers:
         return tuple(full.data[begin : span.local.end] for full in self._full)
 
     def own_gradients(self, span: Span, begin: int, gradients: _Tensors) -> _Tensors:
-        """Return the complete gradients of the slice's part; ``gradients`` are of everything from
-        ``begin`` up to this rank's end."""
+        """Return the complete gradients of this rank's part of the slice; ``gradients`` are of
+        everything from ``begin`` up to this rank's end."""
         summed = self._gradients
         if summed is None:  # the last slice
             if missing := span.end - span.local.end:
                 gradients = tuple(_with_rows(gradient, after=missing) for gradient in gradients)
-            first = span.begin - begin  # of the slice's rows
+            first = span.begin - begin  # first of the slice's rows
             local = tuple(gradient[first:] for gradient in gradients)
             self._gradients = tuple(_with_rows(g[:first], before=begin) for g in gradients)
         else:
@@ -211,7 +215,8 @@ class _Buffers:
 
 
 class _Attended(torch.autograd.Function):
-    """Writes a slice's keys and values, and returns all up to it."""
+    """Autograd function that stores a slice's keys and values, and returns those of all slices up
+    to it."""
 
     @staticmethod
     def forward(

@@ -23,11 +23,12 @@ import torch.distributed as dist
 from megatron_ext.base.logger import logger
 from megatron_ext.runtime.store.lost_store import losing_the_store
 
-NOTICE = timedelta(seconds=30)  # after which a wait is logged
-STAYS = timedelta(seconds=10)  # that global rank 0 waits until others have read a mistake
+NOTICE = timedelta(seconds=30)  # time after which a wait is logged
+# Longest time that global rank 0 waits until the others have read a mistake.
+STAYS = timedelta(seconds=10)
 
-_SHOWN = 8  # ranges of ranks, hosts, or values of a fact that a message lists
-_LINES = 16  # facts that a message lists
+_SHOWN = 8  # most ranges of ranks, hosts, or values of a fact in a message
+_LINES = 16  # most facts in a message
 _VERDICT, _READ = "verdict", "read by all"
 
 
@@ -44,7 +45,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Host and facts that a rank has reported."""
+    """Host and facts that a rank has reported to the others."""
 
     host: str
     facts: Mapping[str, Fact]
@@ -63,10 +64,10 @@ def agree(
     text = json.dumps({name: asdict(fact) for name, fact in facts.items()})
     digest = hashlib.sha256(text.encode()).hexdigest()
     with losing_the_store("the ranks were telling one another their settings"):
-        # A number of its own: the store may have keys of an earlier training.
+        # The key has a count, since the store may have keys of an earlier training.
         number = store.add(f"megatron_ext/agreement/asked by {rank}", 1)
         store = dist.PrefixStore(f"megatron_ext/agreement/{number}", store)
-        # Ranks with the same facts store them once.
+        # Ranks with equal facts store them once.
         if not store.check([digest]):
             store.set(digest, text)
         store.set(str(rank), f"{digest} {socket.gethostname()}")
@@ -89,15 +90,16 @@ def _compare(store: dist.Store, ranks: int, timeout: timedelta) -> tuple[str, st
         mistake = _silence(_silent(store, ranks), timeout)
     name = uuid.uuid4().hex
     store.set(_VERDICT, f"{name} {mistake}")
-    if mistake:  # the store may end with this process
+    if mistake:  # the store may end with this process, so it waits for readers
         with contextlib.suppress(RuntimeError):
             store.wait([_READ], STAYS)
     return name, mistake
 
 
 def _read(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> tuple[str, str]:
-    """Return the name and the mistake of global rank 0, on the other ranks."""
-    # Rank 0, if it is there, times out first and says for whom it has waited.
+    """Wait for the name and the mistake that global rank 0 has told, and return them, on the other
+    ranks."""
+    # Rank 0 times out first, if it has come, and names the ranks for which it has waited.
     if not _wait(store, [_VERDICT], rank, ranks, timeout + STAYS):
         return "", _silence(_silent(store, ranks) or [0], timeout)
     name, mistake = store.get(_VERDICT).decode().split(" ", 1)
@@ -107,10 +109,10 @@ def _read(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> tuple
 
 
 def _wait(store: dist.Store, keys: list[str], rank: int, ranks: int, timeout: timedelta) -> bool:
-    """Whether ``keys`` arrive within ``timeout``. One of the waiting ranks logs the wait
+    """Return whether ``keys`` arrive within ``timeout``. One of the waiting ranks logs the wait
     meanwhile."""
     at_first = min(NOTICE, timeout)
-    with contextlib.suppress(RuntimeError):  # which is torch's for too late
+    with contextlib.suppress(RuntimeError):  # torch raises a RuntimeError if the wait is too long
         store.wait(keys, at_first)
         return True
     here = str(rank)
@@ -141,7 +143,7 @@ def _silence(ranks: Sequence[int], timeout: timedelta) -> str:
 
 
 def _told(store: dist.Store, ranks: int) -> list[RankFacts]:
-    """Return the facts of all ranks, of each number of ranks with the same facts once."""
+    """Return the facts of all ranks; ranks with the same facts share one object."""
     digests, hosts = zip(
         *(store.get(str(rank)).decode().split(" ", 1) for rank in range(ranks)), strict=True
     )
@@ -178,8 +180,8 @@ def other_differences(ranks: Sequence[RankFacts]) -> str:
 
 
 def _lines(ranks: Sequence[RankFacts], decide: bool) -> str:
-    """Return a line for each fact that decides, or that does not, and in which ``ranks`` differ."""
-    groups: dict[int, list[int]] = defaultdict(list)  # ranks that share their facts
+    """Return a line for each deciding or other fact in which ``ranks`` differ."""
+    groups: dict[int, list[int]] = defaultdict(list)  # ranks by the identity of their facts
     for rank, one in enumerate(ranks):
         groups[id(one.facts)].append(rank)
     if len(groups) == 1:

@@ -26,8 +26,8 @@ from megatron_ext.runtime.store.start import keys_of_start
 from megatron_ext.runtime.world import store_of_all
 
 LOOK_SECONDS = 1.0
-TRIES = 3  # after so many polls without an answer the store counts as gone
-LEAVE_SECONDS = 5.0  # limit of a failing rank's wait for an unresponsive store
+TRIES = 3  # polls without an answer after which the store counts as gone
+LEAVE_SECONDS = 5.0  # longest time in seconds that a failing rank waits for an unresponsive store
 
 
 class FailureReport:
@@ -44,7 +44,8 @@ class FailureReport:
         self._where: Callable[[], str] = str
         self._hear: Callable[[str], None] | None = None
         self._words: str | None = None
-        self._stays_until = 0.0  # `time.monotonic` seconds; others read a store that is here
+        # `time.monotonic` seconds until which this process stays, as others read its store.
+        self._stays_until = 0.0
         self._wake = threading.Event()
         self._has_left = threading.Event()
         self._is_stopped = False
@@ -58,7 +59,7 @@ class FailureReport:
             target=self._run, name="megatron_ext failure report", daemon=True
         )
         self._thread.start()
-        # A thread that is in torch when the interpreter goes would take the process down with it.
+        # A thread that is within torch when the interpreter exits would crash the process.
         atexit.register(self.stop)
 
     def leave(self, words: str) -> None:
@@ -104,7 +105,8 @@ class FailureReport:
             try:
                 words = self._listen()
                 break
-            except RuntimeError:  # no answer; or gone with its process, as a training ends
+            # The store did not answer, or has gone with its process as a training ends.
+            except RuntimeError:
                 self._wake.wait(LOOK_SECONDS)
         self._has_left.set()
         if words is not None:
@@ -127,16 +129,16 @@ class FailureReport:
         return None
 
     def _value(self, key: str) -> list[str]:
-        """Return the value of ``key``; empty if it has none."""
+        """Return the value of ``key`` in the store; empty if it has none."""
         is_set = self._store.check([key])
         return [self._store.get(key).decode(errors="replace")] if is_set else []
 
     def _ended(self, rank: int) -> str:
-        """Return the key under which ``rank`` notes its end without an error."""
+        """Return the store's key under which ``rank`` notes its end without an error."""
         return f"{self._key}/ended by {rank}"
 
     def _keeps_the_store(self) -> bool:
-        """Whether the store ends with this process."""
+        """Return whether the store ends with this process."""
         store = self._store
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
@@ -152,9 +154,11 @@ def connect_failure_report() -> FailureReport | None:
         return None
     prefix = "megatron_ext/failure_report"
     with losing_the_store(f"global rank {rank} began to listen for failures"):
-        # All ranks begin equally often: the store may have the reports of an earlier training.
+        # The key has a count, since the store may have reports of an earlier training. All ranks
+        # begin equally often.
         store = keys_of_start(store)
         number = store.add(f"{prefix}/begun by {rank}", 1)
-        # A clone: a store blocks other threads while one waits. (Older stores cannot be cloned.)
+        # The thread has a clone of the store, since a store blocks other threads while one waits.
+        # (Older stores cannot be cloned.)
         store = store.clone() if hasattr(store, "clone") else store
     return FailureReport(store, f"{prefix}/{number}", rank)

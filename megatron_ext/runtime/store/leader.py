@@ -26,10 +26,11 @@ from megatron_ext.base.logger import logger
 from megatron_ext.base.progress import reporting
 from megatron_ext.runtime.store.lost_store import losing_the_store
 
-LOOK_SECONDS = 0.5  # between two polls of the store, at most
-BEAT_SECONDS = 2.0  # between two heartbeats
-SILENT_SECONDS = 60.0  # without a heartbeat, which a compiler may delay
-AHEAD_SECONDS = 5.0  # that other ranks wait for global rank 0 to begin the work
+LOOK_SECONDS = 0.5  # longest pause in seconds between two polls of the store
+BEAT_SECONDS = 2.0  # seconds between two heartbeats of the working rank
+# Seconds without a heartbeat after which a rank counts as gone; a compiler may delay one.
+SILENT_SECONDS = 60.0
+AHEAD_SECONDS = 5.0  # seconds that other ranks wait for global rank 0 to begin the work
 
 _WORKER, _BEATS, _RESULT = "worker", "signs of life", "result"
 
@@ -62,7 +63,7 @@ def run_on_leader[T](store: dist.Store, rank: int, what: str, work: Callable[[],
     except BaseException as error:
         with contextlib.suppress(RuntimeError):  # the store may be gone too
             store.set(_RESULT, _packed(_for_others(error, what, here)))
-        time.sleep(2 * LOOK_SECONDS)  # the store may end with this process
+        time.sleep(2 * LOOK_SECONDS)  # the store may end with this process, so it waits for readers
         raise
     with losing_the_store(f"{here} was to tell the result of {what}"):
         store.set(_RESULT, _packed(result))
@@ -94,7 +95,8 @@ def _result_of_another(store: dist.Store, worker: str, what: str) -> bytes:
 
 
 def _looks() -> Iterator[float]:
-    """Yield the seconds since the first poll, once per poll; pauses are short at first."""
+    """Yield the seconds since the first poll of the store, once per poll; pauses are short at
+    first."""
     start, pause = time.monotonic(), 0.01
     while True:
         yield time.monotonic() - start
@@ -107,7 +109,7 @@ def _giving_signs_of_life(store: dist.Store) -> Iterator[None]:
     over = threading.Event()
 
     def give() -> None:
-        with contextlib.suppress(RuntimeError):  # without a store nobody waits
+        with contextlib.suppress(RuntimeError):  # without a store no rank waits for heartbeats
             while not over.wait(BEAT_SECONDS):
                 store.add(_BEATS, 1)
 
@@ -126,7 +128,7 @@ def _packed(value: object) -> str:
 
 
 def _unpacked(text: bytes) -> Any:
-    """Return the result that was packed, or raise it if it is an error."""
+    """Return the result of a packed text, or raise it if it is an error."""
     result = pickle.loads(zlib.decompress(base64.b64decode(text)))
     if isinstance(result, Exception):
         raise result

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-_name = ""  # ranks that have not compared their settings have none
+_name = ""  # name of this start; empty if the ranks have not compared their settings
 
 
 def begin_start(name: str) -> None:
-    """Begin the start ``name`` of this process's ranks. All of them begin it."""
+    """Begin the start ``name`` of this process's ranks, which all of them begin."""
     global _name
     _name = name
 
 
 def keys_of_start(store: dist.Store) -> dist.Store:
-    """Return ``store`` for keys of the current start alone."""
+    """Return ``store`` with a prefix for keys of the current start only."""
     return dist.PrefixStore(f"megatron_ext/start {_name}", store) if _name else store

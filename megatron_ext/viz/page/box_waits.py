@@ -1,4 +1,8 @@
-"""Waits between the boxes of a page."""
+"""Waits between the boxes of a page.
+
+A page shows on request what a pass has waited for. In a simulated step the graph tells; in a
+measured one only the passes that made its inputs are known.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from megatron_ext.observe.replay import Replay
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.timeline import Event, Timeline
 
-Nodes = tuple[int, ...]  # of a step's events, by their numbers
+Nodes = tuple[int, ...]  # numbers of events of a step
 
 
 def waits_of_program(
@@ -27,8 +31,8 @@ def waits_of_program(
         earlier = graph.before[node]
         waited_for = tuple(dict.fromkeys(n for early in earlier for n in stands_for[early]))
         rank = events[node].rank
-        # An earlier pass of its rank is waited for through the pass before, unless it is needed
-        # directly.
+        # A wait for an earlier pass of the same rank is shown through the pass before, unless the
+        # earlier pass is needed directly.
         waits[node] = tuple(
             n
             for n in waited_for

@@ -1,4 +1,8 @@
-"""Contents of a page: boxes on the tracks of ranks."""
+"""Contents of a page: boxes on the tracks of ranks.
+
+A browser draws boxes and knows no schedules. What it can show of one, its time, memory and waits,
+is therefore in the box.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,20 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-OMITTED = "omitted"  # in the place of a kind, for passes that `cut` has merged
+OMITTED = "omitted"  # replaces the kind of passes that `cut` has merged
 
 
 class TrackGroup(enum.StrEnum):
-    """Tracks that fold away together."""
+    """Group of tracks that fold away together."""
 
     PASSES = "passes"
-    MESSAGES = "messages"  # and collectives, and reductions of gradients
+    MESSAGES = "messages"  # messages, collectives, and reductions of gradients
     COPIES = "copies"  # to the host and back
 
 
 @dataclass(frozen=True)
 class Track:
-    """A row of a rank, on which one thing follows the other."""
+    """Row of a rank on a page, on which one action follows the other."""
 
     rank: int
     group: TrackGroup
@@ -67,8 +71,8 @@ class Box:
 
 
 def before(boxes: Sequence[Box], place: int) -> list[int]:
-    """Return the numbers of the boxes that box ``place`` waited for: first the one before it on its
-    track."""
+    """Return the numbers of the boxes that box ``place`` waited for, beginning with the one before
+    it on its track."""
     is_first = place == 0 or boxes[place - 1].track != boxes[place].track
     return [*([] if is_first else [place - 1]), *boxes[place].needs]
 

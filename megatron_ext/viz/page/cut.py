@@ -1,4 +1,8 @@
-"""Schedules too large for a page, cut to their first, middle and last microbatches."""
+"""Schedules too large for a page, cut to their first, middle and last microbatches.
+
+A browser gets slow with too many boxes. A step repeats itself, so its beginning, some of its middle
+and its end show what there is to see; what lies between is marked as omitted.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +59,9 @@ def cut_to_microbatches(
     """
     shown = {number for part in kept for number in part}
     remaining: list[Box] = []
-    new_number: list[int | None] = []  # of each box: its number in ``remaining``
+    new_number: list[int | None] = []  # for each box its number in ``remaining``
     for box in boxes:
-        box = replace(box, half=None)  # the other one of two overlapped passes may be merged
+        box = replace(box, half=None)  # the other one of two overlapped passes may have been merged
         before = remaining[-1] if remaining else None
         is_mark = box.start == box.end
         if box.microbatch in shown or is_mark:
@@ -72,7 +76,7 @@ def cut_to_microbatches(
         new_number.append(len(remaining) - 1)
 
     def renumbered(numbers: Iterable[int]) -> tuple[int, ...]:
-        """Return the new ``numbers`` without those of omitted boxes, each once."""
+        """Return the new ``numbers`` of boxes without those of omitted boxes, each once."""
         new = (new_number[number] for number in numbers)
         return tuple(dict.fromkeys(number for number in new if number is not None))
 
@@ -85,12 +89,12 @@ def cut_to_microbatches(
 
 
 def _continues(before: Box, box: Box) -> bool:
-    """Return whether ``box`` belongs to the merged box ``before``."""
+    """Return whether ``box`` continues the merged box ``before``."""
     return before.kind == OMITTED and (before.track, before.step) == (box.track, box.step)
 
 
 def _joined(before: Box, box: Box) -> Box:
-    """Return both boxes as one, with the larger of their memory."""
+    """Return both boxes as one box, with the larger of their memory."""
     return replace(
         before,
         end=box.end,

@@ -1,4 +1,8 @@
-"""Runs on a page: one step of a schedule, or several consecutive ones."""
+"""Runs on a page: one step of a schedule, or several consecutive ones.
+
+A page compares runs: a schedule with its baseline, a prediction with a measurement, or several
+steps that overlap. Simulated and traced steps become the same boxes here.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +28,11 @@ from megatron_ext.viz.page.box_waits import Nodes, waits_of_passes, waits_of_pro
 from megatron_ext.viz.page.boxes import Box, Track, TrackGroup, critical_path
 from megatron_ext.viz.page.cut import cut_to_microbatches, kept_microbatches, shares
 
-MOST_PASSES = 20_000  # of a page that stays small and quick
+MOST_PASSES = 20_000  # most passes of a page that stays small and quick
 REDUCTION = "reduction"
 
-HeldTimes = Mapping[Action, tuple[float, float | None]]  # while it runs: microbatches, bytes
+# Memory held while an action runs: microbatches, bytes.
+HeldTimes = Mapping[Action, tuple[float, float | None]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class PageFigures:
 
 @dataclass(frozen=True)
 class Run:
-    """Steps of one schedule.
+    """Run on a page: the steps of one schedule.
 
     Attributes:
         chunk_of: by stage, the number of its rank's chunk.
@@ -68,12 +73,13 @@ class Run:
 
     @property
     def length(self) -> float:
-        """Seconds (or the unit of the costs) from the start of the first step to the last end."""
+        """Time from the start of the first step to the last end, in seconds or the unit of the
+        costs."""
         return max(box.end for box in self.boxes)
 
     @property
     def passes(self) -> int:
-        """Boxes of passes."""
+        """Boxes of compute passes."""
         return sum(box.track.group is TrackGroup.PASSES for box in self.boxes)
 
 
@@ -120,7 +126,7 @@ def simulated_run(title: str, program: Program, steps: int = 1, remarks: Sequenc
 
 
 def traced(step: TracedStep) -> tuple[Run, Run]:
-    """Return a traced step as two runs: as it was predicted, and as it was measured."""
+    """Return a traced step as two runs on a page: as it was predicted, and as it was measured."""
     predicted = {event.action: event.end - event.start for event in step.predicted.events}
     name = step.measured.schedule.name
     return (
@@ -132,7 +138,7 @@ def traced(step: TracedStep) -> tuple[Run, Run]:
 
 
 def cut_to_fit(runs: Sequence[Run], most: int) -> tuple[Run, ...]:
-    """Return ``runs``, with no more than ``most`` passes in all; what was cut says so."""
+    """Return ``runs`` cut to no more than ``most`` passes in all; each cut run says so."""
     granted = shares([run.passes for run in runs], most)
     return tuple(map(_cut_to, runs, granted))
 
@@ -239,7 +245,8 @@ def _boxes(
 
 
 def _costs_in(events: Sequence[Event], program: Program) -> Callable[[Action], float]:
-    """Return a function to an action's seconds by the costs; in a pair its share of the pair's."""
+    """Return a function from an action to its seconds by the costs; for one of two overlapped
+    passes its share of both."""
     in_pairs = program.schedule.overlapped_with
     shares = {e.action: e.end - e.start for e in events if e.action in in_pairs}
     return lambda a: shares[a] if a in shares else program.problem.costs.of(a)
@@ -258,8 +265,8 @@ def _with_whole_collectives(graph: Graph, events: Sequence[Event]) -> Sequence[E
 
 
 def _after_all(boxes: Sequence[Box], before: Sequence[Box]) -> list[Box]:
-    """Return ``boxes`` of a step that begins on each rank when the one ``before`` has ended on
-    all."""
+    """Return ``boxes`` of a step that begins on each rank when the step ``before`` has ended on all
+    ranks."""
     last = max(range(len(before)), key=lambda place: before[place].end)
     begun: set[int] = set()
     waiting = []
@@ -272,7 +279,7 @@ def _after_all(boxes: Sequence[Box], before: Sequence[Box]) -> list[Box]:
 
 
 def _sorted(boxes: Sequence[Box]) -> tuple[Box, ...]:
-    """Return ``boxes`` sorted by track, whose needs no longer name the one before on a track."""
+    """Return ``boxes`` sorted by track, whose needs no longer name the box before on a track."""
     order = sorted(range(len(boxes)), key=lambda number: boxes[number].track.place)
     place = {number: at for at, number in enumerate(order)}
     placed = []
@@ -315,7 +322,7 @@ def _chunks(placement: Placement) -> tuple[int, ...]:
 
 
 def _pace(timelines: Sequence[Timeline]) -> tuple[str, ...]:
-    """Return a sentence on the pace of several steps; none for one step."""
+    """Return a sentence on the seconds between several steps; None for one step."""
     if len(timelines) == 1:
         return ()
     ends = [max(row[-1].end for row in timeline.compute if row) for timeline in timelines]

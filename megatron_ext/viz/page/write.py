@@ -24,15 +24,15 @@ from megatron_ext.viz.page.run import MOST_PASSES, REDUCTION, Run, cut_to_fit
 SUFFIX = ".html"
 BROWSER = Path(__file__).with_name("browser")
 SECONDS = "s"
-# One module, in this order.
+# Parts of one JavaScript module, in this order.
 SCRIPTS = ("data.js", "view.js", "passes.js", "memory.js", "frame.js", "point.js", "start.js")
-_DIGITS = 7  # of the longest time, that are written
+_DIGITS = 7  # digits to which the longest time is written
 _OTHERS = "#999999"
 
 
 @dataclass(frozen=True)
 class Page:
-    """Page of runs.
+    """Page with the runs of one or several schedules.
 
     Attributes:
         title: title of the page.
@@ -79,7 +79,7 @@ def text_of(page: Page) -> str:
         "title": html.escape(page.title),
         "style": _file_text("page.css"),
         "script": script,
-        "data": data,  # last: no placeholder is looked for in names that users gave
+        "data": data,  # last, as no placeholder is looked for in names that users gave
     }.items():
         text = text.replace(f"{{{{{name}}}}}", content)
     return text
@@ -91,7 +91,7 @@ def _file_text(name: str) -> str:
 
 
 def data_of(page: Page) -> dict[str, Any]:
-    """Return ``page`` as browser/data.js reads it."""
+    """Return the data of ``page`` in the form that browser/data.js reads."""
     runs = cut_to_fit(page.runs, page.most_passes)
     groups = {box.kind: box.track.group.value for run in runs for box in run.boxes}
     kinds = {
@@ -114,7 +114,8 @@ def _looks() -> Mapping[str, dict[str, Any]]:
     and whether it is a mark."""
     looks = {}
     for kind, rule in RULES.items():
-        _, _, of = kind.rpartition("_")  # what a message or a copy is of has its colour
+        # A message or a copy has the colour of the pass that it belongs to.
+        _, _, of = kind.rpartition("_")
         colour = COLOURS.get(Kind(of), _OTHERS) if of in set(Kind) else _OTHERS
         does = rule.label if rule.marker else rule.does
         looks[kind.value] = _look(
@@ -175,7 +176,7 @@ def _run(run: Run, kinds: Sequence[str], decimals: int) -> dict[str, Any]:
 
 
 def _column(figures: Iterable[float | None]) -> Any:
-    """Return ``figures``, or only one of them if all are equal."""
+    """Return ``figures``, or a single one of them if all are equal."""
     column = list(figures)
     return column[0] if len(set(column)) == 1 else column
 
@@ -189,5 +190,5 @@ def _as_int(amount: float | None) -> int | None:
 
 
 def _shorter(number: float) -> float:
-    """Return ``number``, as a whole one if it is: JSON has no ``.0`` then."""
+    """Return ``number`` as an integer if it is whole, since JSON then has no ``.0``."""
     return int(number) if number == int(number) else number

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.adapter.post_validation.pending import post_validation
-from megatron_ext.adapter.post_validation.revertible_lr_step import RevertibleLrStep
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.post_validation.adapter.pending import post_validation
+from megatron_ext.features.post_validation.adapter.revertible_lr_step import RevertibleLrStep
 from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that remembers a step that may be reverted."""
+    """Return the patch that remembers a learning-rate step that may be reverted."""
     return (
         wrap(
             "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.step",
             step_that_can_be_taken_back,
-            reason="a verdict may find that the step it counted was skipped",
+            reason="post-validation may find later that a counted step was skipped",
             signature="(self, increment)",
             digests={"0.18, 0.19, 0.20": "d24c00247740"},
         ),

@@ -1,5 +1,9 @@
 """Our flags in Megatron's command line, and checks of them before any process group exists.
 
+Megatron refuses flags that its parser does not know, and what conflicts with a schedule must end a
+launch as long as it costs nothing. So the flags are added to its parser, and our checks follow its
+validation.
+
 Not patched: parse_args and the argument dataclasses; our settings stay strings in ``args`` (and so
 in checkpoints, where Megatron ignores them).
 """
@@ -13,13 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megatron_ext.adapter.arguments import (
+    check_files,
     complete_arguments,
     prove_without_search,
+    remarks_on,
     settle_vocabulary,
 )
-from megatron_ext.adapter.batches.sample_weights import weights_in
 from megatron_ext.adapter.launch_checks import check_batches, check_schedule, validated
-from megatron_ext.adapter.post_validation.commit_points import why_no_steps_overlap
 from megatron_ext.base.errors import exit_for
 from megatron_ext.base.logger import logger
 from megatron_ext.base.words import meant_by
@@ -43,16 +47,14 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         try:
             args = validated(args, config, lambda args: original(args, defaults), tells=True)
             complete_arguments(args, config)
-            # Megatron pads the vocabulary itself, when it has built the tokenizer.
+            # Megatron pads the vocabulary itself after it has built the tokenizer.
             padded = copy.copy(args)
             check_batches(padded, config, lambda: settle_vocabulary(padded, config))
-            # Every rank runs this; at the first step one of them searches for all.
+            # Every rank checks the schedule here; at the first step one rank searches for all.
             check_schedule(padded, config, prove_without_search)
-            why = why_no_steps_overlap(args) if config.post_validation else None
-            if why is not None and args.rank == 0:
-                logger.warning(why)
-            if config.microbatch_weights is not None:  # a plan does not need the file
-                weights_in(config.microbatch_weights)
+            for remark in remarks_on(args, config) if args.rank == 0 else ():
+                logger.warning(remark.text)
+            check_files(args, config)
         except ValueError as error:
             exit_for(error)
         return args
@@ -61,13 +63,13 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.arguments:add_megatron_arguments",
             add_our_flags,
-            reason="add the --pipeline-* flags of megatron_ext",
+            reason="Megatron's parser gets the --pipeline-* flags of megatron_ext",
             signature="(parser)",
         ),
         wrap(
             "megatron.training.arguments:validate_args",
             lambda original, args, defaults={}: validate(original, args, defaults),
-            reason="refuse what the schedule cannot honour before process groups are made",
+            reason="settings that a schedule cannot honour end the launch before it has groups",
             signature="(args, defaults={})",
         ),
     )
@@ -95,7 +97,7 @@ def parsing(edited: Callable[[Sequence[str]], list[str]]) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.arguments:add_megatron_arguments",
             read_edited,
-            reason="parse the flags that variables or a plan add to the launch",
+            reason="Megatron's parser gets the flags that variables or a plan add",
             signature="(parser)",
         ),
     )

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_ext.adapter.post_validation.pending import post_validation
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.post_validation.adapter.pending import post_validation
 from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that skips the check while a verdict is pending."""
+    """Return the patch that skips the check of asynchronous saves while a verdict is pending."""
     return (
         wrap(
             "megatron.training.async_utils:maybe_finalize_async_save",
             unless_pending,
-            reason="all ranks wait for one another to learn what is written",
+            reason="ranks meet to learn which saves are written, not while a verdict is pending",
             signature="(blocking=False, terminate=False)",
         ),
     )

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.adapter.post_validation.pending import post_validation
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.post_validation.adapter.pending import post_validation
 from megatron_ext.patches.engine import Patch, wrap
 
 
@@ -22,7 +22,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
             none_while_pending,
-            reason="all ranks wait for one another to learn of signals",
+            reason="all ranks meet to learn of signals, not while a verdict is pending",
             signature="(self)",
         ),
     )

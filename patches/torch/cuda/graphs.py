@@ -19,12 +19,12 @@ from megatron_ext.runtime.watchdog import Watchdog
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that stops the watchdog's queries."""
+    """Return the patch that stops the watchdog's queries while a CUDA graph is captured."""
     return (
         wrap(
             "torch.cuda.graphs:CUDAGraph.capture_begin",
             begin_unasked,
-            reason="a capture fails if the watchdog queries an event meanwhile",
+            reason="the capture of a CUDA graph fails if the watchdog queries an event",
         ),
     )
 

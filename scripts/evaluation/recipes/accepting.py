@@ -50,7 +50,7 @@ with quickly():
     from megatron_ext.adapter.step_sizes import count_microbatches
     from megatron_ext.launch.command import megatron_arguments
 
-# Flags of a launch that no recipe gives.
+# Flags of a launch that no recipe contains.
 _FLAGS = (
     *("--train-iters", "1000", "--lr", "1e-4", "--eval-interval", "1000", "--eval-iters", "0"),
     *("--mock-data", "--tokenizer-type", "NullTokenizer", "--save", "checkpoints"),
@@ -67,10 +67,10 @@ _PRECISIONS: Mapping[str, Mapping[str, Value]] = {
     "nvfp4": {"bf16": True, "fp4": "e2m1", "fp4_recipe": "nvfp4"},
 }
 
-# Settings that only fit the pipeline of a recipe.
+# Settings that only fit the recipe's own pipeline.
 OF_PIPELINE = (CHUNKS_IN_CONFIGS, "microbatch_group_size_per_vp_stage", *LAYOUT_FIELDS)
 
-# Arguments whose names differ from the settings'.
+# Arguments of Megatron whose names differ from those of the settings.
 _ARGUMENTS = {
     **NAMES_IN_CONFIGS,
     "cuda_graph_scope": "cuda_graph_modules",
@@ -79,7 +79,7 @@ _ARGUMENTS = {
     "packed": "sft",
 }
 
-# Megatron-Bridge's defaults, where Megatron's arguments have others.
+# Defaults of Megatron-Bridge that differ from those of Megatron's arguments.
 _DEFAULTS: Mapping[str, Value] = {
     "add_bias_linear": False,
     "attention_dropout": 0.0,
@@ -87,17 +87,18 @@ _DEFAULTS: Mapping[str, Value] = {
     "check_for_nan_in_grad": False,
 }
 
-# pretrain_gpt.py's validation refuses these as Megatron-Bridge, which has none, uses them:
-# Transformer Engine's cross entropy, parameters gathered during the step beside any checkpoint,
-# data sets of its own that are packed. They are set after it, and our refusals see them.
+# Settings that pretrain_gpt.py's validation refuses and Megatron-Bridge, which does not validate,
+# accepts: Transformer Engine's cross entropy, parameters gathered during the step with any
+# checkpoint, packed data sets of Bridge's own. They are set after the validation, and our refusals
+# see them.
 _NOT_VALIDATED = (
     *("cross_entropy_loss_fusion", "overlap_param_gather_with_optimizer_step", "sft"),
 )
 
-# Settings for which Megatron looks for a GPU or for kernels.
+# Settings for which Megatron looks for a GPU or for kernels, and which are dropped here.
 _OF_GPUS = ("dsa_kernel_backend", "attention_backend")
 
-# Settings that Megatron cannot pipeline, although no check of its arguments says so.
+# Settings with which Megatron cannot pipeline, although no check of its arguments says so.
 _STOCK_CANNOT = {
     "enable_hyper_connections": (
         "hyper-connections have no pipeline: 0.20 raises NotImplementedError, 0.19 has none"
@@ -114,9 +115,10 @@ def as_on_gpus() -> Iterator[None]:
         use_megatron_fsdp=False,
         use_torch_fsdp2=False,
     )
-    # which Megatron demands for activations that are offloaded beside Transformer Engine
+    # Megatron requires this variable if activations are offloaded with Transformer Engine.
     offloads = mock.patch.dict(os.environ, {"NVTE_CPU_OFFLOAD_V1": "1"})
-    # others' modules hold nothing that is patched, and looking there is most of a verdict's time
+    # Only our modules are searched: others hold nothing that is patched, and the search would take
+    # most of a verdict's time.
     look = engine.modules_with
     quickly = mock.patch.object(
         engine,
@@ -208,7 +210,7 @@ def _divide_layers(model: Any, args: Any) -> None:
         ValueError: Megatron asserts that they can be split, and they cannot.
     """
     if args.hybrid_layer_pattern is not None or model.pipeline_model_parallel_layout is not None:
-        return  # these are validated whole
+        return  # patterns and layouts are validated as a whole
     try:
         for rank in range(args.pipeline_model_parallel_size):
             for chunk in range(args.virtual_pipeline_model_parallel_size or 1):
@@ -266,7 +268,8 @@ def _validate(
     )
     for name, value in settings.items():
         name = _ARGUMENTS.get(name, name)
-        if name in _NOT_VALIDATED or not hasattr(args, name):  # the latter have no flag
+        # Arguments that Megatron does not have are set without validation.
+        if name in _NOT_VALIDATED or not hasattr(args, name):
             setattr(args, name, value)
     count_microbatches(args)
     return megatron_arguments.check_model(args, config)
@@ -303,7 +306,7 @@ def _arguments(recipe: Recipe, settings: Mapping[str, Value]) -> Any:
     args.max_position_embeddings = args.seq_length
     if args.pipeline_model_parallel_layout is not None:
         args.num_virtual_stages_per_pipeline_rank = None
-    if args.position_embedding_type == "mrope":  # whose sections no order of passes sees
+    if args.position_embedding_type == "mrope":  # schedules do not depend on the sections of mrope
         args.position_embedding_type = "rope"
     if args.hybrid_layer_pattern is not None:
         args.num_layers = None
@@ -312,7 +315,7 @@ def _arguments(recipe: Recipe, settings: Mapping[str, Value]) -> Any:
 
 def argument_values(recipe: Recipe) -> dict[str, Value]:
     """Return Megatron's arguments of ``recipe`` under its own schedule that differ from their
-    defaults, as ``megatron-ext plan --config`` takes them."""
+    defaults, as ``megatron-ext plan FILE.json`` takes them."""
     args, defaults = vars(_arguments(recipe, recipe.settings)), vars(_defaults())
     values = {name: args[name] for name, value in defaults.items() if args[name] != value}
     vocabulary = recipe.dimensions.get("vocab_size")

@@ -1,4 +1,5 @@
-"""Configuration of a recipe for a plan, from Megatron's own validated arguments."""
+"""Configuration of a recipe for a plan, from Megatron's own validated arguments. Many recipes
+differ in nothing that a plan depends on; they have one configuration, and are planned once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Verdicts on every recipe of a file, and counts of them."""
+"""Verdicts on every recipe of a file, and counts of them.
+
+The share of public recipes that we accept is only worth something if every recipe is counted, those
+too that are not understood.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from scripts.evaluation.recipes.public_form import Settings
 from scripts.evaluation.recipes.recipe import Recipe, read_models, resolve
 from scripts.evaluation.recipes.verdict import Verdict
 
-LARGE_BUBBLE = 0.05  # of a step
+LARGE_BUBBLE = 0.05  # share of a step from which a bubble counts as large
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""Public recipes: which are accepted, what a plan would gain, and the pages that say so."""
+"""Public recipes: which are accepted, what a plan would gain, and the pages that say so.
+
+It runs the parts in their order: every recipe is judged, distinct configurations are planned, and
+the pages, their CSV files and README are written from both.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +90,7 @@ def evaluate_slices(console: Console) -> tuple[list[str], list[dict[str, Any]], 
         for name, raw in read_recipes(RECIPES).items():
             try:
                 recipe = resolve(name, raw, models, defaults)
-            except ValueError:  # `evaluate_recipes` says so
+            except ValueError:  # `evaluate_recipes` reports the error
                 continue
             if not waits_long(recipe):
                 continue

@@ -1,4 +1,9 @@
-"""Estimated gains of another layout and another schedule for a recipe. Needs no Megatron."""
+"""Estimated gains of another layout and another schedule for a recipe. Needs no Megatron.
+
+Whether our schedules are worth it depends on what a recipe has. For each one the best of Megatron's
+schedules with another layout, and the best of all, are found within the recipe's own memory, so
+that the gain of layouts is told from that of schedules.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
-MARGIN = 2 * 2**30  # bytes: a gain that needs more than all but these is marked
+MARGIN = 2 * 2**30  # bytes of free memory: a gain that leaves less than these is marked
 PROCESSES = 2
 
 
@@ -125,7 +130,7 @@ def _option(compared: LayoutComparison, made: Evaluated, gain_with_less: float =
     )
 
 
-_WORTH = 1.01  # a gain that is less is none
+_WORTH = 1.01  # least ratio that counts as a gain
 
 
 def _compared(
@@ -162,6 +167,7 @@ def works_of(configuration: Configuration) -> list[Work]:
 
 def work_of(configuration: Configuration, execution: Execution) -> Work:
     rates = GPUS[configuration.gpu].rates(execution.precision)
+    execution = replace(execution, is_frozen=configuration.is_frozen)
     work = estimated_work(
         configuration.model,
         execution,
@@ -200,7 +206,7 @@ def all_gains(
     """Return the gains of each distinct one of ``configurations``, computed in `PROCESSES`
     processes; ``report`` is called after each."""
     distinct = list(dict.fromkeys(configurations))
-    # Long ones come first, so that no process has one left at the end.
+    # Long configurations come first, so that no process starts one at the end.
     distinct.sort(key=lambda c: c.ranks * c.microbatches, reverse=True)
     found: dict[Configuration, Found] = {}
     with get_context("spawn").Pool(PROCESSES) as pool:

@@ -1,4 +1,5 @@
-"""Tables of docs/recipes.md on what is accepted, and on what is refused."""
+"""Tables of docs/recipes.md on what is accepted, and on what is refused. Reasons that differ only
+in names or numbers are counted together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Predictions for each recipe: its own launch command and its possible gains."""
+"""Predictions for each recipe: its own launch command and its possible gains. Recipes with the same
+configuration are planned once."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def prospects_of(
     for recipe in recipes:
         try:
             resolved.append((recipe, configuration_of(recipe)))
-        except Exception as error:  # of this recipe, as in `counting.rows`
+        except Exception as error:  # any error is reported for the recipe, as in `counting.rows`
             resolved.append((recipe, " ".join(str(error).split()) or type(error).__name__))
     found = all_gains([known for _, known in resolved if isinstance(known, Configuration)])
     return [

@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-Value = Any  # of a setting: a bool, number, text or a list, as JSON has them
+Value = Any  # value of a setting: a bool, number, text or list, as in JSON
 Settings = Mapping[str, Value]
 
-_LONGEST = 10_000  # elements of a list that a product writes, as [0] * 3 does
+_LONGEST = 10_000  # most elements of a list that is written as a product, such as [0] * 3
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
-# Megatron's layer types, and its symbols for them in the text of a layout.
+# Symbols of Megatron's layer types in the text of a layout.
 _SYMBOLS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-_PARTS = {"models", "recipes"}  # of a file
-_NAMES = ("name", "recipe")  # of a recipe, in a list of them
-_AROUND = ("cfg", "config", "recipe")  # variables that hold a recipe's config
+_PARTS = {"models", "recipes"}  # keys of a file's parts
+_NAMES = ("name", "recipe")  # keys that may hold a recipe's name in a list of recipes
+_AROUND = ("cfg", "config", "recipe")  # names of variables that hold a recipe's config
 
 
 def read_recipes(path: Path) -> dict[str, Any]:
@@ -99,10 +99,11 @@ def plain(value: Value) -> Value:
         return [plain(inner) for inner in value]
     if not isinstance(value, str):
         return value
-    text = re.sub(r"<\w+\.(\w+): [^<>]*>", r"'\1'", value.strip())  # enumerations, as printed
+    # Enumerations in their printed form.
+    text = re.sub(r"<\w+\.(\w+): [^<>]*>", r"'\1'", value.strip())
     text = re.sub(r"^[A-Z]\w*\.(\w+)$", r"\1", text)
     if text.lower() in _WORDS:
-        # a setting's name for "off" may be none, which is no None
+        # The text "none" stays, as it may be a setting's word for "off".
         return text if text == "none" else _WORDS[text.lower()]
     try:
         return _evaluated(ast.parse(text, mode="eval").body)

@@ -1,4 +1,8 @@
-"""Figures of docs/recipes.md in README.md: its headline, and how many recipes are accepted."""
+"""Figures of docs/recipes.md in README.md: its headline, and how many recipes are accepted.
+
+A figure has one source. README repeats those of docs/recipes.md, so they are copied by this script,
+and a test compares the two.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ def accepted(page: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-# The sentence of README.md on what is accepted, of which the numbers are written.
+# Sentence of README.md about accepted recipes, whose numbers are written here.
 _ACCEPTED = re.compile(r"(Of )\d+( public recipes with a\s+pipeline )\d+( are)")
 
 

@@ -1,4 +1,9 @@
-"""A recipe's settings, resolved: with what its name, its model and Megatron-Bridge say besides."""
+"""A recipe's settings, resolved: with what its name, its model and Megatron-Bridge say besides.
+
+A published recipe is a dump of configs: it omits what its model or Bridge's defaults say, and some
+switches take effect only with others. All that schedules depend on is resolved here, from names,
+models and defaults.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +26,19 @@ from scripts.evaluation.recipes.settings import NAMES, OTHER_NAMES, WHOLE_LAYERS
 
 RECIPES = Path(__file__).parents[1] / "recipes.json"
 
-# The configs of a recipe of which no schedule sees anything but what `NAMES` has.
+# Configs of a recipe that do not change its schedule, except for the settings in `NAMES`.
 _NOT_OF_SCHEDULES = (
     *("checkpoint", "dataset", "env_vars", "logger", "profiling", "scheduler", "straggler"),
     *("tokenizer", "validation"),
 )
-# A key's last word, if its value is the name of the model.
+# Last words of keys whose value is the name of the model.
 _MODEL = ("HF", "hf_path", "hf_model_id", "model")
-# A recipe needs these, which have no default.
+# Settings that every recipe must give, as they have no default.
 _NEEDED = ("seq_length", "micro_batch_size", "global_batch_size")
-# What makes a model of a recipe's own settings, where no other is named.
+# Settings that give a model's dimensions in the recipe itself, if it names no model.
 _DIMENSIONS = ("num_layers", "hidden_size", "num_attention_heads")
 
-_PRECISIONS = {  # as names of recipes have them
+_PRECISIONS = {  # precisions as recipes' names contain them
     "bf16": "bf16",
     "fp16": "fp16",
     "fp8cs": "fp8_cs",
@@ -42,7 +47,8 @@ _PRECISIONS = {  # as names of recipes have them
     "fp8sc": "fp8_sc",
     "nvfp4": "nvfp4",
 }
-_MIXED_PRECISIONS = {  # Megatron-Bridge's names; all of these add gradients up in fp32
+# Megatron-Bridge's names of mixed precisions; all of these sum gradients in fp32.
+_MIXED_PRECISIONS = {
     "bf16_mixed": "bf16",
     "fp16_mixed": "fp16",
     "bf16_with_fp8_delayed_scaling_mixed": "fp8_delayed",
@@ -61,7 +67,7 @@ _FP8_RECIPES = {  # Megatron's names
     "blockwise": "fp8_sc",
 }
 
-# What a model brings along, where its recipe says nothing.
+# Settings that come from the model if its recipe does not give them.
 _OF_MODELS = (
     *("untie_embeddings_and_output_weights", "group_query_attention", "qk_layernorm"),
     *("multi_latent_attention", "window_size", "softmax_type", "attention_output_gate"),
@@ -70,7 +76,7 @@ _OF_MODELS = (
     *("moe_shared_expert_intermediate_size", "moe_latent_size", "moe_n_hash_layers"),
     *("moe_router_num_groups", "mtp_use_repeated_layer", "cp_comm_type"),
 )
-# Megatron-Bridge's own, where a recipe says nothing.
+# Megatron-Bridge's defaults for settings that a recipe does not give.
 _DEFAULTS: Settings = {
     "transformer_impl": "transformer_engine",
     "moe_token_dispatcher_type": "alltoall",
@@ -185,7 +191,7 @@ def resolve(
     for key in _OF_MODELS:
         if key in dimensions or key == "untie_embeddings_and_output_weights":
             settings.setdefault(key, dimensions.get(key, False))
-    if "_peft_" in name:  # whatever of its adapters is not Bridge's default
+    if "_peft_" in name:  # such a recipe gives of its adapters only what is not Bridge's default
         settings.setdefault("peft", "lora")
     if "vision" in dimensions:
         settings["vision"] = True
@@ -250,7 +256,7 @@ def _named(key: str, value: Value, others: Container[str]) -> tuple[str, str | N
 
 
 def _is_named(name: str) -> bool:
-    """Whether schedules may depend on ``name``, which may not be Megatron's."""
+    """Return whether schedules may depend on ``name``, which may not be Megatron's."""
     return OTHER_NAMES.get(name, name) in NAMES
 
 
@@ -296,7 +302,7 @@ def _model_of(
     raise ValueError(f"the model {given} is unknown: recipes.json has it not")
 
 
-# Fine-tuned and quantised variants of a model, which have its dimensions.
+# Suffixes of fine-tuned and quantised variants of a model, which have the model's dimensions.
 _VARIANT = re.compile(
     r"-(base|instruct|chat|thinking|reasoning|it|pt|hf|bf16|fp8|nvfp4|\d{4})(?=-|$)", re.IGNORECASE
 )
@@ -328,7 +334,7 @@ def _models_of_recipes() -> dict[str, str]:
     return {stem: next(iter(named)) for stem, named in models.items() if len(named) == 1}
 
 
-# Settings that say a precision, beside the name of a mixed one.
+# Settings that give a precision, apart from the name of a mixed one.
 _OF_PRECISION = ("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe")
 
 
@@ -389,7 +395,7 @@ def in_effect(given: Settings) -> dict[str, Value]:
     without_effect("moe_flex_dispatcher_backend", unless=is_flex)
     without_effect(*_OF_PRECISION_AWARE, unless=on("use_precision_aware_optimizer"))
     _say_what_is_captured(settings)
-    if on("overlap_param_gather"):  # of which Bridge makes both by default
+    if on("overlap_param_gather"):  # Bridge by default switches both overlaps on together
         settings["overlap_grad_reduce"] = True
     is_selective = on("recompute_granularity") == "selective"
     without_effect("recompute_modules", unless=is_selective)

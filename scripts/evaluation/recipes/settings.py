@@ -51,7 +51,7 @@ NAMES = (
     *("ckpt_format", "global_batch_size", "micro_batch_size"),
 )
 
-# Names that mean the same.
+# Other names of settings, which mean the same.
 OTHER_NAMES = {
     "sft": "packed",
     "enable_offline_packing": "packed",
@@ -61,4 +61,5 @@ OTHER_NAMES = {
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
     "cuda_graph_modules": "cuda_graph_scope",
 }
-WHOLE_LAYERS = "layer"  # what is captured if cuda_graph_scope names no modules
+# Value that stands for whole layers, which are captured if cuda_graph_scope names no modules.
+WHOLE_LAYERS = "layer"

@@ -28,8 +28,9 @@ from scripts.evaluation.recipes.gains import PROCESSES, Configuration, allowed_b
 from scripts.evaluation.recipes.recipe import Recipe
 from scripts.tables import table
 
-LEAST_WAIT = 0.1  # of the passes of a step: (p - 1) / (v m)
-LEAST_MEDIAN = 1.5  # of full fine-tuning with m < p, which a trial of slices of packs found at 1.63
+LEAST_WAIT = 0.1  # least share of a step that ranks wait, computed as (p - 1) / (v m)
+# Least median gain of full fine-tuning with m < p; a trial of slices of packs found 1.63.
+LEAST_MEDIAN = 1.5
 _SPECS = ("1f1b", "zb-h1", "zb-v")
 _COLUMNS = (
     *("recipe", "class", "ranks", "microbatches", "tokens", "best without slices", "in slices"),
@@ -128,14 +129,15 @@ def best_in_slices(configuration: Configuration) -> tuple[float, Evaluated] | No
                 continue
             try:
                 made = evaluate(cut, spec, layout, allowed_bytes=bound, search=False)
-            except ValueError:  # it does not fit
+            except ValueError:  # the schedule does not fit
                 continue
             if best is None or made.seconds < best.seconds:
                 best = made
     return None if best is None else (baseline.seconds / best.seconds, best)
 
 
-Found = tuple[float, str, int] | str  # gain, schedule, slices; or why there are none
+# Gain, schedule and number of slices; or the reason why there are none.
+Found = tuple[float, str, int] | str
 
 
 def _found(configuration: Configuration) -> Found:

@@ -18,7 +18,7 @@ from scripts.evaluation.recipes.gains import PROCESSES, Configuration, Gains, ga
 from scripts.evaluation.recipes.public_form import read_recipes
 from scripts.evaluation.recipes.recipe import RECIPES, read_models, resolve
 
-_SECONDS = 120.0  # CPU seconds for each case
+_SECONDS = 120.0  # limit in CPU seconds for each case
 _COLUMNS = (
     *("model", "recipe", "trained", "own line"),
     *("stock's best", "stock's gain", "best of all", "gain of all"),
@@ -46,7 +46,7 @@ def cases() -> Iterator[Case]:
                 if recipe.model in done or not isinstance(recipe.dimensions.get("vision"), dict):
                     continue
                 configuration = configuration_of(recipe)
-            except ValueError:  # the next recipe of the model may do
+            except ValueError:  # the next recipe of the same model may have a configuration
                 continue
             tower = configuration.model.tower
             if tower is None or configuration.ranks == 1 or recipe.model is None:

@@ -1,4 +1,4 @@
-"""Whether a recipe is accepted."""
+"""Verdict on a recipe: whether it is accepted under a schedule, or why not."""
 
 from __future__ import annotations
 

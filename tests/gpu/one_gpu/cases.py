@@ -12,6 +12,7 @@ CALLS = (  # host_calls.py has what they are; this file needs no torch
 )
 SCHEDULES = (("zb-h1", "async"), ("zb-v", "async"), ("v-half", "async"), ("zb-v", "batched"))
 LAYERS = ("bf16", "fp8 delayed", "fp8 current", "fp8 blockwise", "mxfp8", "nvfp4")
+REPLAYS = ("replay", "loops", "values", "offload")
 SANITIZER = "TORCH_CUDA_SANITIZER"
 PATIENCE = {"cuda": 1, "cpu": 3}  # a laptop's, or a machine's that has other things to do
 
@@ -70,4 +71,5 @@ def parts(kind: str) -> dict[str, Part]:
         "streams": part(480, trial, *streams),
         "layers": part(95, *(case(60, "layers", *precision.split()) for precision in LAYERS)),
         "rehearsal": part(530, *(case(270, "rehearsal", name) for name in ("line", "v", "truth"))),
+        "replay": part(530, *(case(250, "rehearsal", name) for name in REPLAYS)),
     }

@@ -3,6 +3,10 @@
 python -m tests.gpu.one_gpu.rehearsal cuda|cpu line    stock and zb-h1
 python -m tests.gpu.one_gpu.rehearsal cuda|cpu v       zb-v, v-half, and zb-v's divided vocabulary
 python -m tests.gpu.one_gpu.rehearsal cuda|cpu truth   a real step without a pipeline
+python -m tests.gpu.one_gpu.rehearsal cuda|cpu replay  zb-v replayed, with thread blocks and without
+python -m tests.gpu.one_gpu.rehearsal cuda|cpu loops   stock's interleaved and interleaved-zb
+python -m tests.gpu.one_gpu.rehearsal cuda|cpu values  zb-v with zeros, normal and real values
+python -m tests.gpu.one_gpu.rehearsal cuda|cpu offload zb-v with all activations on the host
 
 Each criterion of `CRITERIA` that a case can answer is a row with its figure. One that does not hold
 is a result, and no failure of the case.
@@ -18,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.launch.command.launch_words import read_launch
@@ -25,6 +30,7 @@ from megatron_ext.rehearsal.prepare import schedules_of
 from megatron_ext.rehearsal.processes import rank_processes
 from megatron_ext.rehearsal.rehearsal_report import RankResult, RehearsalReport
 from megatron_ext.rehearsal.rehearse import RehearsalRequest, rehearse
+from megatron_ext.rehearsal.request import PeerValues
 from tests.gpu.one_gpu.rows import CannotRun, Row, State, run_case, tell
 from tests.gpu.one_gpu.two_ranks import folder
 
@@ -56,7 +62,6 @@ SPLIT = Criterion("I and W over B", 1.05, "times")
 ESTIMATED = Criterion("a pass off its estimate", 15)
 GAIN = Criterion("gain over stock off the estimated one", 5, "points")
 CRITERIA = (ALLOCATED, RESERVED, TRUTH, REPLAYED, OWN_END, BLOCKS, SPLIT, ESTIMATED, GAIN)
-NEED_REPLAY = (REPLAYED, OWN_END, BLOCKS)  # of one rank with arrivals as composed: no such run yet
 
 SIZES = {
     "cuda": {  # Llama 3 8B
@@ -99,11 +104,14 @@ def command(kind: str, sizes: dict[str, int], ranks: int, microbatches: int) -> 
     return ["torchrun", "--nproc-per-node", str(ranks), str(SCRIPT), *words]
 
 
-def rehearsed(kind: str, name: str, words: Sequence[str], schedules: str) -> RehearsalReport:
-    """Rehearse the command ``words``, and write the report at once."""
+def rehearsed(
+    kind: str, name: str, words: Sequence[str], schedules: str, **settings: Any
+) -> RehearsalReport:
+    """Rehearse the command ``words``, and write the report at once. ``settings``: more of the
+    request."""
     own = folder() / name
     request = RehearsalRequest(
-        read_launch(words), schedules_of(schedules), own, is_cpu=kind == "cpu"
+        read_launch(words), schedules_of(schedules), own, is_cpu=kind == "cpu", **settings
     )
     report = rehearse(request, rank_processes, lambda text: print(text, flush=True))
     Path(own, "report.json").write_text(json.dumps(asdict(report), indent=2))
@@ -130,9 +138,6 @@ def line(kind: str) -> None:
     measured = 1 - ours.of_first
     estimated = 1 - ours.estimate.seconds / stock.estimate.seconds
     answer("line", GAIN, 100 * abs(measured - estimated) if measured * estimated > 0 else 100.0)
-    for criterion in NEED_REPLAY:
-        reason = f"{criterion.what}, limit {criterion.limit:g} {criterion.unit}: needs a replay"
-        print(Row("rehearsal line", reason, State.CANNOT_RUN).line(), flush=True)
 
 
 def v(kind: str) -> None:
@@ -157,6 +162,62 @@ def truth(kind: str) -> None:
     took = _real_step(command(kind, sizes, 1, 8))
     tell("rehearsal truth", f"a real step {took:.3f} s, the ranks' together {passes:.3f} s")
     answer("truth", TRUTH, 100 * abs(passes / took - 1))
+
+
+def replay(kind: str) -> None:
+    words = command(kind, SIZES[kind], 8, 16)
+    report = rehearsed(kind, "replay", words, "zb-v", replays=True)
+    (one,) = report.replays
+    alone, replayed = report.schedules[0].seconds, one.figures.seconds
+    tell("rehearsal replay", f"zb-v {alone:.3f} s, replayed {replayed:.3f} s")
+    answer("replay", REPLAYED, 100 * (one.over_alone - 1))
+    answer("replay", OWN_END, 100 * one.off_end)
+    if kind == "cpu":
+        reason = f"{BLOCKS.what}, limit {BLOCKS.limit:g} %: needs a GPU's thread blocks"
+        print(Row("rehearsal replay", reason, State.CANNOT_RUN).line(), flush=True)
+        return
+    without = rehearsed(kind, "replay-without", words, "zb-v", replays=True, has_blocks=False)
+    answer("replay", BLOCKS, 100 * (_replayed_passes(report) / _replayed_passes(without) - 1))
+
+
+def _replayed_passes(report: RehearsalReport) -> float:
+    """Return the seconds of a pass of each kind, on each rank that was replayed, together."""
+    return sum(sum(one.seconds.values()) for one in report.ranks if one.is_replay)
+
+
+def loops(kind: str) -> None:
+    words = command(kind, SIZES[kind], 8, 16)
+    words += ["--num-virtual-stages-per-pipeline-rank", "2"]
+    report = rehearsed(kind, "loops", words, "stock interleaved-zb")
+    told = [f"{one.name} {one.seconds:.3f} s, bubble {one.bubble:.1%}" for one in report.schedules]
+    tell("rehearsal loops", "; ".join(told))
+    _answer_ranks("loops", report.ranks)
+
+
+def values(kind: str) -> None:
+    """The first rank receives no real values, since no other has run: only the second counts."""
+    words = command(kind, SIZES[kind], 8, 16)
+    told = []
+    for of in PeerValues:
+        report = rehearsed(kind, f"values-{of}", words, "zb-v", values=of, warm_up=1, steps=2)
+        (rank,) = (one for one in report.ranks if one.pipeline_rank != 7)
+        assert bool(rank.real) == (of is PeerValues.REAL)
+        told.append(f"{of} " + ", ".join(f"{k} {1e3 * s:.2f} ms" for k, s in rank.seconds.items()))
+    tell("rehearsal values", "; ".join(told))
+
+
+def offload(kind: str) -> None:
+    """Copies run at the host's own rate: a rank that waits for them has longer gaps."""
+    words = command(kind, SIZES[kind], 8, 16)
+    words += ["--pipeline-schedule", "zb-v", "--pipeline-activation-offload", "full"]
+    report = rehearsed(kind, "offload", words, "zb-v")
+    told = [
+        f"rank {one.pipeline_rank} {1e3 * one.between:.1f} ms between passes, most allocated "
+        f"{'unknown' if one.allocated is None else f'{one.allocated / 2**30:.2f} GiB'}"
+        for one in report.ranks
+    ]
+    tell("rehearsal offload", f"zb-v {report.schedules[0].seconds:.3f} s; " + "; ".join(told))
+    _answer_ranks("offload", report.ranks)
 
 
 def _passes_of(rank: RankResult, microbatches: int) -> float:
@@ -218,7 +279,10 @@ def _above_prediction(one: RankResult) -> float | None:
     return 100 * (one.reserved - one.predicted) / one.activations
 
 
-CASES = {"line": line, "v": v, "truth": truth}
+CASES = {
+    **{"line": line, "v": v, "truth": truth},
+    **{"replay": replay, "loops": loops, "values": values, "offload": offload},
+}
 
 
 def main(kind: str, case: str) -> None:

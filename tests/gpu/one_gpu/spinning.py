@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_ext.rehearsal.cuda_driver import load_kernels, start_kernel
 
 THREADS = 640
 MOST_BLOCKS = 256
@@ -80,34 +81,16 @@ def kernel() -> str:
     )
 
 
-def _driver_call(function: str, *arguments: object) -> None:
-    code = getattr(_driver(), function)(*arguments)
-    if code:
-        raise RuntimeError(f"the CUDA driver's {function} says {code}")
-
-
-@functools.lru_cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
 @functools.lru_cache
 def _function() -> ctypes.c_void_p:
     """The kernel, loaded."""
-    torch.zeros(1, device="cuda")  # makes the context current
-    module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    _driver_call("cuModuleLoadData", ctypes.byref(module), kernel().encode())
-    _driver_call("cuModuleGetFunction", ctypes.byref(function), module, b"spin")
-    return function
+    return load_kernels(kernel(), ["spin"])["spin"]
 
 
 def launch(stream: torch.cuda.Stream, flags: Tensor, blocks: int, limit: float) -> None:
     """Start the kernel on ``stream``. ``flags``: pinned; ``limit``: seconds."""
-    values = ctypes.c_uint64(flags.data_ptr()), ctypes.c_uint64(int(limit * 1e9))
-    arguments = (ctypes.c_void_p * 2)(*(ctypes.addressof(value) for value in values))
-    shape = (ctypes.c_uint(n) for n in (blocks, 1, 1, THREADS, 1, 1, 0))
-    handle = ctypes.c_void_p(stream.cuda_stream)
-    _driver_call("cuLaunchKernel", _function(), *shape, handle, arguments, None)
+    values = flags.data_ptr(), int(limit * 1e9)
+    start_kernel(_function(), stream, blocks, THREADS, *values)
 
 
 class Spinning:

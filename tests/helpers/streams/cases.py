@@ -18,9 +18,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 import megatron_ext
 from megatron_ext.compile.registry import FamilyEntry, entries
+from megatron_ext.features.offload.runtime import offload
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from megatron_ext.runtime.host import offload
 from megatron_ext.schedule.problem import CONFLICTS
 from tests.helpers import megatron_runs
 from tests.helpers import transformer_engine_on_cpu as on_cpu

@@ -42,12 +42,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from megatron_ext.features.offload.runtime import buffers, offload
+from megatron_ext.features.post_validation.runtime import messages as verdicts
 from megatron_ext.patches import cpu
 from megatron_ext.runtime import recording
 from megatron_ext.runtime.executor import _Execution
-from megatron_ext.runtime.host import buffers, offload
 from megatron_ext.runtime.messages import channels
-from megatron_ext.runtime.post_validation import messages as verdicts
 from megatron_ext.schedule.action import Action
 from tests.helpers import ranks
 from tests.helpers.streams.device import Device, cuda_names, watch_resizes

@@ -38,9 +38,10 @@ _FIGURES = "the host waits for figures that it prints, which it has in memory of
 HOST_WAITS: dict[tuple[str, str], str] = {
     ("megatron_ext/runtime/messages/channels.py", "Channels.receive_shape"): _BETWEEN_HOSTS,
     **{
-        ("megatron_ext/runtime/post_validation/messages.py", f"ValidationMessages.{name}"): (
-            _BETWEEN_HOSTS
-        )
+        (
+            "megatron_ext/features/post_validation/runtime/messages.py",
+            f"ValidationMessages.{name}",
+        ): (_BETWEEN_HOSTS)
         for name in ("partial", "verdict", "take")
     },
     ("megatron_ext/runtime/measure/exchange.py", "AsyncAllGather.wait"): _FIGURES,

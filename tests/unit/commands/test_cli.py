@@ -51,16 +51,18 @@ def test_simulate_prints_one_object() -> None:
 
 
 def test_simulate_refuses_options_without_effect(tmp_path: Path) -> None:
-    """They were accepted, and nothing was drawn or limited."""
+    """simulate refuses options without effect. It accepted them, and nothing was drawn or
+    limited."""
     words = ("simulate", "1f1b", "--pp", "2", "-m", "2")
-    assert "add --plot, --html or --trace" in run(*words, "--steps", "3", code=2)
-    assert "--seconds 5 is the time limit of --certify" in run(*words, "--seconds", "5", code=2)
-    run(*words, "--steps", "3", "--trace", str(tmp_path / "steps.json"))
-    run(*words, "--certify", "--seconds", "5")
+    assert "add --plot, --html or --perfetto" in run(*words, "--steps", "3", code=2)
+    told = run(*words, "--slice-lengths", "balanced", code=2)
+    assert "--slice-lengths balanced is given without --slices" in told
+    run(*words, "--steps", "3", "--perfetto", str(tmp_path / "steps.json"))
 
 
 def test_a_picture_of_the_reference_itself_has_one_timeline(tmp_path: Path) -> None:
-    """simulate 1f1b --plot drew 1F1B twice, with the same title."""
+    """A picture of the baseline itself has one timeline. simulate 1f1b --plot drew 1F1B twice, with
+    the same title."""
     pytest.importorskip("matplotlib")
     picture, sizes = tmp_path / "picture.svg", ("--pp", "2", "-m", "2")
     for spec, drawn in (("1f1b", ["1f1b"]), ("zb-h1", ["1f1b", "zb-h1"])):
@@ -70,7 +72,8 @@ def test_a_picture_of_the_reference_itself_has_one_timeline(tmp_path: Path) -> N
 
 
 def test_simulate_shows_what_one_communicator_costs() -> None:
-    """A hop as long as a pass: with a channel each, the two ways of a rank's messages overlap."""
+    """simulate shows what one communicator costs. A message takes as long as a pass: with a
+    communicator for each channel, messages in both directions of a rank overlap."""
     words = ("simulate", "interleaved", "--pp", "4", "-m", "8", "--costs", "f=1,i=1,w=1,comm=1")
     alone, together = (
         json.loads(run(*words, "--p2p", p2p, "--json"))["makespan"] for p2p in ("async", "batched")
@@ -79,7 +82,8 @@ def test_simulate_shows_what_one_communicator_costs() -> None:
 
 
 def test_simulate_is_for_people() -> None:
-    """Names of variables, None as a column, True and False, and times without a unit."""
+    """simulate prints text for people. It printed names of variables, None as a column, True and
+    False, and times without a unit."""
     said = run("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "f=2,i=2,w=2")
     assert "None" not in said and "True" not in said and "_" not in said
     assert re.search(r"bubble +27.3% of the makespan, 27.3% of the span", said)
@@ -95,7 +99,8 @@ def test_simulate_is_for_people() -> None:
 def test_simulate_says_where_stocks_interleaved_schedule_does_not_run(
     microbatches: int, refuses: bool
 ) -> None:
-    """Ours takes any number of microbatches. "Stock's to the last bit" read as if stock's did."""
+    """simulate says for which numbers of microbatches stock's interleaved schedule does not run.
+    Ours takes any number, and "stock's to the last bit" read as if stock's did."""
     text = " ".join(run("simulate", "interleaved", "--pp", "4", "-m", str(microbatches)).split())
     assert "stock Megatron's to the last bit" in text
     told = f"its own interleaved schedule refuses {microbatches} microbatches"
@@ -103,13 +108,13 @@ def test_simulate_says_where_stocks_interleaved_schedule_does_not_run(
 
 
 def test_simulate_says_what_a_certificate_is_worth() -> None:
-    words = ("simulate", "1f1b", "--pp", "4", "-m", "8", "--certify", "--seconds", "1")
+    words = ("simulate", "1f1b", "--pp", "4", "-m", "8", "--certify", "1")
     assert "proved: no schedule with this placement and backward pass has a shorter" in run(*words)
-    words = ("simulate", "v-min", "--pp", "2", "-m", "4", "--certify", "--seconds", "0")
+    words = ("simulate", "v-min", "--pp", "2", "-m", "4", "--certify", "0")
     assert "no schedule with this placement and backward pass has a makespan under" in run(*words)
     limited = run(*words, "--costs", "f=10,i=12,w=8,comm=1", "--memory-limit", "2")
     assert "no V within 2 microbatches" not in limited  # there is one that repeats every 30
-    words = ("simulate", "v-min", "--pp", "8", "-m", "8", "--certify", "--seconds", "0")
+    words = ("simulate", "v-min", "--pp", "8", "-m", "8", "--certify", "0")
     limited = run(*words, "--costs", "f=10,i=12,w=8,comm=1", "--memory-limit", "4")
     assert "no V within 4 microbatches repeats the passes of one microbatch every 30 or" in limited
 
@@ -121,7 +126,7 @@ def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     words = ("simulate", "zb-h1", "--pp", "4", "-m", "16", *HEAD)
     whole, variant_1, variant_2 = (
-        json.loads(run(*words, "--vocab-parallel", how, "--trace", str(trace), "--json"))
+        json.loads(run(*words, "--vocab-parallel", how, "--perfetto", str(trace), "--json"))
         for how in ("none", "1", "2")
     )
     reports = (whole, variant_1, variant_2)
@@ -139,25 +144,27 @@ def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
 @pytest.mark.search
 def test_plan_compares_what_can_be_done_about_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
     only_families(monkeypatch, "1f1b", "zb-v")
-    words = ("plan", "--pp", "2", "-m", "4", "--memory-limit", "2")
-    alone = json.loads(run(*words, "--json"))["plan"]["candidates"]
+    words = ("--memory-limit", "2")
+    alone = json.loads(run("plan", "pp=2,m=4", *words, "--json"))["plan"]["candidates"]
     methods = {(row["vocab_parallel"], row["layers_moved"]) for row in alone}
     assert methods == {("none", False)}
-    report = json.loads(run(*words, *HEAD, "--layers", "7", "--json"))
+    report = json.loads(run("plan", "pp=2,m=4,layers=7", *words, *HEAD, "--json"))
     rows = [row for row in report["plan"]["candidates"] if row["schedule"] == "1f1b"]
     row = {(made["vocab_parallel"], made["layers_moved"]): made["step"] for made in rows}
     assert row["none", True] < row["none", False]
     # Two ranks hold two microbatches; one more is over the limit, so that some are made again.
-    refused = ("simulate", "1f1b", *words[1:], *HEAD, "--vocab-parallel", "2")
+    refused = ("simulate", "1f1b", "--pp", "2", "-m", "4", *words, *HEAD, "--vocab-parallel", "2")
     assert "least feasible limit for it is 3" in run(*refused, code=2)
     recomputing = json.loads(run(*refused, "--recompute", "fit", "--json"))["makespan"]
     assert row["2", False] == recomputing == 252
 
 
 def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
-    """The schedule was searched for, and then its picture refused."""
-    for command in (("simulate", "v-auto"), ("plan",)):
-        words = (*command, "--pp", "64", "-m", "4096", "--plot", str(tmp_path / "x.pdf"))
+    """simulate refuses a picture that cannot be written before it searches. It searched for the
+    schedule, and then refused the picture."""
+    simulate = ("simulate", "v-auto", "--pp", "64", "-m", "4096")
+    for command in (simulate, ("plan", "pp=64,m=4096")):
+        words = (*command, "--plot", str(tmp_path / "x.pdf"))
         assert "pictures are written as .svg or .png" in run(*words, code=2)
 
 
@@ -202,9 +209,9 @@ def test_a_table_for_torch_comes_with_torchtitans_settings(
         (("simulate", "zb-h9", "--pp", "2", "-m", "2"), "did you mean zb-h1 or zb-h2? Known are"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--memory-limit", "3"), "0F3 brings rank 0"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--memory-limit", ""), "memory limit ''"),
-        (("plan", "--pp", "4", "-m", "8", "--memory-limit", ""), "memory limit ''"),
-        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--seconds", "-5"), "'--seconds'"),
-        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--seconds", "nan"), "'--seconds'"),
+        (("plan", "pp=4,m=8", "--memory-limit", ""), "memory limit ''"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--certify", "-5"), "'--certify'"),
+        (("simulate", "1f1b", "--pp", "4", "-m", "8", "--certify", "nan"), "'--certify'"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--steps", "0"), "'--steps'"),
         (("simulate", "1f1b", "--pp", "4", "-m", "0"), "microbatches is 0"),
         (("simulate", "1f1b", "--pp", "0", "-m", "4"), "pipeline ranks is 0"),
@@ -219,7 +226,7 @@ def test_a_table_for_torch_comes_with_torchtitans_settings(
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--plot", "no/x.svg"), "is no folder no"),
         (("simulate", "plan", "--pp", "4", "-m", "8"), "in a launch, 'plan' chooses one"),
         (
-            ("simulate", "1f1b", "--pp", "2", "-m", "2", "--vocab-parallel", "2", "--certify"),
+            ("simulate", "1f1b", "--pp", "2", "-m", "2", "--vocab-parallel", "2", "--certify", "1"),
             "no bound with vocabulary parallelism 2",
         ),
         (
@@ -235,7 +242,7 @@ def test_a_table_for_torch_comes_with_torchtitans_settings(
                 "-m",
                 "2",
                 "--recompute",
-                "fit",
+                "first:1",
                 "--torch-csv",
                 "x.csv",
             ),
@@ -263,7 +270,8 @@ def test_doctor_with_no_flag_of_ours_tells_whether_all_patches_fit() -> None:
 
 
 def test_doctor_takes_no_more_than_it_needs(tmp_path: Path) -> None:
-    """Most of its time went into importing torch's compiler, which compiled nothing."""
+    """doctor imports no more than it needs. Most of its time went into importing torch's compiler,
+    which compiled nothing."""
 
     def asked() -> None:
         for name in list(sys.modules):  # all but torch itself is imported anew
@@ -290,7 +298,8 @@ def test_verify_takes_a_table_and_says_what_is_in_it(tmp_path: Path) -> None:
 
 
 def test_verify_demands_one_order_of_the_data(tmp_path: Path) -> None:
-    """Such a table was valid, and its training learned nothing: labels were of other inputs."""
+    """verify demands one order of the data on all stages. A table with two orders was valid, and
+    its training learned nothing, as labels belonged to other inputs."""
     table = tmp_path / "mine.csv"
     forwards = ",".join(f"0F{k}" for k in range(8)) + "," + ",".join(f"0B{7 - k}" for k in range(8))
     turns = ",".join(f"1F{7 - k},1B{7 - k}" for k in range(8))
@@ -340,7 +349,8 @@ def test_verify_compares_a_table_with_the_launch(
 
 
 def test_verify_bounds_a_typo_before_it_takes_memory(tmp_path: Path) -> None:
-    """999999999999 microbatches took all memory, and the command was killed without a word."""
+    """`verify` limits a mistyped number before it takes memory. 999999999999 microbatches took all
+    memory, and the system killed the command without a message."""
     table = tmp_path / "mine.csv"
     table.write_text("0F0,0F1,0B0,0B999999999999\n")
     run_it = "from megatron_ext.cli import app; app()"
@@ -382,7 +392,8 @@ def test_doctor_says_what_is_missing_without_our_extras(monkeypatch: pytest.Monk
 
 
 def test_a_whole_program_is_written_for_others_to_check(tmp_path: Path) -> None:
-    """Each rank's row with its messages and waits, in the text form that `parse_action` reads."""
+    """A whole program is written for other tools to check: each rank's row with its messages and
+    waits, in the text form that `parse_action` reads."""
     file = tmp_path / "rows.txt"
     options = ["--pp", "2", "-m", "2", "--program", str(file)]
     answer = json.loads(run("simulate", "1f1b", *options, "--json"))
@@ -394,16 +405,14 @@ def test_a_whole_program_is_written_for_others_to_check(tmp_path: Path) -> None:
 def test_names_and_figures_stay_whole_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`plan` had "breadth-fir" above "st", and "experiment" above "al"."""
+    """Tables keep names and figures whole on a narrow terminal. `plan` had "breadth-fir" above
+    "st", and "experiment" above "al"."""
     only_families(monkeypatch, "1f1b", "breadth-first", "zb-v")
     terminal = {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80", "LINES": "50"}
     plan = (
         "plan",
         "--all",
-        "--pp",
-        "2",
-        "-m",
-        "4",
+        "pp=2,m=4",
         "--costs",
         "f=10,i=12,w=8,comm=1,output_layer=1/1/1",
     )
@@ -416,8 +425,8 @@ def test_names_and_figures_stay_whole_on_a_narrow_terminal(
 
 @pytest.mark.parametrize("command", ["", "doctor", "verify", "parity", "parity record"])
 def test_help_is_behind_its_short_flag_too_and_types_no_switch(command: str) -> None:
-    """``-h`` was "No such option", or a word of the launch command, and switches seemed to take a
-    ``<bool>``."""
+    """Each command has its help behind ``-h`` too, and help shows no type for a switch. ``-h`` was
+    "No such option", or a word of the launch command, and switches seemed to take a ``<bool>``."""
     short, whole = (runner.invoke(app, [*command.split(), flag]) for flag in ("-h", "--help"))
     assert short.exit_code == 0 and short.output == whole.output
     assert "Show this message and exit" in short.output

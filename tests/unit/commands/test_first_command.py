@@ -31,8 +31,8 @@ def test_version() -> None:
 
 
 def test_an_older_python_can_read_as_far_as_the_message() -> None:
-    """A checkout run by Python 3.11 ended in an AttributeError about enum, by 3.6 in a
-    SyntaxError: neither named the version."""
+    """An older Python can run the package far enough to print which version it needs. A checkout
+    run by Python 3.11 ended in an AttributeError about enum, by 3.6 in a SyntaxError."""
     ast.parse(PACKAGE.read_text(), feature_version=(3, 7))
     assert "from __future__" not in PACKAGE.read_text()  # 3.6 knows no future annotations
 

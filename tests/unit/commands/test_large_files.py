@@ -25,7 +25,8 @@ def refused(ended: Ended, *words: str) -> None:
 
 @pytest.mark.parametrize("line", ["512 1024 2048 512\n", "4096\n", "1 " * 1000])
 def test_microbatch_costs_are_limited(line: str, tmp_path: Path) -> None:
-    """A file of 60 MB took more than 4 GB of memory."""
+    """The size of a file of microbatch costs is limited. A file of 60 MB took more than 4 GB of
+    memory."""
     lengths = tmp_path / "lengths.txt"
     lengths.write_text(line * (60_000_000 // len(line)))
     ended = run_limited([*SIMULATE, "--microbatch-costs", "lengths.txt"], tmp_path)
@@ -40,7 +41,8 @@ def test_microbatch_costs_are_limited(line: str, tmp_path: Path) -> None:
 
 
 def test_a_recording_is_read_line_by_line(tmp_path: Path) -> None:
-    """A rank's lines of 3 GB were read at once, and split into as many texts."""
+    """A recording is read line by line. A rank's lines of 3 GB were read at once, and split into as
+    many texts."""
     folder = write(tmp_path / "A", Course())
     lines = folder / "rank-00000.jsonl"
     text = lines.read_text()
@@ -51,9 +53,10 @@ def test_a_recording_is_read_line_by_line(tmp_path: Path) -> None:
     assert len(read_recording(folder).trained) == 3
 
 
-@pytest.mark.parametrize("option", ["--costs", "--config"])
+@pytest.mark.parametrize("option", ["--costs", "plan"])
 def test_json_is_limited(option: str, tmp_path: Path) -> None:
-    """Values read from JSON take many times the bytes of their text."""
+    """The size of JSON files is limited, as values read from JSON take many times the bytes of
+    their text."""
     (tmp_path / "large.json").write_text("[" + "[]," * 20_000_000 + "0]")
-    words = [*SIMULATE, "--costs"] if option == "--costs" else ["plan", "--config"]
+    words = [*SIMULATE, "--costs"] if option == "--costs" else ["plan"]
     refused(run_limited([*words, "large.json"], tmp_path), "large.json has more than 32 MiB")

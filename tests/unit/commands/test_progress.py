@@ -59,7 +59,8 @@ def test_nobody_listens_nothing_runs() -> None:
 
 
 def test_a_line_that_cannot_be_written_ends_nothing() -> None:
-    """Nor the lines after it: the thread that says them ended with the first."""
+    """A progress line that cannot be written ends nothing, also not the later lines: the thread
+    that prints them ended with the first."""
     heard: list[str] = []
 
     def fail_once(text: str) -> None:
@@ -125,7 +126,8 @@ def test_first_line_waits_and_others_come_now_and_then() -> None:
 
 
 def test_only_the_outermost_listens() -> None:
-    """`doctor` reports and calls what reports itself: a line is said once."""
+    """Only the outermost listener prints progress. `doctor` reports, and calls functions that
+    report themselves: each line is printed once."""
     with hearing(first=0.0) as heard, hearing(first=0.0) as inner, task("searching"):
         wait_for(heard)
     assert not inner
@@ -165,7 +167,8 @@ def _listener_that_keeps(kept: list[Task]) -> object:
 def test_cache_that_cannot_be_written_is_mentioned_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Each start searched anew on a cluster whose home was full, and nothing said why."""
+    """A cache that cannot be written is mentioned once. On a cluster whose home was full each start
+    searched anew, and no message said why."""
     shorten_search(monkeypatch)
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
@@ -177,7 +180,7 @@ def test_cache_that_cannot_be_written_is_mentioned_once(
 
 
 def test_stdout_stays_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script reads what ``--json`` prints; progress goes to stderr."""
+    """Progress goes to stderr, as a script reads what ``--json`` prints on stdout."""
     monkeypatch.setattr(shown, "reporting", functools.partial(reporting, first=0.0))
     words = ["simulate", "zb-auto", "--pp", "8", "-m", "32", "--json"]
     result = CliRunner().invoke(app, words)

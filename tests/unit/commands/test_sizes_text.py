@@ -85,7 +85,8 @@ def test_job_that_is_best_is_kept() -> None:
 
 
 def test_unchecked_parts_are_named_with_the_answers_that_rest_on_them() -> None:
-    """A control with context parallelism was not marked."""
+    """Unchecked parts of an estimate are named with each answer that rests on them. A control with
+    context parallelism was not marked."""
     best = replace(BEST, not_checked=("context parallelism", "offload"))
     control = replace(CONTROL, not_checked=("context parallelism",))
     own = replace(OWN, not_checked=("experts across nodes",))

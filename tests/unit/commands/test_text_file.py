@@ -31,7 +31,7 @@ PACKAGE = Path(megatron_ext.__file__).parent
         ("--csv", ".csv"),
         ("--torch-csv", ".csv"),
         ("--program", ".txt"),
-        ("--trace", ".json"),
+        ("--perfetto", ".json"),
         ("--html", ".html"),
         ("--plot", ".svg"),
         ("--plot", ".png"),
@@ -40,7 +40,8 @@ PACKAGE = Path(megatron_ext.__file__).parent
 def test_a_full_disk_leaves_what_was_there(
     option: str, suffix: str, name: str, tmp_path: Path
 ) -> None:
-    """The error was "[Errno 28] No space left on device" without a path, and the file cut off."""
+    """A full disk leaves the earlier file in place. The error was "[Errno 28] No space left on
+    device" without a path, and the file was cut off."""
     path = tmp_path / (name + suffix)
     if name == "old":
         path.write_text("as it was")
@@ -54,8 +55,9 @@ def test_a_full_disk_leaves_what_was_there(
 
 
 def test_a_full_disk_spoils_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test with a full disk passed once, and never again on the same machine: the modules that it
-    was the first to import had bytecode of a hundred bytes, for whoever came next."""
+    """A test with a full disk spoils no module. It passed once, and never again on the same
+    machine: modules that it imported first had bytecode of a hundred bytes, for every later
+    process."""
     (tmp_path / "new_module.py").write_text(f"text = {'x' * 1000!r}")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
@@ -66,7 +68,8 @@ def test_a_full_disk_spoils_no_module(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_standard_output_is_full() -> None:
-    """A command whose standard output was full ended with a traceback of fifty lines."""
+    """A full standard output is one line of error. A command ended with a traceback of fifty
+    lines."""
     command = [sys.executable, "-m", "megatron_ext", "schedules"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -95,8 +98,8 @@ def test_a_device_is_written_to_as_it_is(tmp_path: Path) -> None:
 def test_a_file_that_the_shell_has_opened_is_not_replaced(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """`--csv /dev/stdout >> log` put a new file in the place of the log: what the log had was gone,
-    and so was everything else that the command printed."""
+    """A file that the shell has opened is not replaced. `--csv /dev/stdout >> log` replaced the log
+    by a new file: the log's contents and the rest of the command's output were lost."""
     log = tmp_path / "log"
     log.write_text("earlier\n")
     words = ["simulate", "1f1b", "--pp", "2", "-m", "2", "--csv", "/dev/stdout"]
@@ -116,9 +119,9 @@ def test_a_file_that_the_shell_has_opened_is_not_replaced(
 
 
 def test_two_that_write_one_file_do_not_meet(tmp_path: Path) -> None:
-    """Two processes wrote one file through the same temporary file next to it. The first file was a
-    mixture of both, and the second process found nothing to rename. A user's own file of that name
-    was overwritten."""
+    """Two processes may write one file. Both used the same temporary file next to it: the first
+    file was a mixture, and the second process found nothing to rename. A user's own file of that
+    name was overwritten."""
     path, other = tmp_path / "file", tmp_path / "file.begun"
     other.write_text("a user's")
     with whole_file(path) as first:

@@ -182,7 +182,8 @@ def test_evaluation_is_the_forwards_alone_in_order(name: str, size: tuple[int, i
 
 @pytest.mark.parametrize("p", [2, 8])
 def test_outputs_on_their_way_do_not_pile_up_in_an_evaluation(p: int) -> None:
-    """Nothing comes back that would say when a send has gone; it is waited for all the same."""
+    """Outputs in flight do not pile up in an evaluation. No gradient comes back that would show
+    that a send has ended, so the send is waited for."""
     schedule = program("gpipe", line_problem(p, 40, forward_only=True)).schedule
     for row in schedule.rows:
         under_way = 0
@@ -233,9 +234,10 @@ LIMITED = [name for name, entry in entries().items() if not entry.traits.searche
 def test_the_limit_that_a_refusal_names_will_do(
     spec: str, size: tuple[int, int], limit: str
 ) -> None:
-    """gis and interleaved-zb named only the pass that was one too many; bytes came as 8.5e+09,
-    rounded down, which a limit cannot be written as. And with chunks of unequal size, a rank that
-    holds most of its larger ones did not fit within its own measure, whatever the limit."""
+    """A refusal names a limit that is enough. gis and interleaved-zb named only the pass that was
+    one too many; bytes came as 8.5e+09, rounded down, which is no valid limit. And with chunks of
+    unequal size, a rank that stores most of its larger ones did not fit within its own figure,
+    whatever the limit."""
     p, m = size
     unlimited = problem_for(spec, p, m)
     stages = unlimited.placement.stages
@@ -282,7 +284,8 @@ def test_least_limits_are_written_as_they_are_read(limit: str, amount: float, wr
 
 @pytest.mark.search
 def test_zb_auto_is_never_worse_for_more_memory_nor_than_another_family() -> None:
-    """Nothing but trying shows it: what a larger limit tries is not all that a smaller one does."""
+    """zb-auto is never worse with more memory, nor than another family. Only trying shows it: the
+    trials under a larger limit do not include all of those under a smaller one."""
     random = Random(0)
     others = [e for e in entries().values() if e.place is line and e.name != "zb-auto"]
     for _ in range(10):
@@ -306,7 +309,8 @@ def test_zb_auto_is_never_worse_for_more_memory_nor_than_another_family() -> Non
 def test_what_stands_in_for_a_search_keeps_to_its_limit_and_takes_the_best(
     name: str, published: str, limit: str
 ) -> None:
-    """For steps that cannot wait: dynamic batches have another number of microbatches each."""
+    """The quick replacement of a search keeps to its limit and takes the best known schedule. It
+    serves steps that cannot wait: under dynamic batches each has another number of microbatches."""
     resolved, p, m = choose(name), 3, 5
     placement = resolved.place(p)
     held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (500_000.0,) * placement.stages)
@@ -326,7 +330,8 @@ def test_what_stands_in_for_a_search_keeps_to_its_limit_and_takes_the_best(
 def test_no_garbage_is_looked_for_while_a_program_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The garbage collector took a sixth of the time of a build for 64 ranks, and freed nothing."""
+    """The garbage collector is off while a program is built. It took a sixth of the time of a build
+    for 64 ranks, and freed nothing."""
     looks: list[bool] = []
 
     def noted(schedule: Schedule, problem: Problem) -> Program:

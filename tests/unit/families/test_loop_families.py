@@ -200,7 +200,8 @@ def test_one_unit_of_whole_backwards_is_breadth_first(vpp: int) -> None:
 
 
 def test_a_limit_chooses_the_unit() -> None:
-    """More memory never takes longer, and all of it is used where that is what takes least."""
+    """The memory limit of a loop chooses its unit of microbatches: more memory never makes the step
+    longer, and all of it is used if that is fastest."""
     before = math.inf
     for limit in (1, 2, 4, 6, 8, 12, 16):
         problem = replace(problem_for("units", 4, 16), memory_limit=MemoryLimit(microbatches=limit))

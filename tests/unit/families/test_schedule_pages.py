@@ -12,12 +12,7 @@ import pytest
 from megatron_ext.compile.program.memory import in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import Maturity, choose, entries
-from megatron_ext.planner.candidate import VocabMethod
-from megatron_ext.planner.fitting import consider
-from megatron_ext.planner.training import Training
-from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
 from tests.helpers.combinations import at_night
 from tests.helpers.schedules import drawn, program, table
@@ -168,42 +163,3 @@ def test_what_a_newcomer_is_told_to_write_is_stable(page: Path) -> None:
     names = re.findall(r"`(?:--pipeline-schedule )?([\w-]+)[ `]", rows)
     assert {"v-auto", "zb-h1"} <= set(names)
     assert {entries()[name].maturity for name in names} == {Maturity.STABLE}
-
-
-# Those of searches are for their own tests: they may improve.
-_ROW = re.compile(r"^\| \[`(.+?)`\].*\| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
-ROWS = [
-    row
-    for row in _ROW.findall((DOCS / "schedules.md").read_text())
-    if not entries()[row[0]].traits.uses_costs or row[0].startswith("gis")
-]
-
-
-@pytest.mark.parametrize(("name", "makespan", "peak"), ROWS)
-def test_figures_of_the_opening_table(name: str, makespan: str, peak: str) -> None:
-    placement = choose(name).place(8)
-    problem = Problem(placement, 32, uniform(placement, 10, 12, 8, 1))
-    timeline = simulate(program(name, problem), problem.costs)
-    assert timeline.makespan == float(makespan)
-    assert max(peaks(timeline.schedule, in_microbatches(timeline.schedule))) == float(peak)
-
-
-_WAYS_ROW = re.compile(
-    r"^\| `(.+?)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE
-)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
-def test_figures_of_the_vocabulary_table(name: str) -> None:
-    def costs(placement: Placement) -> Costs:
-        return parse_costs("f=10,i=12,w=8,comm=1,output_layer=20/24/16", placement)
-
-    page = (DOCS / "vocabulary-parallelism.md").read_text()
-    written = {row[0]: row[1:] for row in _WAYS_ROW.findall(page)}
-    variant_of = Training(8, 32, costs, layers=31).variant
-    steps = []
-    for method in VocabMethod:
-        variant = variant_of(name, method)
-        assert variant is not None
-        steps.append(consider(variant, method).step)
-    assert steps == pytest.approx([float(figure) for figure in written[name]], abs=0.5)

@@ -166,8 +166,9 @@ def test_every_size_is_sound(name: str, size: tuple[int, int], random) -> None:
 
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe-v"])
 def test_no_microbatch_that_does_not_exist(name: str) -> None:
-    """A published table needs 2p-1 or 2p microbatches at least. With fewer it is cut to those that
-    exist: other packages build a table here with microbatches which no data iterator has."""
+    """A table contains only existing microbatches. A published table needs at least 2p-1 or 2p of
+    them, and is cut for fewer: other packages build a table with microbatches which no data
+    iterator has."""
     for m in range(1, 8):
         schedule = choose(name).build(problem_for(name, 4, m, *EQUAL))
         assert {action.microbatch for row in schedule.rows for action in row} == set(range(m))
@@ -180,7 +181,8 @@ def test_weight_gradients_take_their_ranks_next_free_slot() -> None:
 
 
 def test_squeezing_takes_idle_time_out_as_far_as_memory_allows() -> None:
-    """A block that starts a microbatch when the one before has gone, after 12 slots of 1/2."""
+    """Squeezing a block removes idle time as far as memory allows. The block starts a microbatch
+    when the one before has gone, after 12 slots of 1/2."""
     block = BuildingBlock(12, {F: (0, 1, 2, 3), B: (10, 8, 6, 4)})
     rows = {held: squeeze(block.unroll(4), v(2), chunks_held=held) for held in (2, 3, 4)}
     for held, row in rows.items():

@@ -45,7 +45,8 @@ def on_no_rank():
 
 
 def test_lines_that_only_ranks_run_are_counted(tmp_path: Path) -> None:
-    """Ranks end by os._exit, from the tests' process or from a script's, or they are terminated."""
+    """Coverage counts lines that only ranks run. Ranks end by os._exit, from the tests' process or
+    from a script's, or they are terminated."""
     coverage = pytest.importorskip("coverage", reason="needs coverage, of the extra dev")
     for name, text in (("script.py", SCRIPT), ("work.py", WORK)):
         (tmp_path / name).write_text(text.lstrip())

@@ -36,12 +36,14 @@ def read(grade: Any = "A", kinds: Any = LINE, /, needs_gpu: bool = False, **sett
 
 
 def test_names_that_mean_the_same_are_those_of_recipes() -> None:
-    """Marks of tests import nothing of scripts, so that the names stand in both."""
+    """Equivalent names of settings are those of the recipes' scripts. Marks of tests import no
+    scripts, so both have the table."""
     assert of_recipes.OTHER_NAMES == OTHER_NAMES
 
 
 def test_all_marks_are_understood(request: pytest.FixtureRequest) -> None:
-    """The marks of all tests of this run are read; a run of the whole suite reads every mark."""
+    """All marks of tests are understood: this run reads the marks of its tests, and a run of the
+    whole suite reads every mark."""
     for item in request.session.items:
         for mark in marks_of(item):
             read_mark(mark["test"], mark["words"], mark["settings"], needs_gpu=mark["needs_gpu"])
@@ -70,7 +72,8 @@ def test_what_is_not_understood_is_an_error(mark: Any, told: str) -> None:
 
 
 def test_values_stand_for_others() -> None:
-    """Two ranks for more, two names for one setting, a list for each of its words."""
+    """In a mark some values stand for others: two ranks for more, two names for one setting, a list
+    for each of its words."""
     two = features({"context_parallel_size": 2})
     assert two == features({"context_parallel_size": 32}) and len(two) == 1
     assert features({"sft": True}) == features({"enable_offline_packing": True})
@@ -129,7 +132,8 @@ def test_only_kernels_wait_for_a_gpu() -> None:
 
 
 def test_a_mark_does_not_hold_where_nothing_was_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test kept its marks, whatever had run, if nothing watched its trainings."""
+    """A mark fails if no code watched the test's trainings. A test kept its marks then, whatever
+    had run."""
     reduced, packed = Feature("overlap_grad_reduce"), Feature("packed")  # which has no witness
     monkeypatch.setattr(witnesses, "_seen", None)
     here, callers = (

@@ -65,27 +65,27 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
     },
     "of numbers in numpy's arrays, which no device has": {
         (
-            "megatron_ext/adapter/batches/arranged_batches.py",
+            "megatron_ext/features/arrangement/adapter/arranged_batches.py",
             "ArrangedBatches.__iter__",
             "rows[replica].tolist()",
         ),
         (
-            "megatron_ext/adapter/batches/arranged_batches.py",
+            "megatron_ext/features/arrangement/adapter/arranged_batches.py",
             "ArrangedSteps._arranged",
             "microbatches[rows[self._sampler.data_parallel_rank]].ravel().tolist()",
         ),
         (
-            "megatron_ext/adapter/batches/document_lengths.py",
+            "megatron_ext/features/arrangement/adapter/document_lengths.py",
             "packed_squares",
             "samples.tolist()",
         ),
         (
-            "megatron_ext/adapter/batches/document_lengths.py",
+            "megatron_ext/features/arrangement/adapter/document_lengths.py",
             "_of_blend",
             "np.unique(of_dataset)",
         ),
         (
-            "megatron_ext/adapter/batches/ordered_calls.py",
+            "megatron_ext/adapter/step/ordered_calls.py",
             "order_microbatches.call",
             "small_ends(np.array(agreed)).tolist()",
         ),
@@ -94,14 +94,17 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ("megatron_ext/adapter/slices/packs.py", "read_pack", "params.cu_seqlens_q.tolist()"),
         ("megatron_ext/adapter/slices/packs.py", "read_pack", "padded.tolist()"),
     },
+    "of tensors of the host only": {
+        ("megatron_ext/features/shared_prompts/adapter/batch.py", "_numbers", "given.tolist()"),
+    },
     "before the first pass of a step, where a caller orders its microbatches": {
         (
-            "megatron_ext/adapter/batches/ordered_calls.py",
+            "megatron_ext/adapter/step/ordered_calls.py",
             "_of_first",
             "dist.all_gather_object(gathered, costs, group=group)",
         ),
         (
-            "megatron_ext/adapter/batches/ordered_calls.py",
+            "megatron_ext/adapter/step/ordered_calls.py",
             "order_microbatches.call",
             "float(cost(item))",
         ),
@@ -158,22 +161,22 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "event.elapsed_time(reference)",
         ),
         (
-            "megatron_ext/runtime/post_validation/snapshot.py",
+            "megatron_ext/features/post_validation/runtime/snapshot.py",
             "_Copies.release",
             "torch.cuda.synchronize(self._device)",
         ),
         (
-            "megatron_ext/runtime/post_validation/snapshot.py",
+            "megatron_ext/features/post_validation/runtime/snapshot.py",
             "choose_place",
             "torch.cuda.mem_get_info(device)",
         ),
         (
-            "megatron_ext/adapter/post_validation/restartable_step.py",
+            "megatron_ext/features/post_validation/adapter/restartable_step.py",
             "SpeculativeStep.defer_scaling",
             "int(tokens)",
         ),
         (
-            "megatron_ext/adapter/post_validation/restartable_step.py",
+            "megatron_ext/features/post_validation/adapter/restartable_step.py",
             "_scale_gradients",
             "torch.tensor(tokens, dtype=torch.int, device=torch.cuda.current_device())",
         ),
@@ -224,17 +227,17 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
     },
     "in the optimizer: between steps, or at SETTLE, an action like others to the proof": {
         (
-            "megatron_ext/adapter/post_validation/optimizer.py",
+            "megatron_ext/features/post_validation/adapter/optimizer.py",
             "SpeculativeOptimizer.prepare",
             "float(part.get_grad_norm())",
         ),
         (
-            "megatron_ext/adapter/post_validation/optimizer.py",
+            "megatron_ext/features/post_validation/adapter/optimizer.py",
             "_found_anywhere",
             "bool(part.found_inf.item() > 0)",
         ),
         (
-            "megatron_ext/adapter/post_validation/optimizer.py",
+            "megatron_ext/features/post_validation/adapter/optimizer.py",
             "_found_anywhere",
             "part.found_inf.item()",
         ),
@@ -243,11 +246,11 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ("megatron_ext/runtime/measure/exchange.py", "AsyncAllGather.rows", "self._rows.tolist()"),
         ("megatron_ext/runtime/messages/transport.py", "Transport.receive", "header.tolist()"),
         (
-            "megatron_ext/runtime/post_validation/messages.py",
+            "megatron_ext/features/post_validation/runtime/messages.py",
             "ValidationMessages.look",
             "numbers.numpy()",
         ),
-        ("megatron_ext/runtime/post_validation/messages.py", "_state", "numbers.tolist()"),
+        ("megatron_ext/features/post_validation/runtime/messages.py", "_state", "numbers.tolist()"),
         ("patches/cpu.py", "_on_host", "tensor.numpy()"),
         (
             "patches/megatron/training/utils/common_utils.py",
@@ -269,15 +272,16 @@ NO_TENSORS = {
     ("megatron_ext/adapter/parity/result_recorder.py", "ParityRecorder.begin"),
     ("megatron_ext/adapter/programs.py", "Programs._compare"),
     ("megatron_ext/features/trace/settings.py", "_iterations"),
+    ("megatron_ext/features/vocabulary/schedule/vocabulary.py", "_in_ticks"),
     ("megatron_ext/runtime/host/copies.py", "pinned"),
     ("megatron_ext/runtime/measure/operation_time.py", "sustained_seconds"),
     ("megatron_ext/runtime/measure/operation_time.py", "_collective_seconds"),
     ("megatron_ext/runtime/host/host_memory.py", "_left_in"),
     ("megatron_ext/runtime/host/host_memory.py", "available_bytes"),
-    ("megatron_ext/runtime/post_validation/messages.py", "_state"),
+    ("megatron_ext/features/post_validation/runtime/messages.py", "_state"),
     ("megatron_ext/runtime/rank_identity.py", "_this_process"),
     ("megatron_ext/adapter/layers.py", "layers_of_stages"),
-    ("megatron_ext/adapter/post_validation/commit_points.py", "microbatches_will_change"),
+    ("megatron_ext/features/post_validation/adapter/commit_points.py", "microbatches_will_change"),
     ("megatron_ext/adapter/step_sizes.py", "count_microbatches"),
     ("megatron_ext/adapter/training_globals.py", "ramps_up_to"),
     ("patches/engine.py", "Patch.is_needless"),
@@ -352,9 +356,9 @@ def test_the_passes_and_messages_wait_for_nothing() -> None:
     files |= {
         "megatron_ext/runtime/messages/batched.py",
         "megatron_ext/runtime/messages/collectives.py",
-        "megatron_ext/runtime/vocabulary/vocabulary_passes.py",
+        "megatron_ext/features/vocabulary/runtime/vocabulary_passes.py",
     }
-    files |= {"megatron_ext/runtime/vocabulary/shard.py"}
+    files |= {"megatron_ext/features/vocabulary/runtime/shard.py"}
     files |= {"megatron_ext/adapter/step/model_stage.py"}
     assert all((ROOT / file).exists() for file in files)
     assert not {entry for entry in found() if entry[0] in files}

@@ -10,9 +10,11 @@ import pytest
 import typer
 
 from megatron_ext.cli import app
+from megatron_ext.commands.jobs.job_argument import JobCommand
 from megatron_ext.compile.auto_spec import auto_searches
 from megatron_ext.compile.registry import choose, entries
-from megatron_ext.config import PLAN, PipelineConfig, flag
+from megatron_ext.config import OVERLAP, PLAN, PipelineConfig, flag
+from megatron_ext.written_settings import our_flags
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [
@@ -78,6 +80,8 @@ def test_commands_and_their_options_exist(page: Path) -> None:
                 named = given and given[0] in command.commands
                 command = command.commands[given[0] if named else "commands"]
             known = {option for p in command.params for option in p.opts} | {"--help"}
+            if isinstance(command, JobCommand):
+                known |= {*our_flags(), OVERLAP}
             assert {word for word in given if re.match(r"--?[a-z]", word)} <= known, words
 
 
@@ -90,7 +94,8 @@ def test_files_exist(page: Path) -> None:
 
 
 def test_who_comes_from_zero_bubble_finds_each_feature() -> None:
-    """Offload and measured costs were "not there yet" on this page, months after they were."""
+    """A reader who comes from zero-bubble's own code finds each feature on this page. Offload and
+    measured costs were "not there yet" months after they existed."""
     page = (ROOT / "docs" / "comparison.md").read_text()
     to_look_at_a_run = {"trace", "trace_iters", "report_split", "metrics", "race", "race_then"}
     for setting in fields(PipelineConfig):

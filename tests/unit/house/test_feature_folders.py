@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.adapter.handled_settings.feature_refusals import FeatureRefusals
 from megatron_ext.base.setting import FeatureSettings, flag
 from megatron_ext.compile.feature_settings import DECLARED
 from megatron_ext.config import PipelineConfig, variable
+from tests.helpers.combinations import nightly
 from tests.helpers.fetched import megatron_sources
 from tests.unit.house.test_walls import LISTS
 
@@ -26,7 +28,18 @@ PURE_PARTS = ("settings", "schedule", "report", "refusals")
 
 # Files outside a feature's folder in which a name or a text of its declaration occurs, at most;
 # config.py, which has its fields, is one of them. They may only fall.
-AT_MOST = {"split_report": 2, "metrics": 1, "profile": 4, "race": 2, "trace": 10}
+AT_MOST = {
+    "arrangement": 1,
+    "split_report": 2,
+    "metrics": 1,
+    "offload": 4,
+    "post_validation": 4,
+    "profile": 4,
+    "race": 2,
+    "shared_prompts": 1,
+    "trace": 10,
+    "vocabulary": 5,
+}
 LOOKED_AT = ("adapter", "runtime", "compile", "commands", "viz", "observe", "launch", "config.py")
 _LISTS = ("adapter/features.py", "compile/features.py", "observe/features.py")
 NOT_LOOKED_AT = ("compile/program", "launch/planner", *_LISTS)
@@ -73,7 +86,8 @@ def names_in_declaration(feature: str) -> list[str]:
 
 def mentions(text: str, names: list[str]) -> Iterator[str]:
     """Yield what in a module with this ``text`` is one of the settings ``names``: attributes and
-    keywords of that name, and strings that are it or contain its flag or variable."""
+    keywords of that name, and strings that are it or contain its flag or variable. Reads of a
+    schedule's options are none."""
     written = re.compile("|".join(rf"{word}(?![\w-])" for name in names for word in words(name)))
     tree = ast.parse(text)
     docstrings = {
@@ -83,6 +97,8 @@ def mentions(text: str, names: list[str]) -> Iterator[str]:
     }
     for node in ast.walk(tree):
         match node:
+            case ast.Attribute(value=ast.Attribute(attr="options") | ast.Name(id="options")):
+                continue
             case ast.Attribute(attr=name) | ast.keyword(arg=name) if name in names:
                 yield f"line {node.lineno}: {name}"
             case ast.Constant(value=str(value)) if value in names or (
@@ -114,31 +130,65 @@ def test_a_name_of_a_feature_is_found() -> None:
     assert len([*mentions(text, ["race"])]) == 3
     assert [*mentions("x = f'give --pipeline-race {x}'", ["race"])]
     assert not [*mentions("x = 'write --pipeline-race-then'", ["race"])]
+    assert [*mentions("config.recompute", ["recompute"])]
+    assert not [*mentions("problem.options.recompute, options.recompute", ["recompute"])]
+
+
+def without(feature: str, folder: Path) -> None:
+    """Copy the repository into ``folder``, and delete ``feature``: its folder, its lines in the
+    lists of features, its patches and its fields of the config."""
+    for name in ("megatron_ext", "patches", "scripts", "examples", "tests", ".mypy_cache"):
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, folder / name, symlinks=True)
+    for file in ROOT.glob("*.*"):
+        if file.suffix in (".toml", ".py", ".md"):
+            shutil.copy2(file, folder)
+    shutil.rmtree(folder / "megatron_ext/features" / feature)
+    fields = names_in_declaration(feature)
+    words = {name.replace("_", "_?") for name in (feature, *fields)}
+    lines = re.compile(rf".*({'|'.join(words)}).*\n", re.IGNORECASE)
+    package = ("megatron_ext.__init__", "megatron_ext.config", "patches.features")
+    for module in (*LISTS.values(), *package):
+        file = folder / f"{module.replace('.', '/')}.py"
+        file.write_text(lines.sub("", file.read_text()))
+    if any(module.endswith(f"{feature}.refusals") for module in modules_of("refusals")):
+        part = importlib.import_module(f"megatron_ext.features.{feature}.refusals")
+        (answers,) = (value for value in vars(part).values() if isinstance(value, FeatureRefusals))
+        for module in answers.patches:
+            (folder / "patches" / f"{module.replace('.', '/')}.py").unlink()
+
+
+def done_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"MEGATRON_LM_DIR": str(megatron_sources()), "MEGATRON_EXT_NIGHTLY": ""}
+    return subprocess.run(
+        [sys.executable, "-m", *words], cwd=folder, env=env, capture_output=True, text=True
+    )
+
+
+def passes(folder: Path, *words: str) -> None:
+    done = done_in(folder, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_split_report_can_be_deleted(tmp_path: Path) -> None:
     """Its folder goes, its lines in the lists of features and its field of the config; types,
     walls and trainings then are as before."""
-    for name in ("megatron_ext", "patches", "scripts", "examples", "tests", ".mypy_cache"):
-        if (ROOT / name).exists():
-            shutil.copytree(ROOT / name, tmp_path / name, symlinks=True)
-    for file in ROOT.glob("*.*"):
-        if file.suffix in (".toml", ".py", ".md"):
-            shutil.copy2(file, tmp_path)
-    shutil.rmtree(tmp_path / "megatron_ext/features/split_report")
-    lines = re.compile(r".*(split_?report|report_split).*\n", re.IGNORECASE)
-    for module in (*LISTS.values(), "megatron_ext.config"):
-        file = tmp_path / f"{module.replace('.', '/')}.py"
-        file.write_text(lines.sub("", file.read_text()))
-
-    def passes(*words: str) -> None:
-        env = os.environ | {"MEGATRON_LM_DIR": str(megatron_sources())}
-        done = subprocess.run(
-            [sys.executable, "-m", *words], cwd=tmp_path, env=env, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    passes("mypy", "megatron_ext")
+    without("split_report", tmp_path)
+    passes(tmp_path, "mypy", "megatron_ext")
     training = "test_resumed_training_is_stock_to_the_last_bit[pp2-zb-h1]"
     walls = "tests/unit/house/test_walls.py"
-    passes("pytest", "-q", walls, f"tests/pipeline/test_placements.py::{training}")
+    passes(tmp_path, "pytest", "-q", walls, f"tests/pipeline/test_placements.py::{training}")
+
+
+@nightly("by day the split report is deleted in the same way")
+@pytest.mark.timeout(1800)  # its trainings are those of a whole file
+def test_post_validation_can_be_deleted(tmp_path: Path) -> None:
+    """A feature that changes schedules goes with its patches. The option of the problem stays, with
+    its default in all trainings; nothing else reads the setting."""
+    without("post_validation", tmp_path)
+    passes(tmp_path, "mypy", "megatron_ext")
+    walls = "tests/unit/house/test_walls.py"
+    passes(tmp_path, "pytest", "-q", walls, "tests/pipeline/test_parity.py")
+    compared = done_in(tmp_path, *("tests.behaviour", "compare", "tests/records", "help"))
+    changed = [line for line in compared.stdout.splitlines() if re.match(r" +(was|now):", line)]
+    assert changed and all(re.search("post.?validation|overlap", line) for line in changed), changed

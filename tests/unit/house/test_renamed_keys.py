@@ -94,7 +94,8 @@ def test_a_file_of_the_last_version_is_refused_and_read_once_edited(
 
 
 def test_the_command_of_the_page_edits_costs(tmp_path: Path) -> None:
-    """The measured machine has a version of its own, which stays."""
+    """The command on the page renames keys of a costs file. The measured machine's file has a
+    version of its own, which stays."""
     path = tmp_path / "costs.json"
     costs = parse_costs(COSTS, v(2))
     save_costs(costs, path, {"machine": {"version": 1}})

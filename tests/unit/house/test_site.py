@@ -47,8 +47,9 @@ def tags(text: str) -> Counter[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_it_reads_as_on_github(page: Path, site: Path) -> None:
-    """A list right under a line of text was a list on GitHub, and a part of that line on the site;
-    and what is within HTML is Markdown there only where it says so."""
+    """A page reads on the site as on GitHub. A list right under a line of text was a list on
+    GitHub, and part of that line on the site; and text within HTML is Markdown on the site only
+    with an attribute that says so."""
     expected = tags(MarkdownIt("commonmark").enable("table").render(page.read_text()))
     assert tags(html(site, page)) == expected
 

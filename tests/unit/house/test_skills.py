@@ -27,7 +27,8 @@ NOT_RUN = (
 
 @EACH_GUIDE
 def test_it_says_what_it_is_for(guide: Path) -> None:
-    """An assistant sees name and description alone, and takes or leaves the rest by them."""
+    """A skill's description says what it is for: an assistant sees only name and description, and
+    chooses by them."""
     _, head, text = guide.read_text().split("---\n", 2)
     fields = dict(line.split(": ", 1) for line in head.splitlines())
     assert fields.keys() == {"name", "description", "license", "when_to_use"}

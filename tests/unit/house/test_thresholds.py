@@ -51,7 +51,8 @@ def test_constants_are_found() -> None:
 
 
 def test_the_table_has_the_values_of_the_code() -> None:
-    """Without a row a reader cannot tell whether a threshold was measured or chosen."""
+    """The table of thresholds has the code's values. Without a row a reader cannot tell whether a
+    threshold was measured or chosen."""
     top = ROOT / "megatron_ext"
     expected = {
         f"`{path.relative_to(top).as_posix()}:{name}`": value

@@ -88,7 +88,8 @@ def test_a_quoted_message_exists(message: str) -> None:
 
 
 def test_lines_of_the_log_come_from_the_files_that_architecture_names() -> None:
-    """Whoever looks for a line is not sent to a file that never said it."""
+    """Lines of the log come from the files that docs/architecture.md names, so that no reader is
+    sent to the wrong file."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     section = page.partition("## From a log line to its file")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.MULTILINE)

@@ -62,8 +62,8 @@ def test_least_permissions_one_run_at_a_time_and_an_end(file: Path) -> None:
 
 
 def test_actions_are_pinned_by_commit_and_each_by_one() -> None:
-    """A tag can be moved to other code, so a commit is named; the version behind it is for
-    people."""
+    """Actions of a workflow are pinned by commit, each by one. A tag can be moved to other code;
+    the version behind the commit is for people."""
     pins: dict[str, set[str]] = {}
     for file in WORKFLOWS:
         for used in re.findall(r"uses: (?!\./)(.+)", file.read_text()):
@@ -74,7 +74,8 @@ def test_actions_are_pinned_by_commit_and_each_by_one() -> None:
 
 
 def test_a_runner_of_our_own_is_asked_for_only_where_there_is_one() -> None:
-    """The job waited a day for a runner that no clone of the repository has, and failed."""
+    """A workflow requests our own runner only in the repository that has it. The job waited a day
+    for a runner that no clone has, and failed."""
     for file in WORKFLOWS:
         for name, job in read(file)["jobs"].items():
             if "self-hosted" in job.get("runs-on", ""):

@@ -82,7 +82,8 @@ def test_first_host(nodes: str, host: str) -> None:
 
 
 def test_a_batch_script_is_one_process() -> None:
-    """SLURM tells its process a rank and no number of tasks: the launch ended by a KeyError."""
+    """A batch script counts as one process. SLURM tells its process a rank and no number of tasks,
+    and the launch ended with a KeyError."""
     batch = {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]"}
     alone = {
         "RANK": "0",
@@ -117,7 +118,8 @@ def test_a_slurm_that_tells_too_little(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """Each was a traceback: a KeyError, or an error of torch's about an address."""
+    """A SLURM that tells too little is a named error. Each case was a traceback: a KeyError, or an
+    error of torch's about an address."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(errors, "FIRST_SECONDS", 0.0)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -173,7 +175,8 @@ def test_patches_come_before_the_script_and_only_with_a_flag_of_ours(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In this process, and Megatron need not be imported for it."""
+    """Patches are applied before the script starts, and only with a flag of ours: in this process,
+    without an import of Megatron."""
     script = tmp_path / "train.py"
     script.write_text("print('script')")
     monkeypatch.setattr("megatron_ext.launch.script.install", lambda config: print("patches"))
@@ -221,8 +224,9 @@ def test_variables_stand_for_flags_and_a_flag_counts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A launch ignored the variables, which only `megatron_ext.auto` read: it trained under
-    Megatron's own schedule without a word."""
+    """Environment variables replace flags, and a flag has priority. A launch ignored the variables,
+    which only `megatron_ext.auto` read: it trained under Megatron's own schedule without a message.
+    """
     script = tmp_path / "train.py"
     script.write_text("import sys; print(sys.argv[1:])")
     parsed: list[str] = []
@@ -309,8 +313,9 @@ def test_a_mistake_is_one_line_and_status_2(
 def test_a_search_that_finds_nothing_ends_the_training_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A memory limit that only a search can tell to be too low ended the first step in a traceback
-    on every rank. (As on a GPU: the CPU platform would import Megatron.)"""
+    """A search that finds nothing ends the training in one line. A memory limit that only a search
+    can find too low ended the first step in a traceback on every rank. (The test emulates a GPU, as
+    the CPU platform would import Megatron.)"""
     (script := tmp_path / "x.py").write_text(
         "from megatron_ext.compile.program.verify import OverLimit\nraise OverLimit('too low')"
     )
@@ -336,7 +341,8 @@ OF_SCRIPT = 'add_argument("--pipeline-schedule", default="a")'
 def test_a_flag_of_the_scripts_own(
     lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A script whose parser has a flag that is named as ours ended in argparse's traceback."""
+    """A script may have a flag with a name of ours if ours is not used. A script whose parser has
+    such a flag ended in argparse's traceback."""
     add = "parser = add_flags(argparse.ArgumentParser())"
     imports = "import argparse\nfrom megatron_ext.written_settings import add_flags\n"
     (script := tmp_path / "x.py").write_text(imports + lines.format(add=add))
@@ -369,8 +375,8 @@ def test_a_mistake_ends_the_process_with_status_2(tmp_path: Path) -> None:
 
 
 def test_flags_leave_plain_values_in_the_arguments() -> None:
-    """A checkpoint keeps Megatron's arguments, and could not be loaded without our package: the
-    default of --pipeline-p2p was a member of an enum of ours."""
+    """Flags leave plain values in Megatron's arguments. A checkpoint stores these, and could not be
+    loaded without our package: the default of --pipeline-p2p was a member of an enum of ours."""
     arguments = add_flags(argparse.ArgumentParser()).parse_args(["--pipeline-schedule", "1f1b"])
     assert {type(value) for value in vars(arguments).values()} <= {str, bool, type(None)}
 
@@ -482,16 +488,18 @@ def node(
 def test_a_mistake_of_one_rank_or_node_is_said_by_it(
     rank: str, local_rank: str | None, said: str, node: Node
 ) -> None:
-    """Global rank 0 alone spoke, and a schedule file that another node lacked ended the launch with
-    status 2 and not one word. Later each node's first rank did, and a variable in the environment
-    of another rank still ended the launch without a word."""
+    """A mistake of one rank or node is printed by that rank. Only global rank 0 printed mistakes,
+    and a schedule file that another node lacked ended the launch with status 2 and no message.
+    Later each node's first rank did, and a variable in the environment of another rank still ended
+    the launch without a message."""
     assert node.says(rank, local_rank) == said
 
 
 def test_a_mistake_of_all_ranks_is_said_once_a_node(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight ranks of each node would say the same line."""
+    """A mistake of all ranks is printed once a node. Eight ranks of each node would print the same
+    line."""
     assert node.says("8", "0") and not node.says("9", "1") and not node.says("11", "3")
     # Of others, the first to come to it; a text of its own is a mistake of its own.
     assert node.says("9", "1", "PROFILE=x") and not node.says("10", "2", "PROFILE=x")
@@ -508,8 +516,9 @@ def test_a_mistake_of_all_ranks_is_said_once_a_node(
 def test_a_mistake_is_said_where_nothing_can_be_written(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk, or no temporary folder: a line may come twice, and never not at all. A process
-    without stderr exits with the same status."""
+    """A mistake is printed even if no note about it can be written, on a full disk or without a
+    temporary folder: the line may come twice, but not never. A process without stderr exits with
+    the same status."""
     monkeypatch.setenv("TMPDIR", "/proc/nothing/here")
     assert node.says("9", "1") and node.says("10", "2")
     monkeypatch.setattr("sys.stderr", None)
@@ -520,7 +529,8 @@ def test_a_mistake_is_said_where_nothing_can_be_written(
 def test_a_rank_of_srun_says_a_mistake_before_it_has_torchs_variables(
     node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each rank took itself for the first: eight lines a node."""
+    """A rank of srun prints a mistake before it has torch's variables. Each rank took itself for
+    the first: eight lines a node."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     for name, value in SRUN.items():

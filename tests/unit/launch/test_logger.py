@@ -59,7 +59,8 @@ def test_an_error_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_stdout_is_what_it_is_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of a launch command keeps back what Megatron prints, and our lines with it."""
+    """Our log lines go to the stdout of the moment. The check of a launch command captures what
+    Megatron prints, and our lines with it."""
     kept_back = io.StringIO()
     monkeypatch.setattr(sys, "stdout", kept_back)
     logger.info("the line")
@@ -84,7 +85,8 @@ def test_they_can_be_redirected(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_training_goes_on_without_a_line_that_cannot_be_written(
     level: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The disk of the log was full, and a line about measured costs ended a training."""
+    """A training continues without a log line that cannot be written. The disk of the log was full,
+    and a line about measured costs ended a training."""
     closed = io.StringIO()
     closed.close()
     with monkeypatch.context() as broken, open("/dev/full", "w") as full:

@@ -66,7 +66,8 @@ BOTH = ("torch", "megatron")
 def test_a_command_that_needs_torch_says_so_in_one_line(
     tmp_path: Path, command: str, missing: tuple[str, ...], said: str
 ) -> None:
-    """Each was a traceback."""
+    """A command that needs torch says so in one line. Each of these commands ended in a
+    traceback."""
     result = run(tmp_path, command, missing)
     assert result.returncode == 2, result.stderr
     assert said in result.stderr and re.fullmatch(r"megatron[-_]ext: error: .*\n", result.stderr), (
@@ -76,7 +77,8 @@ def test_a_command_that_needs_torch_says_so_in_one_line(
 
 @pytest.mark.parametrize("schedule", ["plan", "zb-v"])
 def test_a_launch_without_megatron_says_one_cause_once(tmp_path: Path, schedule: str) -> None:
-    """A launch without Megatron listed a dozen functions of Megatron that were not found."""
+    """A launch without Megatron names one cause once. It listed a dozen functions of Megatron that
+    were not found."""
     result = run(tmp_path, f"{TRAINING} {schedule}", ("megatron",))
     assert result.returncode == 2 and result.stderr.startswith("megatron_ext: error: ")
     assert result.stderr.count("No module named 'megatron'") == 1, result.stderr
@@ -86,7 +88,8 @@ def test_a_launch_without_megatron_says_one_cause_once(tmp_path: Path, schedule:
     "command", [f"doctor -- torchrun --nproc-per-node 2 {TRAINING} zb-v", f"{TRAINING} zb-v"]
 )
 def test_a_torch_whose_libraries_are_missing(tmp_path: Path, command: str) -> None:
-    """A container's torch on a node without a driver raises OSError as it is imported."""
+    """A torch whose libraries are missing is reported as such: a container's torch on a node
+    without a driver raises OSError as it is imported."""
     result = run(tmp_path, command, ("torch",), libraries=True)
     assert result.returncode == 2, result.stderr
     assert re.fullmatch(r"megatron[-_]ext: error: .*libcudart.so.13: .*\n", result.stderr)
@@ -105,7 +108,8 @@ def test_bare_doctor_says_one_cause_once(tmp_path: Path, libraries: bool) -> Non
 
 
 def test_what_several_features_miss_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """With torch and Megatron, but without a package that some of Megatron's modules import."""
+    """A package that several features miss is named once. Here torch and Megatron are installed,
+    but not a package that some of Megatron's modules import."""
     cause = "No module named 'einops'"
     missing = tuple(
         PatchState(name, "", "", "", State.MISFIT, True, f"{name}: missing: {cause}", cause=cause)

@@ -52,7 +52,8 @@ def test_what_a_checkpoint_says_of_itself(tmp_path: Path, in_shard: bool) -> Non
 
 @pytest.mark.parametrize("in_shard", [True, False])
 def test_nothing_that_a_checkpoint_names_is_run(tmp_path: Path, in_shard: bool) -> None:
-    """A pickle may name any function, and so may the index of tensors."""
+    """Judging a checkpoint runs no function that it names. A pickle may name any function, and so
+    may the index of tensors."""
     victim = tmp_path / "victim"
     victim.write_text("here")
     folder = write(tmp_path / "saved", COMMON | {"more": Runs(victim)}, in_shard=in_shard)
@@ -97,7 +98,8 @@ def test_reading_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_part_is_missing(tmp_path: Path) -> None:
-    """A copy that was interrupted: Megatron ends in the middle of its set-up."""
+    """A checkpoint with a missing part, such as an interrupted copy, is named. Megatron ends in the
+    middle of its set-up."""
     folder = write(tmp_path / "saved", COMMON)
     data = folder / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-1])

@@ -38,7 +38,8 @@ UNCHANGED = (
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_secret_is_not_shown(command: str) -> None:
-    """Whole commands stand in pages, logs and JSON that people send to each other."""
+    """Secrets are masked, since pages, logs and JSON that people send to each other contain whole
+    commands."""
     assert masked(shlex.split(command)) == COMMANDS[command]
     assert masked(shlex.split(COMMANDS[command])) == COMMANDS[command], "it may be given again"
 
@@ -49,7 +50,8 @@ def test_nothing_else_is_masked(command: str) -> None:
 
 
 def test_what_is_masked_can_be_pasted() -> None:
-    """A shell puts the variables' values in the place of the names, and expands nothing else."""
+    """A masked command can be pasted: a shell replaces the names by the variables' values, and
+    expands nothing else."""
     words = ["A_KEY=hidden", '$HOME `x` "y"', "--export=B_KEY=hidden,it's $5 `", "--c-token", "t"]
     variables = {**os.environ, "A_KEY": "1", "B_KEY": "2", "C_TOKEN": "3"}
     shell = f"printf '%s\\n' {masked(words)}"

@@ -1,4 +1,4 @@
-"""The settings --pipeline-slices and --pipeline-slice-lengths."""
+"""The settings --pipeline-slices, --pipeline-slice-lengths and --pipeline-join-slice-weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.slices import Lengths, Slices
-from megatron_ext.written_settings import from_argv
+from megatron_ext.written_settings import from_argv, from_environment
 
 
 def test_both_are_one_extra() -> None:
@@ -15,6 +15,11 @@ def test_both_are_one_extra() -> None:
     config = PipelineConfig.parse(schedule="1f1b", slices="4", slice_lengths="balanced")
     assert config.options.slices == Slices(4, Lengths.BALANCED)
     assert PipelineConfig.parse(schedule="1f1b").options.slices == Slices()
+    joined = from_argv([*line.split(), "--pipeline-join-slice-weights"]).options.slices
+    assert joined == Slices(3, (8, 5, 3), joined_weights=True)
+    variables = {"SCHEDULE": "zb-h1", "SLICES": "2", "JOIN_SLICE_WEIGHTS": "1"}
+    given = from_environment({f"MEGATRON_EXT_{name}": value for name, value in variables.items()})
+    assert given is not None and given.options.slices == Slices(2, joined_weights=True)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +35,10 @@ def test_both_are_one_extra() -> None:
         (
             {"slice_lengths": "balanced"},
             "--pipeline-slice-lengths balanced is given without --pipeline-slices",
+        ),
+        (
+            {"join_slice_weights": True},
+            "--pipeline-join-slice-weights is given without --pipeline-slices",
         ),
         (
             {"slices": "2", "vocab_parallel": "1"},

@@ -55,7 +55,8 @@ def test_parts_that_sums_tell_apart_are_found() -> None:
 
 
 def test_parts_that_no_sum_tells_apart_keep_their_proportions() -> None:
-    """Though others are told apart."""
+    """Parts that no sum tells apart keep their estimated proportions, even if other parts are told
+    apart."""
     expected = np.array([[4.0, 1, 0], [4, 1, 2], [8, 2, 3]])
     fit = fit_scales(expected, expected @ [2.0, 2.0, 0.5])
     assert fit.scales == pytest.approx((2.0, 2.0, 0.5))
@@ -63,8 +64,8 @@ def test_parts_that_no_sum_tells_apart_keep_their_proportions() -> None:
 
 
 def test_of_parts_that_are_partly_told_apart_sums_are_kept() -> None:
-    """Layers alike on two stages, an embedding on the first and a head on the last: three parts,
-    two sums."""
+    """If parts are partly told apart, sums are kept: two stages have equal layers, the first one an
+    embedding and the last one an output layer, so two sums determine three parts."""
     expected = np.array([[10.0, 1, 0], [10, 0, 4]])
     measured = np.array([12.0, 17.0])
     fit = fit_scales(expected, measured)
@@ -160,7 +161,8 @@ TOWER = TowerCosts((3e-3, 4e-3, 2e-3), 2e9)
 def test_an_encoder_is_what_the_first_stage_takes_beyond_its_layers(
     is_divided: bool, tmp_path: Path
 ) -> None:
-    """Nothing was written for such models. Layers are told by the other stages alone."""
+    """An encoder's measured time is what the first stage takes beyond its layers, which only the
+    other stages determine. Nothing was written for such models."""
     counts = [2, 1, 2, 2, 1, 1, 2, 1]
     measured = replace(TRUE, tower=TOWER)
     costs = costs_of(counts, replace(RATES, measured=measured))
@@ -187,7 +189,8 @@ def test_an_encoder_is_what_the_first_stage_takes_beyond_its_layers(
 
 
 def test_layers_in_the_same_mixture_everywhere_keep_the_estimates_proportions() -> None:
-    """A stage has one of each, so that no stage tells them apart; and a line says so."""
+    """Layer types that all stages mix in the same way keep the estimate's proportions. Here each
+    stage has one layer of each type; a line in the log says so."""
     model = replace(MODEL, layers=(DENSE, EXPERTS) * 4, vocabulary=0)
     stages = stages_of(model, [2] * 4)
     slower = Measured((), others=Scale(1.3, 1.3, 1.3))
@@ -255,7 +258,7 @@ def test_links_within_a_node_and_between_nodes_are_two_figures(tmp_path: Path) -
     layers = layer_costs(costs, basis([6, 6]), is_divided=False)
     read = load_measured(in_file(costs, layers, machine, tmp_path))
     assert read is not None and read.reserved == 3 * 2**30
-    words = "plan --pp 2 -m 4 --model layers=12,hidden=64,heads=4,sequence=64,vocabulary=256 --json"
+    words = "plan pp=2,m=4,layers=12,hidden=64,heads=4,sequence=64,vocabulary=256 --json"
     command = [*words.split(), "--gpu", "h100", "--costs", str(tmp_path / "costs.json")]
     planned = json.loads(CliRunner().invoke(app, command).stdout)
     free = planned["free"]
@@ -278,8 +281,8 @@ def test_of_a_v_the_turn_takes_no_message() -> None:
 
 @pytest.mark.parametrize("spec", ["zb-1p", "interleaved-zb", "zb-v"])
 def test_schedules_are_made_where_links_differ(spec: str) -> None:
-    """A plan ended with an IndexError: the code that places W read the time of a link behind the
-    last stage."""
+    """Schedules are made if links differ. A plan ended with an IndexError: the code that places W
+    read the time of a link behind the last stage."""
     rates = replace(RATES, measured=Measured((), Scale(), Links(9e9, 1e9, 2)))
     placement = choose(spec).place(3)
     costs = costs_of([12 // placement.stages] * placement.stages, rates)
@@ -299,15 +302,16 @@ def test_links_that_are_all_alike_are_one_figure(stride: int, hops: tuple[float,
 
 
 def test_a_pair_crosses_where_any_pipeline_has_it_on_two_nodes() -> None:
-    """With pipelines of 3 ranks on nodes of 4 ranks, the second pipeline begins with the last rank
-    of the first node."""
+    """A link counts as crossing nodes if it does so in any pipeline. With pipelines of 3 ranks on
+    nodes of 4 ranks, the second pipeline begins with the last rank of the first node."""
     assert crosses_a_node(frozenset([0, 1]), 4, 3, 6, 1)
     assert not crosses_a_node(frozenset([0, 1]), 8, 3, 6, 1)
     assert not crosses_a_node(frozenset([0, 1]), 4, 3, 3, 1)
 
 
 def test_messages_take_what_their_own_link_takes() -> None:
-    """Activations and gradients alike; and no bound is above what is simulated so."""
+    """A message takes the time of its own link, for activations and gradients alike; and no lower
+    bound exceeds the simulated time."""
     passes = uniform(line(3), 10, 10, 10, comm=3)
     costs = passes.with_links(p2p_seconds_by_stage=(1.0, 5.0))
     problem = Problem(line(3), 1, costs)
@@ -320,8 +324,8 @@ def test_messages_take_what_their_own_link_takes() -> None:
 
 @pytest.mark.parametrize("name", ["zb-h1", "1f1b"])
 def test_an_order_is_timed_by_each_link(name: str) -> None:
-    """All messages were taken to be as quick as the mean, and weight gradients put into gaps that
-    are not there."""
+    """A placement of weight gradients is timed with the seconds of each link. All messages were
+    assumed to take the mean, and weight gradients were put into gaps that do not exist."""
     costs = uniform(line(4), 10, 10, 10, comm=5).with_links(p2p_seconds_by_stage=(1.0, 13.0, 1.0))
     problem, resolved = Problem(line(4), 8, costs), choose(name)
     exact = simulate(build_program(resolved, problem), costs).makespan

@@ -201,7 +201,8 @@ def test_the_factors_of_an_emulated_machine_come_back(tmp_path: Path) -> None:
 def test_other_sizes_cost_what_they_do_on_the_emulated_machine(
     ranks: int, stages: int, tmp_path: Path
 ) -> None:
-    """With costs per layer type alone, a layer at TP 8 is scaled as it is at TP 2."""
+    """With machine factors other sizes cost what they do on the emulated machine. With costs by
+    layer type alone, a layer at TP 8 is scaled as at TP 2."""
     told = costs_of(ranks, stages, rates_in(profiled(tmp_path, factors())))
     true = costs_of(ranks, stages, TRUE)
     for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
@@ -214,7 +215,8 @@ def test_other_sizes_cost_what_they_do_on_the_emulated_machine(
 
 @pytest.mark.parametrize("ranks", [4, 8, 16])
 def test_experts_on_more_or_fewer_ranks_cost_what_they_do_there(ranks: int, tmp_path: Path) -> None:
-    """Measured with 8 expert-parallel ranks. With 4, an expert has half as many rows."""
+    """Experts on more or fewer ranks cost what they do on the emulated machine. The factors were
+    measured with 8 expert-parallel ranks; with 4, an expert has half as many rows."""
     measured = factors(EXPERTS)
     assert len(measured.grouped) > 10 and len(measured.exchanges) == 5
     path = profiled(tmp_path, measured, EXPERTS, RUN_OF_EXPERTS)
@@ -233,8 +235,8 @@ def test_experts_on_more_or_fewer_ranks_cost_what_they_do_there(ranks: int, tmp_
 
 
 def test_exchanges_take_the_factor_of_their_length() -> None:
-    """The measured factor does not apply to tokens that go once to each rank, as another library
-    sends them."""
+    """Exchanges of tokens have the factor of their size. The measured factor does not apply if
+    another library sends each token once to each rank."""
     rates = replace(SHEET, factors=factors(EXPERTS))
     for size, factor in ((2**19, 5), (2**24, 1.4)):
         there_and_back = Exchange(Group.EXPERT, 8, 1, Passes(2 * size, 2 * size))
@@ -273,7 +275,7 @@ def test_a_file_of_another_gpu_is_refused_by_its_name(tmp_path: Path) -> None:
     assert load_measured(path, GPU) is not None
     with pytest.raises(ValueError, match=f"was measured on {GPU}, and the GPU .* is a100"):
         load_measured(path, "a100")
-    words = "plan --pp 2 -m 4 --model layers=16,hidden=64,heads=4,sequence=64,vocabulary=256"
+    words = "plan pp=2,m=4,layers=16,hidden=64,heads=4,sequence=64,vocabulary=256"
     result = CliRunner().invoke(app, [*words.split(), "--gpu", "a100", "--costs", str(path)])
     assert result.exit_code == 2
     assert "measured on NVIDIA H100 80GB HBM3" in " ".join(result.output.split())

@@ -13,6 +13,7 @@ from megatron_ext.cost_model.gpus import GPUS
 from megatron_ext.cost_model.messages.paired_layers import (
     PairedLayer,
     hidden_by_pairs,
+    hidden_share,
     paired_layers,
 )
 from megatron_ext.cost_model.model import Model, Stage
@@ -59,14 +60,26 @@ def test_layers_of_f_run_beside_those_of_the_backward_pass_from_the_last_one() -
     hidden = hidden_by_pairs(of_model, stages, EXECUTION, RATES)[_I]
     (layer,) = paired_layers(of_model, Stage((moe,)), EXECUTION, RATES)
     (other,) = paired_layers(of_model, Stage((dense,)), EXECUTION, RATES)
-    two = layer.saving_with(layer, 0.5, with_weights=False)
-    forward = layer.saving_with(other, 0.5, with_weights=False)  # F has experts, I has none
-    back = other.saving_with(layer, 0.5, with_weights=False)
+    share = hidden_share(EXECUTION, RATES)
+    two = layer.saving_with(layer, share, with_weights=False)
+    forward = layer.saving_with(other, share, with_weights=False)  # F has experts, I has none
+    back = other.saving_with(layer, share, with_weights=False)
     assert min(two, forward, back) > 0
     assert hidden[0][0] == pytest.approx(forward + back)  # dense beside experts, and back
     assert hidden[0][1] == pytest.approx(two)
     assert hidden[2][0] == pytest.approx(two)  # as many layers as both have
     assert hidden[3][3] == 0.0
+
+
+def test_the_share_is_that_of_gpu_dispatcher_and_queues() -> None:
+    """A third was taken of every GPU and dispatcher, and a sixth with tensor parallelism on
+    Blackwell where no GPU was present."""
+    blackwell = GPUS["b200"].rates(EXECUTION.precision)
+    in_one = replace(EXECUTION, has_one_queue=True)
+    assert hidden_share(EXECUTION, RATES) == pytest.approx(1 / 3)
+    assert hidden_share(in_one, RATES) == pytest.approx(1 / 6)
+    assert hidden_share(replace(in_one, dispatcher="flex"), RATES) == 0.5
+    assert hidden_share(in_one, blackwell) == hidden_share(EXECUTION, blackwell) == 0.5
 
 
 def test_predicted_tokens_are_a_layer_more() -> None:

@@ -60,8 +60,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def test_loss_of_plain_pytorch() -> None:
-    """The loss of plain PyTorch was estimated at 6 bytes a logit. Its backward pass holds two
-    gradients in fp32."""
+    """The loss in plain PyTorch stores two fp32 gradients in its backward pass. It was estimated at
+    6 bytes a logit."""
     logits = torch.randn(512, 4096, dtype=torch.bfloat16, requires_grad=True)
     with LiveBytes() as live:
         loss = F.cross_entropy(logits.float(), torch.zeros(512, dtype=torch.long))
@@ -74,8 +74,8 @@ def test_loss_of_plain_pytorch() -> None:
 
 
 def test_mlp_of_plain_pytorch() -> None:
-    """With the second matrix' input kept until its weight gradient, as a split backward pass has
-    it."""
+    """An MLP in plain PyTorch stores its temporaries and, in a split backward pass, the second
+    matrix' input until its weight gradient."""
     hidden, ffn = MODEL.hidden_size, MODEL.ffn_hidden_size
     one, two, three = (
         torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
@@ -95,7 +95,8 @@ def test_mlp_of_plain_pytorch() -> None:
 
 
 def test_what_is_recomputed_is_there_at_once() -> None:
-    """Recomputed layers counted as their inputs alone."""
+    """Recomputed layers take their memory at once during the recompute. They counted as their
+    inputs only."""
     model, stage = replace(MODEL, layers=("*-",) * 4), Stage(("*-",) * 4)
     whole = held_of_stage(model, Stage(("*-",)), RUN)[0]
     plain = temporary_bytes(model, stage, RUN)
@@ -124,7 +125,8 @@ def test_experts_have_gradients_of_what_was_exchanged() -> None:
 
 
 def test_bytes_outside_tensors() -> None:
-    """A ring for each group of several ranks; experts' exchange with up to seven others."""
+    """Memory outside tensors: buffers of a ring for each group of several ranks, and of the
+    experts' exchange with up to seven peers."""
     ring, alone = 24 * 12 * 2**20, CONTEXT + WORKSPACES
 
     def of(pipeline: int, data: int, experts: int = 1, **sizes: int) -> float:

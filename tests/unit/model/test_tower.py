@@ -55,7 +55,8 @@ def test_a_public_tower_has_its_published_parameters(name: str) -> None:
 
 
 def test_work_is_that_of_textbooks() -> None:
-    """2 x parameters x tokens, and 4 x tokens x tokens of an image x width of attention, in F."""
+    """An encoder's work is the textbook's: in F 2 x parameters x tokens, and 4 x tokens x tokens of
+    an image x width of attention."""
     rates = replace(H100, sms=0, memory=float("inf"), kernel=0.0, attention=H100.linear, launch=0.0)
     (layers, _, _), _ = tower_matrices(TOWER)
     products = 2 * layers * TOWER.patches
@@ -117,7 +118,8 @@ def table_gradient(run: Execution) -> float:
     ("trained", "of_a_parameter"), [(TowerTraining.ALL, 18.0), (TowerTraining.NOTHING, 2.0)]
 )
 def test_its_memory_is_on_the_first_rank(trained: TowerTraining, of_a_parameter: float) -> None:
-    """Weights in 2 bytes; trained, a gradient in 4 and three states in 4 each."""
+    """An encoder's memory is on the first rank: its weights in 2 bytes; if trained, a gradient in 4
+    bytes and three states in 4 bytes each."""
     run, placement = GPT.execution(2), line(4)
 
     def bytes_of(model: Model) -> list[float]:

@@ -38,7 +38,8 @@ def two_chunks() -> Timeline:
 
 
 def test_svg_of_two_timelines(tmp_path: Path) -> None:
-    """A text per pass, among those of the axes and titles."""
+    """An SVG of two timelines has a text for each pass, in addition to those of the axes and
+    titles."""
     timelines = [timeline_of("1f1b", 3, 4), timeline_of("zb-h1", 3, 4)]
     path = tmp_path / "picture.svg"
     draw(timelines, path)
@@ -66,7 +67,8 @@ def test_svg_of_two_timelines(tmp_path: Path) -> None:
 
 
 def test_hatching_and_the_greys_of_memory_have_keys(tmp_path: Path) -> None:
-    """Nothing said what the lines over half of the boxes are, nor whose memory a curve is."""
+    """Legends explain hatching and the greys of memory. No legend said what the lines over half of
+    the boxes are, nor whose memory a curve is."""
     path = tmp_path / "picture.svg"
     draw([timeline_of("1f1b", 4, 4), two_chunks()], path)
     assert {_HATCHED, "memory of rank 0", "memory of the last rank"} <= {
@@ -134,7 +136,7 @@ def test_every_pass_has_its_box(name: str, tmp_path: Path, figures: list[Any]) -
 
 
 def test_a_measured_timeline_begins_at_zero(tmp_path: Path, figures: list[Any]) -> None:
-    """A recorder's clock begins anywhere."""
+    """A drawn timeline begins at zero, as a recorder's clock begins at any time."""
     predicted = timeline_of("1f1b", 2, 2)
     events = tuple(Event(e.rank, e.action, e.start + 1e6, e.end + 1e6) for e in predicted.events)
     measured = Timeline(predicted.schedule, events)
@@ -156,8 +158,8 @@ def test_later_chunks_are_hatched(tmp_path: Path, figures: list[Any]) -> None:
 
 
 def test_passes_that_are_too_short_go_without_a_number(tmp_path: Path, figures: list[Any]) -> None:
-    """Passes of which hundreds fill the picture would be covered by their own numbers, and two
-    digits take more room than one."""
+    """Passes that are too short have no number. If hundreds of passes fill the picture, numbers
+    would cover them, and two digits take more room than one."""
     draw([timeline_of("gpipe", 2, 30)], tmp_path / "picture.png")
     assert len(figures[0].axes[0].texts) == 2 * 30, "B has one, F has none"
     draw([timeline_of("gpipe", 2, 80)], tmp_path / "picture.png")
@@ -236,7 +238,8 @@ def lab(colour: str, vision: object) -> np.ndarray:
 
 
 def test_all_visions_tell_the_kinds_of_passes_apart() -> None:
-    """The input gradient and the whole backward pass were two oranges."""
+    """Colours tell the kinds of passes apart for all kinds of colour vision. The input gradient and
+    the whole backward pass were two oranges."""
     assert F in COLOURS
     colours = {**{kind.name: colour for kind, colour in COLOURS.items()}, "bubble": BUBBLE}
     for name, vision in VISIONS.items():

@@ -104,7 +104,8 @@ def test_one_thing_is_wrong(drawing: str, part: MakespanPart, seconds: float, wo
 
 
 def test_two_things_are_wrong() -> None:
-    """The message is late, but its rank would have had to wait for the slow pass anyway."""
+    """The explanation names the slow pass alone: a message is late too, but its rank would have had
+    to wait for the slow pass anyway."""
     explanation = explain(
         step("""
             0 F0 F1 .  . .  . B0 = F2 . B1 = .  B2 =
@@ -119,7 +120,8 @@ def test_two_things_are_wrong() -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 2.5])
 def test_nothing_is_wrong(factor: float) -> None:
-    """All passes as predicted, in whatever unit: what is idle is the schedule's own."""
+    """If all passes are as predicted, in whatever unit, the explanation finds nothing wrong: the
+    idle time is the schedule's own."""
     explanation = explain(PREDICTED.moved(7.0, factor), PREDICTED)
     expected = {part: seconds * factor for part, seconds in OWN.items()}
     assert explanation.parts == pytest.approx(dict.fromkeys(MakespanPart, 0.0) | expected)
@@ -127,7 +129,8 @@ def test_nothing_is_wrong(factor: float) -> None:
 
 
 def test_passes_in_other_proportions() -> None:
-    """Each rank has as much work as predicted, but on rank 0 it is F that takes three times B."""
+    """Passes in other proportions are named as the cause. Each rank has as much work as predicted,
+    but on rank 0 F takes three times as long as B."""
     measured = step("""
         0 F0 = = F1 = = F2 = = .  .  . . B0 . . B1 . . B2
         1 .  . . F0 . . F1 . . F2 B0 = = B1 = = B2 = = .
@@ -180,7 +183,8 @@ def test_a_step_replayed_as_it_was_is_that_step(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "zb-v", "hanayo"])
 def test_a_replay_with_the_costs_is_the_simulation(name: str) -> None:
-    """The schedules' messages take no time here, as a replay has none."""
+    """A replay with the given costs equals the simulation. Messages of these schedules take no
+    time, as a replay has none."""
     placement = choose(name).place(3)
     costs = uniform(placement, 3, 4, 2)
     made = program(name, Problem(placement, 6, costs))

@@ -62,8 +62,8 @@ SPECS = (
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("spec", SPECS)
 def test_ranks_that_share_no_clock_tell_the_makespan(spec: str, ranks: int) -> None:
-    """Messages show the makespan without a common clock: a first pass waits for one, and so does a
-    last I."""
+    """Ranks without a common clock determine the makespan: a first pass waits for a message, and so
+    does a last I."""
     program = program_of(spec, ranks, 3 * ranks)
     predicted = simulate(program, program.problem.costs)
     measured = metrics(told(program, [predicted, predicted.moved(0.0, 3.0)]), predicted)
@@ -129,7 +129,8 @@ def slow(rank: int, factor: float) -> tuple[Program, Timeline, list[RankSums]]:
 
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_rank_is_slow_beside_what_is_predicted_of_each(rank: int) -> None:
-    """Rank 0 takes longest, and that is its work."""
+    """A rank is slow only compared with its own prediction. Rank 0 takes longest, which is its
+    work."""
     _, predicted, ranks = slow(rank, 1.25)
     measured = metrics(ranks, predicted)
     assert measured.slowest == rank and measured.slower == pytest.approx(0.25)
@@ -196,6 +197,7 @@ def test_who_leaves_the_prediction_is_told_once() -> None:
 
 
 def test_a_bubble_below_the_prediction_leaves_it_too() -> None:
-    """Costs are wrong then, and another schedule may be better."""
+    """A bubble below the prediction is reported too: costs are wrong then, and another schedule may
+    be better."""
     warning = Departure().see(with_bubble(0.04), PATIENCE)
     assert warning is not None and "5 points below" in warning

@@ -105,8 +105,8 @@ def right_answer(spec: str, ranks: int) -> float:
 def test_other_placements_take_what_was_said(
     traced: str, ranks: int, others: tuple[str, ...], output: float
 ) -> None:
-    """Whatever the estimate takes the output layer for: the measured passes tell it from the
-    layers."""
+    """Other placements take the predicted time, whatever cost the estimate gives the output layer:
+    the measured passes tell the output layer from the layers."""
     found = told(traced, ranks, parts(choose(traced).place(ranks).stages, output))
     said = {each.schedule: each for each in (*found.within, *found.with_more)}
     for spec in others:
@@ -115,7 +115,8 @@ def test_other_placements_take_what_was_said(
 
 
 def test_without_parts_all_is_cut_evenly() -> None:
-    """As before: a caller's model of which nothing is known. The page says so."""
+    """Without model parts all stages are cut evenly: nothing is known of a caller's model. The page
+    says so."""
     found = told("1f1b", 2, None)
     assert not found.has_parts
     (v,) = [each for each in (*found.within, *found.with_more) if each.schedule == "zb-v"]
@@ -123,7 +124,8 @@ def test_without_parts_all_is_cut_evenly() -> None:
 
 
 def test_a_stage_of_ones_own_keeps_its_time() -> None:
-    """Under a placement with as many stages, and under Megatron's own, nothing is fitted."""
+    """A stage that exists under both placements keeps its measured time: under a placement with as
+    many stages, and under Megatron's own, nothing is fitted."""
     costs = costs_of(seen("1f1b", 2, parts(2, 5.0))).costs(2)
     assert costs is not None
     for kind, figures in true_costs(2).seconds.items():
@@ -131,8 +133,9 @@ def test_a_stage_of_ones_own_keeps_its_time() -> None:
 
 
 def test_parts_that_passes_do_not_tell_apart_give_a_range() -> None:
-    """With layers of another type on each stage, the last stage's passes do not tell its layers
-    from the output layer: the estimate's proportions may be wrong, and the range says how far."""
+    """Parts that passes do not tell apart give a range. With layers of another type on each stage,
+    the last stage's passes do not tell its layers from the output layer: the estimate's proportions
+    may be wrong, and the range says how far."""
     sure, unsure = (told("1f1b", 2, parts(2, kinds=kinds)) for kinds in (1, 2))
 
     def width(found: WhatIf) -> float:
@@ -161,8 +164,9 @@ def costs_with_depth(stages: Sequence[tuple[int, int]]) -> Costs:
 
 @pytest.mark.parametrize("output", [0.5, 1.0, 2.0])
 def test_multi_token_prediction_is_where_the_traced_stages_had_it(output: float) -> None:
-    """On a stage of its own before the loss's: its time was taken for the last stage's, whose
-    output layer was thought shorter by as much."""
+    """Multi-token prediction stays on the stage that the traced run had for it. It was on a stage
+    of its own before that of the loss: its time was attributed to the last stage, whose output
+    layer was taken to be shorter by as much."""
     doubled = tuple(2 * part for part in parts(4, output).last["output layer"])
     estimate = ModelParts(
         tuple(("layer",) * layers + (DEPTH,) * depths for layers, depths in OWN_STAGE),

@@ -95,8 +95,8 @@ def test_every_pass_has_its_box(sort: str) -> None:
 
 @EACH
 def test_nothing_starts_before_what_it_waited_for_has_ended(sort: str) -> None:
-    """In a simulated run everything also starts as soon as the last thing that it waited for has
-    ended."""
+    """On a page no action starts before the one that it waits for has ended. In a simulated run an
+    action also starts as soon as the last one has ended."""
     run = simulated_run("x", ALL_SORTS[sort], steps=2)
     for place, box in enumerate(run.boxes):
         ends = [run.boxes[other].end for other in before(run.boxes, place)]
@@ -141,7 +141,8 @@ def test_the_critical_path_of_a_line_is_down_and_up_again() -> None:
 
 @EACH
 def test_memory_is_that_of_the_proof(sort: str) -> None:
-    """Messages take none in microbatches, so that the peak is a pass's."""
+    """The memory curve of a page is that of the proof. In microbatches messages take no memory, so
+    that the peak is at a pass."""
     made = ALL_SORTS[sort]
     run = simulated_run("x", made)
     wanted = peaks(made.schedule, in_microbatches(made.schedule))
@@ -288,7 +289,8 @@ def test_the_data_are_the_boxes() -> None:
 
 
 def test_times_have_as_many_digits_as_they_need() -> None:
-    """In seconds they are small: with fixed decimals all passes would have taken 0."""
+    """Times on a page have as many digits as they need. They are small in seconds: with fixed
+    decimals all passes would have taken 0."""
     made = program("1f1b", line_problem(2, 3, 1e-6 / 3, 1e-6, 1e-6))
     (told,) = data_of(page_of(simulated_run("x", made)))["runs"]
     assert told["end"][0] == pytest.approx(1e-6 / 3, rel=1e-5)
@@ -299,7 +301,8 @@ def test_times_have_as_many_digits_as_they_need() -> None:
     [(4, 16), *at_night((16, 160))],  # at night more than 20,000 passes
 )
 def test_a_page_is_small(ranks: int, microbatches: int) -> None:
-    """A page of 20,000 passes is to be smooth, and can be sent by mail: under 3 MB."""
+    """A page is small: with 20,000 passes it stays smooth and below 3 MB, so that it can be sent by
+    mail."""
     runs = [simulated_run(name, program_of(name, ranks, microbatches)) for name in ("1f1b", "zb-v")]
     drawn = [
         box for run in cut_to_fit(runs, MOST_PASSES) for box in run.boxes if box.kind != OMITTED
@@ -346,7 +349,7 @@ def test_simulate_writes_a_page_beneath_1f1b(tmp_path: Path) -> None:
 
 def test_plan_writes_its_front(tmp_path: Path) -> None:
     path = tmp_path / "x.html"
-    words = ("plan", "--pp", "2", "-m", "2", "--html", str(path), "--json")
+    words = ("plan", "pp=2,m=2", "--html", str(path), "--json")
     report = json.loads(run_of(*words))
     data = data_in(path.read_text())
     titles = [run["title"] for run in data["runs"]]
@@ -371,9 +374,11 @@ def test_trace_writes_the_median_step(tmp_path: Path) -> None:
     assert figures["makespan"] == pytest.approx(traced_steps[0].measured.makespan)
 
 
-@pytest.mark.parametrize("words", [("simulate", "v-auto"), ("plan",)])
+@pytest.mark.parametrize(
+    "words", [("simulate", "v-auto", "--pp", "64", "-m", "4096"), ("plan", "pp=64,m=4096")]
+)
 def test_a_page_that_cannot_be_written_is_refused_first(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    words = (*words, "--pp", "64", "-m", "4096", "--html", str(tmp_path / "x.pdf"))
+    words = (*words, "--html", str(tmp_path / "x.pdf"))
     assert "a page of timelines is written as .html" in run_of(*words, code=2)

@@ -134,7 +134,8 @@ def test_a_pass_tells_what_it_waited_for(told: dict[str, Any]) -> None:
 
 
 def test_the_curves_of_memory_are_in_their_order(told: dict[str, Any]) -> None:
-    """From above a pointer comes to the rank that holds most."""
+    """The memory curves of ranks are stacked: a pointer that comes from above first meets the rank
+    that stores most."""
     peak, held = told["curves"]
     assert peak == max(runs()[1].figures.peaks)
     assert held[0] == peak and held == sorted(held, reverse=True)

@@ -131,7 +131,8 @@ def test_each_round_goes_there_and_back() -> None:
 
 
 def test_drift_cancels_out() -> None:
-    """Each turn takes 1 % longer than the one before it, the ratio is that without."""
+    """Drift cancels out in a race. Each turn takes 1 % longer than the one before; the ratio is
+    that without drift."""
     race = Race("a", ["b"])
     drive(race, {"a": 1.0, "b": 0.8}, drift=0.01)
     ratio = race.ratio("b")
@@ -290,8 +291,9 @@ def test_the_row_can_be_pasted() -> None:
 def test_more_than_the_bubble_can_give_is_said_to_be_noise(
     candidate: float, measured: float, predicted: float, says: str | None
 ) -> None:
-    """A race on a busy machine kept a schedule that was 1.291 times as fast, beyond its spread,
-    where taking the whole bubble away would have given 1.16."""
+    """A gain beyond what the bubble can give is called noise. A race on a busy machine chose a
+    schedule with a ratio of 1.291, beyond its spread, although removing the whole bubble would have
+    given 1.16."""
     race = Race("1f1b", ["zb-h1"])
     drive(race, {"1f1b": 1.0, "zb-h1": candidate})
     figures = {name: RaceFigures(measured, predicted, None, None, 4) for name in ("1f1b", "zb-h1")}
@@ -344,8 +346,9 @@ def test_a_race_that_none_could_run_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_record_is_what_a_race_can_have_written(tmp_path: Path) -> None:
-    """120 of 395 mutations were taken: negative seconds won, and a winner that is no schedule ended
-    each later start in a traceback."""
+    """A race record is accepted only if a race can have written it. 120 of 395 mutations were
+    accepted: negative seconds won, and a winner that is no schedule ended each later start in a
+    traceback."""
     values: list[Any] = [
         None,
         True,

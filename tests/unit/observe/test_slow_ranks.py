@@ -112,8 +112,8 @@ def test_a_trace_tells_the_speeds(tmp_path: Path) -> None:
 
 
 def test_noise_of_a_few_steps_is_no_speed(tmp_path: Path) -> None:
-    """The medians of three steps whose ranks took up to 30 % more by turns went into the command
-    that a plan recommended, as --pipeline-rank-speeds."""
+    """Noise of a few steps is no rank speed. Medians of three steps whose ranks took up to 30 %
+    more by turns went into the command that a plan recommended, as --pipeline-rank-speeds."""
     file = TraceFile(tmp_path / NAME)
     for iteration, times in enumerate((1.07, 1.3, 1.12)):
         noisy = step((1.0, 1 / times, 1.0, 1 / 1.02))

@@ -158,7 +158,8 @@ def overlapping(folder: Path) -> Timeline:
 def test_what_shares_a_track_does_not_overlap(
     write: Callable[[Path], object], tmp_path: Path
 ) -> None:
-    """A viewer would show one of two slices that overlap, or nest them."""
+    """Events on one track of a trace do not overlap: a viewer would omit one of two overlapping
+    slices, or nest them."""
     write(tmp_path)
     ends: dict[tuple[int, int], float] = {}
     spans = [event for event in events_of(tmp_path) if event["ph"] == "X"]
@@ -191,7 +192,7 @@ def test_no_trace(content: str | None, why: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [None, 1, 2, 4])
 def test_a_trace_of_another_version_is_named(version: object, tmp_path: Path) -> None:
-    """The passes of another version's trace might be read as others than they were."""
+    """A trace of another version is refused by name, as its passes might be misread."""
     written(tmp_path)
     file = tmp_path / "new" / NAME
     data = json.loads(file.read_text())
@@ -279,8 +280,8 @@ def _timeless(events: Events) -> Events:
 def test_an_odd_trace_is_named_with_the_place(
     change: Callable[[Events], Events], why: str, tmp_path: Path
 ) -> None:
-    """A trace that a user had filtered, merged or written by hand ended the command with a
-    traceback."""
+    """An odd trace is refused with the place of the mistake. A trace that a user had filtered,
+    merged or written by hand ended the command with a traceback."""
     written(tmp_path)
     events = change(events_of(tmp_path))
     (tmp_path / "new" / NAME).write_text(json.dumps({"version": 3, "traceEvents": events}))
@@ -303,7 +304,8 @@ def test_a_file_is_whole_when_the_disk_is_full(tmp_path: Path) -> None:
 
 
 def test_tracks_are_named_though_the_first_step_did_not_fit(tmp_path: Path) -> None:
-    """The names were taken to be in the file, in which nothing was."""
+    """Tracks are named even if the first step did not fit on the disk. The names were assumed to be
+    in the file, which was empty."""
     file = TraceFile(tmp_path / NAME)
     with full_disk(1000), pytest.raises(OSError, match=NAME):
         file.add(traced_step(1, measured(1.0), SIMULATED, 0.0))

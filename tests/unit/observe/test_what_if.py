@@ -71,7 +71,8 @@ def test_costs_are_those_that_the_step_shows() -> None:
 
 
 def test_a_step_of_1f1b() -> None:
-    """4 ranks, 8 microbatches: 11 times F + B with Megatron's order, as everybody knows."""
+    """A step of 1F1B is predicted by the textbook: with 4 ranks and 8 microbatches 11 times F + B
+    in Megatron's order."""
     told = what_if(costs_of(seen("1f1b", 4, 8)))
     assert told.stock.step == pytest.approx(33.0) == told.stock.high
     assert told.stock.of_stock == pytest.approx((1.0, 1.0))
@@ -107,7 +108,8 @@ def test_megatrons_own_step_waits_as_it_did(
 
 
 def test_a_step_of_two_chunks_a_rank() -> None:
-    """A group's size is in the rows; lines would have both chunks of a rank in one stage."""
+    """A step of two chunks a rank is predicted. The group size follows from the rows; lines would
+    have both chunks of a rank in one stage."""
     told = what_if(costs_of(seen("interleaved:vpp=2,group=3", 2, 6)))
     assert told.stock.schedule == "interleaved" and told.stock.vpp == 2
     tried = {p.schedule: p for p in (*told.within, *told.with_more)}

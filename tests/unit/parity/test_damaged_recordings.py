@@ -179,8 +179,8 @@ def test_a_damaged_recording_is_named_with_its_value(seed: int, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["digests", "tensors", "losses"])
 def test_a_run_without_numbers_is_not_the_same(name: str, tmp_path: Path) -> None:
-    """The verdict of two runs, of which one had no digests at all, was "the same to the last bit"
-    and the exit status 0."""
+    """A run without digests is not the same as another. The verdict of two runs, of which one had
+    no digests at all, was "the same to the last bit" and the exit status 0."""
     for folder in ("A", "B"):
         write(tmp_path / folder, Course())
     for file in (tmp_path / "B").glob("*.jsonl"):
@@ -195,7 +195,8 @@ def test_a_run_without_numbers_is_not_the_same(name: str, tmp_path: Path) -> Non
 
 
 def test_a_norm_that_is_no_number_is_no_sum_in_another_order(tmp_path: Path) -> None:
-    """A norm of one run alone counted as one ulp from the other's, and so as the same."""
+    """A norm that is not a number does not count as a sum in another order. A norm that only one
+    run has counted as one ulp from the other's, and so as the same."""
     a = read_recording(write(tmp_path / "A", Course()))
     b = read_recording(write(tmp_path / "B", Course(norms=(1.5, float("nan"), 1.125))))
     found = compare_runs(a, b, a)

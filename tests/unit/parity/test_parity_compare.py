@@ -59,7 +59,8 @@ def test_a_tensor_that_differs_is_named_with_its_iteration_and_rank(tmp_path: Pa
 
 
 def test_other_weights_at_the_start(tmp_path: Path) -> None:
-    """A V and stock from one seed."""
+    """A V and stock that start from one seed have other weights at the start, and the comparison
+    says so."""
     found = compared(tmp_path, A, A.but(changed=nudged(1.0), changed_from=0), A)
     assert found.first == First(0, "layers.weight[1]", (1,), 0, 3)
     assert any("start from other weights" in line for line in comparison_text.verdict_text(found))
@@ -72,7 +73,8 @@ def test_a_loss_that_differs_comes_before_the_tensors_of_its_iteration(tmp_path:
 
 
 def test_no_more_than_the_floor_is_no_difference(tmp_path: Path) -> None:
-    """Stories of a GPU: A differs from A, and B by as much."""
+    """A difference within the floor does not count. As on a GPU, A differs from a second run of A,
+    and B differs by as much."""
     again, b = (A.but(changed=nudged(by), changed_from=1) for by in (1e-5, -1.5e-5))
     found = compared(tmp_path, A, b, again)
     assert found.verdict is ParityVerdict.WITHIN_THE_FLOOR and found.first is None
@@ -87,7 +89,8 @@ def test_more_than_the_floor_is_a_difference(tmp_path: Path) -> None:
 
 
 def test_what_another_order_of_sums_gives_is_within_a_second_floor(tmp_path: Path) -> None:
-    """A repeats itself to the last bit, so every bit of slices counted as a difference."""
+    """A difference that another order of sums gives is within a second floor. A repeats itself to
+    the last bit, so every bit by which slices differ counted as a difference."""
 
     def recorded(name: str, by: float) -> RunRecording:
         return read_recording(write(tmp_path / name, A.but(changed=nudged(by), changed_from=1)))
@@ -108,7 +111,8 @@ def test_what_another_order_of_sums_gives_is_within_a_second_floor(tmp_path: Pat
 
 
 def test_ulps_around_zero_are_left_out(tmp_path: Path) -> None:
-    """ "1736292493 ulps" of a bias that is 1e-9 and -1e-9."""
+    """Ulps around zero are ignored. A bias of 1e-9 in one run and -1e-9 in the other counted as
+    "1736292493 ulps"."""
     a, b = (
         A.but(changed={1: tensor("layers.weight", [5, 6, 7, last], (1,))}, changed_from=1)
         for last in (1e-9, -1e-9)
@@ -161,8 +165,9 @@ def test_clipping_by_such_a_norm_is_explained(tmp_path: Path) -> None:
 def test_a_weight_is_the_first_difference_and_not_a_norm_of_one_ulp(
     clip_grad: float, from_iteration: int, tmp_path: Path
 ) -> None:
-    """A weight was wrong, and the norm, a sum over ranks, was 1 ulp away as it is in any V: the
-    first difference named the norm, and with it --clip-grad where nothing was clipped."""
+    """The first difference is a wrong weight, not a norm that is one ulp away. A norm is a sum over
+    ranks and 1 ulp away in any V: it was named first, and with it --clip-grad where nothing was
+    clipped."""
     one_ulp = float(np.nextafter(np.float32(1.25), np.float32(2)))
     a = A.but(arguments={"clip_grad": clip_grad})
     wrong = nudged(1e-3)
@@ -197,7 +202,8 @@ def test_tensors_are_put_together_however_they_are_divided(tmp_path: Path) -> No
 
 
 def test_copies_that_are_not_the_same(tmp_path: Path) -> None:
-    """Data-parallel ranks, or both ends of a tied embedding."""
+    """Copies of a tensor that differ are named: those of data-parallel ranks, or of both ends of a
+    tied embedding."""
 
     def with_copy(values: list[float]) -> Course:
         copy = {
@@ -246,7 +252,8 @@ def test_other_models_and_data_cannot_be_compared(tmp_path: Path) -> None:
 
 
 def test_stages_of_a_hybrid_model_may_end_elsewhere(tmp_path: Path) -> None:
-    """Under a V its pattern has twice as many segments."""
+    """Stages of a hybrid model may end elsewhere: under a V its pattern has twice as many
+    segments."""
     a, b, other = (
         A.but(arguments={"hybrid_layer_pattern": p}) for p in ("*-|*-", "*|-|*|-", "*-*E")
     )

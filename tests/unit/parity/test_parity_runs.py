@@ -82,7 +82,8 @@ def test_a_command_as_stock(machine: Machine, monkeypatch: pytest.MonkeyPatch) -
 def test_slices_are_looked_at_before_anything_runs(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout such a command cannot be compared with itself as stock."""
+    """Parity refuses some commands with slices before it runs anything: with dropout such a command
+    cannot be compared with stock."""
 
     def refuse(a: RunCommand, b: RunCommand) -> None:
         assert "--pipeline-slices" not in a.arguments and "--pipeline-slices" in b.arguments
@@ -95,7 +96,8 @@ def test_slices_are_looked_at_before_anything_runs(
 
 
 def test_a_command_that_megatron_rejects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message began with `line A`, and no line was meant."""
+    """A command that Megatron rejects is named by its letter. The message began with `line A`, and
+    no line was meant."""
 
     def parse(arguments: Sequence[str]) -> None:
         raise ValueError("--num-layers: no number")

@@ -35,7 +35,8 @@ def test_steps_to_the_next_numbers(dtype: str, value: float) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_across_zero(dtype: str) -> None:
-    """Zeros are no step apart, and the smallest numbers of either sign two."""
+    """Distances in ulps are right across zero: +0 and -0 are no step apart, and the smallest
+    numbers of either sign two."""
     zeros = bits_difference(bits([0.0], dtype), bits([-0.0], dtype), dtype)
     assert (zeros.differ, zeros.ulps) == (1, 0)
     smallest = following(0.0, 1, dtype)

@@ -49,8 +49,8 @@ def selective(*modules: str) -> LayerRecompute:
 
 
 def test_what_a_dense_model_could_run_again() -> None:
-    """A dense model's norms are in Transformer Engine's matrices, and its attention keeps no
-    matrix, so recompute of either would free nothing."""
+    """Recompute options of a dense model omit modules that free nothing: norms are fused with
+    Transformer Engine's matrices, and its attention stores no matrix."""
     assert recompute_options(DENSE, RUN, RATES) == [NONE, selective("mlp"), FULL]
 
 
@@ -61,7 +61,8 @@ def test_local_layers_have_more_to_give() -> None:
 
 
 def test_experts_and_latent_attention() -> None:
-    """One more module each, the cheapest first; the whole of the experts in place of its parts."""
+    """Recompute options of experts and multi-latent attention have one more module each, the
+    cheapest first; the whole of the experts replaces its parts."""
     options = recompute_options(EXPERTS, RUN, RATES)
     modules = [option.modules for option in options]
     assert options[0] == NONE and options[-1] == FULL
@@ -89,7 +90,8 @@ def test_the_launchs_own_comes_first_and_once() -> None:
 
 
 def test_what_is_refused_is_not_offered() -> None:
-    """With ``--overlap-moe-expert-parallel-comm`` Megatron refuses full recompute and ``moe``."""
+    """Recompute options that Megatron refuses are not offered: with
+    ``--overlap-moe-expert-parallel-comm`` it refuses full recompute and ``moe``."""
 
     def permits(option: LayerRecompute) -> bool:
         return option != FULL and "moe" not in option.modules
@@ -157,7 +159,8 @@ def test_without_a_bound_nothing_is_run_again() -> None:
 
 
 def test_as_much_is_run_again_as_makes_it_fit() -> None:
-    """More than full recompute takes, and not so much that nothing has to be."""
+    """The plan recomputes only as much as makes the launch fit. The limit lies between the memory
+    of full recompute and that without recompute, and recompute of the MLPs is enough."""
     made = compared(FULL, 0.4 * fullest(FULL) + 0.6 * fullest(NONE))
     best = made.stock
     assert best.recompute == selective("mlp") and made.gain(best) > 0.05

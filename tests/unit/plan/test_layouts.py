@@ -65,8 +65,9 @@ def work(model: Model = GPT.model, **changes: Any) -> Work:
 
 @pytest.mark.parametrize(("span", "far"), [(128, {3, 4}), (64, set()), (0, set(range(7)))])
 def test_messages_take_the_link_between_their_ranks(span: int, far: set[int]) -> None:
-    """All messages of a pipeline over two domains of 72 GPUs counted as messages over the network,
-    though five of seven neighbours share a domain; a launch command's did not."""
+    """Messages take the link between their ranks. All messages of a pipeline over two domains of 72
+    GPUs counted as messages over the network, though five of seven neighbours share a domain; in
+    the plan of a launch command they did not."""
     rates = GPUS["gb200"].rates()
     execution = replace(GPT.execution(), pipeline_span=span)
     trained = TrainedModel(GPT.model, execution, TrainingState(), rates)
@@ -146,7 +147,8 @@ def test_no_layout_has_a_faster_slowest_stage(
 
 
 def test_ranks_of_several_chunks_are_balanced() -> None:
-    """A rank's chunks count together: the head's rank gives a layer away in its first chunk too."""
+    """Chunks of a rank are balanced together: the rank with the output layer also has a layer fewer
+    in its first chunk."""
     figures = StageFigures(work())
     placement = loop(4, vpp=2)
     found = with_even_ranks(evenly(16, 8), placement, 64, figures)
@@ -165,8 +167,9 @@ def test_ranks_of_several_chunks_are_balanced() -> None:
 def test_an_order_is_timed_as_it_is_simulated(
     model: Model, spec: str, speeds: tuple[float, ...]
 ) -> None:
-    """Layouts are chosen by the step and the memory that `evaluate` has, with the output layer's
-    weight gradient in I. A step in which it waits for W is not longer."""
+    """A layout's order is timed as it is simulated. Layouts are chosen by the step and the memory
+    that `evaluate` computes, with the output layer's weight gradient in I. If it waits for W, the
+    step is no longer."""
     training = replace(work(model), speeds=speeds)
     placement = choose(spec).place(4)
     layout = evenly(len(model.layers), placement.stages)
@@ -189,7 +192,8 @@ def test_an_order_is_timed_as_it_is_simulated(
 
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1"])
 def test_each_link_takes_its_own_time(spec: str) -> None:
-    """Between nodes a message takes longer than within: the mean was taken for all."""
+    """Each link takes its own time. A message takes longer between nodes than within one, and all
+    messages were counted with the mean."""
     training = work()
 
     def costs_of(stages: Sequence[Stage], placement: Placement, slices: int) -> Costs:
@@ -214,7 +218,8 @@ def made_better(training: Work, room: float | None = None) -> Layout:
 
 
 def test_a_layer_goes_where_a_step_gains() -> None:
-    """The embedding is cheap and the output layer dear: the last stage gives layers away."""
+    """A layer moves to where the step gets shorter. The embedding is cheap and the output layer
+    expensive, so the last stage loses layers."""
     training = work()
     better = made_better(training)
     assert better.layers[-1] < 4
@@ -226,7 +231,8 @@ def test_a_layer_goes_where_a_step_gains() -> None:
 
 
 def test_what_does_not_fit_is_moved_until_it_does() -> None:
-    """The fullest rank of 1F1B is the first one, which holds the most microbatches."""
+    """Layers move until the layout fits. The fullest rank of 1F1B is the first one, which stores
+    the most microbatches."""
     training = work(replace(GPT.model, vocabulary=8192))
     whole = evaluate(training, "1f1b", evenly(16, 4))
     room = 0.9 * whole.fullest
@@ -238,7 +244,8 @@ def test_what_does_not_fit_is_moved_until_it_does() -> None:
 
 
 def test_what_holds_more_than_is_estimated_is_made_to_fit() -> None:
-    """Half a message too much: by the estimate it fits, as it is simulated it does not."""
+    """A layout that takes more memory than estimated is made to fit. By the estimate it fits, and
+    simulated it takes half a message too much."""
     training = work(replace(GPT.model, vocabulary=8192))
     whole = evaluate(training, "1f1b", evenly(16, 4))
     message = training.variant("1f1b", evenly(16, 4)).problem.costs.links.message_bytes
@@ -291,7 +298,8 @@ def test_four_results() -> None:
 def test_a_comparison_that_its_time_ends_has_the_best_so_far(
     ended: str, is_better: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it was lost, whatever had been found."""
+    """A comparison that reaches its time limit returns the best layout so far. All results were
+    lost."""
     expected = four_results()  # made before anything ends
     whole = getattr(Candidates, ended)
 
@@ -309,7 +317,8 @@ def test_a_comparison_that_its_time_ends_has_the_best_so_far(
 
 
 def test_nothing_is_slower_than_the_launch_itself() -> None:
-    """Whose layout may be better than any that Megatron makes, and is where a descent starts."""
+    """No recommended layout is slower than the launch's own. That layout may be better than any
+    that Megatron makes, and the descent starts from it."""
     best = four_results().stock
     again = compared(work(**SMALL), (best.schedule, best.layout))
     assert again.baseline.seconds == pytest.approx(best.seconds)
@@ -388,8 +397,8 @@ def test_a_divided_vocabulary_is_tried_where_loops_lead() -> None:
 
 
 def test_reductions_are_those_of_each_ones_group() -> None:
-    """Experts' gradients were reduced among all data-parallel ranks, not among those with the same
-    experts: four of them in place of 32."""
+    """Reductions run in the groups of each parameter. Experts' gradients were counted as reduced
+    among all 32 data-parallel ranks, not among the four with the same experts."""
     model = ModelBytes(3e9, 6e9, 2e9, expert_weights=2e9, expert_gradients=4e9)
     state = TrainingState(distributed=True, data_parallel=32, expert_data_parallel=4)
     execution = replace(GPT.execution(), expert_parallel=8)

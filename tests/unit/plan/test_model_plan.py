@@ -98,7 +98,8 @@ def bytes_of(
 
 
 def test_bytes_of_a_rank() -> None:
-    """12 h^2 and two norms a layer; 2 bytes a weight, 4 a gradient, 12 of optimizer states."""
+    """The bytes of a rank follow from its layers: 12 h^2 parameters and two norms a layer; 2 bytes
+    a weight, 4 a gradient, 12 of optimizer states."""
     gpt = Described(8, 64, 4, 128, 1000)
     first, middle, _, last = bytes_of(gpt, line(4), TrainingState())
     layers, table = 2 * (12 * 64**2 + 2 * 64), 1000 * 64
@@ -191,7 +192,8 @@ def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:
 
 
 def test_a_schedule_is_made_for_what_the_model_leaves() -> None:
-    """v-auto holds p microbatches where nothing says that there is room for more."""
+    """A schedule is made for the memory that the model leaves. v-auto stores p microbatches if
+    nothing says that there is more memory."""
     variant = training().variant("v-auto", VocabMethod.NAIVE)
     assert variant is not None
     with_room, without = (consider(variant, VocabMethod.NAIVE, room) for room in (40 * 2**30, None))
@@ -203,7 +205,8 @@ def test_a_schedule_is_made_for_what_the_model_leaves() -> None:
 
 
 def test_one_limit_for_all_ranks_need_not_fit() -> None:
-    """1F1B's first rank holds most activations, its last one most of the model."""
+    """One limit for all ranks need not fit: 1F1B's first rank stores most activations, and its last
+    rank most of the model."""
     variant = training().variant("1f1b", VocabMethod.NAIVE)
     assert variant is not None
     fullest = consider(variant, VocabMethod.NAIVE)
@@ -223,7 +226,8 @@ def test_a_limit_in_bytes_is_written_and_read(amount: int) -> None:
 
 
 def test_a_limit_in_microbatches_is_written_and_read() -> None:
-    """Eight chunks of a third: 2.666 would be too little for them."""
+    """A limit in microbatches is written so that it can be read back. A rank stores eight chunks of
+    a third of a microbatch each: the rounded 2.666 would be too small a limit."""
     assert [MemoryLimit(microbatches=x).written for x in (8, 2.5, 8 / 3)] == ["8", "2.5", "2.667"]
 
 
@@ -231,8 +235,8 @@ def test_a_limit_in_microbatches_is_written_and_read() -> None:
 
 
 def test_only_what_a_launch_can_run_is_recommended() -> None:
-    """A loop with a divided vocabulary was shown with its step, the shortest of all, and every
-    launch refused it."""
+    """Only schedules that a launch can run are recommended. A loop with a divided vocabulary was
+    shown with its step, the shortest of all, and every launch refused it."""
     made = plan()
     methods = {(candidate.schedule, candidate.method) for candidate in made.candidates}
     assert ("zb-v", VocabMethod.TWO) in methods and ("interleaved-zb", VocabMethod.NAIVE) in methods
@@ -241,8 +245,9 @@ def test_only_what_a_launch_can_run_is_recommended() -> None:
 
 
 def test_stable_schedules_are_recommended_and_others_apart() -> None:
-    """A schedule that hardly anybody has trained with was the choice where it was a little faster;
-    it is taken only where no other fits."""
+    """Stable schedules are recommended, and experimental ones are named separately. A schedule that
+    hardly anyone has trained with was chosen for a small gain; it is chosen only if no other fits.
+    """
     made = plan()
     shortest = min((c for c in made.candidates if c.maturity is Maturity.EXPERIMENTAL), key=step_of)
     others = [
@@ -285,7 +290,8 @@ def test_figures_say_what_to_write_and_what_each_rank_holds() -> None:
     ],
 )
 def test_redistributed_layers_are_megatrons_flags(layers: int, words: list[str]) -> None:
-    """On two ranks, and on four stages of a V."""
+    """Redistributed layers are written as Megatron's flags, on two ranks, and on four stages of a
+    V."""
     gpt = Described(layers, 1024, 8, 2048, 65536)
     variant_of = training(gpt=gpt, ranks=2, microbatches=4).variant
 
@@ -372,8 +378,9 @@ def long_plan(*specs: str) -> Plan:
 
 @pytest.mark.parametrize(("place", "factor"), [(-1, 0.9), (0, 1.019)])
 def test_true_figures_correct_the_ranking(place: int, factor: float) -> None:
-    """A repeating part may tell too few seconds, or too many, of a family that places W by the
-    costs: neither takes the first place by that, nor loses it."""
+    """True figures correct the ranking. The repeating part of a step may tell too few seconds, or
+    too many, of a family that places W by costs: the family neither takes the first place by this,
+    nor loses it."""
     true = long_plan("1f1b", "zb-h1", "zb-v")
     best, wrong = true.candidates[0], true.candidates[place]
     told = replace(wrong, report=replace(wrong.report, step=factor * best.step))
@@ -393,7 +400,8 @@ def test_true_figures_correct_the_ranking(place: int, factor: float) -> None:
 
 
 def test_what_could_not_start_is_not_recommended() -> None:
-    """Megatron refused the model of a command that was printed to be pasted."""
+    """A command that could not start is not recommended. Megatron refused the model of a command
+    that was printed to be pasted."""
     plan = long_plan("1f1b", "zb-v")
     best, other = plan.candidates
     checked: list[str] = []
@@ -444,8 +452,9 @@ def test_what_takes_longer_is_not_made_to_fit(monkeypatch: pytest.MonkeyPatch) -
 def test_what_takes_longer_than_a_later_schedule_is_not_made_to_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A launch of 160 microbatches on 8 ranks chose its schedule in 72 CPU seconds, most of them
-    for schedules that were made to fit before a better one was compared that fits as it is."""
+    """A schedule that is slower than a later one is not made to fit. A launch of 160 microbatches
+    on 8 ranks chose its schedule in 72 CPU seconds, most of them for schedules that were made to
+    fit before a faster one was compared that fits as it is."""
     job = training(microbatches=96)
 
     def variant_of(name: str, method: VocabMethod) -> Variant | None:
@@ -474,8 +483,9 @@ def test_what_takes_longer_than_a_later_schedule_is_not_made_to_fit(
 def test_a_schedule_that_memory_slows_is_tried_with_offload(
     slowed: float, offloads: list[Offload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Offload was tried only for what does not fit without it. The plan of a command with offload,
-    which gives it to all schedules, then found one that was 2 % shorter."""
+    """A schedule that its memory limit slows is tried with offload. Offload was tried only if
+    nothing else fits. The plan of a command with offload, which gives it to all schedules, then
+    found one that was 2 % faster."""
     tried: list[Offload] = []
 
     def noting(resolved: Any, problem: Problem, *given: Any, **options: Any) -> Any:
@@ -521,8 +531,9 @@ PUBLISHED = {
 def test_the_best_of_all_families_on_a_published_setting(
     model: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every family is simulated, but those that do not fit and those that a bound rules out; the
-    smallest setting's also by themselves. By day no search is long."""
+    """The best of all families is found on a published setting. Every family is simulated, except
+    those that do not fit and those that a bound rules out; on the smallest setting also without the
+    plan. By day searches have little effort."""
     if not IS_NIGHT:
         shorten_search(monkeypatch)
     ranks, microbatches, text = PUBLISHED[model]
@@ -555,8 +566,9 @@ def test_the_best_of_all_families_on_a_published_setting(
 # ---- As a user writes it
 
 
-def command(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["plan", "--pp", "2", "-m", "4", *words])
+def command(*words: str, sizes: str = "", code: int = 0) -> str:
+    job = f"pp=2,m=4,{sizes}".rstrip(",")
+    result = CliRunner().invoke(app, ["plan", job, *words])
     assert result.exit_code == code, result.output
     return result.output if code else result.stdout
 
@@ -576,39 +588,41 @@ def taken(report: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     only_families(monkeypatch, *FEW)
-    words = ("--model", TEXT, "--gpu", "h100", "--dp", "4", "--distributed-optimizer")
-    report = json.loads(command(*words, "--json"))
+    plan = partial(command, "--gpu", "h100", sizes=f"{TEXT},dp=4,distributed-optimizer=true")
+    report = json.loads(plan("--json"))
     recommended = report["verdict"]["taken"]["candidate"]
     assert recommended["layers_moved"] and recommended["vocab_parallel"] == "none"
     first = recommended["ranks"][0]
     assert first["optimizer"] == pytest.approx(first["gradients"] * 12 / 4 / 4)
-    text = command(*words)
+    text = plan()
     assert " ".join(report["written"]["added"]) in text and "makespan" not in text
     assert report["spread"] is None  # without a gain: 15 layers cannot be trained as they are
-    assert "memory under" in command(*words, "--all")
+    assert "memory under" in plan("--all")
     # as for a launch command that names no GPU
-    assert "times are an H100's, and its memory is not compared" in command("--model", TEXT)
+    assert "times are an H100's, and its memory is not compared" in command(sizes=TEXT)
     # measured times in place of estimated ones, and the model's bytes
     costs = ("--costs", "f=10,i=12,w=8,output_layer=2/2/2")
-    measured = taken(json.loads(command("--model", TEXT, *costs, "--json")))
+    measured = taken(json.loads(command(*costs, "--json", sizes=TEXT)))
     assert measured["makespan"] > 4 * 32 and measured["ranks"] is not None
     assert taken(json.loads(command(*costs, "--json")))["ranks"] is None
 
 
 def test_room_is_left_for_the_allocators_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a launch command's plan left it. On this GPU the first choice fits only if its
-    allocator reserves nothing besides."""
+    """The plan of a model leaves memory for the allocator's reserve. Only a launch command's plan
+    did. On this GPU the first choice fits only if its allocator reserves nothing."""
     only_families(monkeypatch, *FEW)
     rates = "operations=400e12,bytes=40e9"
-    without = json.loads(command("--model", TEXT, "--gpu", rates, "--json"))
+    without = json.loads(command("--gpu", rates, "--json", sizes=TEXT))
     assert without["free"] is None
     fullest = taken(without)["fullest_rank"]
     usable = (1 + RESERVED_SHARE / 2) * fullest
-    words = ("--model", TEXT, "--gpu", f"{rates},memory={usable / USABLE / 2**20:.6f}MiB")
-    report = json.loads(command(*words, "--json"))
+    gpu = f"{rates},memory={usable / USABLE / 2**20:.6f}MiB"
+    report = json.loads(command("--gpu", gpu, "--json", sizes=TEXT))
     assert taken(report)["fullest_rank"] + report["free"]["reserved"] <= usable
     assert report["free"]["is_modelled"]
-    assert "which the plan leaves free: assumed, not measured" in command(*words, "--all")
+    assert "which the plan leaves free: assumed, not measured" in command(
+        "--gpu", gpu, "--all", sizes=TEXT
+    )
 
 
 def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -616,10 +630,11 @@ def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.Monk
     free, however large they were."""
     only_families(monkeypatch, "1f1b")
     model, rates = TEXT.replace("layers=15", "layers=16"), "operations=400e12,bytes=40e9"
-    words = "--model", f"{model},recompute=true", "--tp", "1", "--gpu"
+    sizes = f"{model},recompute=true,tp=1"
 
-    def as_it_is(*more: str) -> Any:
-        candidates = json.loads(command(*words, *more, "--json"))["plan"]["candidates"]
+    def as_it_is(gpu: str) -> Any:
+        planned = json.loads(command("--gpu", gpu, "--json", sizes=sizes))
+        candidates = planned["plan"]["candidates"]
         whole = (one for one in candidates if is_naive(one))
         return next((one["ranks"] for one in whole if one["recompute"] == "none"), None)
 
@@ -639,46 +654,42 @@ def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("sizes", "gpu", "text"),
     [
-        (("--gpu", "h100"), "add --model"),
-        (("--world-size", "8"), "only a launch command has a world size; drop --world-size"),
-        (("--model", TEXT, "--gpu", "h900"), "GPU 'h900' is not known: write one of a100"),
-        (("--model", TEXT, "--gpu", "operations=fast,bytes=1"), "a value that is no number"),
-        (("--model", TEXT, "--gpu", "operations=0,bytes=1"), "at least 1 a second"),
+        ("", "h100", "costs alone have no model: add its sizes"),
+        (TEXT, "h900", "GPU 'h900' is not known: write one of a100"),
+        (TEXT, "operations=fast,bytes=1", "a value that is no number"),
+        (TEXT, "operations=0,bytes=1", "at least 1 a second"),
+        (TEXT, "operations=1,bytes=1,memory=8", "memory is written in bytes, as 80GiB"),
+        ("layers=4,hidden=8", "h100", "missing heads, sequence, vocabulary"),
+        ("layers=4,layers=4", "h100", "'layers' is given twice"),
+        (f"{TEXT},width=3", "h100", "'width' is unknown"),
+        (f"{TEXT},layers=3", "h100", "'layers' is given twice"),
+        (f"{TEXT},pp=3", "h100", "pp is given twice; write pp=8,m=64"),
+        (f"{TEXT},tp=x", "h100", "'tp=x' is wrong; write pp=8,m=64"),
+        (f"{TEXT},distributed-optimizer=1", "h100", "'distributed-optimizer=1' is wrong"),
+        ("layers=x", "h100", "'layers=x' is wrong; write layers=32"),
+        ("tp=2,dp=2", "h100", "tp, dp are of a model, and there is none"),
+        (f"{TEXT},gated=yes", "h100", "'gated=yes' is not understood"),
+        (f"{TEXT},ffn=0", "h100", "ffn is 0; at least 1"),
         (
-            ("--model", TEXT, "--gpu", "operations=1,bytes=1,memory=8"),
-            "memory is written in bytes, as 80GiB",
-        ),
-        (("--model", "layers=4", "--gpu", "h100"), "missing hidden, heads, sequence, vocabulary"),
-        (("--model", f"{TEXT},width=3", "--gpu", "h100"), "'width' is unknown"),
-        (("--model", f"{TEXT},layers=3", "--gpu", "h100"), "'layers' is given twice"),
-        (("--model", f"{TEXT},gated=yes", "--gpu", "h100"), "'gated=yes' is not understood"),
-        (("--model", f"{TEXT},ffn=0", "--gpu", "h100"), "ffn is 0; at least 1"),
-        (
-            ("--model", TEXT.replace("heads=8", "heads=7"), "--gpu", "h100"),
+            TEXT.replace("heads=8", "heads=7"),
+            "h100",
             "hidden 1024 cannot be split evenly over 7 heads: give head-width",
         ),
-        (
-            ("--model", f"{TEXT},kv-heads=3", "--gpu", "h100"),
-            "kv-heads 3 does not divide heads 8",
+        (f"{TEXT},kv-heads=3", "h100", "kv-heads 3 does not divide heads 8"),
+        (  # was planned with a third of a head
+            f"{TEXT},tp=3",
+            "h100",
+            "tp=3: heads 8 cannot be split evenly over 3 tensor-parallel ranks",
         ),
-        (
-            ("--model", TEXT, "--gpu", "h100", "--tp", "3"),  # was planned with a third of a head
-            "--tp 3: heads 8 of --model cannot be split evenly over 3 tensor-parallel ranks",
-        ),
-        (
-            ("--model", f"{TEXT},kv-heads=2,ffn=4098", "--gpu", "h100", "--tp", "4"),
-            "--tp 4: ffn 4098 of --model",
-        ),
-        (
-            ("--model", TEXT, "--gpu", "operations=1e12,bytes=1e9,memory=1GiB"),
-            "no schedule fits",
-        ),
+        (f"{TEXT},kv-heads=2,ffn=4098,tp=4", "h100", "tp=4: ffn 4098 cannot be split evenly"),
+        (TEXT, "operations=1e12,bytes=1e9,memory=1GiB", "no schedule fits"),
+        (TEXT, "h100:1,a100:2", "names 3 pipeline ranks, and pp is 2"),
     ],
 )
-def test_a_mistake_exits_2_and_says_why(words: tuple[str, ...], text: str) -> None:
-    assert text in command(*words, code=2)
+def test_a_mistake_exits_2_and_says_why(sizes: str, gpu: str, text: str) -> None:
+    assert text in command("--gpu", gpu, sizes=sizes, code=2)
 
 
 def test_gpus() -> None:
@@ -694,11 +705,13 @@ def test_gpus() -> None:
 def test_a_plan_of_a_model_says_what_no_measurement_has_checked(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In words and as data; and not of a dense model in bf16."""
+    """The plan of a model says in words and as data what no measurement has checked. It does not
+    say so of a dense model in bf16."""
     only_families(monkeypatch, *FEW)
     words = [
-        *["plan", "--pp", "2", "-m", "4", "--gpu", "h100", "--model"],
-        f"layers=8,hidden=1024,heads=8,sequence=1024,vocabulary=32000,precision={precision}",
+        *["plan", "--gpu", "h100"],
+        "pp=2,m=4,layers=8,hidden=1024,heads=8,sequence=1024,vocabulary=32000,"
+        f"precision={precision}",
     ]
     text = CliRunner().invoke(app, words).output
     remarks = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["remarks"]

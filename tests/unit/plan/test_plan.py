@@ -45,8 +45,9 @@ def plan(limit: float | None = None, specs: Callable[[], Iterable[str]] = all_sp
 @pytest.mark.parametrize("vocabulary", VocabularyParallel)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_no_bound_is_above_what_a_step_takes(name: str, vocabulary: VocabularyParallel) -> None:
-    """A lower bound was 9 % above the step of any order of 1f1b. In that case I and W take less
-    time right after one another, as with tensor parallelism, and the vocabulary is divided."""
+    """No lower bound is above a real step. A bound was 9 % above the step of any order of 1f1b: I
+    and W take less time right after one another, as with tensor parallelism, and the vocabulary is
+    divided."""
     resolved = choose(name)
     placement = resolved.place(4)
     fused_backward_saving = (4 / placement.chunks,) * placement.stages
@@ -83,8 +84,9 @@ def test_a_limit_leaves_out_what_does_not_fit() -> None:
 
 
 def test_layers_are_redistributed_as_megatron_does() -> None:
-    """7 layers and the output layer on 4 stages are 2, 2, 2, and 1 with the output layer. 6 layers
-    with embedding and output layer are 1, 2, 2, 1."""
+    """Layers are redistributed as Megatron does. 7 layers and the output layer on 4 stages become
+    2, 2, 2, and 1 with the output layer. 6 layers with embedding and output layer become 1, 2, 2,
+    1."""
     costs = uniform(line(4), 7, 14, 21).with_vocabulary(VocabularyCosts((5, 6, 7), (1, 2)))
     seven = redistribute(costs, 7)
     assert seven.seconds[Kind.FORWARD] == (8 + 1, 8, 8, 4 + 5)

@@ -83,7 +83,8 @@ def test_the_picture_names_every_schedule(tmp_path: Path) -> None:
 
 
 def test_a_way_without_a_point_is_drawn(tmp_path: Path) -> None:
-    """Dividing the vocabulary made every schedule slower: the picture has no such point."""
+    """The picture of a plan has a legend only for methods with a point. Dividing the vocabulary
+    makes every schedule slower here, so it has none."""
     naive = plan().candidates[0]
     slower = replace(naive.report, step=2 * naive.step)
     made = Plan((naive, replace(naive, method=VocabMethod.TWO, report=slower)), {})
@@ -93,7 +94,8 @@ def test_a_way_without_a_point_is_drawn(tmp_path: Path) -> None:
 
 
 def test_an_axis_of_seconds_has_its_unit(tmp_path: Path) -> None:
-    """The axes said "makespan of a step" of seconds and of a unit of the costs' own alike."""
+    """An axis of seconds has its unit. The axes said "makespan of a step" both of seconds and of a
+    unit of the costs' own."""
     (best, *_) = plan().candidates
     for in_seconds, unit in ((True, ", s"), (False, "")):
         made = Plan((replace(best, variant=replace(best.variant, in_seconds=in_seconds)),), {})
@@ -104,7 +106,8 @@ def test_an_axis_of_seconds_has_its_unit(tmp_path: Path) -> None:
 
 
 def test_no_label_lies_upon_another(tmp_path: Path, figures: list[Any]) -> None:
-    """A dozen schedules within a few percent: their names were one black heap."""
+    """No label covers another. The names of a dozen schedules within a few percent were one black
+    heap."""
     draw_plan(plan(), curves(), tmp_path / "plan.png")
     figures[0].draw_without_rendering()  # at its own resolution again
     axes = figures[0].axes[0]
@@ -179,7 +182,8 @@ def test_the_legend_names_the_curves(tmp_path: Path, figures: list[Any]) -> None
 
 
 def test_what_lies_far_away_does_not_squash_the_rest(tmp_path: Path, figures: list[Any]) -> None:
-    """GPipe held four times what others do: all of these were on a quarter of the picture."""
+    """A point far away does not compress the rest of a picture. GPipe stored four times as much as
+    others, which filled a quarter of the picture."""
     *others, last = plan().candidates
     far = replace(last, report=replace(last.report, peak_activation_microbatches=(40.0,)))
     draw_plan(Plan((*others, far), {}), NO_CURVES, tmp_path / "plan.png")
@@ -205,8 +209,8 @@ def test_labels_leave_a_heap_of_points(figures: list[Any], tmp_path: Path) -> No
 
 
 def test_no_search_lies_below_the_line_of_the_best(figures: list[Any], tmp_path: Path) -> None:
-    """Results of searches in less memory were drawn below the line whose legend says that no other
-    takes less time in as little."""
+    """No search lies below the line of the best. Results of searches in less memory were drawn
+    below the line whose legend says that no other schedule is faster in as little memory."""
     draw_plan(plan(), curves(), tmp_path / "plan.svg")
     axes = figures[0].axes[0]
     (front,) = (line for line in axes.lines if line.get_drawstyle() == "steps-post")

@@ -61,7 +61,8 @@ def test_work_ends_after_its_cpu_seconds() -> None:
 
 
 def test_a_compiler_is_left_to_end() -> None:
-    """In its callback from C++ the exception was printed, and went no further."""
+    """The time limit of a plan lets numba's compiler finish. The exception was printed in the
+    compiler's callback from C++, and went no further."""
     source = """
 def call_back(ended):
     end = time.process_time() + 0.4
@@ -117,7 +118,8 @@ def test_work_around_goes_on_with_what_ended_work_has() -> None:
 
 
 def test_schedules_that_are_compared_for_another_kind_are_of_that_kind() -> None:
-    """Schedules in pairs, or without recompute, that were not compared were called schedules."""
+    """A plan that was cut short names each alternative by its kind. Schedules with overlapped
+    passes, or without recompute, that were not compared were called schedules."""
 
     def in_pairs() -> str | None:
         return until_end(lambda: work_for(60), None, SCHEDULES)
@@ -130,8 +132,9 @@ def test_schedules_that_are_compared_for_another_kind_are_of_that_kind() -> None
 
 
 def test_what_is_compared_once_more_is_not_unfinished_alternatives() -> None:
-    """The first answer had 15 % of the time for recompute, and schedules that it did not compare
-    were named, though they were compared later."""
+    """An alternative that is compared later does not count as not compared. The first answer had 15
+    % of the time for recompute, and named schedules that it did not compare, though they were
+    compared later."""
     with planning(limit=20) as plan:
         start_planning_time()
         with provisional(), within(0.005):
@@ -167,7 +170,7 @@ def test_ctrl_c_ends_all_work_and_a_second_one_the_command() -> None:
 
 
 def test_plan_of_another_thread_has_no_end() -> None:
-    """Only the main thread is given signals."""
+    """A plan in another thread has no time limit, as only the main thread gets signals."""
     found: list[str] = []
 
     def plan() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +43,23 @@ def lengths(folder: Path, steps: int, per_step: int, tokens: int = 8192) -> Path
     return file
 
 
-def planned(*words: str) -> str:
-    result = CliRunner().invoke(app, ["plan", "-m", "8", "--pp", "4", *words])
+def planned(*words: str, sizes: str = "pp=4,m=8") -> str:
+    result = CliRunner().invoke(app, ["plan", sizes, *words])
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def test_a_model_has_the_gain_of_each_part(tmp_path: Path) -> None:
     file = str(lengths(tmp_path, 4, 32))
-    words = ("--model", MODEL, "--dp", "4", "--gpu", "h100")
-    told = json.loads(planned(*words, "--lengths", file, "--json"))
+    plan = partial(planned, "--gpu", "h100", sizes=f"{MODEL},pp=4,m=8,dp=4")
+    told = json.loads(plan("--lengths", file, "--json"))
     gains = told["unequal"]
     assert 0 < gains["order"] < gains["deal"] and gains["program"] is None  # it is divided
     assert (gains["steps"], gains["microbatches"], gains["replicas"]) == (4, 8, 4)
     assert gains["seconds"] < told["verdict"]["taken"]["seconds"]
-    text = planned(*words, "--lengths", file)
+    text = plan("--lengths", file)
     assert f"\narrange:   {' '.join((*ORDER, *DEAL))}" in text and "a step in order of" in text
-    assert "arrange" not in planned(*words)
+    assert "arrange" not in plan()
 
 
 def test_equal_microbatches_gain_nothing(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_equal_microbatches_gain_nothing(tmp_path: Path) -> None:
     assert "order:     0.0% shorter\nprogram:   " in told and "deal" not in told
     assert "arrange:   nothing; no part saves 2% of a step\n" in told
     file.write_text("8192\n" * 7)
-    few = CliRunner().invoke(app, ["plan", "-m", "8", "--pp", "4", "--lengths", str(file)])
+    few = CliRunner().invoke(app, ["plan", "pp=4,m=8", "--lengths", str(file)])
     assert few.exit_code == 2 and "has 7 microbatches" in few.output
 
 
@@ -108,7 +109,8 @@ def test_a_refused_part_is_not_written(loads: MicrobatchLoads) -> None:
 
 
 def test_what_gains_within_a_hundredth_is_left_out(loads: MicrobatchLoads) -> None:
-    """One replica has nothing to deal, and the fewest flags are written."""
+    """A change that gains less than a hundredth is not written. One replica has no microbatches to
+    deal, and the fewest flags are written."""
     one = MicrobatchLoads(loads.tokens[:, :8], loads.squares[:, :8])
     alone = gains(one, replicas=1)
     assert alone.deal is None and "--pipeline-deal-microbatches" not in alone.flags
@@ -117,8 +119,9 @@ def test_what_gains_within_a_hundredth_is_left_out(loads: MicrobatchLoads) -> No
 
 
 def test_replicas_that_share_experts_wait_for_one_another(loads: MicrobatchLoads) -> None:
-    """A step takes longer, and more of it is saved, the more replicas share experts; under all
-    alike, as under one whose microbatches are the longest."""
+    """Replicas that share experts wait for one another. A step takes longer, and the order of
+    microbatches saves more, the more replicas share experts; whether all replicas are alike or one
+    has the longest microbatches."""
     alone, two, four = (gains(loads, expert_replicas=shared) for shared in (1, 2, 4))
     assert alone.seconds < two.seconds < four.seconds
     assert alone.deal < two.deal < four.deal

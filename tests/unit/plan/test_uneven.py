@@ -60,7 +60,7 @@ def plan(*words: str, code: int = 0) -> Any:
     return json.loads(result.stdout) if code == 0 else result.output
 
 
-SMALL = ("--pp", "2", "-m", "6", "--memory-limit", "1x", "--layers", "8")
+SMALL = ("pp=2,m=6,layers=8", "--memory-limit", "1x")
 
 
 def test_plan_writes_the_layout_for_a_tower() -> None:
@@ -68,7 +68,7 @@ def test_plan_writes_the_layout_for_a_tower() -> None:
     added = made["written"]["added"]
     layout = added[added.index("--pipeline-model-parallel-layout") + 1]
     assert layout.startswith(("Et|", "Ett|", "Ettt|"))
-    even = plan(*SMALL[:-2], "--costs", "f=10,i=12,w=8,comm=1,tower=5/6/4")
+    even = plan("pp=2,m=6", *SMALL[1:], "--costs", "f=10,i=12,w=8,comm=1,tower=5/6/4")
     assert made["verdict"]["taken"]["seconds"] < even["verdict"]["taken"]["seconds"]
 
 
@@ -82,7 +82,7 @@ def test_plan_writes_the_layout_and_the_speeds_for_a_slow_rank() -> None:
 def test_what_cannot_be_is_said() -> None:
     costs = ("--costs", "f=10,i=12,w=8")
     assert "3 speeds for 2 pipeline ranks" in plan(*SMALL, *costs, "--rank-speeds", "1,1,1", code=2)
-    assert "--vision: costs alone have no model: add --model" in plan(
+    assert "--vision: costs alone have no model: add its sizes" in plan(
         *SMALL, *costs, "--vision", "siglip", code=2
     )
 
@@ -108,7 +108,8 @@ def test_a_new_order_makes_up_for_a_slow_link() -> None:
 
 
 def test_a_divided_vocabulary_leaves_the_tower_on_the_first_stage() -> None:
-    """Layers were balanced as if it took nothing, where the vocabulary is divided."""
+    """A divided vocabulary leaves an encoder (tower) on the first stage. Layers were balanced as if
+    the encoder took no time."""
     costs = parse_costs("f=10,i=12,w=8,output_layer=20/24/16,tower=5/6/4", line(2))
     figures = StageFigures(given_work(costs, 8, ranks=2, microbatches=6))
     assert figures.tower_seconds == 15

@@ -52,8 +52,10 @@ def way(
         schedule=schedule,
         vpp=2,
         activation_offload=Offload.NONE,
+        offloads=False,
         recompute="none",
         slices=1,
+        join_slice_weights=False,
         post_validation=False,
         pairs=pairs,
         recomputed=0.0,
@@ -100,7 +102,8 @@ def plan_of(
 
 
 def test_a_tie_takes_the_least_memory() -> None:
-    """Llama-3 8B on 32 H100: 67 GiB were recommended for 0.6 % over zb-v's 29 GiB."""
+    """A tie of two verdicts takes the one with the least memory. For Llama-3 8B on 32 H100, 67 GiB
+    were recommended for a gain of 0.6 % over zb-v's 29 GiB."""
     own = way("1f1b", 2.2, 26)
     pool = [way("zb-auto", 1.790, 67), way("zb-2p", 1.796, 48), way("zb-v", 1.801, 29)]
     found = verdict_of(own, pool, 72 * GIB)
@@ -118,14 +121,15 @@ def test_a_tie_takes_the_least_memory() -> None:
 
 
 def test_memory_that_is_alike_does_not_cost_time() -> None:
-    """The shorter of two that take the same memory to 1 % is taken."""
+    """The faster of two alternatives with the same memory, to 1 %, is recommended."""
     shorter, leaner = way("zb-v", 25.26, 63.4), way("zb-h1", 25.45, 63.3)
     assert verdict_of(way("1f1b", 26.1, 62), [shorter, leaner]).taken is shorter
 
 
 def test_equally_lean_schedules_are_told_apart_by_their_settings() -> None:
-    """A divided vocabulary, which changes losses in their last bits, was the verdict for 0.1 % of
-    a step and 0.1 GiB more, and "takes the least memory" was said of it."""
+    """Schedules with equal memory are told apart by their settings. A divided vocabulary, which
+    changes losses in their last bits, was recommended for 0.1 % of a step although it takes 0.1 GiB
+    more, and the text said that it "takes the least memory"."""
     own = way("1f1b", 0.3214, 14.6)
     divided = way("v-auto", 0.2588, 17.4, method=VocabMethod.TWO)
     plain = way("v-auto", 0.2589, 17.5)
@@ -149,8 +153,9 @@ def small_training() -> Training:
 
 
 def test_the_table_has_the_row_of_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each schedule was shown with the treatment of the vocabulary that has the shortest passes.
-    The verdict, whose optimizer is shorter, had another one: no row was marked as its choice."""
+    """The printed table has the row of the verdict. Each schedule was shown with the vocabulary
+    method that has the shortest passes. The verdict, whose optimizer step is shorter, had another
+    method, so no row was marked as its choice."""
     job = training_job_of(small_training())
     one, other = VocabMethod.NAIVE, VocabMethod.TWO
     made = make_plan(lambda spec, method: job.variant(spec, method), specs=["zb-h1"])
@@ -165,8 +170,8 @@ def test_the_table_has_the_row_of_the_verdict(capsys: pytest.CaptureFixture[str]
 
 
 def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
-    """Another layout under Megatron's own schedule gained 21.4 %, and the choice, at 21.0 %, was
-    told to be written."""
+    """Megatron's own schedule with another layout may be the verdict. Such a layout gained 21.4 %,
+    and the plan recommended its choice of 21.0 %."""
     own = way("1f1b", 1.0, 26)
     layout, ours = way("interleaved:vpp=4", 0.786, 27), way("zb-v", 0.790, 29)
     found = verdict_of(own, [ours, layout])
@@ -192,7 +197,8 @@ def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
 
 
 def test_a_change_of_less_than_two_percent_is_not_told_to_be_written() -> None:
-    """Qwen3-235B on 256 H100 was told to write a change worth 0.4 % for 17.6 GiB more."""
+    """A change of less than two percent is not recommended. Qwen3-235B on 256 H100 was told to
+    write a change worth 0.4 % for 17.6 GiB more."""
     own, ours = way("interleaved:vpp=4", 25.3, 50), way("zb-v", 25.2, 67.6)
     found = verdict_of(own, [ours])
     assert found.keeps and found.gain == 0
@@ -206,8 +212,8 @@ def spread_line(rows: list[str]) -> str:
 
 
 def test_a_gain_within_its_spread_says_so() -> None:
-    """A gain of 3 % was told like one of 30 %, although predicted ratios of schedules were up to
-    5 % off the measured ones."""
+    """A gain within its spread is printed as such. A gain of 3 % was printed like one of 30 %,
+    although predicted ratios of schedules were up to 5 % off the measured ones."""
     own, spread = way("1f1b", 1.0, 50), SPREADS[ComparisonKind.SCHEDULES]
     small, large = 1 - 0.9 * spread.share, 1 - 1.1 * spread.share
     text = spread_line(told(verdict_of(own, [way("zb-h1", small, 50)])))
@@ -221,7 +227,8 @@ def test_a_gain_within_its_spread_says_so() -> None:
 
 
 def test_the_spread_is_data_too() -> None:
-    """Programs that read --json saw a gain without what it rests on."""
+    """The spread of a gain is in the data too. Programs that read --json saw a gain without its
+    uncertainty."""
     own = way("1f1b", 1.0, 50)
     small, large = (
         plan_of(verdict_of(own, [way("zb-h1", step, 50)])).spread for step in (0.97, 0.8)
@@ -248,7 +255,8 @@ def test_the_widest_spread_of_what_differs_counts() -> None:
 
 
 def test_what_ours_add_may_be_none_where_the_gain_is_not() -> None:
-    """Megatron's own flags bring 20 %, and ours 3 % more."""
+    """Our schedules may add nothing although the whole change gains: Megatron's own flags bring 20
+    % here, and ours 3 % more."""
     own, flags = way("1f1b", 1.0, 50), way("interleaved:vpp=4", 0.8, 50)
     found = verdict_of(own, [flags, way("zb-v", 0.775, 50)])
     assert found.stock is flags and found.taken is not flags
@@ -269,8 +277,9 @@ def test_a_plan_that_ended_early_names_what_it_unfinished() -> None:
 
 
 def test_a_setting_that_refuses_all_of_ours_is_named_with_the_verdict() -> None:
-    """ "nothing that fits takes less time" was said where one flag, which can be dropped, had all
-    of our schedules refused."""
+    """A setting that rules out all our schedules is named with the verdict. The plan said "nothing
+    that fits takes less time", although one flag, which can be dropped, had all our schedules
+    refused."""
     why = "does not go with overlap_p2p_comm_warmup_flush=True: drop --overlap-p2p"
     refusals = {
         (name, VocabMethod.NAIVE): f"--pipeline-schedule {name} {why}" for name in ("zb-h1", "zb-v")
@@ -289,7 +298,8 @@ def test_a_setting_that_refuses_all_of_ours_is_named_with_the_verdict() -> None:
 
 
 def test_megatrons_own_flag_comes_first_where_it_is_most_of_the_gain() -> None:
-    """The real lever of that line, 25.3 -> 19.2 s, stood inside a paragraph."""
+    """Megatron's own flag is named first if it brings most of the gain. The decisive change of this
+    command, from 25.3 s to 19.2 s, stood inside a paragraph."""
     own = way("interleaved:vpp=4", 25.3, 50)
     flag, ours = way("interleaved:vpp=4", 19.2, 55, pairs=8), way("zb-v", 18.6, 56, pairs=8)
     found = verdict_of(own, [ours, flag, way("zb-v", 25.2, 67.6)])
@@ -313,8 +323,9 @@ def test_what_fits_is_taken_though_it_is_longer_than_what_does_not() -> None:
 
 
 def test_memory_is_what_this_command_takes_of_the_gpu() -> None:
-    """ "5 GiB on the fullest rank, which may take 68.9 GiB; its allocator reserves 9.86 GiB more:
-    together 99%" was read as 15 GiB of 80."""
+    """The verdict gives the memory that the command takes of the GPU. "5 GiB on the fullest rank,
+    which may take 68.9 GiB; its allocator reserves 9.86 GiB more: together 99%" was read as 15 GiB
+    of 80."""
     found = verdict_of(way("1f1b", 2.0, 5.1), [way("zb-v", 1.8, 5)], 69 * GIB)
     (memory,) = (row for row in told(found, free=69) if row.startswith("memory:"))
     reserved = RESERVED_SHARE * 2.5  # of what is allocated in a step
@@ -326,10 +337,11 @@ def test_memory_is_what_this_command_takes_of_the_gpu() -> None:
 
 
 def test_a_limit_that_changes_nothing_is_not_written() -> None:
-    """A limit of 65.6 GiB was written into a command that takes 5 GiB, and whose schedule is the
-    same without it. One that changes the schedule stays, and so does the user's own."""
+    """A memory limit that changes nothing is not written. A limit of 65.6 GiB was written into a
+    command that takes 5 GiB, and whose schedule is the same without it. A limit that changes the
+    schedule stays, and so does the user's own."""
     model = "layers=8,hidden=1024,heads=8,sequence=1024,vocabulary=32000"
-    words = ["plan", "--pp", "4", "-m", "8", "--model", model, "--gpu"]
+    words = ["plan", f"{model},pp=4,m=8", "--gpu"]
 
     def said(*more: str) -> str:
         made = CliRunner().invoke(app, [*words, *more])
@@ -343,7 +355,8 @@ def test_a_limit_that_changes_nothing_is_not_written() -> None:
 
 
 def test_progress_has_the_unit_and_the_memory_of_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "so far the best is zb-v: 1.377, in the costs' unit, a step", of seconds."""
+    """Progress lines of a plan have the unit and the memory of the best schedule so far. They said
+    "so far the best is zb-v: 1.377, in the costs' unit, a step" of seconds."""
     only_families(monkeypatch, "1f1b", "zb-v")
     job = replace(Training(2, 4, lambda placement: uniform(placement, 1, 1, 1)), in_seconds=False)
     found = _Comparison(job.variant, None, False, False, None, (), False)
@@ -372,17 +385,19 @@ def test_only_stable_schedules_are_taken_where_there_are_some() -> None:
 
 @pytest.mark.search
 def test_a_search_has_the_memory_of_what_it_competes_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search was limited to 1F1B's 8 microbatches. The plan chose a step of 1010 in 11.5
-    microbatches, in which a search finds one of 986."""
+    """A search gets the memory of the schedules that it competes with. It was limited to 1F1B's 8
+    microbatches, and the plan chose a step of 1010 in 11.5 microbatches, in which a search finds
+    one of 986."""
     only_families(monkeypatch, "1f1b", "interleaved", "loop-auto:vpp=4")
-    words = ["plan", "--pp", "8", "-m", "32", "--costs", "f=10,i=12,w=8,comm=1"]
+    words = ["plan", "pp=8,m=32", "--costs", "f=10,i=12,w=8,comm=1"]
     text = CliRunner().invoke(app, words).stdout
     (row,) = (row for row in text.splitlines() if row.startswith("gain:"))
     assert "20.8% shorter, 986 cost units a step" in row and "--pipeline-memory-limit 11.5" in text
 
 
 def test_refusals_are_one_line_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    """There was a line for each schedule, with its figures."""
+    """Refusals are one line for each reason. They were a line for each schedule, with its
+    figures."""
     limit = "the memory limit of 0.1 microbatches; the least feasible limit for it is"
     refusals = {
         (

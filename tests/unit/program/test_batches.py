@@ -58,7 +58,8 @@ def test_a_send_moves_with_the_receives_before_it_and_other_receives_alone() -> 
 
 
 def test_two_neighbours_whose_passes_end_together_swap_in_one_batch() -> None:
-    """1F1B with equal passes: 0F2 and 1B1 end at one time."""
+    """Two neighbours whose passes end together swap messages in one batch. In 1F1B with equal
+    passes 0F2 and 1B1 end at one time."""
     problem = batched(line_problem(2, 3))
     assert program("1f1b", problem).schedule.rows == rows_of(
         """
@@ -104,8 +105,8 @@ def test_an_order_that_only_channels_of_their_own_allow(case: str) -> None:
 
 
 def test_a_swap_that_hangs_in_two_batches_runs_in_one() -> None:
-    """The second order above, with each send batched with the receive that the other rank waits
-    in."""
+    """A swap of messages that hangs in two batches runs in one: here each send is batched with the
+    receive in which the other rank waits."""
     together = """
         0F0 0SEND_F0 0F1 0RECV_B0 0SEND_F1 0B0 0RECV_B1 0B1 0WAIT_F0 0WAIT_F1
         1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1 1WAIT_B0 1WAIT_B1
@@ -123,8 +124,9 @@ def test_a_swap_that_hangs_in_two_batches_runs_in_one() -> None:
 
 
 def test_activations_and_gradients_to_one_rank_may_not_cross() -> None:
-    """On the last rank of a V both go to its neighbour; the k-th that leaves meets the k-th
-    receive, whatever it is."""
+    """Activations and gradients to one rank may not overtake one another. On the last rank of a V
+    both go to its neighbour; the k-th message that leaves meets the k-th receive, whatever it is.
+    """
     good = """
         1RECV_F0 1F0 2F0 2SEND_F0 1RECV_F1 1F1 2F1 2SEND_F1 2RECV_B0 2B0 1B0 1SEND_B0 2RECV_B1 2B1 1B1 1SEND_B1 2WAIT_F0 2WAIT_F1 1WAIT_B0 1WAIT_B1
         0F0 0SEND_F0 3RECV_F0 3F0 0F1 0SEND_F1 3B0 3RECV_F1 3SEND_B0 3F1 3B1 0RECV_B0 3SEND_B1 0RECV_B1 0B0 0B1 0WAIT_F0 0WAIT_F1 3WAIT_B0 3WAIT_B1
@@ -143,7 +145,8 @@ def test_activations_and_gradients_to_one_rank_may_not_cross() -> None:
 
 
 def test_ranks_tell_by_their_digests_that_one_batches_and_one_does_not() -> None:
-    """With two ranks and one microbatch both have the same rows."""
+    """Ranks notice by their digests that one batches messages and one does not. With two ranks and
+    one microbatch both have the same rows."""
     problem = line_problem(2, 1, forward_only=True)
     plain, other = program("gpipe", problem), program("gpipe", batched(problem))
     assert plain.schedule.rows == other.schedule.rows and plain.digest != other.digest
@@ -157,7 +160,8 @@ FAMILIES = sorted(name for name, entry in entries().items() if not entry.traits.
 
 @pytest.mark.parametrize("spec", [*FAMILIES, "gis:vpp=3", "hanayo:waves=1"])
 def test_every_family_is_sound(spec: str) -> None:
-    """With equal passes, where many end together, and with any; trained and evaluated."""
+    """Every family is sound with batched messages, with equal passes, of which many end together,
+    and with random ones, in training and evaluation."""
     random = Random(spec)
     resolved = choose(spec)
     for p in (2, random.choice([3, 4, 5])):
@@ -203,14 +207,16 @@ def test_every_order_of_passes_is_sound_whatever_ends_together(seed: int) -> Non
 
 
 def test_an_evaluation_whose_passes_cost_nothing() -> None:
-    """The tick is a share of the longest pass."""
+    """An evaluation whose passes cost nothing has an order of messages, although the tick is a
+    share of the longest pass."""
     problem = line_problem(3, 4, 0, 1, 1, forward_only=True)
     assert set(problem.costs.seconds[Kind.FORWARD]) == {0}
     program("gpipe", batched(problem))
 
 
 def test_an_order_whose_passes_wait_for_one_another_is_shown() -> None:
-    """Messages are ordered by the times of passes, and an order that deadlocks has no times."""
+    """An order of passes that deadlocks is shown. Messages are ordered by the times of passes, and
+    an order that deadlocks has no times."""
     order = written("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", (0, 1))
     problem = batched(line_problem(2, 2))
     with pytest.raises(InvalidSchedule, match="it would hang: "):

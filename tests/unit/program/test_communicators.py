@@ -40,9 +40,10 @@ def ways_of(placement: Placement) -> set[Channel]:
 @pytest.mark.parametrize("ranks", range(1, 6))
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_communicator_for_each_directed_edge_and_kind(spec: str, ranks: int) -> None:
-    """With one communicator for a whole direction, a message that is not received yet delays the
-    messages of other edges. A loop sends both ways between two ranks. A V sends activations and
-    gradients from a rank to the same neighbour."""
+    """Each directed edge and kind of message has a communicator. With one communicator for a whole
+    direction, a message that is not received yet delays messages of other edges. A loop sends both
+    ways between two ranks. A V sends activations and gradients from a rank to the same neighbour.
+    """
     placement = choose(spec).place(ranks)
     rank_of = placement.rank_of
     expected = set()
@@ -89,7 +90,8 @@ def test_what_a_rank_has() -> None:
 
 
 def test_a_rank_keeps_three_quarters_of_its_device() -> None:
-    """An inner rank of a V took 128 of 132 multiprocessors with NCCL's own 16 CTAs a channel."""
+    """Communicators leave a rank three quarters of its device. With NCCL's own 16 CTAs a channel,
+    an inner rank of a V took 128 of 132 multiprocessors."""
     assert ctas_of_each(8, H100) == 4
     assert ctas_of_each(8 + len(COLLECTIVES), H100) == 2
     assert ctas_of_each(2, H100) == 16
@@ -106,7 +108,8 @@ def test_a_rank_keeps_three_quarters_of_its_device() -> None:
 
 
 def test_what_nccls_buffers_take() -> None:
-    """16 to 32 CTAs for each incoming channel were measured elsewhere to take 150 to 300 MiB."""
+    """NCCL's buffers are estimated near their measured size: 16 to 32 CTAs for each incoming
+    channel took 150 to 300 MiB elsewhere."""
     megabytes = [Communicators(2, 1, 0).buffer_bytes(ctas) / 2**20 for ctas in (16, 32)]
     assert megabytes == pytest.approx([147, 294])
     assert Communicators(8, 4, 7).buffer_bytes(2) == 22 * Communicators(2, 1, 0).buffer_bytes(1)
@@ -118,7 +121,8 @@ def neighbours(placement: Placement) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("ranks", range(2, 40))
 def test_few_waves(ranks: int) -> None:
-    """A chain of pairs takes a start-up time that grows with the pipeline."""
+    """Channels connect in few rounds. If each two neighbours waited for the ones before, the
+    start-up would grow with the pipeline."""
     expected = min(2, ranks - 1)
     for placement in (line(ranks), v(ranks), wave(ranks), wave(ranks, waves=3)):
         assert len(waves(neighbours(placement))) == expected
@@ -172,7 +176,8 @@ def rounds_to_connect(order: list[Channel]) -> int:
 
 
 def test_start_up_takes_as_long_as_the_busiest_rank() -> None:
-    """Sorted, as they once were, the channels of a line were a chain: 2 (p - 1) rounds."""
+    """Start-up takes as many rounds as the busiest rank has channels. Sorted, as they once were,
+    the channels of a line were a chain: 2 (p - 1) rounds."""
     ways = ways_of(line(16))
     assert rounds_to_connect(in_waves(ways)) == 4
     assert rounds_to_connect(sorted(ways)) == 30

@@ -36,7 +36,8 @@ def ends_of(graph: Precedence, lags: Floats | None, vectors: Floats) -> Floats:
 def test_many_vectors_at_once_are_timed_as_one_by_one(
     seed: int, nodes: int, has_lags: bool
 ) -> None:
-    """To the last bit, of any graph; its nodes are numbered at random, and wait for any number."""
+    """Many vectors of times at once have the results of one by one, to the last bit. The graphs are
+    random; their nodes are numbered at random, and wait for any number of others."""
     random = np.random.default_rng(seed)
     edges = np.unique(np.sort(random.integers(nodes, size=(2 * nodes, 2)), axis=1), axis=0)
     numbers = random.permutation(nodes).astype(np.int32)
@@ -58,8 +59,8 @@ def test_many_vectors_at_once_are_timed_as_one_by_one(
 @settings(PROPERTY)
 @given(case=cases, hop=st.sampled_from([0.0, 0.1, 1.0, 10.0]))
 def test_passes_alone_are_timed_as_they_are_simulated_with_messages(case: Case, hop: float) -> None:
-    """Any placement and order is timed so. Messages that are too short to wait for one another are
-    no more than a lag."""
+    """Passes alone are timed as the simulator times them with messages, for any placement and
+    order. Messages that are too short to wait for one another are only a lag."""
     schedule, costs = case.schedule, case.problem.costs.with_links(p2p_seconds=hop)
     exact = simulate_unproved(schedule, replace(case.problem, costs=costs))
     timed = time(schedule.rows, replace(case.problem, costs=costs))

@@ -41,8 +41,8 @@ FAMILIES = sorted(name for name, entry in entries().items() if not entry.traits.
 
 
 def test_a_receive_stands_where_its_message_is_made() -> None:
-    """Rank 0 posts 0RECV_B0 when 1B0 ends, and not before its own forward passes, which 1B0 needs
-    (as it once did, ahead of its use)."""
+    """A receive stands where its message is made. Rank 0 posts 0RECV_B0 when 1B0 ends, and not
+    before its own forward passes, which 1B0 needs. (It was posted ahead of its use.)"""
     assert program("1f1b", line_problem(2, 2)).schedule.rows == rows_of(
         """
         0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0WAIT_F0 0B0 0RECV_B1 0WAIT_F1 0B1
@@ -52,8 +52,8 @@ def test_a_receive_stands_where_its_message_is_made() -> None:
 
 
 def test_a_receive_posted_ahead_is_refused() -> None:
-    """An earlier order of ours was sound for streams that run in parallel. It deadlocks on a device
-    where 0RECV_B0 blocks 0F0."""
+    """A receive posted ahead is refused. Such an order was ours, and sound for streams that run in
+    parallel. It deadlocks on a device where 0RECV_B0 blocks 0F0."""
     ahead = written(
         """
         0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0WAIT_F0 0B0 0WAIT_F1 0B1
@@ -75,7 +75,8 @@ def test_a_receive_posted_ahead_is_refused() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_two_ends_of_a_message_are_in_one_order_everywhere(name: str) -> None:
-    """A rank passes its messages, sent or received, in the order of one list of all of them."""
+    """Both ends of a message have one order everywhere: a rank sends and receives its messages in
+    the order of one list of all messages."""
     placement = choose(name).place(4)
     made = build_program(
         choose(name), Problem(placement, 8, parse_costs("f=10,i=12,w=8,comm=1", placement))
@@ -105,8 +106,8 @@ def test_any_order_of_passes_can_be_placed(seed: int) -> None:
     ("name", "hop", "size"), in_pairs(FAMILIES, [0.0, 1.0, 3.0], [(2, 4), (4, 8), (6, 6)])
 )
 def test_nothing_is_lost_by_it(name: str, hop: float, size: tuple[int, int]) -> None:
-    """A receive is posted no later than its message is made: the makespan is that of ranks whose
-    receives are all posted from the beginning."""
+    """Posting receives late costs nothing. A receive is posted no later than its message is made,
+    so the makespan is that of ranks whose receives are all posted from the beginning."""
     resolved = choose(name)
     ranks, microbatches = size
     placement = resolved.place(ranks)
@@ -118,7 +119,8 @@ def test_nothing_is_lost_by_it(name: str, hop: float, size: tuple[int, int]) -> 
 
 
 def test_a_device_that_waits_takes_longer() -> None:
-    """At every pass, or at everything. One rank has nothing to wait for."""
+    """A device that waits at every pass, or at everything, takes longer. One rank has nothing to
+    wait for."""
     for ranks, differ in ((4, True), (1, False)):
         made = program("1f1b", line_problem(ranks, 8, 10, 12, 8, 1))
         usual, waiting, queue = (
@@ -132,16 +134,18 @@ def test_a_device_that_waits_takes_longer() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_pipelines_that_are_tied_at_every_pass_run_one_program(name: str) -> None:
-    """Experts' all-to-all and parameter gathers are inside passes, in groups across pipelines: no
-    rank ends a pass before its twin has begun it, whatever holds up either."""
+    """Two pipelines that are tied at every pass run one program without a hang. Experts' all-to-all
+    and parameter gathers are inside passes, in groups across pipelines: no rank ends a pass before
+    its twin in the other pipeline has begun it, whatever delays either."""
     placement = choose(name).place(4)
     made = build_program(choose(name), Problem(placement, 8, uniform(placement, 10, 12, 8, 1)))
     assert not tied(made, made).cycle()
 
 
 def test_two_pipelines_with_programs_of_their_own_could_hang() -> None:
-    """Why costs come from global rank 0, and digests are compared over the world. (Each program is
-    sound alone; its rows depend on its costs.)"""
+    """Two pipelines with different programs could hang. This is why costs come from global rank 0,
+    and digests are compared over the world. (Each program is sound alone; its rows depend on its
+    costs.)"""
     placement = choose("v-half").place(4)
     first, other = (
         build_program(choose("v-half"), Problem(placement, 8, parse_costs(costs, placement)))
@@ -260,7 +264,8 @@ def test_what_only_a_device_would_hang_at_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize("make", [ZB_V_DIVIDED, partial(family_program, "interleaved", 3, 6)])
 def test_a_wait_may_stand_anywhere_behind_what_it_waits_for(make: Callable[[], Program]) -> None:
-    """No posted message needs anything later, so no wait can deadlock. Waits have no case above."""
+    """A wait may stand anywhere behind the action that it waits for. No posted message needs
+    anything later, so no wait can deadlock, and the cases above contain no waits."""
     made = make()
     rows = []
     for row in made.schedule.rows:
@@ -276,8 +281,9 @@ def test_a_wait_may_stand_anywhere_behind_what_it_waits_for(make: Callable[[], P
 def test_what_is_only_given_is_soon_waited_for(
     name: str, vocabulary: VocabularyParallel, forward_only: bool
 ) -> None:
-    """However many microbatches there are: a rank that waited at the step's end alone would keep
-    each tensor that it has given to a sum."""
+    """The wait for a tensor that a rank only gives to a collective comes soon, however many
+    microbatches there are. If the rank waited at the step's end, it would keep each tensor until
+    then."""
     made = family_program(name, 3, 18, vocab_parallel=vocabulary, forward_only=forward_only)
     waits = {
         kind: RULES[kind].needs[0].kinds[0] for kind in (Kind.WAIT_S, Kind.WAIT_SI, Kind.WAIT_E)
@@ -306,8 +312,8 @@ def test_copies_do_not_stand_behind_waits_for_sends() -> None:
 
 
 def test_messages_count_where_the_limit_is_in_bytes() -> None:
-    """From its receive to the pass that uses it, and from the pass to the wait. In microbatches,
-    the papers' measure, they do not."""
+    """Messages count against a limit in bytes: from the receive to the pass that uses the message,
+    and from the pass to the wait. In microbatches, the papers' measure, they do not."""
     amount = {Held.ACTIVATION: 10.0, Held.WEIGHT_INPUTS: 4.0, Held.MESSAGE: 1.0}
     (row,) = rows_of(
         "1RECV_F0 1RECV_F1 1F0 1SEND_F0 1F1 1RECV_B0 1WAIT_F0 1I0 1SEND_B0 1W0 1WAIT_B0"
@@ -317,7 +323,8 @@ def test_messages_count_where_the_limit_is_in_bytes() -> None:
 
 
 def test_passes_leave_room_for_messages() -> None:
-    """zb-auto fills 500 bytes with five microbatches; where messages take some, with fewer."""
+    """Passes leave memory for messages. zb-auto fills 500 bytes with five microbatches; if messages
+    take some bytes, with fewer."""
     resolved = choose("zb-auto")
     placement = resolved.place(4)
     held = {Held.ACTIVATION: (100.0,) * 4, Held.WEIGHT_INPUTS: (50.0,) * 4}

@@ -112,7 +112,7 @@ def test_one_rank_is_a_sum() -> None:
 
 
 def test_noise_of_a_trace(tmp_path: Path) -> None:
-    """Half of its passes took 0.8 of their mean, half 1.2."""
+    """Noise is estimated from a trace: half of its passes took 0.8 of their mean, half 1.2."""
     problem = line_problem(2, 4)
     here = build_program(choose("1f1b"), problem)
     simulated = simulate(here, problem.costs)

@@ -67,7 +67,8 @@ def simulated_rows(text: str, problem: Problem) -> Timeline:
 def test_bubbles_of_the_zero_bubble_paper(
     p: int, m: int, f: float, i: float, w: float, comm: float, one_f_one_b: float, zb_h1: float
 ) -> None:
-    """Tables 5 and 6 of Qi et al. 2024: measured passes, predicted bubble of the span."""
+    """The simulated bubbles are those of the zero-bubble paper: tables 5 and 6 of Qi et al. 2024,
+    with measured passes and the predicted bubble of the span."""
     problem = line_problem(p, m, f, i, w, comm)
     assert round(simulated("1f1b", problem).bubble_share_span, 4) == one_f_one_b
     assert round(simulated("zb-h1", problem).bubble_share_span, 4) == zb_h1
@@ -91,7 +92,8 @@ def test_bubble_of_1f1b(p: int, m: int, f: int, i: int, w: int) -> None:
 @settings(PROPERTY, max_examples=50)
 @given(p=few, m=st.integers(1, 12), f=units, i=units, w=units)
 def test_bubble_of_zb_h1(p: int, m: int, f: int, i: int, w: int) -> None:
-    """The formula holds if W takes no longer than F and the microbatches fill the pipeline."""
+    """The published formula for the bubble of zb-h1 holds if W takes no longer than F and the
+    microbatches fill the pipeline."""
     assume(w <= f and m >= p)
     timeline = simulated("zb-h1", line_problem(p, m, f, i, w))
     assert timeline.span == m * (f + i + w) + (p - 1) * (f + i - w)
@@ -125,7 +127,8 @@ def test_i_lets_the_gradient_go_before_w() -> None:
 
 
 def test_messages_of_a_channel_follow_one_another() -> None:
-    """A hop takes three units; each message waits for the one before it, in order."""
+    """Messages of a channel follow one another: a message takes three units and waits for the one
+    before it, in order."""
     problem = line_problem(2, 3, comm=3)
     timeline = simulated_rows(
         """
@@ -176,7 +179,8 @@ def test_rendezvous() -> None:
 
 
 def test_neighbours_on_one_rank_send_nothing() -> None:
-    """A V on two ranks: stages 1 and 2 share rank 0, and no hop lies between them."""
+    """Neighbouring stages on one rank send nothing. On a V on two ranks, stages 1 and 2 share rank
+    0, and no message lies between them."""
     placement = Placement("v", (1, 0, 0, 1))
     problem = Problem(placement, 1, uniform(placement, 2, 2, 2, 1))
     timeline = simulated_rows(
@@ -197,7 +201,8 @@ def test_neighbours_on_one_rank_send_nothing() -> None:
 
 
 def test_makespan_and_span() -> None:
-    """Ranks that begin and end later, one after the other, are busy all of their span."""
+    """Makespan and span differ if ranks begin and end one after the other: each is busy during all
+    of its span."""
     problem = line_problem(3, 4, forward_only=True)
     timeline = simulated("gpipe", problem)
     assert drawn(timeline) == table(
@@ -275,7 +280,7 @@ def test_a_simulator_of_another_make_agrees(case: Case) -> None:
 @settings(PROPERTY, max_examples=60)
 @given(cases)
 def test_waits_cost_nothing(case: Case) -> None:
-    """Every pass starts as early as in a schedule without any wait for a send."""
+    """Waits for sends cost nothing: every pass starts as early as in a schedule without them."""
     timeline = simulate(
         prove(with_messages(case.schedule, case.problem), case.problem), case.problem.costs
     )
@@ -321,7 +326,8 @@ def test_summary_tells_how_many_run_in_pairs() -> None:
 
 
 def test_summary_compares_with_1f1b_of_the_same_work() -> None:
-    """A rank's two chunks become one stage of twice the cost."""
+    """The summary compares with 1F1B of the same work: a rank's two chunks become one stage of
+    twice the cost."""
     placement = Placement("loop", (0, 1, 0, 1))
     problem = Problem(placement, 4, uniform(placement, 2, 4, 6))
     stock = stock_1f1b(problem)

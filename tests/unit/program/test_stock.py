@@ -84,7 +84,8 @@ def test_each_setting_of_megatron_waits_at_least_as_long_as_our_executor(
 
 
 def test_interleaved_waits_for_the_send_of_each_output() -> None:
-    """A rank's period is all its passes, and a hop for each F: a backward pass's send overlaps."""
+    """Stock's interleaved schedule waits for the send of each output. A rank's period is all its
+    passes, and a message for each F; a backward pass's send overlaps."""
     hop, chunks, ranks = 1.0, 2, 4
     of = problem("interleaved:vpp=2", ranks, 64, f"f=10,i=12,w=8,comm={hop}")
     more = makespan("interleaved:vpp=2", replace(of, microbatches=68), OVERLAPS) - makespan(
@@ -94,9 +95,9 @@ def test_interleaved_waits_for_the_send_of_each_output() -> None:
 
 
 def test_1f1b_by_hand() -> None:
-    """Two ranks, two microbatches, F 2, B 4, a hop of 1. Rank 0 sends F0 in 2-3, when rank 1 has
-    posted its receive at 0; runs F1 in 3-5, and its send waits until rank 1 has run B0 and posts
-    it with B0's gradient, at 9."""
+    """Stock's 1F1B is timed as by hand. Two ranks, two microbatches, F 2, B 4, a message of 1. Rank
+    0 sends F0 in 2-3, when rank 1 has posted its receive at 0; runs F1 in 3-5, and its send waits
+    until rank 1 has run B0 and posts the receive with B0's gradient, at 9."""
     of = problem("1f1b", 2, 2, "f=2,i=2,w=2,comm=1")
     timeline = simulate(program("1f1b", of, OVERLAPS), of.costs)
     passes = [[(str(e.action), e.start, e.end) for e in row] for row in timeline.compute]
@@ -186,7 +187,8 @@ MEASURED: list[_Measured] = [
     ],
 )
 def test_gains_over_1f1b_are_those_that_were_measured(rows: Sequence[_Measured]) -> None:
-    """With the paper's own seconds, and `LAUNCH` for each pass of a chunk on both sides."""
+    """Predicted gains over 1F1B are the measured ones, with the paper's own seconds, and `LAUNCH`
+    for each pass of a chunk on both sides."""
     excess: dict[str, list[float]] = {"interleaved:vpp=3": [], "zb-h1": []}
     for ranks, microbatches, milliseconds, by_1f1b, interleaved, zb_h1 in rows:
         under_1f1b = _step("1f1b", ranks, microbatches, milliseconds, OVERLAPS)

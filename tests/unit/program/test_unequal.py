@@ -39,7 +39,8 @@ def test_equal_microbatches_take_what_the_simulator_says(spec: str) -> None:
 
 @pytest.mark.parametrize(("spec", "slices"), [("1f1b", 1), ("zb-v", 1), ("1f1b", 2)])
 def test_every_pass_of_a_microbatch_takes_its_cost(spec: str, slices: int) -> None:
-    """Against a loop over actions, for each of the replicas, of which the slowest counts."""
+    """Every pass of a microbatch takes its cost. The reference is a loop over actions for each of
+    the replicas, of which the slowest counts."""
     here = program(spec, 4, 8, slices=Slices(slices, Lengths.EVEN))
     costs = np.random.default_rng(1).lognormal(0, 0.5, 16)
     rows = arranged(costs, 2, deal=True)
@@ -66,7 +67,8 @@ def test_on_one_rank_a_step_takes_the_sum_of_the_slowest_replica() -> None:
 
 
 def test_kinds_of_their_own_costs() -> None:
-    """Only what is given is stretched: with twice the forward passes, f once more each."""
+    """Kinds of passes may have their own costs by microbatch, and only the given kind is stretched:
+    with twice the forward passes, a microbatch takes f once more."""
     steps = UnequalSteps(program("1f1b", 1, 4))
     kind = next(kind for kind in PASSES if kind.name == "FORWARD")
     assert steps.makespan({kind: np.full(4, 2.0)}, np.arange(4)[None]) == 4 * (2 * 10 + 20)
@@ -84,7 +86,8 @@ def test_drawn_tokens_have_the_deviation_that_is_written() -> None:
 
 
 def test_a_file_has_microbatches_step_after_step(tmp_path: Path) -> None:
-    """A line has the lengths of the documents in one, or its cost."""
+    """A file has the costs of microbatches step after step. A line has the lengths of the documents
+    in a microbatch, or its cost."""
     file = tmp_path / "costs.txt"
     file.write_text("2\n4\n6\n8\n\n100\n")
     made = parse_microbatch_costs(str(file), 2)
@@ -96,7 +99,8 @@ def test_a_file_has_microbatches_step_after_step(tmp_path: Path) -> None:
 
 
 def test_loads_are_over_those_of_whole_sequences(tmp_path: Path) -> None:
-    """Two samples of 4 tokens each; padding belongs to the last document."""
+    """Loads of documents are relative to those of whole sequences: two samples of 4 tokens each;
+    padding belongs to the last document."""
     file = tmp_path / "lengths.txt"
     file.write_text("4 4\n4 2 1\n")
     made = read_loads(file, BatchSize(1, 2, 2, 4))
@@ -108,8 +112,25 @@ def test_loads_are_over_those_of_whole_sequences(tmp_path: Path) -> None:
         read_loads(file, BatchSize(1, 2, 2, 4, is_padded=True))
 
 
+def test_answers_that_share_a_prompt_are_counted_with_it_once(tmp_path: Path) -> None:
+    """A prompt of 4 tokens and answers of 2 and 3, and the same sequences apart."""
+    file = tmp_path / "groups"
+    file.write_text("4+2+3\n6, 7\n")
+    made = read_loads(file, BatchSize(2, 1, 1, 16))
+    assert made.tokens.tolist() == [[9 / 16, 13 / 16]]
+    # Pairs of tokens that attend to one another: 4 x 4 / 2 of the prompt, 2 x 4 + 2 x 2 / 2, ...
+    pairs = 16 / 2 + (2 * 4 + 4 / 2) + (3 * 4 + 9 / 2)
+    assert made.squares.tolist() == [[2 * pairs / 256, (36 + 49) / 256]]
+    padded = read_loads(file, BatchSize(2, 1, 1, 16, is_padded=True))
+    assert padded.tokens.tolist() == [[1, 1]]
+    file.write_text("4+\n")
+    with pytest.raises(ValueError, match="line 1: '' is no positive number"):
+        read_loads(file, BatchSize(1))
+
+
 def test_attention_alone_grows_with_squares(tmp_path: Path) -> None:
-    """By its share of F, and of I and W together, all of it in I."""
+    """Only attention grows with the squares of lengths: by its share of F, and of I and W together,
+    all of it in I."""
     file = tmp_path / "lengths.txt"
     file.write_text("4\n2 2\n")
     loads = read_loads(file, BatchSize(1, 2, 1, 4))
@@ -159,10 +180,11 @@ def test_the_command_says_what_ordering_and_dealing_gain() -> None:
 
 
 def test_files_are_of_the_better_program_at_the_places(tmp_path: Path) -> None:
-    """Boxes are as wide as their cost: the trace has the mean costs of the places; and the table is
-    of the program that is kept."""
+    """simulate writes files of the better program at the microbatches' places: boxes are as wide as
+    their cost, the trace has the mean costs of the places, and the table is of the program that is
+    kept."""
     line = ["simulate", "v-half", "--pp", "2", "-m", "4", "--costs", COSTS]
-    files = ["--trace", str(tmp_path / "trace.json"), "--csv", str(tmp_path / "rows.csv")]
+    files = ["--perfetto", str(tmp_path / "trace.json"), "--csv", str(tmp_path / "rows.csv")]
     equal = run(*line, "--csv", str(tmp_path / "equal.csv"), "--json")
     unequal = [*line, "--microbatch-costs", "lognormal:0.5", "--deal", "4"]
     assert "; kept" in run(*unequal, *files)

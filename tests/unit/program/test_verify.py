@@ -155,8 +155,8 @@ def test_refusal(case: str) -> None:
 
 
 def test_cyclic_wait_of_passes_is_shown() -> None:
-    """Rank 0 waits for a gradient before it sends 1F1's input, which rank 1 needs before that
-    gradient."""
+    """A cyclic wait of passes is shown. Rank 0 waits for a gradient before it sends 1F1's input,
+    which rank 1 needs before that gradient."""
     error = refusal(
         on_line(
             """
@@ -174,7 +174,8 @@ def test_cyclic_wait_of_passes_is_shown() -> None:
 
 
 def test_cyclic_wait_of_blocking_sends_is_shown() -> None:
-    """Each rank waits until its send has gone before it posts the receive of the other's."""
+    """A cyclic wait of blocking sends is shown. Each rank waits until its send has ended before it
+    posts the receive of the other's."""
     error = refusal(
         on_line(
             """
@@ -229,7 +230,7 @@ def test_an_evaluation_does_nothing_but_forwards() -> None:
 
 
 def test_half_a_message_in_an_evaluation() -> None:
-    """Once this was no refusal but a KeyError."""
+    """Half a message in an evaluation is refused. It was a KeyError."""
     evaluation = replace(PROBLEM, forward_only=True)
     good = program("gpipe", evaluation).schedule
     prove(good, evaluation)
@@ -259,7 +260,8 @@ def test_stages_that_read_their_data_in_different_orders(forward_only: bool) -> 
 
 
 def test_one_order_of_the_data_may_be_any() -> None:
-    """Backward passes may overtake one another, and forward passes all in one way."""
+    """All stages must have one order of the data, whatever it is: backward passes may overtake one
+    another, and forward passes only in the same way on all stages."""
     good = on_line("0F1 0F0 0B0 0B1\n1F1 1F0 1B0 1B1")
     proved = prove(with_messages(good, PROBLEM), PROBLEM)
     assert runs_to_end(proved.schedule, PROBLEM)
@@ -299,7 +301,7 @@ def with_bytes(activation: float, weight_inputs: float) -> Problem:
 
 
 def test_limit_in_microbatches() -> None:
-    """1F1B holds two microbatches on rank 0, from 0F1 on."""
+    """A limit in microbatches is checked: 1F1B stores two microbatches on rank 0, from 0F1 on."""
     prove(on_line(FUSED), replace(PROBLEM, memory_limit=MemoryLimit(microbatches=2)))
     error = refusal(on_line(FUSED), replace(PROBLEM, memory_limit=MemoryLimit(microbatches=1.5)))
     assert error.actions == (parse_action("0F1"),)
@@ -308,7 +310,8 @@ def test_limit_in_microbatches() -> None:
 
 
 def test_limit_in_bytes() -> None:
-    """Rank 1 of zb-h1 holds, with 1I1 done, what W needs of both: 6 GiB; rank 0 has 5 at most."""
+    """A limit in bytes is checked: rank 1 of zb-h1 stores, after 1I1, the inputs of W of both
+    microbatches: 6 GiB; rank 0 stores 5 at most."""
     problem = with_bytes(2.5 * 2**30, 3 * 2**30)
     prove(on_line(SPLIT), replace(problem, memory_limit=MemoryLimit(bytes=6 * 2**30)))
     limited = replace(problem, memory_limit=MemoryLimit(bytes=int(5.75 * 2**30)))
@@ -334,7 +337,8 @@ def test_only_prove_makes_programs() -> None:
 
 
 def test_a_program_cannot_be_given_another_schedule() -> None:
-    """Once `dataclasses.replace` took the seal of the proved one along."""
+    """A proved program cannot be given another schedule. `dataclasses.replace` took the seal of the
+    proved one along."""
     proved = prove(on_line(FUSED), PROBLEM)
     with pytest.raises((TypeError, ValueError)):
         replace(proved, schedule=on_line(FUSED))  # type: ignore[call-arg]
@@ -411,7 +415,7 @@ def test_transforms_keep_a_good_evaluation_good(seed: int) -> None:
 
 
 def test_an_evaluation_with_a_rank_far_ahead() -> None:
-    """Once the waits made this one hang.
+    """An evaluation with a rank far ahead runs. Waits for sends made it hang.
 
     Rank 0 runs stage 0 for all microbatches before stage 2; rank 1 takes what it gets of stage 0
     one by one, and in between what comes of stage 2 by way of rank 2.
@@ -518,7 +522,8 @@ def test_prove_refuses_exactly_the_orders_that_cannot_run(case: Case, seed: int)
 
 
 def test_damage_is_of_all_sorts() -> None:
-    """The two properties above would hold of nothing if no schedule ran, or none hung."""
+    """Random damage of schedules is of all sorts. The two properties above would be empty if no
+    damaged schedule ran, or none hung."""
     kinds = ("runs", "refused", "hangs", "hangs on a device")
     counts: Counter[str] = Counter()
     for seed in range(500):
@@ -531,7 +536,8 @@ def test_damage_is_of_all_sorts() -> None:
 
 
 def test_a_file_that_would_hang_is_refused_and_not_crashed_on() -> None:
-    """The way of other people's schedules, with every transform between them and the proof."""
+    """A schedule file that would hang is refused without a crash, with every transform between the
+    file and the proof."""
     order = on_line("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
     resolved = replace(choose("1f1b"), spec="order.csv", build=lambda problem: order)
     with pytest.raises(InvalidSchedule, match="it would hang: 0RECV_B0 waits for "):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
 
 from megatron_ext.compile.build import build_program, prove_built
+from megatron_ext.compile.program.graph import channel_of
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
@@ -17,6 +19,7 @@ from megatron_ext.rehearsal.compose import compose
 from megatron_ext.rehearsal.record import RankRecord, RehearsedPass, RehearsedStep
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import Problem, Recompute, ScheduleOptions
 from megatron_ext.schedule.schedule import is_compute
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
@@ -101,6 +104,49 @@ def test_messages_are_in_no_measured_figure() -> None:
     assert made[1].timeline.makespan == pytest.approx(made[0].timeline.makespan, rel=0.05)
 
 
+@pytest.mark.parametrize("spec", ["1f1b", "zb-v", "interleaved-zb"])
+def test_messages_have_the_times_of_the_composed_step(spec: str) -> None:
+    """Each end of a channel has them in its rank's order."""
+    program = program_of(spec, comm=0.0)
+    costs = by_microbatch(program)
+    step = compose(program, classes(program), records_of(program, costs.of))
+    expected: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for event in simulate(program, costs).events:
+        if RULES[event.action.kind].is_message:
+            name = str(channel_of(event.action, program.schedule.placement))
+            expected[event.rank, name].append(event.end)
+    assert sum(map(len, step.moved)) == len(expected) > 0
+    for (rank, name), ends in expected.items():
+        assert step.moved[rank][name] == pytest.approx(ends)
+
+
+def test_a_replay_has_the_seconds_of_its_passes_and_none_of_its_waits() -> None:
+    program = program_of("1f1b")
+    of = program.problem.costs.of
+    alone = records_of(program, of, between=BETWEEN)
+    waits = records_of(program, lambda action: 1.25 * of(action), between=100 * BETWEEN)
+    step = compose(program, classes(program), alone, waits)
+    slow = records_of(program, lambda action: 1.25 * of(action), between=BETWEEN)
+    expected = compose(program, classes(program), slow)
+    assert step.timeline.makespan == pytest.approx(expected.timeline.makespan)
+
+
+def test_the_wait_before_a_replays_first_pass_is_no_time_outside_of_passes() -> None:
+    """A replayed step of a late rank begins with the wait for its first message, which a composed
+    step counted as optimizer time too."""
+    program = program_of("1f1b")
+    alone = records_of(program, program.problem.costs.of)
+    late = {
+        rank: replace(
+            record,
+            steps=tuple(replace(step, seconds=step.seconds + 100 * rank) for step in record.steps),
+        )
+        for rank, record in alone.items()
+    }
+    step = compose(program, classes(program), alone, late)
+    assert step.outside == pytest.approx(OUTSIDE)
+
+
 def test_time_between_passes_holds_up_a_rank_and_is_no_pass() -> None:
     program = program_of("1f1b")
     of = program.problem.costs.of
@@ -113,7 +159,8 @@ def test_time_between_passes_holds_up_a_rank_and_is_no_pass() -> None:
 
 
 def test_ranks_that_recompute_are_a_class_of_their_own() -> None:
-    """Rank 1 has the pass R and rank 2 has not, though their stages are equal."""
+    """Ranks that recompute are a class of their own: rank 1 has the pass R and rank 2 has not,
+    though their stages are equal."""
     resolved = choose("zb-h1")
     placement = resolved.place(4)
     options = ScheduleOptions(recompute=Recompute(first=2))
@@ -155,7 +202,8 @@ def test_the_fullest_rank_of_a_class_runs() -> None:
 
 
 def test_megatrons_own_ranks_wait_as_megatron_does() -> None:
-    """A composed step of Megatron's own schedule was one that our executor would run."""
+    """A composed step of Megatron's own schedule waits as Megatron does. It was composed as if our
+    executor ran it."""
     ours = program_of("interleaved:vpp=2", microbatches=16, comm=0.0)
     problem = replace(ours.problem, stock=STOCK_EXECUTOR)
     stock = prove_built(ours.schedule, problem)

@@ -16,7 +16,8 @@ from megatron_ext.rehearsal.request import FAILURE, RankRequest, save_request
 
 
 def test_an_open_device_is_a_use_of_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library may use the driver without torch: forked ranks then ended in CUDA errors."""
+    """An open device counts as a use of CUDA. A library may use the driver without torch, and
+    forked ranks then ended in CUDA errors."""
     monkeypatch.setitem(
         sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False))
     )
@@ -30,8 +31,9 @@ def test_an_open_device_is_a_use_of_cuda(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_nvml_is_no_use_of_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron calls torch.cuda.is_available as it is imported. That began the driver, so that each
-    rank would have started anew; NVML, which torch is told to use, opens the same devices."""
+    """NVML is no use of CUDA. Megatron calls torch.cuda.is_available as it is imported. That
+    initialised the driver, so that each rank would have started anew; NVML, which torch is told to
+    use, opens the same devices."""
     driver = SimpleNamespace(cuDeviceGetCount=lambda count: 3)
     monkeypatch.setattr(server.ctypes, "CDLL", lambda name: driver)
     (tmp_path / "7").symlink_to("/dev/nvidiactl")

@@ -17,7 +17,13 @@ from megatron_ext.rehearsal.record import (
     load_rank_record,
     save_rank_record,
 )
-from megatron_ext.rehearsal.request import RankRequest, load_request, save_request
+from megatron_ext.rehearsal.request import (
+    PeerValues,
+    RankRequest,
+    ReplayRequest,
+    load_request,
+    save_request,
+)
 from megatron_ext.schedule.action import parse_action
 
 STEP = RehearsedStep(
@@ -51,9 +57,13 @@ def test_a_request_comes_back(tmp_path: Path) -> None:
         folder=tmp_path / "new" / "rank",
         neighbour=tmp_path / "other.json",
         environment={"NCCL_DEBUG": "WARN"},
+        values=PeerValues.REAL,
+        received={"forward": tmp_path / "sent_forward.pt"},
+        replay=ReplayRequest({"SEND_F 0>1": (0.5, 1.25)}, ctas=4, has_blocks=False),
     )
     assert load_request(save_request(request)) == request
-    assert load_request(save_request(replace(request, neighbour=None))).neighbour is None
+    bare = replace(request, neighbour=None, replay=None)
+    assert load_request(save_request(bare)) == bare
 
 
 def test_a_record_comes_back(tmp_path: Path) -> None:

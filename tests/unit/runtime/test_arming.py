@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.runtime.post_validation.arming import WINDOW, History
+from megatron_ext.features.post_validation.runtime.arming import WINDOW, History
 
 
 def history(steps: str) -> History:

@@ -128,9 +128,10 @@ def test_an_event_that_nobody_has_recorded(cuda: Emulated) -> None:
 
 @pytest.mark.parametrize("foreign", ["a mock", "of another device"])
 def test_a_stream_of_another_device_is_refused(cuda: Emulated, foreign: str) -> None:
-    """Megatron's dispatcher of tokens remembers its stream in a class. An earlier test of the same
-    process had built a model under a mock of `torch.cuda.Stream`. The mock's waits did nothing, and
-    as an index it stood for stream 1: there were findings which were none, and others got lost."""
+    """A stream of another device is refused. Megatron's dispatcher of tokens stores its stream in a
+    class. An earlier test of the same process had built a model under a mock of
+    `torch.cuda.Stream`. The mock's waits did nothing, and as an index it stood for stream 1: the
+    emulated streams reported wrong findings, and missed others."""
     stream = mock.MagicMock() if foreign == "a mock" else cuda_names(Device())["Stream"]()
     for use in (
         lambda: cuda.stream(stream),
@@ -249,8 +250,9 @@ def test_a_host_buffer_that_ends_while_it_is_copied(cuda: Emulated, waits: bool)
 
 
 def test_nodes_run_on_the_stream_of_their_forward_operation(cuda: Emulated) -> None:
-    """The product's gradient is made on the side, behind the sum's, and the leaf's wait is the
-    caller's in the end."""
+    """Nodes of autograd run on the stream of their forward operation. The product's gradient is
+    computed on the side stream, after the sum's, and at the end the caller's stream waits for the
+    leaf."""
     side = cuda.Stream()
     x = torch.ones(2, requires_grad=True)
     side.wait_stream(cuda.main)
@@ -290,7 +292,8 @@ def test_two_gradients_are_added_where_they_are_taken(cuda: Emulated) -> None:
 
 
 def test_what_a_node_does_beside_its_stream_is_nobodys_wait(cuda: Emulated) -> None:
-    """The engine does not know of a stream that a backward function takes for itself."""
+    """Work of a node outside its stream has no wait: the engine does not know of a stream that a
+    backward function uses by itself."""
     side = cuda.Stream()
 
     class Doubled(torch.autograd.Function):
@@ -354,8 +357,8 @@ def test_a_collective_has_ended_for_the_stream_that_waits(waits: bool) -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_memory_of_a_message(waits: bool) -> None:
-    """Whoever gives it back before the wait gives it to others. The work keeps tensors, and no
-    memory that is resized."""
+    """Memory of a message must not be freed before its wait, or others get it. The work keeps
+    tensors alive, but not memory that is resized."""
 
     def run(cuda: Emulated) -> list[str]:
         x = torch.ones(2)
@@ -374,8 +377,8 @@ def test_memory_of_a_message(waits: bool) -> None:
 
 
 def test_operations_count_while_another_thread_is_in_gloo(cuda: Emulated) -> None:
-    """A thread that passed post-validation's verdict on hid what the passes did meanwhile, or all
-    that they did from then on."""
+    """Operations count while another thread is in gloo. A thread that passed post-validation's
+    verdict on hid the operations of the passes at the same time, or all later ones."""
     has_begun, may_end = threading.Event(), threading.Event()
 
     def call() -> None:

@@ -75,8 +75,8 @@ def test_what_is_planned() -> None:
 
 
 def test_buffers_are_a_little_larger_than_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors are in no estimate: buffers 3 % too small had a whole first step copy to plain
-    pages."""
+    """Host buffers are a little larger than estimated. Small tensors are in no estimate: buffers
+    that were 3 % too small had a whole first step copy to pages that are not pinned."""
     monkeypatch.undo()
     planned = planned_bytes(ROW, COSTS)
     assert planned is not None and 1.05 < planned / (2 * 2**30 + 2**20) < 1.1
@@ -100,7 +100,7 @@ def test_the_ranks_of_a_host_count_together(
     if available < 4 * 2**30 + 2**21:
         assert text.startswith(
             "node7: 2 ranks need 4 GiB of host memory for offloaded activations, but only 4 GiB "
-            "are available: offload less"
+            "are available"
         )
     else:
         assert text == (
@@ -109,9 +109,10 @@ def test_the_ranks_of_a_host_count_together(
 
 
 def test_what_later_programs_add_is_counted_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank may come alone, since pipelines that nothing ties together come to other programs at
-    other steps: all ranks waited for those that did not come. Memory that is taken by then is no
-    longer free, and must not be counted twice."""
+    """Memory that later programs add is counted by host. A rank may count alone, since pipelines
+    without common communication reach other programs at other steps: all ranks waited for those
+    that did not come. Memory that is in use by then is no longer free, and must not be counted
+    twice."""
     monkeypatch.setattr(host_memory.socket, "gethostname", lambda: "node7")
     more = (
         *ROW[:2],
@@ -144,8 +145,9 @@ def test_what_later_programs_add_is_counted_by_host(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("has_store", [True, False])
 def test_what_is_refused_takes_nothing(has_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refused program stayed counted: the next one that was too large was accepted, and in a race
-    one that fitted was refused. So did a program that was accepted here, but ran nowhere."""
+    """A refused program takes no host memory. It stayed counted: the next one that was too large
+    was accepted, and in a race one that fitted was refused. A program that was accepted here but
+    ran nowhere stayed counted too."""
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 5 * 2**30)
     if has_store:
         monkeypatch.setattr(host_memory, "store_of_all", dist.HashStore)

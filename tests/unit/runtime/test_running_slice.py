@@ -70,7 +70,8 @@ def test_slices_have_the_gradients_of_the_whole(lengths: Sequence[int], runs_aga
 
 
 def test_what_autograd_holds_does_not_depend_on_their_number() -> None:
-    """Concatenated anew for each slice, 8 slices would hold 4.5 times the keys and values."""
+    """The memory that autograd stores does not depend on the number of slices. If keys and values
+    were concatenated anew for each slice, 8 slices would store them 4.5 times."""
 
     def held(number: int) -> int:
         running, saved = RunningSlice(), {}

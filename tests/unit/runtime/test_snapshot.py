@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.runtime.post_validation import snapshot as snapshot_module
-from megatron_ext.runtime.post_validation.partial_state import PartialState
-from megatron_ext.runtime.post_validation.snapshot import CPU, Snapshot, choose_place
+from megatron_ext.features.post_validation.runtime import snapshot as snapshot_module
+from megatron_ext.features.post_validation.runtime.partial_state import PartialState
+from megatron_ext.features.post_validation.runtime.snapshot import CPU, Snapshot, choose_place
 
 GIB = 2**30
 
@@ -21,7 +21,8 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 
 def test_tensors_come_back_bit_for_bit() -> None:
-    """NaNs with a payload, signed zeros, scalars, nothing at all, a view, and one that learns."""
+    """A snapshot restores tensors bit for bit: NaNs with a payload, signed zeros, scalars, empty
+    tensors, a view, and a trained one."""
     odd = torch.tensor([0x7FC12345, -0x80000000, 1], dtype=torch.int32).view(torch.float32)
     whole = torch.randn(4, 5)
     tensors = [
@@ -45,7 +46,8 @@ def test_tensors_come_back_bit_for_bit() -> None:
 
 
 def test_mappings_come_back_with_their_keys_objects_and_contents() -> None:
-    """Adam's states appear in its first step; a loss scale is exchanged, a step is counted up."""
+    """A snapshot restores mappings with their keys, objects and contents. Adam's states appear in
+    its first step; a loss scale is replaced, a step counter incremented."""
     old, new = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     moment = torch.zeros(2)
     state: dict[Any, Any] = defaultdict(dict, {old: {"exp_avg": moment, "step": 3}})

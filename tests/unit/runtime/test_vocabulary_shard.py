@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_ext.runtime.vocabulary.shard import (
+from megatron_ext.features.vocabulary.runtime.shard import (
     VocabularyShard,
     add_embedding_gradient,
     add_output_gradient,
@@ -93,8 +93,9 @@ class Case:
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_losses_are_torchs_to_a_few_ulps(dtype: torch.dtype, shards: int, spread: float) -> None:
-    """In fp32 even where logits are not. A loss is a difference: of the size of the logits' spread
-    are the errors, 4 units in the last place of it."""
+    """Losses of a divided vocabulary are torch's to a few ulps, in fp32 even if logits are not. A
+    loss is a difference, so its errors are relative to the spread of the logits: 4 units in the
+    last place of that."""
     case = Case(dtype, shards, spread)
     (losses, _, _), (expected, _, _) = case.divided(False), case.whole()
     assert losses.dtype is torch.float32
@@ -108,9 +109,10 @@ def test_losses_are_torchs_to_a_few_ulps(dtype: torch.dtype, shards: int, spread
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients(dtype: torch.dtype, shards: int, early: bool, spread: float) -> None:
-    """Against autograd in float64; where autograd in the same type is off by more than two units in
-    the last place, not farther than twice as far. Also of sure tokens (a wide spread), whose
-    gradient is a small difference: variant 2 as published, P' W - G W, loses it."""
+    """Gradients of a divided vocabulary are compared with autograd's in float64. If autograd in the
+    same type is off by more than two units in the last place, ours may be off by twice as much.
+    This includes sure tokens (a wide spread), whose gradient is a small difference that variant 2
+    as published, P' W - G W, loses."""
     case = Case(dtype, shards, spread)
     exact = Case(torch.float64, shards, spread)
     exact.table, exact.hidden_states = case.table.double(), case.hidden_states.double()
@@ -135,7 +137,8 @@ def test_gradients(dtype: torch.dtype, shards: int, early: bool, spread: float) 
 
 
 def test_a_label_outside_the_vocabulary() -> None:
-    """Megatron gives it the loss of the likeliest token, and the gradient of none."""
+    """A label outside the vocabulary is handled as by Megatron, which gives it the loss of the
+    likeliest token, and the gradient of none."""
     case = Case(torch.float32, 3)
     case.labels[0, 0], case.labels[1, 1] = -100, ROWS
     losses, _, _ = case.divided(False)
@@ -153,7 +156,8 @@ def test_a_label_outside_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_embedding(dtype: torch.dtype) -> None:
-    """Looked up to the last bit. The gradient of a token that comes often is summed in fp32."""
+    """The embedding is looked up to the last bit. The gradient of a token that occurs often is
+    summed in fp32."""
     case = Case(dtype, 4)
     shards = case.parts()
     tokens = case.labels.clone()

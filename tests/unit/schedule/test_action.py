@@ -106,7 +106,8 @@ def test_messages_have_two_ends(kind: Kind) -> None:
 
 
 def test_what_is_taken_is_given_back() -> None:
-    """A microbatch leaves no memory behind, whether it goes back in one pass or in two."""
+    """Memory that is allocated is freed: a microbatch leaves none behind, whether it goes back in
+    one pass or in two."""
     for backward in ([Kind.FULL_BACKWARD], [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]):
         rules = [RULES[kind] for kind in (Kind.FORWARD, *backward)]
         taken = [held for rule in rules for held in rule.acquires]

@@ -48,7 +48,8 @@ def test_a_limit_is_written_so_that_it_can_be_read_back() -> None:
 
 
 def test_nothing_else_formats_bytes() -> None:
-    """A division by a unit inside of a text is a format of its own."""
+    """Only one module formats bytes. A division by a unit inside of a text would be another
+    format."""
     own = re.compile(r"/ ?(2 ?\*\* ?[234]0|1024|1 ?<< ?[234]0)[^{}\n]*:[^{}\n]*\}")
     found = [
         f"{path.relative_to(PACKAGE)}: {line.strip()}"

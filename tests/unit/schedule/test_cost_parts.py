@@ -54,6 +54,7 @@ FULL = Costs(
         fixed={F: (0.125, 0.25, 0.375, 0.5), W: (1.0, 2.0, 3.0, 4.0)},
         keys_values=(1.0, 2.0, 3.0, 4.0),
         sharing=2,
+        joined_weights=True,
     ),
     HostCosts(
         {
@@ -66,7 +67,13 @@ FULL = Costs(
         duplex=False,
     ),
     VocabularyCosts(
-        output_layer=(8.0, 8.0, 8.0), embedding=(2.0, 1.0), logits_bytes=4.0, deferred_bytes=3.0
+        output_layer=(8.0, 8.0, 8.0),
+        embedding=(2.0, 1.0),
+        logits_bytes=4.0,
+        deferred_bytes=3.0,
+        launch=0.5,
+        rescaling=1.0,
+        contention=(0.25, 0.125),
     ),
     OverlapCosts(
         {
@@ -96,7 +103,8 @@ def _defaults(part: Any, name: str = "costs") -> Iterator[str]:
 
 
 def test_every_field_is_told() -> None:
-    """A new field belongs in `FULL`, or the tests below say nothing about it."""
+    """Every field of the costs is described. A new field belongs in `FULL`, or the tests below do
+    not cover it."""
     assert not list(_defaults(FULL))
 
 
@@ -123,7 +131,7 @@ def test_what_is_joined_is_summed_up_and_links_are_those_between() -> None:
         FULL.links, p2p_seconds_by_stage=(2.0,), latencies=(0.5,), states=(1,)
     )
     assert joined.slices == SliceCosts(
-        (0.3, 1 / 3), {F: (0.375, 0.875), W: (3.0, 7.0)}, (3.0, 7.0), sharing=2
+        (0.3, 1 / 3), {F: (0.375, 0.875), W: (3.0, 7.0)}, (3.0, 7.0), sharing=2, joined_weights=True
     )
     assert joined.host is not None and joined.host.seconds[Kind.OFFLOAD_I] == (3.0, 9.0)
     assert (joined.host.ranks_per_link, joined.host.duplex) == (2, False)
@@ -210,7 +218,8 @@ def test_each_way_to_change_costs_is_tried() -> None:
 
 
 def test_arrays_are_refused() -> None:
-    """Caches key on the repr of costs, which numpy shortens: two long arrays look the same."""
+    """Costs refuse numpy arrays. Caches use the repr of costs as key, which numpy shortens: two
+    long arrays would look the same."""
     for figures in (np.ones(4), [1.0] * 4):
         with pytest.raises(TypeError, match=r"fused_backward_saving has .*; write a tuple"):
             FULL.with_passes(fused_backward_saving=figures)

@@ -80,7 +80,8 @@ def test_cost_of_an_action(action: str, cost: float) -> None:
 
 
 def test_every_kind_has_a_cost_that_fits_its_lane() -> None:
-    """A pass whose rule says nothing would take no time."""
+    """Every kind of action has a cost that fits its lane. A pass whose rule names none would take
+    no time."""
     own = {
         Lane.COMPUTE: {Cost.PASS, Cost.REPEATED_PASS},
         Lane.SEND: {Cost.P2P_SECONDS},
@@ -122,7 +123,8 @@ def test_the_vocabulary_is_added_to_the_first_and_the_last_stage() -> None:
 
 
 def test_r_takes_what_f_does_unless_it_is_given(tmp_path: Path) -> None:
-    """R of the last stage runs the head once more, of the first the lookup."""
+    """R takes as long as F unless it is given. R of the last stage reruns the output layer, that of
+    the first stage the lookup."""
     text = "f=10,i=12,w=8,comm=1,output_layer=5/6/4,embedding=1/2"
     as_f, given = (parse_costs(text + more, LOOP) for more in ("", ",r=14"))
     r = [parse_action(f"{stage}R0") for stage in range(4)]
@@ -227,7 +229,7 @@ def test_bad_costs(text: str, message: str) -> None:
     ids=["part", "figure", "keys", "shares", "path"],
 )
 def test_what_is_wrong_is_shown_in_a_line(text: str) -> None:
-    """All of it was printed, however long it was."""
+    """A wrong value is shown in one line. All of it was printed, however long it was."""
     with pytest.raises(ValueError) as refusal:
         parse_costs(text, LINE)
     assert len(str(refusal.value)) < 600
@@ -325,7 +327,8 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_bad_costs_files(data: Any, message: str, tmp_path: Path) -> None:
-    """A wrong value in a file must not be read as none: as messages that cost 0, or no bytes."""
+    """A wrong value in a costs file is refused. It must not be read as none: as messages that cost
+    0, or no bytes."""
     path = written_costs(tmp_path, data)
     with pytest.raises(ValueError) as refusal:
         load_costs(path, LINE)
@@ -369,7 +372,8 @@ def test_bad_limits(text: str) -> None:
 
 
 def test_memory_curve_in_microbatches() -> None:
-    """From F to W or B, in units of a whole rank; the input gradient frees nothing."""
+    """A memory curve in microbatches rises at F and falls at W or B, in units of a whole rank; the
+    input gradient frees nothing."""
     schedule = written("0F0 1F0 0F1 1F1 1B0 1I1 0I0 1W1 0I1 0W0 0W1", (0, 0))
     curve = memory_curve(schedule.rows[0], in_microbatches(schedule))
     assert curve == [0.5, 1, 1.5, 2, 2, 1.5, 1.5, 1.5, 1, 1, 0.5]
@@ -377,7 +381,8 @@ def test_memory_curve_in_microbatches() -> None:
 
 
 def test_memory_curve_in_bytes() -> None:
-    """I exchanges what the backward needs (10) for what W needs (4): counted at its end."""
+    """A memory curve in bytes falls at the end of I, which replaces what the backward pass needs
+    (10) by what W needs (4)."""
     costs = uniform(line(1), 1, 1, 1).with_passes(
         held_bytes={Held.ACTIVATION: (10,), Held.WEIGHT_INPUTS: (4,)}
     )
@@ -543,7 +548,8 @@ def test_a_misspelt_schedule_is_told_wherever_it_is_named(choose_it: Callable[[]
     ids=["flag", "variable", "install"],
 )
 def test_a_limit_that_no_sizes_make_one_is_refused_at_once(choose_it: Callable[[], object]) -> None:
-    """install returned a handle; the value was read when the first step was built."""
+    """A limit that fits no sizes is refused at once. install returned a handle, and the value was
+    read when the first step was built."""
     with pytest.raises(ValueError, match="memory limit 'x' is not understood"):
         choose_it()
 
@@ -594,7 +600,8 @@ def test_a_pipeline_without_ranks(ranks: int) -> None:
 
 
 def test_costs_that_do_not_fit_on_the_disk_leave_the_file_before(tmp_path: Path) -> None:
-    """Half a file was left, which the next run refused."""
+    """Costs that do not fit on the disk leave the earlier file. Half a file was left, which the
+    next run refused."""
     path = tmp_path / "costs.json"
     save_costs(uniform(LOOP, f=1, i=1, w=1), path)
     before = path.read_text()
@@ -609,8 +616,8 @@ def test_costs_that_do_not_fit_on_the_disk_leave_the_file_before(tmp_path: Path)
 
 
 def test_costs_in_short() -> None:
-    """The outline repeated costs that are equal for all stages, and named copies in runs without
-    any."""
+    """Costs are shown in short. The outline repeated costs that are equal for all stages, and named
+    copies in runs without any."""
     alike = parse_costs("f=10.0123,i=12,w=8,comm=1,d2h=6,h2d=6", LOOP)
     assert outline_costs(alike, LOOP, with_copies=False) == "f=10,i=12,w=8,comm=1"
     assert outline_costs(alike, LOOP, with_copies=True) == "f=10,i=12,w=8,d2h=6,h2d=6,comm=1"

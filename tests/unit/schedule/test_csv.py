@@ -43,8 +43,9 @@ def test_text() -> None:
 
 
 def test_torchs_default_dump_is_read() -> None:
-    """torch's runtime dumps its messages and FSDP's actions too, unless format="compute_only" is
-    given: "'0UNSHARD' is no action"."""
+    """torch's default dump of a schedule can be read. torch's runtime dumps its messages and FSDP's
+    actions too, unless format="compute_only" is given, and reading ended in "'0UNSHARD' is no
+    action"."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     for name in ("1f1b", "zb-h1"):
         table = csv_of(name, 2, 4)
@@ -159,7 +160,8 @@ def test_an_error_lists_the_kinds_that_a_file_may_have() -> None:
     ids=["stage", "microbatch", "small", "no int", "slice"],
 )
 def test_a_wrong_number_takes_no_memory(text: str, message: str, tmp_path: Path) -> None:
-    """All memory was taken for so many stages, and the process killed without a word."""
+    """A wrong number in a schedule file takes no memory. All memory was taken for so many stages,
+    and the system killed the process without a message."""
     path = tmp_path / "typo.csv"
     path.write_text(text)
     tracemalloc.start()
@@ -172,8 +174,9 @@ def test_a_wrong_number_takes_no_memory(text: str, message: str, tmp_path: Path)
 
 
 def test_many_numbers_of_which_most_are_missing(tmp_path: Path) -> None:
-    """Stages, microbatches and slices that are all there, and yet not together: memory was taken
-    for their product."""
+    """A schedule file with many numbers whose combinations are mostly missing is refused. Stages,
+    microbatches and slices are all there, but not each combination: memory was taken for their
+    product."""
     path = tmp_path / "diagonal.csv"
     path.write_text(",".join(f"{n}F{n}.{n}" for n in range(2000)) + "\n")
     with pytest.raises(
@@ -186,7 +189,8 @@ def test_many_numbers_of_which_most_are_missing(tmp_path: Path) -> None:
 def test_a_table_that_this_machine_cannot_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A table of 100 MB was read for minutes, and all memory was taken."""
+    """A table that this machine cannot hold is refused. A table of 100 MB was read for minutes, and
+    took all memory."""
     path = tmp_path / "large.csv"
     fits, too_large = csv_of("1f1b", 4, 64), csv_of("1f1b", 4, 65)
     monkeypatch.setattr(size, "_machine_bytes", lambda: 4 * 64 * size._BYTES)
@@ -201,7 +205,8 @@ def test_a_table_that_this_machine_cannot_hold(
 
 
 def test_reading_a_large_table_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table of 1.6 million actions was read for half a minute without a word."""
+    """Reading a large table prints progress. A table of 1.6 million actions was read for half a
+    minute without a line."""
     monkeypatch.setattr(progress, "_LOOKS", 0.001)
     path = tmp_path / "table.csv"
     path.write_text(csv_of("1f1b", 8, 500))

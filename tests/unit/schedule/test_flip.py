@@ -140,7 +140,7 @@ def test_a_table_for_torch_has_torchs_placement(
 
 
 def test_slices_are_refused() -> None:
-    """torch reads 0F0.1 as 0F0, without a word."""
+    """A table with slices is refused for torch, which reads 0F0.1 as 0F0 without an error."""
     schedule = from_csv("0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1B0.1,1B0.0\n", "slices.csv")
     with pytest.raises(ValueError, match=r"no slices of a microbatch, and reads 0F0\.0 as a whole"):
         to_torch_csv(schedule)
@@ -163,8 +163,9 @@ def test_a_flipped_file_goes_back_to_torch(tmp_path: Path, torch_schedules: Any)
 
 
 def test_torchs_1f1b_lacks_a_forward(torch_schedules: Any) -> None:
-    """torch's own table for 1F1B numbers the last rank's forwards from 1: it has no 3F0, but 3F8 of
-    eight microbatches. torch neither executes nor checks this table."""
+    """torch's own table for 1F1B lacks a forward pass: it numbers the last rank's forward passes
+    from 1, and has 3F8 of eight microbatches instead of 3F0. torch neither executes nor checks this
+    table."""
     p, m = 4, 8
     order = torch_schedules.Schedule1F1B(*names_of_stages(p, 1), m)._get_pipeline_order()
     rows = [[str(a) for a in row if a is not None and a.is_compute_op] for row in order.values()]

@@ -116,8 +116,9 @@ def test_repeating_part_tells_the_long_step_exactly(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in BY_COSTS if name not in (*GROW, "zb-auto")])
 def test_repeating_part_tells_nearly_what_families_do_that_place_w_by_costs(name: str) -> None:
-    """Such a family takes the best of several orders, and for more microbatches another one may be
-    the best: `confirmed_verdict` builds the recommended one whole."""
+    """A step's repeating part predicts nearly what families build that place W by the costs. Such a
+    family takes the best of several orders, and for more microbatches another one may be best:
+    `confirmed_verdict` builds the recommended one whole."""
     pairs = [pair for pair in (both(name, problem) for problem in random_problems(name)) if pair]
     for told, whole in pairs:
         assert told.report.makespan == pytest.approx(whole.report.makespan, rel=NEARLY)
@@ -134,7 +135,8 @@ def test_step_is_built_whole_where_nothing_repeats_itself(name: str) -> None:
 
 
 def test_step_that_holds_more_with_each_microbatch_is_not_built_whole_in_vain() -> None:
-    """A plan for 1,536 microbatches on 16 ranks compared gpipe alone, until its time was over."""
+    """A step that stores more with each microbatch is not built whole in vain. A plan for 1,536
+    microbatches on 16 ranks compared only gpipe until its time limit."""
     (problem,) = random_problems("gpipe", 1)
     ranks = problem.ranks
     problem = replace(problem, microbatches=24 * ranks)
@@ -183,8 +185,9 @@ def test_schedule_within_a_memory_limit_is_told_too() -> None:
 
 
 def test_slow_rank_needs_a_longer_step_to_show_its_period() -> None:
-    """Ranks that are nearly as slow as the slowest one take long until they wait for it: until then
-    the differences between two microbatches are not the same on all ranks."""
+    """A slow rank needs a longer step to show its period. Ranks that are nearly as slow as the
+    slowest one take long until they wait for it: until then the differences between two
+    microbatches are not the same on all ranks."""
     placement = choose("zb-h2").place(4)
     costs = uniform(placement, 10, 12, 8, comm=1.0)
     slow = (1.0, 1.0, 1.1, 1.05)
@@ -201,7 +204,8 @@ def test_slow_rank_needs_a_longer_step_to_show_its_period() -> None:
 
 
 def test_period_is_as_long_as_the_busiest_rank_works() -> None:
-    """1F1B without messages is held up by its slowest stage alone."""
+    """The period is as long as the busiest rank works: without messages only the slowest stage
+    delays 1F1B."""
     placement = choose("1f1b").place(3)
     costs = uniform(placement, 10, 12, 8)
     seconds = {kind: (a, b, 1.5 * c) for kind, (a, b, c) in costs.seconds.items()}

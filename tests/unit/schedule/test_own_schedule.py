@@ -51,7 +51,8 @@ def test_the_page_has_its_examples() -> None:
 
 
 def test_the_page_tells_what_a_family_is_given() -> None:
-    """Post-validation is in `Problem.options`; the page sent its readers to where it had been."""
+    """The page about own schedules says what a family is given. Post-validation is in
+    `Problem.options`; the page sent its readers to a former place."""
     page, problem = PAGE.read_text(), line_problem(2, 2)
     _, _, given = page.partition("## What a family gets and returns")
     cells = re.findall(r"^\| (`.*?) \|", given.partition("`Schedule(")[0], re.MULTILINE)
@@ -62,7 +63,8 @@ def test_the_page_tells_what_a_family_is_given() -> None:
 
 
 def test_the_page_names_the_kinds_that_one_may_write() -> None:
-    """Names and letters had to be looked up in the code."""
+    """The page names the kinds that a user may write. Names and letters had to be looked up in the
+    code."""
     rows = re.findall(r"^\| `Kind\.(\w+)` \| `(\w)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
     assert [letter for _, letter, _ in rows] == [*KINDS_IN_FILES]
     for name, letter, does in rows:
@@ -113,7 +115,7 @@ def test_a_limit_reaches_the_file(folder: Path) -> None:
 
 def test_certificate_and_table(folder: Path) -> None:
     words = ("simulate", "my_schedule.py", "--pp", "2", "-m", "3")
-    result = json.loads(run(*words, "--csv", "own.csv", "--certify", "--seconds", "1", "--json"))
+    result = json.loads(run(*words, "--csv", "own.csv", "--certify", "1", "--json"))
     assert result["lower_bound"] <= result["makespan"]
     table = json.loads(run("simulate", "own.csv", "--pp", "2", "-m", "3", "--json"))
     assert table["makespan"] == result["makespan"]
@@ -297,8 +299,9 @@ def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_rows_of_any_sort_are_rows(tmp_path: Path) -> None:
-    """A user's rows that were generators were empty at the second reading. A user's kinds that were
-    strings compared equal to ours, but code that looks for the kind itself did not find them."""
+    """Rows of a user's family may be of any sequence type. Rows that were generators were empty at
+    the second reading. Kinds that were strings compared equal to ours, but code that looks for the
+    kind itself did not find them."""
     path = tmp_path / "own.py"
     rows = "((Action(r, k, 0) for k in 'FB') for r in range(2))"
     path.write_text(OWN.format(rows))
@@ -312,7 +315,8 @@ LOOP = "while True:\n    try: pass\n    except Exception: pass\n"
 
 @pytest.mark.parametrize("where", ["import", "placement", "family", "search"])
 def test_a_loop_without_an_end(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command stood still for ever, without a word."""
+    """A user's family with an endless loop ends at a time limit. A command hung without a
+    message."""
     monkeypatch.setattr(others_code, "LONGEST", 0.3)
     rings: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda number, frame: rings.append(number))

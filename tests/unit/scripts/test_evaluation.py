@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.planner.spread import SPREADS
+from megatron_ext.planner.spread import SPREADS, ComparisonKind
 from scripts.evaluation import tables
 from scripts.evaluation.__main__ import main
 from scripts.evaluation.bars import BARS
@@ -70,10 +70,12 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 
 
 def test_one_job_is_predicted() -> None:
-    """The zero-bubble paper's 1.5B with 24 microbatches under its four schedules."""
+    """The evaluation predicts one job: the zero-bubble paper's 1.5B with 24 microbatches under its
+    four schedules."""
     found = predict(ZERO_BUBBLE, lambda: None)
     assert len(found) == 4 and pairs_in_order(found) == (5, 5)
-    assert all(0.85 < one.ratio < 1.0 for one in found)
+    # Its last stage, whose vocabulary is assumed, is estimated longer than the others.
+    assert all(1.0 < one.ratio < 1.15 for one in found)
     assert all(one.peak_ratio and 0.85 < one.peak_ratio < 1.05 for one in found)
     gains = over_1f1b(found)
     assert set(gains) == {"zb-h1 + post-validation", "zb-h2 + post-validation", "interleaved:vpp=3"}
@@ -83,7 +85,8 @@ def test_one_job_is_predicted() -> None:
 
 
 def test_papers_pass_times_are_simulated() -> None:
-    """1F1B's step is its passes and its bubble; the schedule with more gain takes less time."""
+    """The papers' pass times are simulated. 1F1B's step is its passes and its bubble; the schedule
+    with more gain is faster."""
     stages = read_stages()
     alone = simulated(ZERO_BUBBLE, stages, launch=False)
     seconds = {one.step.schedule: one.seconds for one in alone}
@@ -100,19 +103,22 @@ def test_stage_times_are_compared_by_pass() -> None:
     assert len(stages) == 22
     ratios = ratios_by_pass(stages)
     assert len(ratios["zero bubble", "W"]) == 6
-    assert all(0.9 < ratio < 1.0 for ratio in ratios["zero bubble", "W"])
-    assert all(0.7 < ratio < 0.85 for ratio in ratios["zero bubble", "F"])
+    # An A100's rate and its dropout's are those of half of these rows.
+    assert all(0.99 < ratio < 1.01 for ratio in ratios["zero bubble", "W"])
+    assert all(0.9 < ratio < 1.02 for ratio in ratios["zero bubble", "F"])
 
 
 def test_rows_in_view_are_those_that_stood_here() -> None:
-    """Figures that had been collected here before the estimate was compared with new ones."""
+    """Rows "in view" are those that were here first: figures that had been collected before the
+    estimate was compared with new ones, and two from which shares of overlap were taken."""
     known = [step for step in STEPS if step.in_view and not step.job.startswith(OF_SIZES)]
-    assert len(known) == 44
+    assert len(known) == 46
     assert not any(group_of(step).startswith(("zero bubble", "vocabulary")) for step in known)
 
 
 def test_a_recipe_takes_the_sizes_of_its_row() -> None:
-    """The 16-rank DeepSeek-V3 of an older container is not its recipe of today, with 8 ranks."""
+    """A recipe takes the sizes of its measured row. The 16-rank DeepSeek-V3 of an older container
+    is not its recipe of today, with 8 ranks."""
     step = next(one for one in STEPS if one.number == 70)
     recipe = recipe_of(step)
     assert (recipe.ranks, recipe.chunks, recipe.gpus, recipe.gpu) == (16, 1, 256, "b200")
@@ -134,7 +140,7 @@ def test_a_ratio_of_two_steps() -> None:
 
 
 def test_a_bar_is_broken_by_its_line_alone() -> None:
-    bar = next(bar for bar in BARS if bar.kind == tables.GAINS and bar.prefix == "zb-h")
+    bar = next(bar for bar in BARS if bar.kind == tables.GAINS and bar.prefix == "zb-h1")
     good = FigureLine(tables.GAINS, "zb-h1", 2, 0, Percentiles.of([1.01, 1.02]), worst=1.02)
     other = FigureLine(tables.GAINS, "interleaved", 2, 0, Percentiles.of([1.2]), worst=1.2)
     assert bar.broken_by([good, other]) == ""
@@ -159,9 +165,11 @@ def test_all_figures_keep_their_bars_and_stand_on_the_page() -> None:
     made = evaluate_all(STEPS, stages, lambda: None)
     assert [f"{bar.text}: {why}" for bar in BARS if (why := bar.broken_by(made.lines))] == []
     errors = measured_errors(made.steps, made.sizes)
-    assert {kind: (len(of), round(spread_of(of), 3)) for kind, of in errors.items()} == {
-        kind: (one.pairs, one.share) for kind, one in SPREADS.items()
-    }
+    for kind, of in errors.items():
+        spread, here = SPREADS[kind], round(spread_of(of), 3)
+        fresh = kind not in (ComparisonKind.VOCABULARY, ComparisonKind.OVERLAP)
+        assert len(of) == spread.pairs
+        assert here == spread.share if fresh else here < spread.share, kind
     text = text_of(made.lines, errors)
     assert with_part(PAGE.read_text(), PART, text) == PAGE.read_text()
 

@@ -45,7 +45,8 @@ NIGHT = "MEGATRON_EXT_NIGHTLY"
 def test_a_skip_is_a_failure_with_its_reason(
     words: list[str], night: str, summary: str, tmp_path: Path
 ) -> None:
-    """A night was green for months in which fifteen trainings could not fetch their package."""
+    """A skip of the GPU suite is a failure with its reason. Nights were green for months in which
+    fifteen trainings could not fetch their package."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for name, text in TESTS.items():
         (tmp_path / name).write_text(text)

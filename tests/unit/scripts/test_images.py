@@ -44,8 +44,8 @@ def test_the_script_draws_all_that_pages_show() -> None:
 
 @pytest.mark.parametrize("picture", sorted(IMAGES.iterdir()), ids=lambda path: path.name)
 def test_a_picture_is_small(picture: Path) -> None:
-    """Pictures had grown to 100 kB each, and to 120,000 lines together: every digit was an outline,
-    every pass a shape with a style of its own."""
+    """A picture is small. Pictures had grown to 100 kB each, and to 120,000 lines together: every
+    digit was an outline, every pass a shape with a style of its own."""
     svg = picture.read_text()
     assert 2_000 < len(svg) < 40_000
     assert svg.count("<clipPath") <= 2, "only of panels whose lines go on beyond them"
@@ -54,7 +54,8 @@ def test_a_picture_is_small(picture: Path) -> None:
 
 @pytest.mark.parametrize("name", ["hanayo", "eager-1f1b", "bench"])
 def test_a_picture_is_what_the_script_draws(name: str, drawn: Drawn) -> None:
-    """The same words and shapes; another version of matplotlib may move them a little."""
+    """A committed picture is what the script draws: the same words and shapes; another version of
+    matplotlib may move them a little."""
     now, kept = drawn(name).read_text(), (IMAGES / f"{name}.svg").read_text()
     assert texts_of(now) == texts_of(kept), f"run scripts/draw_images.py {name}"
     assert NUMBER.split(now) == NUMBER.split(kept)

@@ -35,12 +35,14 @@ def pair_seconds(paper: PaperTraining, step: PublishedStep) -> float:
     ids=lambda step: f"{step.job}, {step.gpus}",
 )
 def test_estimated_steps_are_near_published_ones(step: PublishedStep) -> None:
-    """Llama 3 405B on 16,384 GPUs was estimated at twice its published seconds."""
+    """Estimated steps are near published ones. Llama 3 405B on 16,384 GPUs was estimated at twice
+    its published seconds."""
     assert 0.75 <= step.seconds / training_of(step).predicted().seconds <= 1.33
 
 
 def test_a_pair_of_layers_is_near_its_profile() -> None:
-    """Without pairs the same passes would take 1.6 times as long as profiled."""
+    """An overlapped forward and backward pass of a layer is estimated near its profile. Without
+    overlap both passes would take 1.6 times as long as profiled."""
     paper, step = PAPERS["dsv3 h800"], step_of("dsv3 h800")
     alone = replace(paper, execution=replace(paper.execution, overlap=1e-9))
     assert 0.75 <= PAIR / pair_seconds(paper, step) <= 1.33

@@ -18,7 +18,8 @@ from scripts.prepare_text import documents
 
 
 def test_no_file_is_read_once_there_are_enough_tokens(tmp_path: Path) -> None:
-    """All 37 million tokens of the standard library were written, for 200 thousand to be read."""
+    """The quick start reads no file once there are enough tokens. It wrote all 37 million tokens of
+    the standard library, of which 200 thousand were read."""
     files = [tmp_path / name for name in ("a.py", "b.py", "missing.py")]
     for file in files[:2]:
         file.write_text("12345")

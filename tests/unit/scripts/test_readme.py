@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron_ext.search import best
 from megatron_ext.search.effort import effort
 from scripts.evaluation.recipes.readme import README, RECIPES_PAGE, headline, with_accepted
-from scripts.readme_table import ROWS, Row, line_of, rows_of
-from scripts.tables import part, with_part
+from scripts.readme_table import ROWS, TRAINED, Row, line_of, rows_of
+from scripts.tables import part, row, with_part
 from tests.helpers.combinations import nightly
 
 GAINS = """
@@ -18,7 +20,8 @@ GAINS = """
 
 
 def test_the_headline_has_the_medians_of_the_recipes_page() -> None:
-    """README said 5.0, 6.0, 21.3 and 33.2 %, and docs/recipes.md 4.1, 5.5, 14.0 and 26.4."""
+    """README's headline has the medians of the recipes' page. README said 5.0, 6.0, 21.3 and 33.2
+    %, and docs/recipes.md 4.1, 5.5, 14.0 and 26.4."""
     written = part(README.read_text(), "headline")
     assert " ".join(written.split()) == headline(RECIPES_PAGE.read_text())
 
@@ -39,8 +42,8 @@ def test_a_part_is_written_between_its_marks() -> None:
 
 
 def test_the_counts_of_recipes_are_those_of_their_page() -> None:
-    """README said that 197 recipes are accepted, a day after 12 of these were found to have experts
-    on more ranks than there are."""
+    """README's counts of recipes are those of their page. README said that 197 recipes are
+    accepted, a day after 12 of these were found to have experts on more ranks than there are."""
     readme, page = README.read_text(), RECIPES_PAGE.read_text()
     assert with_accepted(readme, page) == readme
     row = "| all, own stages | 7 | 5 (71%) | 0 |"
@@ -50,18 +53,36 @@ def test_the_counts_of_recipes_are_those_of_their_page() -> None:
 
 
 @pytest.mark.parametrize(
-    "row",
+    "of_table",
     [
         pytest.param(
-            row,
-            id=row.name,
-            marks=[nightly("rows of the table without a search")] if row.is_slow else [],
+            one,
+            id=one.name,
+            marks=[nightly("rows of the table without a search")] if one.is_slow else [],
         )
-        for row in ROWS
+        for one in ROWS
     ],
 )
-def test_a_row_of_the_table_has_computed_figures(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table gave 2802 as Megatron's best with a large vocabulary, where `plan` finds 2174, and
-    compared two steps of unequal microbatches on two bases."""
+def test_a_row_of_the_table_has_computed_figures(
+    of_table: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of README's table has computed figures. The table gave 2802 as Megatron's best with a
+    large vocabulary, while `plan` finds 2174, and compared two steps of unequal microbatches on two
+    bases."""
     monkeypatch.setattr(best, "effort", effort)  # a user's searches, longer than those of tests
-    assert rows_of(README.read_text())[row.where] == line_of(row)
+    assert rows_of(README.read_text())[of_table.where] == line_of(of_table)
+
+
+def test_the_table_has_all_rows_and_no_others() -> None:
+    written = part(README.read_text(), "table").splitlines()[2:]
+    assert len(written) == len(ROWS) + len(TRAINED)
+    assert written[len(ROWS) :] == [row(cells).strip() for cells in TRAINED]
+
+
+def test_each_row_names_its_baseline() -> None:
+    """Two rows had the figures of Megatron's interleaved schedule without its name."""
+    for line in part(README.read_text(), "table").splitlines()[2:]:
+        baseline = line.split(" | ")[1]
+        assert "several GPUs" in line or re.search(
+            r"1F1B|`1f1b`|`interleaved`|stock Megatron", baseline
+        )

@@ -38,7 +38,8 @@ def recipe(name: str = LLAMA, **more: Any) -> Recipe:
 
 
 def test_gains_of_a_configuration() -> None:
-    """An output layer as heavy as six layers: stock moves layers away, and ours do no worse."""
+    """Gains of a configuration are computed: with an output layer as heavy as six layers stock
+    moves layers away, and ours do no worse."""
     found = gains_of(CONFIGURATION)
     assert found.baseline.gain == 1 and found.baseline.layers == (4, 4)
     assert 1.1 < found.stock.gain <= found.ours.gain
@@ -95,8 +96,9 @@ def option(gain: float, schedule: str, is_tight: bool = False) -> Option:
 
 
 def test_adapters_are_told_by_the_name() -> None:
-    """A recipe whose adapters are all Bridge's own names none of their settings: it was planned as
-    if its model were trained, with 272 GiB on a GPU of 80."""
+    """Adapters are recognised by the recipe's name. A recipe with Bridge's default adapters names
+    none of their settings: it was planned as if its whole model were trained, with 272 GiB on a GPU
+    of 80."""
     name = "recipes.glm.h100.glm45:glm45_air_106b_peft_8gpu_h100_bf16_config"
     assert not any(key.startswith("peft") for key in ALL[name])
     assert recipe(name).settings["peft"] == "lora"

@@ -82,7 +82,7 @@ def test_what_is_unknown_fails(key: str, value: Any, told: str) -> None:
     ],
 )
 def test_values_that_are_text(text: str, value: Any) -> None:
-    """A recipe's ``window_size="[512, 0]"`` ended the script."""
+    """Values of a recipe may be text. A recipe's ``window_size="[512, 0]"`` ended the script."""
     assert plain(text) == value
 
 
@@ -95,12 +95,14 @@ def test_values_that_are_text(text: str, value: Any) -> None:
     ],
 )
 def test_layouts_that_are_lists(layout: Any) -> None:
-    """Such a layout is in 36 of 243 public recipes; they were said not to run in stock."""
+    """Layouts of a recipe may be lists, as in 36 of 243 public recipes, which the script said do
+    not run in stock."""
     assert layout_text(layout) == layout_text(plain(str(layout))) == "Ett|t||mL"
 
 
 def test_public_forms_of_a_recipe_are_one() -> None:
-    """Nested configs, flags' names, values as text and unset ones say what dotted names say."""
+    """Public forms of a recipe are one: nested configs, flags' names, values as text and unset ones
+    mean the same as dotted names."""
     raw = ALL[DEEPSEEK]
     nested: dict[str, Any] = {}
     for key, value in raw.items():
@@ -125,8 +127,8 @@ def test_public_forms_of_a_recipe_are_one() -> None:
 
 
 def test_models_that_recipes_do_not_name() -> None:
-    """A variant has its model's dimensions, a recipe without a model that of its siblings, and one
-    with dimensions of its own needs no other."""
+    """Recipes need not name their model. A variant has its model's dimensions, a recipe without a
+    model those of its siblings, and one with its own dimensions needs no other."""
     variant = {**ALL[LLAMA], "model.HF": "meta-llama/Meta-Llama-3-70B-Instruct"}
     assert resolve(LLAMA, variant, MODELS).model == "meta-llama/Meta-Llama-3-70B"
     without = {key: value for key, value in ALL[LLAMA].items() if key != "model.HF"}
@@ -146,7 +148,8 @@ def test_settings_that_only_megatron_knows_are_asked() -> None:
 
 
 def test_no_recipe_ends_the_others() -> None:
-    """One whose settings are no mapping, and one that ends what judges it, are named."""
+    """No recipe ends the evaluation of others. A recipe whose settings are no mapping, and one that
+    raises an error while it is judged, are named."""
 
     def ended(recipe: Recipe) -> Verdict:
         if recipe.name == DEEPSEEK:
@@ -266,6 +269,6 @@ def test_the_page_counts_these_recipes() -> None:
 
 
 def test_settings_are_those_of_the_marks_of_tests() -> None:
-    """Recipes may have the settings that tests can show."""
+    """Settings of recipes are those that marks of tests know, so that tests can show each."""
     assert set(NAMES) == {setting.name for setting in SETTINGS} and len(NAMES) == len(SETTINGS)
     assert OTHER_NAMES == vocabulary.OTHER_NAMES and WHOLE_LAYERS == vocabulary.WHOLE_LAYERS

@@ -31,8 +31,9 @@ def share(order: tuple[int, int]) -> float:
 
 
 def test_pairs_are_in_the_right_order(predicted: Predicted) -> None:
-    """The shares in the right order were 71 % and 78 % with rates that did not depend on shapes,
-    and 6 of 16 for pairs that differ in the microbatch only."""
+    """Pairs of configurations are predicted in the right order. The shares in the right order were
+    71 % and 78 % with rates that did not depend on shapes, and 6 of 16 for pairs that differ in the
+    microbatch only."""
     found = orders(predicted)
     over_2, over_10 = found["pairs over 2 %"], found["pairs over 10 %"]
     assert len(ROWS) == 137 and (over_2[1], over_10[1]) == (243, 147)
@@ -43,7 +44,8 @@ def test_pairs_are_in_the_right_order(predicted: Predicted) -> None:
 
 
 def test_what_ran_fits(predicted: Predicted) -> None:
-    """`plan` said of four of the 49 that they do not fit, by a share of its own."""
+    """A configuration that ran fits by the plan's memory. `plan` said of four of the 49 that they
+    do not fit, by a share of its own."""
     found = orders(predicted)
     fits = found["ran, and predicted to fit"]
     assert fits[1] == 49 and share(fits) >= 0.95
@@ -53,7 +55,8 @@ def test_what_ran_fits(predicted: Predicted) -> None:
 
 
 def test_bytes_of_a_configuration(predicted: Predicted) -> None:
-    """13B on one rank: all of its parts, each once. Without the loss it would be said to fit."""
+    """The bytes of a configuration count all parts once: 13B on one rank. Without the loss it would
+    seem to fit."""
     (row, _) = (
         row
         for row in ROWS
@@ -77,7 +80,8 @@ def test_bytes_of_a_configuration(predicted: Predicted) -> None:
 
 
 def test_figures_of_two_configurations() -> None:
-    """A prediction in the wrong order, whose choice takes 50 % longer, and does not fit."""
+    """The script computes its figures right for two configurations whose prediction is in the wrong
+    order, whose choice takes 50 % longer, and does not fit."""
     row = replace(ROWS[0], number=1, seconds=10.0, job=f"{OF_SIZES}set")
     slow = of(row, number=2, seconds=15.0, mbs=2)
     failed = of(row, number=3, seconds=inf, mbs=4)

@@ -31,8 +31,8 @@ GAIN = SliceGain("one", "m < p", 16, 4, 2048, 1.5, 2.4, ("zb-h1", 2), "")
 
 
 def test_recipes_that_wait_long_are_the_trials() -> None:
-    """A trial found 29: 6 of LoRA, and 5 full ones with fewer microbatches than ranks, and three
-    that Megatron refuses."""
+    """The recipes whose ranks wait long are those of a trial, which found 29: 6 of LoRA, 5 full
+    ones with fewer microbatches than ranks, and three that Megatron refuses."""
     models = read_models()
     recipes = []
     for name, raw in read_recipes(RECIPES).items():

@@ -112,7 +112,8 @@ SPECS = st.sampled_from(["wave-auto", "wave-auto:waves=1", *LOOPS[:3]])
 @settings(PROPERTY, max_examples=10)
 @given(spec=SPECS, seed=seeds, p=st.integers(1, 3), m=st.integers(1, 5), parts=st.integers(4, 16))
 def test_any_problem_is_solved(spec: str, seed: int, p: int, m: int, parts: int) -> None:
-    """Limits down to the least, in parts of a microbatch; m that is no multiple of p."""
+    """Any problem has a schedule: with limits down to the least, in parts of a microbatch, and m
+    that is no multiple of p."""
     placement = choose(spec).place(p)
     costs = random_costs(Random(seed), placement)
     problem = Problem(placement, m, costs, MemoryLimit(microbatches=parts / 4))
@@ -156,7 +157,8 @@ def test_never_worse_than_another_family_within_the_limit(spec: str, limit: str)
 
 
 def test_what_needs_more_memory_is_a_start() -> None:
-    """Packed within the limit, the order of gis-h is better than any plan at a fixed period."""
+    """A schedule that needs more memory than the limit serves as a start of the search. Packed
+    within the limit, the order of gis-h is better than any plan at a fixed period."""
     problem = auto_problem("loop-auto:vpp=4", 8, 16, "4")
     with pytest.raises(ValueError, match="least feasible limit for it is 5"):
         build_program(choose("gis-h:vpp=4"), problem)
@@ -214,7 +216,7 @@ def test_simulate_says_what_is_taken() -> None:
     line = re.match(r"auto takes (\S+): the shortest predicted step of . schedules within 2", said)
     assert line is not None and "memory limit" in said
     assert said.splitlines()[1].strip() == line[1]
-    assert simulated("auto", "--vpp", "3").split()[0] == "loop-auto:vpp=3"
+    assert simulated("auto:chunks=3").split()[0] == "loop-auto:vpp=3"
     by_both_names = [simulated(spec).splitlines() for spec in ("auto:placement=v", "v-auto")]
     assert [row for row in by_both_names[0] if "made in" not in row] == [
         row for row in by_both_names[1] if "made in" not in row
@@ -234,9 +236,10 @@ def test_bytes_where_w_needs_more_than_i_left(spec: str) -> None:
 
 
 def test_an_output_has_been_waited_for_before_its_gradient_is_used() -> None:
-    """A wave sends two stages' outputs over one channel. A wait for an earlier send was placed
-    late, because the rank did not know that send yet, and delayed the wait for a later one. Then I
-    found an output that had not been freed."""
+    """The wait for an output's send comes before its gradient is used. A wave sends two stages'
+    outputs over one channel. A wait for an earlier send was placed late, because the rank did not
+    know that send yet, and delayed the wait for a later one. Then I found an output that had not
+    been freed."""
     placement = choose("wave-auto").place(2)
     problem = Problem(placement, 6, uniform(placement, 10, 12, 8, 1), parse_limit("8", 2, 6))
     shop = job_shop_of(problem)

@@ -72,8 +72,9 @@ def test_no_schedule_is_below_the_bound() -> None:
     ],
 )
 def test_memory_bounds_a_v(p: int, m: int, costs: Figures, limit: float, bound: float) -> None:
-    """Rank 0 of the first has 960 of work. Until its first I it takes 143, of which eight F fill
-    40; after its last I it takes 53, of which eight W fill 32."""
+    """Memory bounds the makespan of a V. Rank 0 of the first case has 960 of work. Until its first
+    I it takes 143, of which eight F fill 40; after its last I it takes 53, of which eight W fill
+    32."""
     placement = v(p)
     problem = Problem(placement, m, uniform(placement, *costs), MemoryLimit(limit))
     assert lower_bound(problem, splits_backward=True) == bound
@@ -81,10 +82,10 @@ def test_memory_bounds_a_v(p: int, m: int, costs: Figures, limit: float, bound: 
 
 @pytest.mark.parametrize(("limit", "bound"), [(3, 1275), (2, 1871), (1, 3678)])
 def test_time_in_memory_bounds_a_v(limit: float, bound: int) -> None:
-    """A microbatch is on rank 0 of eight for 227: 117 on its outer chunk, which F, the way to the
-    last stage and back, and I take, and 106 on the inner one, until W is done; and for 4 more on
-    one of them, as the outer I and the inner W cannot both follow the inner I. 32 of them in 6
-    chunks take 1211."""
+    """The time that microbatches spend in memory bounds a V. A microbatch is on rank 0 of eight for
+    227: 117 on its outer chunk, which F, the way to the last stage and back, and I take, and 106 on
+    the inner one, until W is done; and for 4 more on one of them, as the outer I and the inner W
+    cannot both follow the inner I. 32 of them in 6 chunks take 1211."""
     placement = v(8)
     problem = Problem(placement, 32, uniform(placement, 10, 12, 8, 1), MemoryLimit(limit))
     assert int(lower_bound(problem, splits_backward=True)) == bound
@@ -113,8 +114,8 @@ def test_search_raises_the_bound_and_never_passes_the_makespan() -> None:
 
 
 def test_search_knows_the_hop_of_each_link() -> None:
-    """The certifying search took the least p2p time for all links: a microbatch alone could have
-    been 32 sooner."""
+    """The certifying search knows the seconds of each link. It took the least of all links, and
+    claimed that a microbatch alone could be 32 sooner."""
     pytest.importorskip("ortools")
     problem = program("1f1b", 3, 1, (10, 12, 8, 9)).problem
     costs = problem.costs.with_links(p2p_seconds_by_stage=(1.0, 17.0))
@@ -125,7 +126,8 @@ def test_search_knows_the_hop_of_each_link() -> None:
 
 
 def test_search_knows_the_memory_limit() -> None:
-    """One microbatch at a time on both ranks: every step is a full round trip."""
+    """The certifying search respects the memory limit. With one microbatch at a time on both ranks
+    every step is a full round trip."""
     pytest.importorskip("ortools")
     loose = certify(program("1f1b", 2, 3), seconds=10)
     rows = "0F0,0B0,0F1,0B1,0F2,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"

@@ -19,7 +19,8 @@ NO_RESULTS = {"base", "features"}
 
 
 def test_the_digest_has_all_code_that_a_search_imports() -> None:
-    """A folder that moves out of these packages would leave stale schedules in caches."""
+    """The cache's digest has all code that a search imports. A folder that moves out of these
+    packages would leave stale schedules in caches."""
     imported = set()
     for name in disk_cache.PACKAGES:
         for path in (ROOT / name).rglob("*.py"):
@@ -30,23 +31,22 @@ def test_the_digest_has_all_code_that_a_search_imports() -> None:
                     if package == "megatron_ext":
                         imported |= {name.partition(".")[0] for name in names}
     assert imported - NO_RESULTS == set(disk_cache.PACKAGES)
-    # A feature's schedule part would change what a search finds, and belong into the digest.
-    assert not [*(ROOT / "features").glob("*/schedule*")]
 
 
-@pytest.mark.parametrize("name", disk_cache.PACKAGES)
+@pytest.mark.parametrize("name", [*disk_cache.PACKAGES, "features/a/schedule", "features/b"])
 def test_another_code_is_another_entry(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for package in disk_cache.PACKAGES:
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "code.py").write_text("x = 1\n")
+    code = "schedule.py" if name == "features/b" else "code.py"
+    for package in {*disk_cache.PACKAGES, name}:
+        (tmp_path / package).mkdir(parents=True)
+        (tmp_path / package / code).write_text("x = 1\n")
     monkeypatch.setattr(disk_cache, "__file__", str(tmp_path / "search" / "disk_cache.py"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     disk_cache._code.cache_clear()
     disk_cache.store("v", "inputs", "result")
     assert disk_cache.load("v", "inputs") == "result"
-    (tmp_path / name / "code.py").write_text("x = 2\n")
+    (tmp_path / name / code).write_text("x = 2\n")
     disk_cache._code.cache_clear()
     assert disk_cache.load("v", "inputs") is None
     monkeypatch.undo()
@@ -70,7 +70,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
 def test_a_cache_is_its_users_alone(umask: int, folder: Path) -> None:
-    """Under umask 000 anybody could put compiled code into it, which the next run executed."""
+    """A cache belongs to its user alone. Under umask 000 anybody could put compiled code into it,
+    which the next run executed."""
     before = os.umask(umask)
     try:
         disk_cache.store("v", "inputs", "result")
@@ -85,8 +86,8 @@ def test_a_cache_is_its_users_alone(umask: int, folder: Path) -> None:
 def test_a_cache_that_others_may_have_filled_is_not_used(
     fault: str, folder: Path, heard: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results of a cache were taken, and its compiled code was executed, whoever had put them
-    there."""
+    """A cache that others may have filled is not used. Its results were taken, and its compiled
+    code was executed, whoever had put them there."""
     disk_cache.store("v", "inputs", "result")
     if fault == "foreign":
         owner = os.geteuid()
@@ -104,8 +105,8 @@ def test_a_cache_that_others_may_have_filled_is_not_used(
 
 @pytest.mark.parametrize("fault", ["pipe", "device", "large", "table"])
 def test_an_entry_that_is_no_file_of_ours_is_not_read(fault: str, folder: Path) -> None:
-    """A link to /dev/zero took all memory, a pipe waited for ever, and a file of 1.5 GB was
-    read."""
+    """A cache entry that is no regular file of ours is not read. A link to /dev/zero took all
+    memory, a pipe blocked for ever, and a file of 1.5 GB was read."""
     disk_cache.store("v", "inputs", "result")
     (entry,) = folder.iterdir()
     if fault == "large":
@@ -144,8 +145,8 @@ def test_without_a_home_nothing_is_stored(
 def test_compiled_code_of_others_is_not_loaded(
     fault: str, tmp_path: Path, heard: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numba executes the pickles of its cache, and did so if somebody else had put one there.
-    Nor may a pipe there keep a run waiting."""
+    """Compiled code of other users is not loaded. Numba executed the pickles of its cache, even if
+    another user had put them there. A pipe there does not block a run either."""
     compiled = pytest.importorskip("megatron_ext.search.compiled")
     folder = tmp_path / "megatron_ext" / "numba"
     entry = folder / "search_0" / "pack.nbi"

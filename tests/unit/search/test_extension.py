@@ -54,8 +54,8 @@ def peak(schedule: Schedule) -> float:
     ],
 )
 def test_as_good_as_those_that_repeat_by_rule(spec: str, p: int, limit: float | None) -> None:
-    """Families whose steady state is written down take a percent less at the most, in no less
-    memory."""
+    """Extended schedules are as good as those of families that repeat by a rule: these take a
+    percent less at most, in no less memory."""
     problem = problem_of(spec, p, 4 * p, limit)
     known = choose(spec).build(problem)
     for m in (4 * p + 4, 6 * p, 2 * p):
@@ -67,7 +67,8 @@ def test_as_good_as_those_that_repeat_by_rule(spec: str, p: int, limit: float | 
 
 
 def test_what_is_periodic_goes_on_for_ever() -> None:
-    """zb-v with 16 microbatches takes 511; each more takes a rank's work, 30."""
+    """A periodic schedule extends to any length. zb-v with 16 microbatches takes 511; each further
+    one takes a rank's work, 30."""
     problem = problem_of("zb-v", 4, 16)
     known = choose("zb-v").build(problem)
     others = {m: with_microbatches(problem, m) for m in (16, 17, 23, 40)}
@@ -77,8 +78,9 @@ def test_what_is_periodic_goes_on_for_ever() -> None:
 
 
 def test_what_does_not_repeat_well_is_not_all_that_is_tried() -> None:
-    """A search within 8 microbatches on 8 ranks ended with a step of 32 that takes 0.3 % more than
-    any must; one of 128 made of it took 3 % more than a search for these."""
+    """A step that does not repeat well is not the only one tried. A search within 8 microbatches on
+    8 ranks ended with a step of 32 that takes 0.3 % more than the bound; a step of 128 made of it
+    took 3 % more than a search for 128."""
     problem = problem_of("1f1b-v", 4, 16, 4)
     other = with_microbatches(problem, 64)
     made = extended(choose("1f1b-v").build(problem), other)

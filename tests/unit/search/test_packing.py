@@ -100,8 +100,8 @@ def usual(placement: Placement, m: int, limit: float) -> Problem:
 def test_any_plan_packs_soundly(
     seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
 ) -> None:
-    """Memory cannot deadlock, in either direction of time, whatever the plan; and the starts are
-    those at which the passes really run, but for messages that hold one another up."""
+    """Any plan packs soundly. Memory cannot deadlock, in either direction of time; and passes
+    really start when the plan says, except for messages that delay one another."""
     placement = place(p)
     problem = usual(placement, m, 1 + more / placement.chunks)
     shop = job_shop_of(problem)
@@ -169,7 +169,8 @@ def test_costs_without_a_common_unit_become_ticks_too() -> None:
 
 @pytest.mark.parametrize(("spec", "place"), [("zb-h1", line), ("zb-v", v)])
 def test_each_link_takes_its_own_time(spec: str, place: Callable[[int], Placement]) -> None:
-    """A search was blind to one slow link: it took the mean of all hops for each."""
+    """Packing knows the seconds of each link. A search ignored a single slow link, as it used the
+    mean of all links for each."""
     placement = place(4)
     hops = tuple(8.0 if placement.rank_of[s] == 1 else 1.0 for s in range(placement.last))
     costs = uniform(placement, 10, 12, 8, fmean(hops)).with_links(p2p_seconds_by_stage=hops)
@@ -205,7 +206,8 @@ def test_search_ends_where_nothing_can_be_shorter() -> None:
 
 
 def test_search_ends_where_it_gains_nothing() -> None:
-    """64 ranks took a minute of packing plans, of which the first seconds had found all."""
+    """A search ends when it gains nothing. For 64 ranks it packed plans for a minute, of which the
+    first seconds had found the result."""
     packed = []
 
     def counted(shop: JobShop) -> Pack:
@@ -223,7 +225,8 @@ def test_search_ends_where_it_gains_nothing() -> None:
 
 
 def test_a_small_problem_is_not_improved_for_long() -> None:
-    """2 ranks and 4 microbatches took a minute of a plan, packed 90,000 times."""
+    """A small problem is not improved for long. 2 ranks and 4 microbatches took a minute, with a
+    plan that was packed 90,000 times."""
     how = small_effort()
     assert improve.steps_of(how, 2, 2 * 12 * 4) == how.steps < how.passes(2) // 96
     assert improve.steps_of(how, 8, 2 * 48 * 32) == how.passes(8) // 3072 < how.steps
@@ -234,7 +237,8 @@ def test_a_small_problem_is_not_improved_for_long() -> None:
     "problem", [usual(v(3), 7, 2), usual(wave(2), 5, 2.5), usual(loop(3, vpp=3), 6, 4)]
 )
 def test_compiled_search_finds_the_same(problem: Problem) -> None:
-    """The small effort, so that with numba or without a schedule is the same."""
+    """A compiled search finds the same schedule. With the small effort numba makes no
+    difference."""
     compiled = pytest.importorskip(COMPILED)
     shop = job_shop_of(problem)
     for ours, theirs in zip(short(shop), short(shop, compiled.compiled_packer), strict=True):

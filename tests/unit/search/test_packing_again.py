@@ -41,8 +41,8 @@ from tests.unit.search.test_packing import random_plan, random_recomputed, shape
 def test_any_choice_of_what_is_made_again_packs_soundly(
     seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
 ) -> None:
-    """Memory cannot deadlock, in either direction of time; R is where it was chosen, and only
-    there."""
+    """Any choice of recomputed activations packs soundly. Memory cannot deadlock, in either
+    direction of time; each R is where it was chosen, and only there."""
     random, placement = Random(seed), place(p)
     problem = usual(placement, m, 1 + more / placement.chunks)
     recomputed = random_recomputed(random, problem)
@@ -60,8 +60,8 @@ def test_any_choice_of_what_is_made_again_packs_soundly(
 
 @pytest.mark.parametrize("limit", [1.5, *at_night(3.0)])
 def test_a_search_chooses_what_is_made_again(limit: float) -> None:
-    """In little memory a second forward pass costs less than waiting for memory. A search that may
-    recompute is no worse than one that may not."""
+    """A search chooses the activations to recompute. In little memory a second forward pass costs
+    less than waiting for memory. A search that may recompute is no worse than one that may not."""
     alone = usual(v(3), 9, limit)
     seconds = []
     for recompute in (Recompute(), Recompute(fit=True)):
@@ -112,8 +112,9 @@ def test_a_v_in_little_memory(limit: float, makespan: float) -> None:
 
 @pytest.mark.parametrize("microbatches", [10, 19])
 def test_what_was_found_is_made_longer_and_shorter(microbatches: int) -> None:
-    """A step of another length makes the same stages' activations again, of the microbatches that
-    its own are like. (It met a lane of R that was not there.)"""
+    """A found schedule with recompute is made longer and shorter. A step of another length
+    recomputes the same stages' activations, for the microbatches that its own resemble. (This
+    failed at a missing lane of R.)"""
     known = usual(v(3), 13, 1.5).with_options(recompute=Recompute(fit=True))
     schedule = build_program(choose("v-half"), known).schedule
     schedule = replace(schedule, rows=schedule.compute_rows)

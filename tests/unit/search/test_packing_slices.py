@@ -94,8 +94,9 @@ def hops_between(shop: JobShop) -> dict[frozenset[int], tuple[int, ...]]:
 @settings(PROPERTY, max_examples=20)
 @given(seed=seeds, place=shapes, p=st.integers(1, 3), m=st.integers(1, 4), k=st.integers(2, 5))
 def test_any_plan_packs_soundly(seed: int, place: Place, p: int, m: int, k: int) -> None:
-    """Memory cannot deadlock, in either direction of time, whatever the plan; what was packed is
-    proved, within the limit, runs when it was said to, and is the same where it is compiled."""
+    """Any plan of slices packs soundly. Memory cannot deadlock, in either direction of time; a
+    packed plan is proved, within the limit, runs at the promised times, and is the same with
+    compiled code."""
     random = Random(seed)
     problem = random_problem(random, place, p, m, k)
     shop = job_shop_of(problem)
@@ -118,7 +119,8 @@ def test_any_plan_packs_soundly(seed: int, place: Place, p: int, m: int, k: int)
 
 
 def test_times_are_those_of_the_simulator() -> None:
-    """Without hops, which a search takes for one another's where slices are of other lengths."""
+    """Times of slices are those of the simulator. Messages take no time here, as a search uses one
+    time for slices of different lengths."""
     problem = asked("v-auto", 3, 4, 4, "f=10,i=12,w=8,attention=0.4", Lengths.BALANCED)
     shop = job_shop_of(problem)
     rows = choose("zb-v").build(problem).rows
@@ -159,7 +161,8 @@ def figures(spec: str, problem: Problem) -> tuple[float, float]:
     [("v-auto", None), *at_night(("v-auto", 2.0), *[(s, None) for s in SEARCHES])],
 )
 def test_no_worse_than_what_is_known(spec: str, limit: float | None) -> None:
-    """v-auto took the best of zb-v, v-half and v-min, and the others refused slices."""
+    """A search for slices is no worse than known schedules. v-auto took the best of zb-v, v-half
+    and v-min, and other searches refused slices."""
     problem = asked(spec, 4, 6, 2, limit=limit)
     within = problem.held_by_1f1b if limit is None else limit
     found, held = figures(spec, problem)
@@ -175,7 +178,8 @@ def test_no_worse_than_what_is_known(spec: str, limit: float | None) -> None:
 
 
 def test_slices_with_little_room_on_a_line() -> None:
-    """zb-auto took 474.6: its trials stop and start where there is room for few slices."""
+    """A search finds short steps of slices with little memory on a line. zb-auto took 474.6: its
+    trials stop and start if there is memory for few slices."""
     problem = asked("zb-auto", 4, 8, 2, limit=1.75)
     assert figures("zb-auto", problem)[0] < 450
 
@@ -188,7 +192,8 @@ def test_what_is_built_at_once_is_sound(spec: str) -> None:
 
 
 def test_what_was_found_is_kept_with_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table of slices says nothing of lengths: read back, they were even."""
+    """A stored schedule of slices keeps their lengths. A table of slices does not contain lengths:
+    read back, they were even."""
     problem = asked("v-auto", 2, 2, 3)
     made = best_schedule("v-auto", problem)
     monkeypatch.delattr(best_room, "searched")

@@ -126,8 +126,8 @@ def test_patterns_are_what_they_say(p: int, limit: float) -> None:
     spread=st.sampled_from(Arrangements),
 )
 def test_any_costs(seed: int, p: int, hop: int, idle: int, spread: Arrangements) -> None:
-    """Costs and bytes that differ from rank to rank, links that differ from one to the next, W that
-    needs more than F left, odd p."""
+    """Patterns exist for any costs: costs and bytes that differ from rank to rank, links that
+    differ from one to the next, W that needs more than F left, odd p."""
     random = Random(seed)
     ranks = [
         RankWork(
@@ -204,7 +204,8 @@ def needs_and_ways(ways: Many, ranks: Sequence[RankWork], period: int) -> tuple[
 def test_as_short_as_brute_force_finds(
     ticks: tuple[tuple[int, ...], ...], hop: int, period: int
 ) -> None:
-    """By limit, what a microbatch takes at least."""
+    """Patterns are as short as brute force finds, for each limit: the least period of a
+    microbatch."""
     inner, outer = ranks = ranks_of(ticks, 99)
     insides, outsides = circles(inner.ticks, period), circles(outer.ticks, period)
     a, b, turn = map(np.ravel, np.indices((len(insides), len(outsides), period)))
@@ -217,7 +218,8 @@ def test_as_short_as_brute_force_finds(
 
 
 def test_none_of_three_ranks_is_shorter() -> None:
-    """Too many to try them all: of many, none is."""
+    """No pattern of three ranks is shorter. There are too many to try them all, so many random ones
+    are tried."""
     random, ranks, places = np.random.default_rng(0), ranks_of([EQUAL] * 3, 99), circles(EQUAL, 6)
     drawn = [places[random.integers(len(places), size=100_000)] for _ in ranks]
     turned = [(row + random.integers(6, size=(len(row), 1))) % 6 for row in drawn]
@@ -255,7 +257,8 @@ def test_below_half_of_the_ranks_and_one_a_v_idles(
 @nightly("the same with idle time, in which there are thousands of arrangements")
 @pytest.mark.parametrize(("p", "limit", "period"), [(8, 4.0, 34), (8, 4.5, 34), (16, 8.5, 32)])
 def test_nor_does_a_longer_period_help(p: int, limit: float, period: int) -> None:
-    """None at 34 is none at anything less."""
+    """A longer period does not help: if there is no pattern at 34, there is none at anything
+    less."""
     ranks = usual(p, limit)
     assert not exists(ranks, alike(ranks, 1), period)
 
@@ -289,7 +292,8 @@ def problem_of(p: int, m: int, limit: float, costs: FourCosts = (10, 12, 8, 1)) 
 def test_packed_patterns_take_what_long_searches_take(
     p: int, m: int, limit: float, target: float
 ) -> None:
-    """The grid of plans and ten seconds of search ended at 2358 for 16 ranks and limit 9."""
+    """Packed patterns are as short as long searches. The grid of plans and ten seconds of search
+    ended at 2358 for 16 ranks and limit 9."""
     shop = job_shop_of(problem_of(p, m, limit))
     packers = packers_of(shop, pack.packer)
     packed = (packers.justified(plan).makespan for plan in pattern_plans(shop))
@@ -299,8 +303,9 @@ def test_packed_patterns_take_what_long_searches_take(
 @settings(PROPERTY, max_examples=6)
 @given(seed=seeds, p=st.integers(1, 4), m=st.integers(1, 6), more=st.integers(0, 4))
 def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> None:
-    """Costs that differ by stage: proved, no longer than they say, and within the limit; where no
-    pattern is, as with few ranks or uneven stages, all need up to four chunks more."""
+    """Repeated patterns are valid schedules, also with costs that differ by stage: proved, no
+    longer than they say, and within the limit. If no pattern exists, as with few ranks or uneven
+    stages, all need up to four chunks more."""
     placement = v(p)
     limit = p / 2 + 1 + more / 2
     costs = random_costs(Random(seed), placement)
@@ -319,7 +324,8 @@ def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> No
 
 
 def test_where_there_is_none_those_of_a_little_more_memory_are_plans() -> None:
-    """Packed within the limit; the best of the grid of plans takes 2532."""
+    """If a limit has no pattern, patterns of a little more memory serve as plans, packed within the
+    limit; the best of the grid of plans takes 2532."""
     shop = job_shop_of(problem_of(16, 64, 8.5))
     packers = packers_of(shop, pack.packer)
     packed = [packers.justified(plan).makespan for plan in pattern_plans(shop)]
@@ -328,7 +334,7 @@ def test_where_there_is_none_those_of_a_little_more_memory_are_plans() -> None:
 
 
 def test_bytes_are_as_good_as_microbatches() -> None:
-    """More of them than 32 bits count."""
+    """Limits in bytes are as good as in microbatches, also with more bytes than 32 bits count."""
     limited, chunk = problem_of(8, 16, 5), 2**33
     held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (float(chunk),) * 16)
     in_bytes = replace(
@@ -357,8 +363,9 @@ def test_excluded_period_is_that_of_the_work_at_least() -> None:
 
 
 def test_a_period_is_excluded_by_the_hop_of_each_link() -> None:
-    """One pair of ranks at the open end is slow. The mean hop was taken for every link: by that
-    there is no pattern, and one that exists was said to be impossible."""
+    """A period is excluded by the seconds of each link. One link at the open end is slow. With the
+    mean for every link there seemed to be no pattern, and an existing one was said to be
+    impossible."""
     problem = problem_of(8, 32, 5)
     hops = tuple({0: 9.0, 14: 9.0, 7: 0.0}.get(stage, 1.0) for stage in range(15))
     linked = problem.costs.with_links(p2p_seconds=2.0, p2p_seconds_by_stage=hops)

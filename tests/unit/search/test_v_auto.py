@@ -74,8 +74,9 @@ def held(schedule: Schedule) -> float:
 def test_what_a_search_ends_with_is_proved_once(
     limit: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On 64 ranks the proof of a schedule takes seconds, and it was made once more when that was
-    built: in the search, and in all ranks that were given its rows."""
+    """The result of a search is proved once. On 64 ranks the proof of a schedule takes seconds, and
+    it was repeated when the schedule was built: in the search, and in all ranks that were given its
+    rows."""
     proved: list[Schedule] = []
 
     def counted(schedule: Schedule, problem: Problem) -> Program:
@@ -104,7 +105,8 @@ def test_what_a_search_ends_with_is_proved_once(
     [("5", 1110), *at_night(("4", 1300), ("6", 1090), ("8", 1035))],
 )
 def test_targets_are_reached(limit: str, target: float) -> None:
-    """Published blocks ignore costs: 1475 (V-Min) at limit 4, 1119 (V-Half) at 5."""
+    """v-auto is shorter than the published blocks, which ignore costs: 1475 (V-Min) at limit 4,
+    1119 (V-Half) at 5."""
     program = best(v_problem(8, 32, limit=limit))
     assert makespan(program) <= target
     assert held(program.schedule) <= float(limit)
@@ -115,7 +117,8 @@ def test_targets_are_reached(limit: str, target: float) -> None:
 @settings(PROPERTY, max_examples=8)
 @given(seed=seeds, p=st.integers(1, 5), m=st.integers(1, 8), halves=st.integers(2, 10))
 def test_any_problem_is_solved(seed: int, p: int, m: int, halves: int) -> None:
-    """Odd p, m < p, costs that differ from stage to stage, limits down to the least."""
+    """v-auto solves any problem: odd p, m < p, costs that differ from stage to stage, limits down
+    to the least."""
     placement = v(p)
     limit = MemoryLimit(microbatches=halves / 2)
     problem = Problem(placement, m, random_costs(Random(seed), placement), limit)
@@ -214,7 +217,8 @@ def test_broken_entry_is_ignored_and_replaced(cache: Path, text: str | bytes) ->
 
 @pytest.mark.usefixtures("brief")
 def test_entry_over_the_limit_is_ignored(cache: Path) -> None:
-    """A file is never believed: what is read is proved like any other schedule."""
+    """A cached schedule over the limit is ignored. A file is never trusted: its schedule is proved
+    like any other."""
     best(v_problem(3, 6, limit="3"))
     (wide,) = cache.iterdir()
     tight = v_problem(3, 6, limit="1")
@@ -234,7 +238,8 @@ def test_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("brief")
 def test_what_a_larger_effort_left_is_taken(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A login node with numba searches for jobs without: each effort is kept apart."""
+    """A search takes the stored result of a larger effort. A login node with numba searches for
+    jobs without it; each effort has a cache entry of its own."""
     problem = v_problem(3, 6, limit="2")
     small = best(problem)
     large = replace(little_effort(100_000), name=LARGE)

@@ -17,7 +17,8 @@ from megatron_ext.schedule.problem import Problem, ScheduleOptions, VocabularyPa
 def test_ends_of_the_model_without_layers(
     name: str, variant: VocabularyParallel, hop: float
 ) -> None:
-    """With the layout 'E|tt|tt|L' the last hidden states were to be sent before they were made."""
+    """Ends of the model may have no layers. With the layout 'E|tt|tt|L' the last hidden states were
+    to be sent before they were made."""
     resolved = choose(name)
     placement = resolved.place(3)
     costs = parse_costs("f=1,i=1,w=1,comm=0", placement)

@@ -47,7 +47,8 @@ def on_v() -> Costs:
 
 
 def test_it_waits_on_a_rank_that_holds_less_than_others() -> None:
-    """The last rank has a layer less, as is usual with a large vocabulary: there is room."""
+    """The output layer's weight gradient waits for W on a rank that stores less than others. The
+    last rank has one layer fewer, as is usual with a large vocabulary, so it has free memory."""
     program = place_output_layer(LINE, problem(costs_of(LIGHT_END)))
     assert output_layer_waits(program)
     held = peaks(program.schedule, in_bytes(program.problem.costs))
@@ -71,7 +72,8 @@ def test_it_comes_with_the_input_gradient_where_all_ranks_hold_the_same() -> Non
 
 
 def test_a_limit_in_bytes_decides() -> None:
-    """2bp keeps all microbatches' logits until the end, if they wait."""
+    """A limit in bytes decides whether the output layer's weight gradient waits: under 2bp all
+    microbatches' logits would stay until the end."""
     costs, all_at_the_end = costs_of(EVEN), choose("2bp")
     with_room = place_output_layer(all_at_the_end, problem(costs, 2**40))
     assert output_layer_waits(with_room)
@@ -91,7 +93,8 @@ def test_it_waits_only_where_that_is_sooner() -> None:
 
 
 def test_it_does_not_wait_where_it_cannot() -> None:
-    """A weight that multi-token prediction looks up in: its costs have nothing left for W."""
+    """The output layer's weight gradient does not wait if it cannot: multi-token prediction looks
+    up in the same weight, and the costs leave nothing for W."""
     costs = costs_of(LIGHT_END, depths=1)
     assert output_layer_waits(place_output_layer(LINE, problem(costs, 2**40)))
     at_once = with_input_gradient(costs)

@@ -25,8 +25,8 @@ from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.compile.program.waits import await_sends
 from megatron_ext.compile.registry import choose
-from megatron_ext.compile.transforms.offload import offload
 from megatron_ext.compile.transforms.vocabulary_costs import share_vocabulary
+from megatron_ext.features.offload.schedule.inserted_copies import offload
 from megatron_ext.schedule.action import Kind, parse_action
 from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts
 from megatron_ext.schedule.costs_text import format_costs, parse_costs
@@ -102,10 +102,10 @@ def copies(program: Program) -> list[Event]:
 def test_what_fits_without_copies_fits_with_them(
     spec: str, limit: str, how: Offload, k: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """v-auto within 0.5x fits, and with half of its activations copied it was refused; zb-auto
-    within one microbatch trained, and with copies its first step ended in a traceback: with copies
-    families made their passes without any limit. No copies, as over a link that is too slow, leave
-    the order that fits."""
+    """A schedule that fits without copies fits with them. v-auto within 0.5x fits, and with half of
+    its activations copied it was refused; zb-auto within one microbatch trained, and with copies
+    its first step ended in a traceback: with copies families made their passes without any limit.
+    Without copies, as over a link that is too slow, the order that fits stays."""
     shorten_search(monkeypatch)
     allowed = problem_of(spec, 3, k, how, limit=limit, microbatches=6)
     build_program(choose(spec), allowed.with_options(activation_offload=NONE))  # it fits
@@ -115,8 +115,8 @@ def test_what_fits_without_copies_fits_with_them(
 
 
 def test_copies_allow_looser_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes that would hold more than the limit fit while a part of them is on the host, and take
-    less time than those that fit without copies."""
+    """Copies allow passes beyond the limit: passes fit while a part of their activations is on the
+    host, and are faster than passes that fit without copies."""
     shorten_search(monkeypatch)
     tight = problem_of("v-auto", 3, 0.2, microbatches=6, limit="0.5x")
     copied = tight.with_options(activation_offload=FULL)
@@ -151,8 +151,9 @@ def without_limit(problem: Problem) -> Problem:
 @settings(PROPERTY, max_examples=70)
 @given(seeds)
 def test_any_schedule_takes_the_copies(seed: int) -> None:
-    """Each pass is where it was, what leaves comes back, and ranks that run in order come to the
-    end; where no link is shared, at the same times as without a copy."""
+    """Any schedule accepts the copies. Each pass stays in its place, offloaded activations come
+    back, and ranks that run in order reach the end; if no link is shared, at the same times as
+    without copies."""
     schedule, problem = random_problem(seed)
     made = await_sends(offload(schedule, problem), problem)
     assert made.compute_rows == schedule.compute_rows
@@ -223,8 +224,9 @@ def test_a_problem_that_does_not_offload_has_no_copies() -> None:
 
 
 def test_copies_drawn() -> None:
-    """p = 1, m = 4, forwards first. While 0F1 runs, what 0F0 made is copied out, and then given
-    back; two leave, and each is copied back during the pass before its own."""
+    """Copies are as drawn on the page: p = 1, m = 4, forward passes first. While 0F1 runs, the
+    activations of 0F0 are copied out, and then freed; two microbatches are offloaded, and each is
+    copied back during the pass before its own."""
     placement = line(1)
     rows = ("0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0",)
     schedule = Schedule(
@@ -253,8 +255,8 @@ def test_copies_drawn() -> None:
     ],
 )
 def test_three_chunks_are_enough(name: str, ranks: int, chunks: int, k: float) -> None:
-    """However many ranks and chunks there are: one that a pass works on, one that leaves or comes,
-    one whose W is near."""
+    """Memory for three chunks is enough, however many ranks and chunks there are: one that a pass
+    works on, one that is being copied, one whose W is near."""
     spec = f"{name}:vpp={chunks}"
     program = all_copied(spec, ranks, k)
     assert chunks_held(program) <= 3
@@ -317,7 +319,8 @@ def test_fit_takes_the_fewest_that_fit(limit: str) -> None:
 
 
 def test_fit_with_a_slow_link_takes_time() -> None:
-    """No link is too slow: passes wait for copies, and the makespan says how long."""
+    """Offload with `fit` works over a slow link but takes time: passes wait for copies, and the
+    makespan says how long."""
     without = makespan(built("1f1b", problem_of("1f1b", 4, 4)))
     program = built("1f1b", problem_of("1f1b", 4, 4, FIT, limit="2"))
     assert chunks_held(program) <= 2
@@ -346,7 +349,8 @@ def test_what_does_not_fit_says_how_much_does() -> None:
 
 
 def test_a_copy_back_can_be_what_does_not_fit() -> None:
-    """Once what it said was only looked for among the passes, and nothing was found."""
+    """If a copy back is what does not fit, the error names it. Only passes were searched for the
+    cause, and nothing was found."""
     placement = line(1)
     text = "0F0 0OFFLOAD_F0 0FREE_F0 0F1 0RELOAD_F0 0B1 0B0"
     problem = Problem(
@@ -361,7 +365,8 @@ def test_a_copy_back_can_be_what_does_not_fit() -> None:
 
 
 def test_without_a_limit_of_its_own_a_family_is_asked_for_all_it_takes() -> None:
-    """The limit is for what stays: gis alone needs 8 microbatches, which must not be refused."""
+    """A family without a limit of its own gets no limit with offload, as the limit is for
+    activations that stay: gis alone needs 8 microbatches, which must not be refused."""
     program = built("gis:vpp=2", problem_of("gis:vpp=2", 8, 0.8, FULL, limit="2"))
     assert chunks_held(program) <= 4
 
@@ -372,8 +377,8 @@ def test_without_a_limit_of_its_own_a_family_is_asked_for_all_it_takes() -> None
 @pytest.mark.parametrize("more", [",link=2", ",duplex=0", ",link=3"])
 @pytest.mark.parametrize("k", [0.2, 1.0])
 def test_those_that_share_a_link_take_turns(more: str, k: float) -> None:
-    """Once copies came before those of another rank whose turn it was, and a step took 1.24 times
-    as long."""
+    """Ranks that share a link take turns. Copies came before those of another rank whose turn it
+    was, and a step took 1.24 times as long."""
     program = built("gis:vpp=2", problem_of("gis:vpp=2", 6, k, FULL, more=more))
     host = program.problem.costs.host
     assert host is not None
@@ -526,7 +531,7 @@ def simulated(*words: str) -> dict[str, object]:
 
 def test_the_command(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    without, full = simulated(), simulated("--offload", "full", "--trace", str(trace))
+    without, full = simulated(), simulated("--activation-offload", "full", "--perfetto", str(trace))
     assert (without["activation_offload"], full["activation_offload"]) == ("none", "full")
     assert full["makespan"] == without["makespan"]
     assert without["host_microbatches"] == [0, 0, 0, 0]

@@ -19,6 +19,7 @@ from megatron_ext.compile.program.memory import in_microbatches, memory_curve, p
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.compile.registry import choose, entries
+from megatron_ext.config import OVERLAP
 from megatron_ext.observe.trace import TraceFile, read_trace, traced_step
 from megatron_ext.planner import fitting
 from megatron_ext.planner.candidate import Variant, VocabMethod
@@ -103,8 +104,8 @@ def proved(schedule: Schedule, problem: Problem = PROBLEM) -> Program:
 
 
 def test_a_pair_by_hand() -> None:
-    """F and I of a microbatch more take one unit together, of which each took one alone. Rank 0
-    gets the gradient when both have ended."""
+    """Overlapped passes by hand: F and I of a later microbatch take one unit together, while each
+    took one alone. Rank 0 gets the gradient when both have ended."""
     assert drawn(simulate(proved(by_hand(GOOD)), PROBLEM.costs)) == table("""
         0  . 1F0 2F0 1F1 2F1    .    2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1 .
         1  0F0 0F1 . 3F0 . 3F1+3I0 3I1 . 0I0 . 0I1 3W0 3W1 0W0 0W1
@@ -122,7 +123,8 @@ def test_messages_of_a_pair_stand_before_and_after_both() -> None:
 
 
 def test_both_are_held_at_once() -> None:
-    """I before F gives its activation back first; the pair takes F's while it has I's."""
+    """Memory of overlapped passes is held at once. If I runs before F, its activation is freed
+    first; overlapped, F's activation is allocated while I's is still held."""
     first = "1F0 2F0 2I0 1F1 2F1 1I0 2I1 1I1 2W0 1W0 2W1 1W1"
     other = "0F0 3F0 3I0 0F1 3F1 3I1 0I0 0I1 3W0 3W1 0W0 0W1"
     whole = f"{first}\n{other}".replace("I", "B")
@@ -254,7 +256,8 @@ def test_interleaved_with_pairs_is_megatrons_combined_order() -> None:
 
 
 def test_dualpipe_v_drawn() -> None:
-    """F of a chunk takes 2, B takes 4, and the two of a pair 5 instead of 6."""
+    """DualPipe's V is as drawn: F of a chunk takes 2, B takes 4, and both overlapped 5 instead of
+    6."""
     program = built("dualpipe-v", 2, 4, "f=4,i=4,w=4,overlap_saving=2")
     assert drawn(simulate(program, program.problem.costs)) == table("""
         0  .  .  1F0 = 2F0 = 1F1 = 2F1 = 1F2+2B0 = = = = 2F2+1B0 = = = = 1F3+2B1 = = = = \
@@ -266,7 +269,8 @@ def test_dualpipe_v_drawn() -> None:
 
 @pytest.mark.parametrize("spec", KEEPING)
 def test_who_keeps_pairs_has_most_forward_passes_in_them(spec: str) -> None:
-    """In the steady state: all but the warm-up's and the first of the last rank."""
+    """A schedule that overlaps passes has most forward passes overlapped: in the steady state all
+    but those of the warm-up and the first of the last rank."""
     program = built(spec, 4, 24)
     passes = 24 * program.problem.placement.stages
     assert len(program.schedule.pairs) > 0.7 * passes
@@ -304,8 +308,8 @@ def test_w_runs_in_pairs_where_more_hides_beside_it() -> None:
 
 
 def test_pairs_keep_to_the_memory_limit() -> None:
-    """A pair takes a chunk more than F behind its backward pass. Within a limit that has no room
-    for it there are fewer."""
+    """Overlapped passes keep to the memory limit. They take a chunk more than F behind its backward
+    pass, so a tight limit has fewer of them."""
     free = built("interleaved", 4, 16)
     most = max(peaks(free.schedule, in_microbatches(free.schedule)))
     alone = built("interleaved", 4, 16, pairs=False)
@@ -461,7 +465,7 @@ def run(*args: str) -> str:
 
 def test_commands(tmp_path: Path) -> None:
     csv = tmp_path / "x.csv"
-    asked = ("dualpipe-v", "--pp", "2", "-m", "8", "--pairs", "--costs", COSTS)
+    asked = ("dualpipe-v", "--pp", "2", "-m", "8", OVERLAP, "--costs", COSTS)
     told = run("simulate", *asked, "--csv", str(csv), "--plot", str(tmp_path / "x.svg"))
     assert "pairs of passes" in told
     assert "of 32" in told
@@ -474,20 +478,21 @@ def test_commands(tmp_path: Path) -> None:
 
 def test_a_certificate_knows_nothing_of_pairs() -> None:
     result = CliRunner().invoke(
-        app, ["simulate", "zb-v", "--pp", "2", "-m", "4", "--pairs", "--certify"]
+        app, ["simulate", "zb-v", "--pp", "2", "-m", "4", OVERLAP, "--certify", "1"]
     )
     assert "--certify bounds passes that run one after the other" in result.output
 
 
 def test_a_plan_of_a_dense_model_has_no_pairs() -> None:
     model = "layers=8,hidden=64,heads=4,sequence=64,vocabulary=128"
-    words = ["plan", "--pp", "2", "-m", "8", "--model", model, "--gpu", "h100", "--pairs"]
-    result = CliRunner().invoke(app, words)
-    assert "a model of --model has no experts, whose messages pairs hide" in result.output
+    sizes = f"pp=2,m=8,{model}"
+    result = CliRunner().invoke(app, ["plan", sizes, OVERLAP, "--gpu", "h100"])
+    assert f"{OVERLAP}: a model of sizes has no experts, whose messages it hides" in result.output
 
 
 def test_a_plan_compares_with_and_without() -> None:
-    """In pairs where they gain, else not; lines have none. And what to write for it."""
+    """A plan compares with and without overlapped passes, recommends them if they gain, and says
+    what to write. Lines have none."""
     training = Training(
         2, 8, lambda placement: parse_costs(COSTS, placement), options=ScheduleOptions(pairs=True)
     )

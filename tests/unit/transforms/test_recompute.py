@@ -75,8 +75,8 @@ def makespan(program: Program) -> float:
 
 
 def test_a_schedule_by_hand() -> None:
-    """F keeps a tenth, R takes the rest at its start; R runs while the rank waits for a
-    gradient."""
+    """A schedule with recompute by hand: F stores a tenth, R takes the rest at its start; R runs
+    while the rank waits for a gradient."""
     program = proved_by_hand(BY_HAND, problem_by_hand(limit=1.1))
     row = program.schedule.rows[0]
     held = memory_curve(row, in_microbatches(program.schedule))
@@ -278,8 +278,8 @@ def test_what_fits_is_within_the_limit(seed: int) -> None:
 def test_a_schedule_takes_less_memory_than_its_order_needs(
     spec: str, limit: float, makespan_: float
 ) -> None:
-    """p = 8, m = 32. 1F1B needs 8 microbatches and takes 1238, zb-v 8 and 1035, interleaved 11.5
-    and 1139."""
+    """Recompute makes a schedule take less memory than its order needs. At p = 8, m = 32 1F1B needs
+    8 microbatches and takes 1238, zb-v 8 and 1035, interleaved 11.5 and 1139."""
     placement = choose(spec).place(8)
     costs = parse_costs("f=10,i=12,w=8,comm=1", placement)
     problem = Problem(
@@ -359,9 +359,9 @@ _WITH_BYTES = (
 def test_a_limit_that_a_refusal_names_is_enough_and_little_less_is_not(
     spec: str, wanted: Recompute, costs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refusal named 104.9 MiB where 40.1 MiB were enough: the last reason counted, and it was
-    that of the family, which knows nothing of what recompute saves. Another named 59.1 MiB where
-    55.3 MiB were enough."""
+    """A limit that a refusal names is enough, and a little less is not. A refusal named 104.9 MiB
+    although 40.1 MiB were enough: the last reason counted, which was that of the family, and
+    families know nothing of recompute. Another named 59.1 MiB although 55.3 MiB were enough."""
     if costs == _WITH_BYTES:
         (tmp_path / "costs.json").write_text(costs)
         costs = str(tmp_path / "costs.json")
@@ -391,8 +391,9 @@ def test_a_limit_that_a_refusal_names_is_enough_and_little_less_is_not(
 
 @pytest.mark.parametrize("spec", ["v-auto", "loop-auto", "wave-auto"])
 def test_an_evaluation_recomputes_nothing(spec: str) -> None:
-    """Families that choose the activations to recompute were given no limit in an evaluation, and
-    said that recompute had none to fit into: the training ended there."""
+    """An evaluation recomputes nothing. Families that choose the activations to recompute got no
+    limit in an evaluation, and said that recompute had none to fit into, which ended the training.
+    """
     resolved = choose(spec).without_search
     placement = resolved.place(2)
     problem = Problem(

@@ -42,7 +42,6 @@ from megatron_ext.schedule.problem import (
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 from megatron_ext.schedule.slices import Lengths, Slices, lengths_of, parse_lengths
-from megatron_ext.schedule.stock_executor import STOCK, STOCK_EXECUTOR
 from megatron_ext.search.bounds import lower_bound
 from megatron_ext.search.certify import certify
 from megatron_ext.search.weight_gradient_filling import makespan
@@ -167,7 +166,8 @@ def test_slimpipe(p: int, m: int) -> None:
     ("attention", "even", "peak"), [(0.1, 28.69, 1.92), (0.3, 32.83, 2.02), (0.5, 36.96, 2.12)]
 )
 def test_balanced_lengths_make_up_for_attention(attention: float, even: float, peak: float) -> None:
-    """Later slices attend to more; lengths of equal costs bring back what equal ones lose."""
+    """Balanced lengths make up for attention. Later slices attend to more tokens; lengths with
+    equal costs regain what equal lengths lose."""
     costs = f"f=1,i=1,w=1,attention={attention}"
     assert figures(built("1f1b", 8, 8, 8, costs))[0] == pytest.approx(even, abs=0.005)
     balanced = figures(built("1f1b", 8, 8, 8, costs, "balanced"))
@@ -183,7 +183,8 @@ def test_balanced_lengths(attention: float, first: float, last: float) -> None:
 
 
 def test_an_eager_warm_up_hides_hops() -> None:
-    """p = 8, m = 32, k = 8, a hop takes a fifth of a slice's F."""
+    """An eager warm-up hides messages: p = 8, m = 32, k = 8, and a message takes a fifth of a
+    slice's F."""
     costs = "f=1,i=1,w=1,comm=0.2"
     lean, eager = (figures(built(f"1f1b:eager={e}", 8, 32, 8, costs)) for e in ("no", "yes"))
     assert lean == pytest.approx((109.8, 1.875), abs=0.05)
@@ -209,8 +210,9 @@ def test_an_eager_warm_up_is_chosen_by_costs_and_limit(name, comm, limit, eager)
 
 
 def test_the_published_interleaved_warm_up_hangs_where_slices_are_more_than_ranks() -> None:
-    """Seq1F1B-I with p = 4, k = 8, v = 2: groups of p slices, (v-1)p + 2(p-1-r) + k-1 forwards
-    first. A rank would go back with a microbatch that has not come through."""
+    """The published interleaved warm-up (Seq1F1B-I) hangs if there are more slices than ranks: p =
+    4, k = 8, v = 2, groups of p slices, (v-1)p + 2(p-1-r) + k-1 forward passes first. A rank would
+    run the backward pass of a microbatch whose forward pass has not ended."""
     p, m, k, chunks = 4, 8, 8, 2
     problem = problem_for("interleaved", p, m, k)
     there = list(batched(problem.forwards, p))
@@ -236,7 +238,7 @@ def test_the_published_interleaved_warm_up_hangs_where_slices_are_more_than_rank
     [(2, 3, 1), (4, 2, 3), *at_night(*product([2, 3, 4], [2, 3, 4, 6], [1, 3, 4]))],
 )
 def test_every_size_is_sound(p: int, k: int, m: int) -> None:
-    """Proved, and in one order of sums."""
+    """Slices of every size are sound: proved, and with one order of sums."""
     for name in TAKES_SLICES:
         program = built(name, p, m, k, "f=3,i=4,w=2,comm=0.1,attention=0.3", "balanced")
         assert bitwise_order(program.schedule), name
@@ -272,7 +274,8 @@ def test_what_is_wrong_is_named(rows: str, message: str) -> None:
 
 
 def test_stages_take_slices_in_one_order() -> None:
-    """Every stage takes a microbatch's slices in order, and yet others than its neighbour."""
+    """All stages must run slices in the same order. Stage 1 runs each microbatch's slices in order,
+    but alternates between two microbatches, which stage 0 does not: this is refused."""
     problem = problem_for("1f1b", 2, 2, 2)
     backward = "{0}B0.1 {0}B0.0 {0}B1.1 {0}B1.0"
     rows = (
@@ -350,7 +353,7 @@ def test_texts_that_are_no_slice(text: str, slices: int, message: str) -> None:
 
 
 def test_csv(tmp_path: Path) -> None:
-    """A table of slices is read back, proved, and cut as the step is."""
+    """A CSV table of slices is read back, proved, and cut as the step is."""
     made = built("zb-h1", 3, 4, 2, "f=1,i=1,w=1,attention=0.5", "balanced")
     text = to_csv(made.schedule)
     assert text.startswith("0F0.0,0F0.1,0F1.0,")
@@ -397,6 +400,11 @@ def test_lengths_without_slices() -> None:
         Slices(1, Lengths.BALANCED)
 
 
+def test_joined_weights_without_slices() -> None:
+    with pytest.raises(ValueError, match="are to be joined, and microbatches are not cut"):
+        Slices(joined_weights=True)
+
+
 def test_lengths_in_tokens() -> None:
     problem = problem_for("1f1b", 2, 2, 4, "f=1,i=1,w=1,attention=0.5", "balanced")
     lengths = problem.slice_lengths(4096, multiple_of=16)
@@ -416,7 +424,8 @@ def test_lengths_in_tokens() -> None:
 
 
 def test_costs_of_slices() -> None:
-    """Slice j of k of equal tokens takes (1-a)/k + a(2j+1)/k^2 of F; W has no attention."""
+    """Costs of slices: slice j of k of equal tokens takes (1-a)/k + a(2j+1)/k^2 of F; W has no
+    attention."""
     problem = problem_for("zb-h1", 2, 1, 4, "f=8,i=12,w=4,comm=1,attention=0.5,latency=0.2")
     costs = problem.costs
     parts = problem.parts(0)
@@ -427,6 +436,61 @@ def test_costs_of_slices() -> None:
     assert costs.of(Action(0, Kind.SEND_F, parts[0])) == pytest.approx(0.2 + 0.8 / 4)
     assert costs.of(Action(0, F, 0)) == 8 and costs.of(Action(0, Kind.SEND_F, 0)) == 1
     assert costs.attention_share == pytest.approx(0.5)
+
+
+def test_joined_w_takes_its_fixed_part_once() -> None:
+    """Each W alone takes the fixed part, and a joined pass takes it with the first slice's W."""
+    problem = problem_for("zb-h1", 2, 1, 4, "f=8,i=12,w=4,fixed_w=2")
+    parts = problem.parts(0)
+    assert [problem.costs.of(Action(0, W, part)) for part in parts] == [2.5] * 4
+    joined = problem.costs.with_slices(joined_weights=True)
+    assert [joined.of(Action(0, W, part)) for part in parts] == [2.5, 0.5, 0.5, 0.5]
+    assert joined.of(Action(0, Kind.FULL_BACKWARD, parts[3])) == 5.5, "W of a whole B stands alone"
+    assert joined.least_on([0], 4) == 24 < problem.costs.least_on([0], 4) == 30
+
+
+@pytest.mark.parametrize("spec", ["zb-h1", "zb-v", "v-half", "zb-auto", "dualpipe-v"])
+def test_joined_w_follow_each_other_and_save_the_fixed_part(spec: str) -> None:
+    """The W of all slices of a microbatch follow each other, from the last slice to the first."""
+    apart = problem_for(spec, 2, 3, 4, "f=10,i=10,w=10,fixed_w=6")
+    slices = replace(apart.slices, joined_weights=True)
+    program = build_program(choose(spec), apart.with_options(slices=slices))
+    for row in program.schedule.rows:
+        passes = [action for action in row if action.kind in (F, I, W, Kind.FULL_BACKWARD)]
+        assert not any(action.kind is Kind.FULL_BACKWARD for action in passes)
+        for place, action in enumerate(passes):
+            if (
+                action.kind is W
+                and isinstance(action.microbatch, Slice)
+                and action.microbatch.is_last
+            ):
+                group = passes[place : place + 4]
+                assert [one.kind for one in group] == [W] * 4
+                assert [int(one.microbatch) for one in group] == [
+                    action.microbatch - number for number in range(4)
+                ]
+    made = simulate(program, program.problem.costs).makespan
+    assert made < simulate(build_program(choose(spec), apart), apart.costs).makespan
+
+
+@pytest.mark.parametrize(
+    "options", [{"activation_offload": Offload.FULL}, {"recompute": Recompute(fit=True)}]
+)
+def test_joined_w_without_what_does_not_know_them(options: dict[str, Any]) -> None:
+    """Offload would free the inputs of each slice's weights at its own W, and all are needed at the
+    last one: the proved peak was half of what a rank held."""
+    problem = problem_for("zb-h1", 2, 3, 4, "f=10,i=10,w=10,d2h=1,h2d=1")
+    slices = replace(problem.slices, joined_weights=True)
+    limited = replace(problem, memory_limit=MemoryLimit(microbatches=1.8))
+    with pytest.raises(ValueError, match="joined W of slices do not go with"):
+        build_program(choose("zb-h1"), limited.with_options(slices=slices, **options))
+
+
+def test_a_schedule_without_w_joins_none() -> None:
+    problem = problem_for("1f1b", 2, 3, 4, "f=1,i=1,w=1")
+    joined = problem.with_options(slices=replace(problem.slices, joined_weights=True))
+    with pytest.raises(ValueError, match="schedule 1f1b has no W whose slices could be joined"):
+        build_program(choose("1f1b"), joined)
 
 
 def test_costs_are_written_and_read(tmp_path: Path) -> None:
@@ -455,9 +519,9 @@ def with_bytes(problem: Problem) -> Problem:
 
 
 def test_bytes_of_slices() -> None:
-    """A slice takes its share of activations from F to I, and of what W needs until W; gradients of
-    keys and values are gathered for the whole microbatch, from its last slice's I to its first's.
-    """
+    """Bytes of slices: a slice takes its share of activations from F to I, and of W's inputs until
+    W; gradients of keys and values are gathered for the whole microbatch, from its last slice's I
+    to its first's."""
     problem = with_bytes(problem_for("zb-h1", 1, 1, 2))
     text = "0F0.0 0F0.1 0I0.1 0W0.1 0I0.0 0W0.0"
     row = tuple(parse_action(action, 2) for action in text.split())
@@ -516,7 +580,7 @@ def test_uneven_slices_hold_by_their_tokens() -> None:
 
 @pytest.mark.search
 def test_zb_auto_of_slices() -> None:
-    """Never slower than others on a line, and within its limit."""
+    """zb-auto of slices is never slower than others on a line, and within its limit."""
     costs = "f=10,i=12,w=8,comm=1,attention=0.3"
     best, h1 = (figures(built(name, 3, 4, 2, costs))[0] for name in ("zb-auto", "zb-h1"))
     assert best <= h1
@@ -554,7 +618,7 @@ def run(*words: str) -> str:
 def test_simulate_tells_of_slices_and_verify_proves_its_table(tmp_path: Path) -> None:
     table, trace = tmp_path / "mine.csv", tmp_path / "trace.json"
     cut = ["--slices", "2", "--slice-lengths", "balanced", "--costs", "f=1,i=1,w=1,attention=0.3"]
-    files = ["--csv", str(table), "--trace", str(trace)]
+    files = ["--csv", str(table), "--perfetto", str(trace)]
     said = " ".join(run("simulate", "zb-h1", "--pp", "2", "-m", "3", *cut, *files).split())
     assert "slices of a microbatch 2, balanced" in said
     assert "but for rounding; to the last bit those of other schedules of these slices" in said
@@ -564,6 +628,15 @@ def test_simulate_tells_of_slices_and_verify_proves_its_table(tmp_path: Path) ->
     assert "every stage takes its slices in one order" in proved
     figures_of = json.loads(run("simulate", str(table), "--pp", "2", "-m", "3", *cut, "--json"))
     assert (figures_of["slices"], figures_of["slice_lengths"]) == (2, "balanced")
+
+
+def test_simulate_joins_w() -> None:
+    words = ["zb-v", "--pp", "4", "-m", "4", "--slices", "2", "--costs", "f=10,i=10,w=10,fixed_w=3"]
+    joined = [*words, "--join-slice-weights"]
+    assert "2, even, their W joined" in run("simulate", *joined)
+    of = [json.loads(run("simulate", *given, "--json")) for given in (words, joined)]
+    assert [made["join_slice_weights"] for made in of] == [False, True]
+    assert [made["makespan"] for made in of] == [141, 132.5], "as docs/slices.md has them"
 
 
 OWN = """
@@ -585,62 +658,10 @@ def test_a_family_of_a_users_takes_slices(tmp_path: Path) -> None:
 
 
 def test_plan_compares_schedules_of_slices() -> None:
-    asked = ["plan", "--pp", "2", "-m", "2", "--slices", "2", "--slice-lengths", "balanced"]
+    flags = ["--pipeline-slices", "2", "--pipeline-slice-lengths", "balanced"]
+    asked = ["plan", "pp=2,m=2", *flags]
     said = run(*asked, "--all", "--costs", "f=10,i=12,w=8,attention=0.3")
     assert re.search(r"^verdict: +--pipeline-schedule \S+ --pipeline-slices 2 "
                      r"--pipeline-slice-lengths balanced$", said, re.MULTILINE)  # fmt: skip
     assert re.search("^now: +Megatron's 1f1b, is not compared", said, re.MULTILINE)
     assert "zb-h1" in said and "hanayo" in said
-
-
-# ---- The page
-
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "slices.md").read_text()
-_ROW = re.compile(r"^\| `([\w-]+)` \|((?: [\d.]+ at [\d.]+ \|){4})$", re.MULTILINE)
-
-
-@pytest.mark.search
-@pytest.mark.parametrize(("name", "cells"), _ROW.findall(PAGE))
-def test_figures_of_the_page(name: str, cells: str) -> None:
-    for k, cell in zip(KS, cells.strip("| ").split("|"), strict=True):
-        problem = problem_for(name, 8, 32, k)
-        made = choose(name).build(problem)
-        peak = max(peaks(made, in_microbatches(made)))
-        assert f"{makespan(made, problem):g} at {peak:g}" == cell.strip(), k
-
-
-_OFFLOADED = re.compile(r"^\| `([\w-]+)`, (whole|four slices) \|(.*)\|$", re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("name", "cut", "cells"), [*_OFFLOADED.findall(PAGE)[:1], *at_night(*_OFFLOADED.findall(PAGE))]
-)
-def test_the_table_of_offload(name: str, cut: str, cells: str) -> None:
-    k = 1 if cut == "whole" else 4
-    lengths = "even" if cut == "whole" else "balanced"
-    costs = re.findall(r"`(f=10\S+d2h=6)`", PAGE)[0]
-    problem = problem_for(name, 4, 8, k, costs, lengths)
-    stages = problem.placement.stages
-    held = {Held.ACTIVATION: (64.0,) * stages, Held.WEIGHT_INPUTS: (32.0,) * stages}
-    known = problem.costs.with_passes(held_bytes=held).with_slices(keys_values=(8.0,) * stages)
-    for way, cell in zip(("none", "half", "full"), cells.split("|"), strict=True):
-        asked = replace(problem, costs=known).with_options(activation_offload=Offload(way))
-        made = build_program(choose(name), asked)
-        takes = simulate(made, known).makespan
-        most = max(peaks(made.schedule, in_bytes(known))) / (64 * problem.placement.chunks)
-        written, at = map(float, cell.split("at"))
-        assert (takes, most) == pytest.approx((written, at), abs=0.51)
-        assert most == pytest.approx(at, abs=0.006)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
-def test_the_command_of_the_page(name: str) -> None:
-    costs = re.findall(r"--costs (f=10\S+)", PAGE)[0]
-    figures_of = re.search(rf"`{name}` (\d+) \((\d+)", PAGE)
-    assert figures_of is not None
-    for k, lengths, written in ((4, "balanced", 1), (1, "even", 2)):
-        problem = problem_for(name, 8, 8, k, costs, lengths)
-        if k == 1 and name in STOCK:
-            problem = replace(problem, stock=STOCK_EXECUTOR)
-        takes = simulate(build_program(choose(name), problem), problem.costs).makespan
-        assert round(takes) == int(figures_of[written])

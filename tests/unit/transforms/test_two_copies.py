@@ -64,7 +64,8 @@ def seconds(schedule: Schedule, hop: float) -> float:
 def test_published_figures(
     name: str, p: int, m: int, makespan: int, peaks_of_stages: tuple[int, ...]
 ) -> None:
-    """The papers count B as twice the time of F."""
+    """Schedules of two model copies have their published figures. The papers count B as twice the
+    time of F."""
     schedule = scheduled(name, p // 2, m // 2)
     assert seconds(schedule, 0) == makespan
     chunks = schedule.placement.chunks
@@ -74,7 +75,8 @@ def test_published_figures(
 
 
 def test_bitpipes_bubble_where_passes_take_as_long() -> None:
-    """(p-2) / (4m + p-2) of all, with m = p: 19 stages' time of p = 8."""
+    """BitPipe's published bubble holds if passes take equal time: (p-2) / (4m + p-2) of all, with m
+    = p: 19 stages' time of p = 8."""
     placement = choose("bitpipe").place(4)
     problem = Problem(placement, 4, uniform(placement, 2, 1, 1))
     timeline = simulate(build_program(choose("bitpipe"), problem), problem.costs)

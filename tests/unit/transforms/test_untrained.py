@@ -86,8 +86,9 @@ def test_it_takes_less_time_and_memory(spec: str) -> None:
 @pytest.mark.parametrize("first_trained_stage", [1, 2])
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "interleaved-zb", "zb-v"])
 def test_messages_do_not_pile_up(spec: str, first_trained_stage: int) -> None:
-    """The first stages have less to do than the others, and nothing to wait for. With a wait for
-    each send only at the row's end they would be done when the others have just begun."""
+    """Messages of untrained stages do not pile up. The first stages have less to do than the
+    others, and nothing to wait for. If each waited for its sends only at the row's end, it would be
+    done when the others have just begun."""
     costs = problem(spec, 0).costs.with_links(message_bytes=1.0)
     asked = replace(problem(spec, first_trained_stage), costs=costs, microbatches=24)
     program = build_program(choose(spec), asked)
@@ -146,7 +147,8 @@ def test_post_validation(first_trained_stage: int) -> None:
 
 
 def test_what_is_kept_counts_against_a_limit() -> None:
-    """1F1B's first rank holds three microbatches, of 8 bytes each, and the second two."""
+    """Memory before the first trained stage counts against a limit: 1F1B's first rank stores three
+    microbatches, of 8 bytes each, and the second two."""
     within = replace(problem("1f1b", 1), memory_limit=MemoryLimit(bytes=16))
     program = build_program(choose("1f1b"), within)
     assert peaks(program.schedule, in_bytes(program.problem.costs)) == [0, 16, 8]
@@ -178,7 +180,8 @@ def test_a_line_says_so() -> None:
 
 @pytest.mark.parametrize("spec", ["1f1b", "interleaved-zb", "zb-v"])
 def test_clocks_are_compared_by_what_is_sent(spec: str) -> None:
-    """Nothing comes back to the first stages, by which their clocks could be bounded."""
+    """Clocks of untrained stages are compared by what they send: no gradient comes back to the
+    first stages that would bound their clocks."""
     program = made(spec, 2)
     timeline = simulate(program, program.problem.costs)
     metrics = metrics_of(told(program, [timeline]), timeline, overlap=False)

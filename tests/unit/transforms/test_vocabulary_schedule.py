@@ -16,8 +16,8 @@ from megatron_ext.compile.program.memory import Amount, in_bytes, in_microbatche
 from megatron_ext.compile.program.simulate import simulate, simulate_unproved
 from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.compile.registry import choose
-from megatron_ext.compile.transforms.vocabulary import divide_vocabulary
 from megatron_ext.compile.transforms.vocabulary_costs import share_vocabulary
+from megatron_ext.features.vocabulary.schedule.vocabulary import divide_vocabulary
 from megatron_ext.schedule.action import Kind, parse_action
 from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts, uniform
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Where
@@ -91,8 +91,9 @@ def check(program: Program) -> None:
 @settings(PROPERTY, max_examples=30)
 @given(seeds)
 def test_any_line_or_v_takes_them_and_holds_one_or_two_more(seed: int) -> None:
-    """Once passes were moved by time, and a rank that waits for others held up to one more yet; a
-    pass that takes no time, and a hop longer than an interval, came before what it needs."""
+    """Any line or V accepts vocabulary passes and stores one or two microbatches more. Passes were
+    moved by time, and a rank that waits for others stored up to one more; a pass that takes no
+    time, and a message longer than an interval, came before what it needs."""
     name, problem = random_problem(Random(seed), LINES + VS, 9)
     program = build_program(choose(name), problem)
     check(program)
@@ -111,8 +112,8 @@ def test_any_line_or_v_takes_them_and_holds_one_or_two_more(seed: int) -> None:
 @settings(PROPERTY, max_examples=35)
 @given(seeds)
 def test_any_schedule_takes_them(seed: int) -> None:
-    """Schedules here have microbatches that overtake one another, any placement, and B as well as I
-    and W."""
+    """Any schedule accepts vocabulary passes: with microbatches that overtake one another, any
+    placement, and B as well as I and W."""
     random = Random(seed)
     case = random_case(seed)
     problem = case.problem.with_options(p2p=P2P.ASYNC, vocab_parallel=random.choice([ONE, TWO]))
@@ -286,13 +287,29 @@ def timed(
     return alone, simulate_unproved(divided, problem).makespan
 
 
+def test_shards_slow_the_layers_beside_their_collectives() -> None:
+    """By shares of an estimate; costs that are given or measured say what they say."""
+    placement = choose("1f1b").place(4)
+    layers = uniform(placement, 10.0, 12.0, 8.0)
+    vocabulary = VocabularyCosts((8.0, 8.0, 8.0), launch=0.5, rescaling=4.0, contention=(0.1, 0.05))
+    for how, passes in ((ONE, (2.5, 2.5)), (TWO, (4.5, 0.0))):
+        shared = share_vocabulary(layers.with_vocabulary(vocabulary), placement, how).seconds
+        slower = [shared[kind][1] for kind in PASSES]
+        assert slower == pytest.approx([11.0, 12.6, 8.4])
+        assert (shared[Kind.LOGITS][1], shared[Kind.LOGITS_INPUT][1]) == passes
+        assert shared[Kind.LOGITS_WEIGHT][1] == 3.0
+    given = share_vocabulary(layers.with_vocabulary(VocabularyCosts((8.0,) * 3)), placement, ONE)
+    assert [given.seconds[kind][1] for kind in PASSES] == [10.0, 12.0, 8.0]
+
+
 _BUILT: dict[tuple[str, int, int], Schedule] = {}
 
 
 @pytest.mark.search
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-auto", "zb-v", "v-half", "v-min", "v-auto"])
 def test_a_head_costs_its_share(name: str) -> None:
-    """m intervals, the schedule's own fill, and one interval or two."""
+    """An output layer costs its share: a step takes m intervals, the schedule's own fill, and one
+    interval or two."""
     ranks, m = 8, 128 if IS_NIGHT else 24
     for head, how in zip((0.5, 1, 2, 4), itertools.cycle((ONE, TWO)), strict=False):
         alone, makespan = timed(name, head, how, ranks, m)

@@ -1,4 +1,4 @@
-"""Hooks of metrics."""
+"""Hooks of metrics (``--pipeline-metrics``): an observer of steps, ours and Megatron's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MetricsHooks(TrainingHooks):
 
     @override
     def observers(self) -> Sequence[StepObserver[Step]]:
-        return [StepMetrics(overlap=self._config.post_validation)]
+        return [StepMetrics(overlap=self._config.options.steps_overlap)]
 
     @override
     @classmethod

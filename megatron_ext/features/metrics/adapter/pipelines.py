@@ -23,7 +23,7 @@ class Pipelines:
     def __init__(self) -> None:
         store = store_of_all()
         self._store = None if store is None else dist.PrefixStore(_PREFIX, store)
-        self._number: int | None = None  # of the own pipeline, from 1 on
+        self._number: int | None = None  # number of the rank's own pipeline, from 1 on
 
     def publish(self, busy: Sequence[float]) -> None:
         """Write the seconds of passes of the own pipeline, by its ranks. Its last rank calls it."""

@@ -33,12 +33,13 @@ from megatron_ext.runtime.measure.exchange import AsyncAllGather
 from megatron_ext.runtime.measure.step_sums import StepSums
 from megatron_ext.schedule.timeline import Timeline
 
-WARM_UP = 1  # steps that are not measured: kernels load, caches fill
+WARM_UP = 1  # steps that are not measured, since kernels load and caches fill in them
 
 
 @dataclass(frozen=True)
 class _Due:
-    """Pending figures of ``program`` for the iterations from ``first`` to ``last``."""
+    """Figures of ``program`` for the iterations from ``first`` to ``last``, whose exchange is
+    pending."""
 
     exchange: AsyncAllGather
     program: Program
@@ -47,7 +48,8 @@ class _Due:
 
 
 class StepMetrics(StepObserver[ObservedStep]):
-    """Logs the metrics of an interval's steps. ``overlap``: consecutive steps overlap."""
+    """Observer that logs the metrics of an interval's steps. ``overlap``: consecutive steps
+    overlap."""
 
     def __init__(self, *, overlap: bool) -> None:
         device = torch.device(torch.cuda.current_device())
@@ -56,25 +58,25 @@ class StepMetrics(StepObserver[ObservedStep]):
         self._pipelines = Pipelines()
         self._log = _Log(overlap, self._pipelines)
         self._calls = 0
-        self._iteration = 0  # of the latest step
+        self._iteration = 0  # iteration of the latest step
         self._first = 0  # first iteration whose figures have not been exchanged
         self._pipeline: dist.ProcessGroup | None = None
         self._due: deque[_Due] = deque()
 
     def begin(self, step: ObservedStep) -> None:
-        """Record the step. Starts an exchange over the pipeline if the previous one's is due."""
+        """Record the step, and start an exchange over the pipeline if the previous one's is due."""
         self._calls += 1
         iteration = current_iteration() or self._calls
         self._pipeline = step.pipeline
         self._steps.add_up()
-        if iteration != self._iteration:  # Megatron can rerun an iteration
+        if iteration != self._iteration:  # Megatron may rerun an iteration
             self._exchange_if_due()
         self._iteration = iteration
         if self._calls > WARM_UP:
             self._steps.begin(step.recorder)
 
     def end(self, step: ObservedStep) -> None:
-        """Log the figures that have arrived."""
+        """Log the metrics that have arrived."""
         if self._pipeline is None:
             return
         if step.program is not self._steps.program:
@@ -83,7 +85,7 @@ class StepMetrics(StepObserver[ObservedStep]):
         self._log_what_has_come()
 
     def finish(self, iteration: int) -> None:
-        """Log the remaining figures, if Megatron logs at this iteration. Collective over the
+        """Log the remaining metrics, if Megatron logs at this iteration. Collective over the
         pipeline."""
         if self._pipeline is None:
             return
@@ -118,7 +120,7 @@ class StepMetrics(StepObserver[ObservedStep]):
 
 
 class _Log:
-    """Destination of the figures, at Megatron's own intervals."""
+    """Destination of the metrics, which are logged at Megatron's own intervals."""
 
     def __init__(self, overlap: bool, pipelines: Pipelines | None = None) -> None:
         self._overlap = overlap
@@ -126,9 +128,9 @@ class _Log:
         self._departure = Departure()
         self._slow_ranks = SlowRanks()
         self._program: Program | None = None
-        self._predicted: Timeline | None = None  # of that program
-        self._first = 0  # first iteration that no line includes yet
-        self._since: list[RankSums] = []  # sums since then, of each rank
+        self._predicted: Timeline | None = None  # prediction for that program
+        self._first = 0  # first iteration of the next line in the log
+        self._since: list[RankSums] = []  # sums of each rank since the last line in the log
         self._has_said = False
 
     def add(self, ranks: list[RankSums], program: Program, first: int, last: int) -> None:
@@ -177,5 +179,6 @@ class _Log:
 
 
 def _is_logged(iteration: int) -> bool:
-    """Whether Megatron logs ``iteration``, in its line or to its writers; the same on all ranks."""
+    """Return whether Megatron logs ``iteration``, in its line or to its writers; the same on all
+    ranks."""
     return iteration % line_interval() == 0 or (has_writers() and iteration % log_interval() == 0)

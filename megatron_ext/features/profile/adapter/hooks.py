@@ -1,4 +1,9 @@
-"""Hooks of costs that a training measures."""
+"""Hooks of costs that a training measures (``--pipeline-costs profile``).
+
+Measured seconds are those of passes that run one at a time, in iterations that the training will
+reach. What does not go with that, such as overlapped passes or a file that cannot be written, is
+refused before the training begins.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ from megatron_ext.schedule.dealing import MicrobatchOrder
 
 
 class ProfileHooks(TrainingHooks):
-    """Costs measured in the first steps, and a program for them."""
+    """Hooks for costs measured in the first steps, and for a program that is made with them."""
 
     @override
     @classmethod
@@ -62,7 +67,7 @@ def _refuse_overlap(settings: Any, ours: PipelineConfig) -> None:
 
 
 def _check(args: Any, config: PipelineConfig) -> None:
-    """Refuse a measurement of iterations that will not run, or into a file that cannot be written.
+    """Refuse to measure iterations that will not run, or to write a file that cannot be written.
 
     Raises:
         ValueError: the iterations or the file are impossible.
@@ -75,7 +80,8 @@ def _check(args: Any, config: PipelineConfig) -> None:
             f"iterations, and --train-iters is {args.train_iters}: train longer, or give a costs "
             f"file or 'estimate'"
         )
-    if config.costs.text == PROFILE:  # goes into a folder that is checked, or made, anyway
+    # The file goes into the folder of checkpoints, which is checked or made anyway.
+    if config.costs.text == PROFILE:
         return
     make_folder(path.parent, f"--pipeline-costs {config.costs}: the file's folder")
     if path.is_dir():

@@ -68,7 +68,7 @@ from megatron_ext.schedule.problem import VocabularyParallel
 
 # Seconds of collectives on this machine by their bytes, by the ranks that take part.
 _Collectives = Mapping[Group, Mapping[float, float]]
-_SELDOMER = 8  # all ranks meet again after 1/8 as many further training steps
+_SELDOMER = 8  # all ranks meet again after 1/8 as many further training steps as have run
 
 
 def costs_path(config: PipelineConfig, args: Any) -> Path | None:
@@ -112,16 +112,18 @@ class StepProfile(StepObserver[Step]):
     """
 
     def __init__(self, path: Path, programs: Programs, *, by_place: bool) -> None:
-        """``by_place``: whether microbatches are ordered, and costs are measured by place."""
+        """Initialise the profile. ``by_place``: whether microbatches are ordered, and costs are
+        measured by place."""
         self._path = path
         self._programs = programs
         self._by_place = by_place
         self._profiles: dict[BatchShape, Profile] = {}
-        self._ready: dict[BatchShape, _Measured] = {}  # measured by this rank, and not yet used
+        # Costs by shape that this rank has measured and not yet used.
+        self._ready: dict[BatchShape, _Measured] = {}
         self._measured: set[BatchShape] = set()
         self._count = 0  # training steps
         self._meets = STEPS  # training step after which all ranks exchange their measurements
-        self._steps: MeasuredSteps | None = None  # since the costs were measured
+        self._steps: MeasuredSteps | None = None  # steps since the costs were measured
         self._pipeline: dist.ProcessGroup | None = None
         self._is_written = False
         told = f"costs are measured in iterations 2 to {STEPS}, and written to {path}"
@@ -142,7 +144,8 @@ class StepProfile(StepObserver[Step]):
             self._profiles[step.shape].begin(step.recorder)
 
     def end(self, step: Step) -> None:
-        """Use the costs that all ranks have measured by now, if all ranks meet after this step."""
+        """Take over the costs that all ranks have measured by now, if all ranks meet after this
+        step."""
         self._count += 1
         if step.shape in self._measured:
             if self._steps is not None:
@@ -157,7 +160,8 @@ class StepProfile(StepObserver[Step]):
             self._meet(step)
 
     def _meet(self, step: Step) -> None:
-        """Use the costs of the shapes that every rank has measured. Collective over the world."""
+        """Take over the costs of the shapes that every rank has measured. Collective over the
+        world."""
         gathered = gather_from_all(
             {shape: measured.figures for shape, measured in self._ready.items()}
         )
@@ -196,8 +200,8 @@ class StepProfile(StepObserver[Step]):
     def _use_places(
         self, step: Step, shape: BatchShape, ranks: list[RankFigures], now: Program
     ) -> None:
-        """Run a program for the costs of the places in a step, if it is better than ``now``.
-        Collective over the world."""
+        """Run a program for the costs of microbatches' places, if it is better than the program
+        ``now``. Collective over the world."""
         if captures(step.call.config):
             said = "kept, as CUDA graphs are captured in its order"
         else:
@@ -217,7 +221,7 @@ class StepProfile(StepObserver[Step]):
         log_single_rank(logger, logging.INFO, f"{what} {said}")
 
     def _costs(self, measured: _Measured, shape: BatchShape, ranks: list[RankFigures]) -> Costs:
-        """Return the costs of ``shape``, which all ranks have measured."""
+        """Return the measured costs of ``shape``, which all ranks have measured."""
         estimate = self._programs.costs[shape]
         what = f"{measured.what}, {MEASURED} iterations"
         costs = measured_costs(measured.program, estimate, ranks, what)
@@ -226,8 +230,8 @@ class StepProfile(StepObserver[Step]):
     def _layers(
         self, program: Program, shape: BatchShape, costs: Costs, collectives: _Collectives
     ) -> LayerCosts | None:
-        """Return the costs per layer type; None if layers are not known, or only some of them are
-        trained."""
+        """Return the measured costs by layer type; None if the layers are not known, or only some
+        of them are trained."""
         basis = self._programs.bases.get(shape)
         if basis is None:
             return None
@@ -268,9 +272,10 @@ class StepProfile(StepObserver[Step]):
 
     def _write(self, costs: Costs, measured: Mapping[str, Any]) -> None:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)  # Megatron makes it at a save
+            # Megatron makes this folder when it saves a checkpoint.
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             save_costs(costs, self._path, measured)
-        except OSError as error:  # a full disk is no reason to end a training
+        except OSError as error:  # a full disk does not end a training
             self._is_written = False
             logger.error(f"costs are not written to {self._path}: {error}")
         else:
@@ -310,10 +315,14 @@ def _machine_factors(basis: Basis, collectives: _Collectives) -> MachineFactors 
     """Return factors of single operations on this GPU; None without one, or if the estimate knows
     no shapes on it."""
     model, execution, rates = basis.model, basis.execution, basis.rates
-    precisions = (Precision.BF16, Precision.FP8)  # torch has products of its own in these
+    precisions = (
+        Precision.BF16,
+        Precision.FP8,
+        Precision.MXFP8,
+    )  # precisions whose products torch has itself
     if not _is_on_gpu() or not rates.sms or execution.precision not in precisions:
         return None
-    measure = partial(product_seconds, in_fp8=execution.precision is Precision.FP8)
+    measure = partial(product_seconds, in_fp8=execution.precision is not Precision.BF16)
     is_bf16 = execution.precision is Precision.BF16
     grouped = timed_grouped(model, execution, rates, grouped_seconds) if is_bf16 else ()
     attention, backward = timed_attention(model, execution, rates, attention_seconds)
@@ -336,7 +345,7 @@ def _machine_factors(basis: Basis, collectives: _Collectives) -> MachineFactors 
 
 
 def _is_compared(pipeline: dist.ProcessGroup) -> bool:
-    """Whether Megatron's log is about ``pipeline``."""
+    """Return whether Megatron's log is about ``pipeline``."""
     return dist.get_world_size() - 1 in dist.get_process_group_ranks(pipeline)
 
 

@@ -1,4 +1,9 @@
-"""Fingerprint of a race: what is timed and on which machine, for its report and the next start."""
+"""Fingerprint of a race: what is timed and on which machine, for its report and the next start.
+
+A race may take more iterations than a job runs, so its measurements are stored for the next start.
+They count there only if the same thing is timed on the same machine: versions, model, sizes and
+flags are compared by readable names, so that a refusal can say what differs.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +19,16 @@ from megatron_ext.config import PipelineConfig, flag_with_value, setting_of
 
 
 def run_fingerprint(call: Call, ours: PipelineConfig) -> dict[str, str]:
-    """Return machine, versions, model and sizes of ``call``, by readable names."""
+    """Return the fingerprint of a run: machine, versions, model and sizes of ``call``, by readable
+    names."""
     return {
         "GPU": f"{dist.get_world_size()} x {_device()}",
         "torch": str(torch.__version__),
-        # without the commit of a surrounding repository
+        # The version is compared without the commit of a surrounding repository.
         "Megatron": megatron.core.__version__.partition("+")[0],
         "TE": str(getattr(sys.modules.get("transformer_engine"), "__version__", "none")),
-        "megatron_ext": sys.modules["megatron_ext"].__version__,  # not imported: it imports this
+        # Read from sys.modules, as megatron_ext imports this module.
+        "megatron_ext": sys.modules["megatron_ext"].__version__,
         "model": _model(call.config),
         "sizes": ", ".join([*_sizes(call), *_settings(ours)]),
     }

@@ -1,4 +1,9 @@
-"""Hooks of a race of schedules."""
+"""Hooks of a race of schedules.
+
+In a race the schedule changes from turn to turn, so the programs of all contestants are made before
+the training, and one of them is chosen when a step begins. Work between two steps, such as a save,
+interrupts a turn.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ from megatron_ext.runtime.interruption import heard_if_it_fails
 
 
 class RaceHooks(TrainingHooks):
-    """Schedule of each step while several race."""
+    """Hooks that choose the schedule of each step during a race."""
 
     def __init__(self, config: PipelineConfig, programs: Programs) -> None:
         super().__init__(config, programs)

@@ -47,14 +47,14 @@ from megatron_ext.race.rounds import ROUNDS, TIMED, WARM_UP, Race
 from megatron_ext.runtime.host.host_memory import HostMemory
 from megatron_ext.runtime.world import gather_from_all, told_by_rank_0
 
-FIRST = 2  # iterations before the race: caches fill, kernels load
+FIRST = 2  # iterations before the race, in which caches fill and kernels load
 
-_Key = tuple[int, int, int]  # of the raced steps: micro batch, sequence, microbatches
+_Key = tuple[int, int, int]  # sizes of the raced steps: micro batch, sequence length, microbatches
 
 
 @dataclass(frozen=True)
 class _MeetingMessage:
-    """Message of a rank to all others at a meeting.
+    """Message that a rank sends to all others at a meeting of the race.
 
     Attributes:
         is_steady: all steps since counting began had one size.
@@ -83,10 +83,10 @@ class StepRace(StepObserver[Step]):
         self._resolved_specs = dict(zip(config.race.specs, config.race.resolved_specs, strict=True))
         self._programs = programs
         self._count = 0  # training steps
-        self._meets = 1  # training step before which all ranks meet next
-        self._pause = FIRST  # steps until the next meeting if no turn begins
+        self._meets = 1  # training step before which all ranks next exchange their measurements
+        self._pause = FIRST  # number of steps until the next meeting if no turn begins
         self._key: _Key | None = None
-        self._is_steady = True  # steps have been of one size
+        self._is_steady = True  # whether all steps so far had one size
         self._facts: dict[str, str] = {}  # fingerprint of this run
         self._known: RaceRecord | None = None  # record of an earlier start
         self._knows = False  # whether that record has the same fingerprint
@@ -95,7 +95,7 @@ class StepRace(StepObserver[Step]):
         self._made: dict[str, Program] = {}
         self._bubbles: dict[str, list[float]] = defaultdict(list)
         self._peaks: dict[str, float] = {}
-        self._kept: str | None = None  # the schedule after the race
+        self._kept: str | None = None  # the schedule that the training runs after the race
         self._is_written = True
 
     # ---- Choice of the schedule
@@ -187,7 +187,7 @@ class StepRace(StepObserver[Step]):
             self._pause *= 2
 
     def _message(self, shape: BatchShape) -> _MeetingMessage:
-        """Return the message of this rank."""
+        """Return the message of this rank for a meeting."""
         known = self._known
         other = "" if known is None else first_difference(self._fingerprint, known.fingerprint)
         message = _MeetingMessage(self._is_steady, self._waits_for_costs(shape), other)
@@ -198,7 +198,7 @@ class StepRace(StepObserver[Step]):
         return replace(message, seconds=self._turn.seconds(), peak=self._turn.peak)
 
     def _begin_anew(self, gathered: list[_MeetingMessage]) -> None:
-        """Count steps from now on: the times of earlier ones cannot be compared."""
+        """Count steps of the race from now on: the times of earlier ones cannot be compared."""
         if self._race is not None:
             _say("race: the number or shape of microbatches has changed, and it begins anew")
         self._race, self._turn = None, None
@@ -230,8 +230,8 @@ class StepRace(StepObserver[Step]):
         return self._contestants.baseline
 
     def _begin(self, make: Callable[[], Program], host_memory: HostMemory) -> None:
-        """Build all programs, which proves that they respect the memory limit, and drop the
-        candidates that some rank cannot build. Collective over the world."""
+        """Build the programs of all contestants, which proves that they respect the memory limit,
+        and drop the candidates that some rank cannot build. Collective over the world."""
         contestants = self._contestants
         self._race = race = Race(contestants.baseline, contestants.candidates)
         for spec in contestants.specs:
@@ -274,7 +274,8 @@ class StepRace(StepObserver[Step]):
         if program is not None:
             self._programs.forget(program)
         host_memory.give_back_to(planned)
-        gather_from_all(None)  # no rank counts the next program before all have released this one
+        # All ranks release this program before any rank counts the memory of the next one.
+        gather_from_all(None)
         return whys[0]
 
     # ---- Times
@@ -349,8 +350,8 @@ class StepRace(StepObserver[Step]):
     # ---- Record for the next start
 
     def _recall(self) -> RaceRecord | None:
-        """Return the record of an earlier start, as global rank 0 reads it. Collective over the
-        world."""
+        """Return the race record of an earlier start, as global rank 0 reads it. Collective over
+        the world."""
 
         def read() -> RaceRecord | None:
             folder = _folder("load")
@@ -371,7 +372,7 @@ class StepRace(StepObserver[Step]):
         record = RaceRecord(self._fingerprint, race.rounds, self._figures(), winner)
         try:
             save_race_record(record, folder / NAME)
-        except OSError as error:  # a full disk is no reason to end a training
+        except OSError as error:  # a full disk does not end a training
             if self._is_written:
                 logger.error(f"what the race measures is not written to {folder / NAME}: {error}")
             self._is_written = False

@@ -24,17 +24,19 @@ from megatron_ext.runtime.recording import clock_of
 
 
 class Turn:
-    """Turn on one rank. ``steps`` has the passes of its timed iterations."""
+    """Turn of a schedule in a race, on one rank. ``steps`` has the passes of its timed
+    iterations."""
 
     def __init__(self, device: torch.device) -> None:
         self.steps = MeasuredSteps(device)
-        self.peak = 0  # bytes, in the warm-up
+        self.peak = 0  # peak bytes in the warm-up
         self._device = device
         self._clock = clock_of(device)
         self._begun = 0
         self._events: list[Any] = []
         self._counting: PeakBytes | None = None
-        self._interrupted: set[int] = set()  # events that an evaluation or a save follows
+        # Positions of events that an evaluation or a checkpoint's save follows.
+        self._interrupted: set[int] = set()
 
     def begin_iteration(self) -> None:
         """Mark the end of the previous iteration."""
@@ -44,11 +46,12 @@ class Turn:
 
     @property
     def missing(self) -> int:
-        """Number of further iterations that the turn needs, if nothing interrupts them."""
+        """Number of further iterations that the turn needs, if no evaluation or save interrupts
+        them."""
         return max(TIMED - (len(self._events) - 1 - len(self._interrupted)), 0)
 
     def interrupt(self) -> None:
-        """Exclude the current iteration: something other than a step follows it."""
+        """Exclude the current iteration of the turn: an evaluation or a save follows it."""
         if self._events:
             self._interrupted.add(len(self._events) - 1)
 

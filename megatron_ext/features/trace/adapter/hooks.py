@@ -1,4 +1,8 @@
-"""Hooks of a trace."""
+"""Hooks of a trace (``--pipeline-trace``): an observer of the traced iterations.
+
+A trace that could not be written, or of iterations that will not run, is refused before the
+training begins.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from megatron_ext.observe.trace import TRACED_OF_RUN
 
 
 class TraceHooks(TrainingHooks):
-    """Trace of some iterations."""
+    """Hooks that trace some iterations."""
 
     @override
     @classmethod
@@ -31,7 +35,7 @@ class TraceHooks(TrainingHooks):
     def observers(self) -> Sequence[StepObserver[Step]]:
         config = self._config
         assert config.trace is not None
-        return [StepTrace(config.trace, config.trace_iters, overlap=config.post_validation)]
+        return [StepTrace(config.trace, config.trace_iters, overlap=config.options.steps_overlap)]
 
     @override
     @classmethod

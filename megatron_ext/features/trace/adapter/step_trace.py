@@ -36,14 +36,16 @@ from megatron_ext.runtime.recording import Recording, clock_of
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
 
 _Recorded = tuple[list[Event], list[GradientReduction]]
-_OfRank = tuple[list[_Recorded], float | None]  # its steps, and `reserved_beyond_allocated`
-_MOST_STEPS = 64  # of stock in memory, for the report after the last
-_SECONDS = 5.0  # limit for the what-if analysis, while the other ranks wait with their next step
+# Recorded steps of a rank, and its `reserved_beyond_allocated`.
+_OfRank = tuple[list[_Recorded], float | None]
+_MOST_STEPS = 64  # most steps of stock that stay in memory, for the report after the last step
+# Time limit in seconds of the what-if analysis, while the other ranks wait with their next step.
+_SECONDS = 5.0
 
 
 class StepTrace(StepObserver[ObservedStep]):
-    """Records the training steps of ``iterations`` and writes them to ``folder``. If ``iterations``
-    is None, they are `TRACED_OF_RUN`.
+    """Observer that records the training steps of ``iterations`` and writes them to ``folder``. If
+    ``iterations`` is None, they are `TRACED_OF_RUN`.
 
     Args:
         overlap: consecutive steps overlap, so ranks must not meet between them: all steps are
@@ -66,12 +68,14 @@ class StepTrace(StepObserver[ObservedStep]):
         self._of_stock = of_stock
         self._calls = 0
         self._iteration = 0
-        self._latest = 0  # recorded iteration: Megatron can rerun one
+        self._latest = 0  # latest recorded iteration, as Megatron may rerun one
         self._file: TraceFile | None = None
-        self._recording: Recording | None = None  # of the step that runs, if it is traced
-        self._recorded: dict[int, Recording] = {}  # by iteration, of steps not written yet
-        self._traced: list[TracedStep] = []  # of stock, on the rank that writes
-        self._is_told = False  # that an iteration could not be written
+        self._recording: Recording | None = None  # recording of the running step, if it is traced
+        # Recordings by iteration, of steps not written yet.
+        self._recorded: dict[int, Recording] = {}
+        self._traced: list[TracedStep] = []  # traced steps of stock, on the rank that writes
+        # Whether an error was logged for an iteration that could not be written.
+        self._is_told = False
 
     def begin(self, step: ObservedStep) -> None:
         """Record the step if its iteration is traced."""
@@ -151,7 +155,7 @@ class StepTrace(StepObserver[ObservedStep]):
             if self._file is None:
                 self._file = TraceFile(self._path, LARGEST_WRITTEN)
             self._file.add(step)
-        except OSError as error:  # a full disk is no reason to end a training
+        except OSError as error:  # a full disk does not end a training
             if not self._is_told:
                 logger.error(
                     f"iteration {step.iteration} is missing in the trace {self._path}: "
@@ -160,7 +164,7 @@ class StepTrace(StepObserver[ObservedStep]):
             self._is_told = True
 
     def _tell(self) -> None:
-        """Log where the time of Megatron's own steps went, and the predicted time of our
+        """Log where the time of Megatron's own steps went, and the predicted step times of our
         schedules."""
         if self._of_stock and self._traced:
             for line in summary(trace_report(self._traced, _SECONDS), self._path.parent):

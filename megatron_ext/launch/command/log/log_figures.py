@@ -1,4 +1,8 @@
-"""Seconds and bytes that a training has printed into its log."""
+"""Seconds and bytes that a training has printed into its log.
+
+Megatron prints the time of its iterations and the memory of ranks. A plan of the same training
+compares its estimate with these figures.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FIGURE_LINES = (b"elapsed time per iteration", b"max allocated")  # of lines that have figures
-_MOST = 10_000  # iterations that are read
+# Parts of a log's lines that have figures.
+FIGURE_LINES = (b"elapsed time per iteration", b"max allocated")
+_MOST = 10_000  # most iterations that are read
 _ITERATION = re.compile(
     r"\biteration +(\d+)/ *\d+ \|.*?elapsed time per iteration \((ms|s)\): ([\d.]{1,20})"
 )
@@ -17,12 +22,12 @@ _MEMORY = re.compile(
     r"([\d.]{1,20})"
 )
 _UNIT = {"ms": 1e-3, "s": 1.0}
-_MEGABYTE = 2**20  # what Megatron calls MB
+_MEGABYTE = 2**20  # bytes in what Megatron prints as MB
 
 
 @dataclass(frozen=True)
 class AllocatedBytes:
-    """Bytes of tensors on a rank: after a step, and at the most."""
+    """Bytes of tensors on a rank, as a log has them: after a step, and at the peak."""
 
     after_step: float
     most: float
@@ -30,7 +35,7 @@ class AllocatedBytes:
 
 @dataclass(frozen=True)
 class LogFigures:
-    """Seconds and bytes that a training has measured.
+    """Seconds and bytes that a training has measured, as its log has them.
 
     Attributes:
         seconds: of an iteration: the median, without the first one that was printed.
@@ -43,7 +48,7 @@ class LogFigures:
 
 @dataclass
 class FiguresReader:
-    """Reads figures from the lines of a log."""
+    """Reader of figures from the lines of a log."""
 
     seconds: list[float] = field(default_factory=list)
     ranks: dict[int, AllocatedBytes] = field(default_factory=dict)
@@ -63,7 +68,7 @@ class FiguresReader:
 
 
 def _number(text: str) -> float:
-    """Return the number that ``text`` has; 0 if it is none, such as ``1.2.3``."""
+    """Return the number in ``text``; 0 if it is none, such as ``1.2.3``."""
     try:
         return float(text)
     except ValueError:

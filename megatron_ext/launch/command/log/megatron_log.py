@@ -14,52 +14,49 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_ext.base.secrets import masked
 from megatron_ext.base.words import counted, shown
 from megatron_ext.compile.feature_settings import NAMING_SCHEDULES
 from megatron_ext.compile.registry import file_of
 from megatron_ext.config import PREFIX, flag
 from megatron_ext.cost_model.gpus import name_of_gpu
-from megatron_ext.launch.command import bridge_recipe
 from megatron_ext.launch.command.importing import as_on, quickly, silently
-from megatron_ext.launch.command.launch_words import Launch, read_launch
+from megatron_ext.launch.command.launch_words import Launch
 from megatron_ext.launch.command.log.log_figures import FIGURE_LINES, FiguresReader, LogFigures
 from megatron_ext.patches.engine import PatchError
-from megatron_ext.written_settings import Given, given_and_others
+from megatron_ext.written_settings import Given
 
-OPTION = "--megatron-args"
-_SCRIPT = "pretrain_gpt.py"  # assumed: no log names its script
+_SCRIPT = "pretrain_gpt.py"  # the script is assumed, as no log names it
 _USUAL = 8  # GPUs of a node
-_COLUMN = 48  # in which the values begin: a name and its dots
+_COLUMN = 48  # column in which values begin, after a name and its dots
 
-_LONGEST = 2**22  # bytes that are read at once, and of a line
-_LARGEST = 2**26  # characters of a block
-_BEFORE = 1000  # characters of a line in which its argument begins
+_LONGEST = 2**22  # most bytes that are read at once, and longest line in bytes
+_LARGEST = 2**26  # most characters of a block of arguments
+_BEFORE = 1000  # an argument's name begins within this many characters of its line
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _DASHES = "-" * 20
 _BEGINS, _ENDS = (f"{_DASHES} {what} {_DASHES}" for what in ("arguments", "end of arguments"))
 _INDENTED = re.compile(r"(?=  [A-Za-z_])")
 _ARGUMENT = re.compile(r"  ([A-Za-z_]\w*) (\.*) (.*)")
-# What srun -l, torchrun and torch's loggers put before a line of a rank.
+# Prefixes that srun -l, torchrun and torch's loggers put before a line of a rank.
 _RANK = re.compile(r"^\s*(\d+): |\[(?:rank|default)?(\d+)\]:")
 _OF_NODE = re.compile(r"\bnproc[-_]per[-_]node\s*[:= ]\s*(\d+)\b")
 _GPU = re.compile(r"(?:NVIDIA|AMD Instinct) (\w+(?:[ -]\w+){0,2})")
 _VOCABULARY = re.compile(r"padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
 _TOLD = (b"nproc", b"NVIDIA", b"AMD Instinct", b"padded vocab", b"------", b" ..")
-_MEASURED_IN = 16  # parts of a log in which figures are looked for
-_EVALUATION = "eval_interval"  # a training without it is refused
-_USUAL_INTERVAL = "1000"  # Megatron's default before 0.19
-_CALLED_DIFFERENT = 3  # names that a remark lists
+_MEASURED_IN = 16  # number of pieces of a log in which figures are looked for
+_EVALUATION = "eval_interval"  # Argument without which a training is not recognised
+_USUAL_INTERVAL = "1000"  # Megatron's default interval before 0.19
+_CALLED_DIFFERENT = 3  # most names that a remark lists
 
 
 @dataclass(frozen=True)
 class Log:
-    """The parts of a training's log that tell how it was launched.
+    """Parts of a training's log that tell how it was launched.
 
     Attributes:
         arguments: of the first whole block, as text, by their names.
@@ -87,7 +84,7 @@ class _Blocks:
     different: set[str] = field(default_factory=set)
     open_blocks: dict[str, dict[str, str]] = field(default_factory=dict)  # by rank
     begun: dict[str, str] | None = None
-    characters: int = 0  # in those that are open
+    characters: int = 0  # number of characters in the open blocks
 
     def begin(self, rank: str) -> None:
         self.open_blocks[rank] = {}
@@ -116,7 +113,8 @@ class _Blocks:
 
 
 def read_log(lines: Iterable[str]) -> Log:
-    """Return what the ``lines`` of a log tell, which may be larger than this machine's memory.
+    """Read the ``lines`` of a log, which may be larger than this machine's memory, and return what
+    they tell of the launch.
 
     Raises:
         ValueError: there is no block of arguments in it, or none is whole.
@@ -162,7 +160,7 @@ def _lines(file: BinaryIO) -> Iterator[str]:
 
 
 def _number(digits: str) -> int | None:
-    """Return the number that ``digits`` tell; None if it can be none of ranks or tokens."""
+    """Return the number in ``digits``; None if it cannot be a number of ranks or tokens."""
     return int(digits) if 0 < len(digits.lstrip("0")) < 10 else None
 
 
@@ -201,32 +199,6 @@ def _number_of_ranks(arguments: Mapping[str, str]) -> int | None:
     return _number(text) if text.isascii() and text.isdecimal() else None
 
 
-def launch_from(words: Sequence[str], log: Path | None, recipe: str | None = None) -> Launch:
-    """Return the launch that the command ``words`` starts, that the ``log`` is of, or that trains
-    the config of a Megatron-Bridge ``recipe``.
-
-    Raises:
-        ValueError: two are given, or as `read_launch`, `launch_from_log`, `launch_from_recipe`.
-        PatchError: as `launch_from_log`.
-    """
-    if recipe is not None:
-        if log is not None:
-            raise ValueError(
-                f"{OPTION} {log} and {bridge_recipe.OPTION} {recipe} each tell the arguments: "
-                f"give only one of the two"
-            )
-        return bridge_recipe.launch_from_recipe(recipe, words)
-    if log is None:
-        return read_launch(words)
-    settings, others = given_and_others(words)
-    if others:
-        raise ValueError(
-            f"{OPTION} {log} and a launch command, {masked(others[:3])!r}, are both given, and "
-            f"each has the arguments: give only one of the two; flags of ours may follow behind --"
-        )
-    return launch_from_log(log, settings)
-
-
 def launch_from_log(path: Path, settings: Given | None = None) -> Launch:
     """Return the launch of the training that wrote the log ``path``, with ``settings`` of a command
     line in place of its own.
@@ -243,10 +215,11 @@ def launch_from_log(path: Path, settings: Given | None = None) -> Launch:
             log = read_log(_lines(file))
     except OSError as error:
         raise ValueError(
-            f"{OPTION} {path}: {error.strerror}; write the path of a training's log"
+            f"log {path}: {error.strerror}; write the path of a training's log, or "
+            f"another job that --help lists"
         ) from None
     except ValueError as error:
-        raise ValueError(f"{OPTION} {path}: {error}") from None
+        raise ValueError(f"log {path}: {error}") from None
     given = {f"{PREFIX}{name}": str(value) for name, value in settings.items()}
     printed = {_EVALUATION: _USUAL_INTERVAL, **log.arguments, **given}
     for name in NAMING_SCHEDULES:
@@ -258,19 +231,20 @@ def launch_from_log(path: Path, settings: Given | None = None) -> Launch:
                 from megatron_ext.launch.command.log.unparse import unparse
         except ImportError as error:
             raise PatchError(
-                f"{OPTION} needs Megatron, which cannot be imported here: {error}; of the working "
+                f"a log needs Megatron, which cannot be imported here: {error}; of the working "
                 f"directory nothing is imported for a log, so set PYTHONPATH to a checkout"
             ) from error
         try:
             unparsed = unparse(printed)
         except ValueError as error:
             raise ValueError(
-                f"{OPTION} {path}: this Megatron does not take what the log has: {error}; "
+                f"log {path}: this Megatron does not take what the log has: {error}; "
                 f"correct it in a copy of the log"
             ) from error
     words = unparsed.words
     if log.vocabulary is not None and "--padded-vocab-size" not in words:
-        words += ("--padded-vocab-size", str(log.vocabulary))  # known after the arguments
+        # Megatron sets this size after it has printed the arguments.
+        words += ("--padded-vocab-size", str(log.vocabulary))
     ranks = int(log.arguments["world_size"])
     of_node = log.of_node or _gpus_of_node(ranks)
     remarks = [
@@ -306,9 +280,9 @@ def _refuse_program(path: Path, name: str, text: str) -> None:
         file = file_of(spec)
         if file is not None and file.suffix == ".py":
             raise ValueError(
-                f"{OPTION} {path}: the log has {flag(name)} {shown(text)}, which is a program, and "
+                f"log {path}: the log has {flag(name)} {shown(text)}, which is a program, and "
                 f"a log runs none: if you trust the file, name it on the command line: "
-                f"{OPTION} {path} -- {flag(name)} {shlex.quote(text)}"
+                f"{shlex.quote(str(path))} {flag(name)} {shlex.quote(text)}"
             )
 
 

@@ -22,8 +22,8 @@ from megatron_ext.config import PREFIX
 from megatron_ext.launch.command import megatron_arguments
 from megatron_ext.written_settings import from_argv
 
-# Validation gives the first of each of these the value of the second, and refuses some of them if
-# both are written.
+# Pairs of arguments: validation sets the first to the value of the second, and refuses some pairs
+# if both are written.
 _SAME_AS = {
     "encoder_num_layers": "num_layers",
     "encoder_seq_length": "seq_length",
@@ -35,9 +35,11 @@ _SAME_AS = {
     "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
 }
 _WEIGHT_DECAYS = ("start_weight_decay", "end_weight_decay")
-# Without virtual stages validation switches these off; a schedule that brings stages has them on.
+# Arguments that validation switches off without virtual stages; a schedule that brings stages has
+# them on.
 _OF_VIRTUAL_STAGES = ("overlap_p2p_comm", "align_param_gather")
-_HAVE_BEEN_READ = ("use_checkpoint_args", "yaml_cfg")  # their arguments are in the block
+# Files whose arguments are in the printed block already.
+_HAVE_BEEN_READ = ("use_checkpoint_args", "yaml_cfg")
 _NOT_COMPARED = {"rank", "_is_global_batch_size_explicitly_specified", *_HAVE_BEEN_READ}
 
 _DTYPES = {
@@ -54,7 +56,7 @@ _NONE = "None"
 
 @dataclass(frozen=True)
 class Unparsed:
-    """The flags of printed arguments.
+    """Flags that stand for the printed arguments of a log.
 
     Attributes:
         words: of the command line, after the script.
@@ -77,7 +79,7 @@ def unparse(printed: Mapping[str, str]) -> Unparsed:
     args = megatron_arguments.parse_arguments(words).args
     try:
         validated = vars(_validated(args, words, int(printed["world_size"])))
-    except ValueError:  # the caller validates the flags again, and reports it
+    except ValueError:  # the caller validates the flags again, and reports the error
         return Unparsed(words)
     renamed = _renamed(megatron_arguments.parser(), printed)
     names = {name: renamed.get(name, name) for name in printed}
@@ -113,7 +115,8 @@ def unparsed_flags(printed: Mapping[str, str]) -> tuple[str, ...]:
     parser = megatron_arguments.parser()
     given = {name: text for name, text in printed.items() if not _is_derived(name, printed)}
     if printed.get("use_layer_wise_distributed_optimizer") == str(True):
-        given["use_distributed_optimizer"] = str(True)  # for which validation has put it
+        # Validation has replaced this argument by the other.
+        given["use_distributed_optimizer"] = str(True)
     renamed = _renamed(parser, printed)
     return tuple(
         word for name in given for word in _words(parser, renamed.get(name, name), given[name])
@@ -127,7 +130,7 @@ def _validated(args: Any, words: tuple[str, ...], world_size: int) -> Any:
 
 
 def _is_derived(name: str, printed: Mapping[str, str]) -> bool:
-    """Whether validation gives ``name`` its value from other arguments."""
+    """Return whether validation derives the value of ``name`` from other arguments."""
     if name in _SAME_AS:
         return printed[name] == printed.get(_SAME_AS[name])
     if name in _WEIGHT_DECAYS:
@@ -142,7 +145,7 @@ def _is_derived(name: str, printed: Mapping[str, str]) -> bool:
 
 
 def _brings_stages(printed: Mapping[str, str]) -> bool:
-    """Whether the printed schedule of ours brings as many virtual stages as are printed."""
+    """Return whether the printed schedule of ours brings as many virtual stages as are printed."""
     spec = printed.get(f"{PREFIX}schedule", _NONE)
     if spec == _NONE:
         return False
@@ -152,7 +155,8 @@ def _brings_stages(printed: Mapping[str, str]) -> bool:
 
 
 def _words(parser: argparse.ArgumentParser, name: str, text: str) -> Iterator[str]:
-    """Yield the flag that gives ``name`` the value printed as ``text``, if it is no default."""
+    """Yield the flag that gives the argument ``name`` the value printed as ``text``, if this is no
+    default."""
     actions = [action for action in parser._actions if action.dest == name]
     if not actions or text == str(parser.get_default(name)) or text == _NONE:
         return
@@ -175,17 +179,18 @@ def _words(parser: argparse.ArgumentParser, name: str, text: str) -> Iterator[st
 
 
 def _values(action: argparse.Action, text: str) -> list[str]:
-    """Return the words of a value that is printed as ``text``."""
+    """Return the words of a flag's value that is printed as ``text``."""
     for allowed in action.choices or ():
         if isinstance(allowed, enum.Enum) and text == str(allowed):
             return [allowed.name]
-        if _ENUM.fullmatch(text) and text.endswith(f".{allowed}"):  # made of the text later
+        # The enumeration's value is made of this text later.
+        if _ENUM.fullmatch(text) and text.endswith(f".{allowed}"):
             return [allowed]
     if text.startswith("[") and action.nargs is not None:
         return _items(action.dest, text)
     if action.dest.startswith(PREFIX):
         return [text]
-    if text.startswith("["):  # an expression such as ([0]*3+[1]*5), which has no spaces
+    if text.startswith("["):  # an expression such as ([0]*3+[1]*5) is one word without spaces
         return [text.replace(" ", "")]
     return [_DTYPES.get(text, text)]
 
@@ -196,5 +201,6 @@ def _items(name: str, text: str) -> list[str]:
     except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
         items = ["--"]
     if any(item.startswith("-") and not _NUMBER.fullmatch(item) for item in items):
-        raise ValueError(f"{name} {shown(text)} is not understood as a list")  # it would be a flag
+        # The text would be a flag.
+        raise ValueError(f"{name} {shown(text)} is not understood as a list")
     return items

@@ -29,7 +29,7 @@ def check_dataset_helpers() -> list[Finding]:
         return []
     if not (folder / "Makefile").is_file():
         if compiled is not None:
-            return []  # nothing can be compiled anew, as in a wheel of Megatron's
+            return []  # without a Makefile, as in Megatron's wheel, nothing can be compiled anew
         text = f"helpers_cpp is not compiled in {folder}, and there is no Makefile to compile it by"
         fix = "install Megatron's wheel for this Python, or take a checkout of Megatron-LM"
         return [Finding(Severity.WRONG, _SUBJECT, text, fix)]

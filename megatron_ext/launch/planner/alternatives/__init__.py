@@ -1,1 +1,4 @@
-"""Alternatives to a launch command, on the same GPUs."""
+"""Alternatives to a launch command, on the same GPUs.
+
+Each module has one kind of change, compared with the unchanged launch and written as flags.
+"""

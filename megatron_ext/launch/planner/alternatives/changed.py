@@ -1,4 +1,4 @@
-"""A launch command with other flags of Megatron's."""
+"""A launch command with other flags of Megatron's, and the schedules for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""First answer for a launch command, since to compare all schedules takes up to a minute."""
+"""First answer for a launch command, before all schedules are compared.
+
+To compare all of them takes up to a minute if steps are long. Until then the user sees the best of
+a few schedules that take no search, and the rest is compared only with what could still beat it.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,9 @@ if TYPE_CHECKING:
     from megatron_ext.launch.planner.parsed_launch import ParsedLaunch
     from megatron_ext.launch.planner.variants import LaunchVariants
 
-LONG = 1_024  # pipeline ranks times microbatches, from which on steps are long
+LONG = 1_024  # a step is long from this product of pipeline ranks and microbatches on
 _FIRST = ("zb-v",)
-_RECOMPUTE = 0.15  # of the planning time, after which the first answer comes without recompute
+_RECOMPUTE = 0.15  # share of the planning time after which the first answer comes without recompute
 
 
 def is_long(args: Any) -> bool:

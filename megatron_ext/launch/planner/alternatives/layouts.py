@@ -1,4 +1,9 @@
-"""The layout of a launch command, alternatives to it, and the flags for them."""
+"""The layout of a launch command, alternatives to it, and the flags for them.
+
+A schedule with other stages needs other layers on them, and the best schedule with the launch's own
+layout may be worse than another schedule with a better one. Layouts are searched by
+`planner.layouts`; here the launch says what may be changed, and what is found becomes flags.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +77,7 @@ def work_of(
         ranks=ranks,
         microbatches=microbatches,
         limit=limit,
-        steps_overlap=config is not None and config.post_validation,
+        steps_overlap=config is not None and config.options.steps_overlap,
     )
     speeds = () if config is None or config.rank_speeds is None else config.rank_speeds.values
     return replace(
@@ -168,7 +173,8 @@ def lay_out(
     Raises:
         ValueError: the unchanged launch cannot train.
     """
-    stock = stock_executor(variants.args)  # validation changes the flags
+    # Stock's settings are read here, since validation changes the flags.
+    stock = stock_executor(variants.args)
     works = [work_of(args, variants.config, stock)]
     if tries_recompute:
         _, *others = recompute_of_launch(variants, args)

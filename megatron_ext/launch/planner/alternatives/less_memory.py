@@ -1,5 +1,9 @@
 """Changes to a launch that no schedule makes fit into memory: recompute, more ranks, smaller
-microbatches."""
+microbatches.
+
+"Does not fit" is no advice. The smallest change of each kind that fits is found, under the schedule
+of the launch, and named with the memory that is then taken.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ class _Gift:
         return _Gift(f"{self.words} and {other.words}", {**self.values, **other.values})
 
 
-_DOUBLINGS = (2, 4)  # of a number of ranks
+_DOUBLINGS = (2, 4)  # factors on a number of ranks
 
 
 def _gifts(args: Any) -> Iterator[list[_Gift]]:

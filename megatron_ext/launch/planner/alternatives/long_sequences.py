@@ -1,4 +1,8 @@
-"""Alternatives for a launch with long sequences: slices, recompute, V's and context parallelism."""
+"""Alternatives for a launch with long sequences: slices, recompute, V's and context parallelism.
+
+A pipeline with few microbatches waits long, and one with long sequences lacks memory. Slices help
+with both, and so do settings of Megatron's own, so they are compared side by side.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Gain of a launch command if its experts' messages are hidden, and loss if they no longer are."""
+"""Gain of a launch command if its experts' messages are hidden, and loss if they no longer are.
+
+Overlapped passes hide messages between experts, but need virtual stages and more memory. The launch
+is therefore compared with the flag and without it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ def other_pairs(
     is_requested = requests_pairs(args)
     changes = {SETTING: not is_requested, DELAY: False}
     has_shared = not is_requested and args.moe_shared_expert_overlap
-    if has_shared:  # Megatron takes one of the two
+    if has_shared:  # Megatron accepts only one of the two overlaps
         changes[SHARED] = False
     other = variants.with_values(changes)
     if is_long:

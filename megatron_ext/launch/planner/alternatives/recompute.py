@@ -1,4 +1,9 @@
-"""Megatron's recompute of layers: settings of a launch, alternatives to them, and their flags."""
+"""Megatron's recompute of layers: settings of a launch, alternatives to them, and their flags.
+
+Recompute saves memory and costs time, and which layers are worth it depends on the schedule. Each
+setting is tried on the launch itself, so that Megatron's validation and our refusals decide which
+of them exist.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +23,8 @@ from megatron_ext.planner.layouts.recompute import (
     recompute_options,
 )
 
-# Further arguments for recompute, which are off in all alternatives: other names for those of
-# `LayerRecompute.arguments`, or for full recompute only.
+# Further arguments for recompute that all alternatives switch off: other names for those of
+# `LayerRecompute.arguments`, or arguments of full recompute only.
 _SWITCHES = ("recompute_activations", "moe_layer_recompute", "distribute_saved_activations")
 
 
@@ -36,7 +41,8 @@ def recompute_of_launch(variants: LaunchVariants, args: Any) -> list[LayerRecomp
             (name for name in _SWITCHES if hasattr(variants.args, name)), False
         )
         changed = variants.with_values({**switches, **option.arguments})
-        return _refusal(changed) in (None, own_refusal)  # which is not due to the option
+        # The launch itself may be refused for the same reason, which is not the option's fault.
+        return _refusal(changed) in (None, own_refusal)
 
     return recompute_options(describe(args), run, rates(run.precision), permits)
 

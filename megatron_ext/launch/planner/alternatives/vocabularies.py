@@ -1,4 +1,8 @@
-"""A verdict whose vocabulary was assumed, with vocabularies of other sizes."""
+"""A verdict whose vocabulary was assumed, with vocabularies of other sizes.
+
+The size comes from the tokenizer, whose files may not be on the machine that plans. The output
+layer's time depends on it, and so may the best schedule: the user is told how the gain changes.
+"""
 
 from __future__ import annotations
 

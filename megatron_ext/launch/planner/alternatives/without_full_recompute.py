@@ -1,4 +1,8 @@
-"""Schedules without full recompute for a launch command that has it."""
+"""Schedules without full recompute for a launch command that has it.
+
+Launches recompute every layer if their schedule has no memory left, and pay with a second forward
+pass of the whole model. A schedule that needs less memory may do without.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ if TYPE_CHECKING:
     from megatron_ext.launch.planner.variants import LaunchVariants
 
 _FULL_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-# The arguments of a launch with it.
+# Arguments of a launch with full recompute.
 WITH_FULL_RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",

@@ -1,4 +1,8 @@
-"""Flags that turn a launch command into another way to train the same job."""
+"""Flags that turn a launch command into another way to train the same job.
+
+A plan is worth as much as the command that it prints. For each change this module finds the
+shortest flags that make the launch train that way, and leaves all other words as they are.
+"""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.adapter.batches.arranged_batches import arrange_loader
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.arrangement.adapter.arranged_batches import arrange_loader
 from megatron_ext.patches.engine import Patch, wrap
 
 MODULE = "megatron.bridge.data.loaders"

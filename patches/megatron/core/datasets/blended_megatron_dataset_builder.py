@@ -21,7 +21,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that makes more ranks build datasets."""
+    """Return the patch with which more ranks build datasets."""
     return (
         wrap(
             "megatron.core.datasets.blended_megatron_dataset_builder:"
@@ -52,6 +52,6 @@ def build_where_read(original: Callable[[Any], list[Any]], builder: Any) -> list
 
 
 def _without(datasets: list[Any]) -> list[Any]:
-    """Return the same structure with None for each dataset; a split may be a list of validation
-    sets."""
+    """Return the same structure of datasets with None for each one; a split may be a list of
+    validation sets."""
     return [_without(split) if isinstance(split, list) else None for split in datasets]

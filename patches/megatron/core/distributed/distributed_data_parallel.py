@@ -25,14 +25,14 @@ GradientHook = Callable[..., None]
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that lets a gradient be missing."""
+    """Return the patch that accepts a missing gradient in a backward pass."""
     return (
         wrap(
             "megatron.core.distributed.distributed_data_parallel:"
             "DistributedDataParallel._make_backward_post_hook",
             hook_where_there_is_a_gradient,
-            reason="a gradient that comes in W, or is in main_grad already, is missing in a "
-            "backward pass, and that is no mistake",
+            reason="Megatron asserts that a backward pass has a weight's gradient; W computes it "
+            "later or main_grad has already",
             signature="(self, param)",
         ),
     )
@@ -45,7 +45,7 @@ def hook_where_there_is_a_gradient(
     while reductions are held back, as they are in all passes of our steps."""
     hook = original(model, parameter)
 
-    @functools.wraps(hook)  # it is still known as the wrapper's
+    @functools.wraps(hook)  # the hook keeps the name of the wrapper's hook
     def unless_none_is_missed(*unused: Any) -> None:
         held_back = not model.param_to_bucket_group[parameter].is_last_microbatch
         if parameter.grad is not None or not held_back:

@@ -27,12 +27,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_MODULE}:_allreduce_word_embedding_grads",
             sum_gradients,
-            reason="both copies of the embedding are on one rank",
+            reason="a V has both copies of the embedding on one rank, which sums gradients",
             digests={"0.18, 0.19, 0.20": "9ea2c48019e5"},
         ),
         expect(
             f"{_MODULE}:_get_main_grad_attr",
-            reason="tells where a gradient is",
+            reason="this function names the attribute that holds a gradient",
             signature="(param)",
         ),
     )

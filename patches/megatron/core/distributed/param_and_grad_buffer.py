@@ -26,36 +26,38 @@ from megatron_ext.patches.engine import Patch, wrap
 _GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 _SIGNATURE = "(self, force_all_reduce=False)"
 
-_started: weakref.WeakSet[Any] = weakref.WeakSet()  # bucket groups without a handle
+# Bucket groups whose reduction has started without a handle.
+_started: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that remember a reduction from its start to its finish."""
+    """Return the patches that remember a gradient reduction from its start to its finish."""
     return (
         wrap(
             f"{_GROUP}.start_grad_sync",
             start_once,
-            reason="a reduction may be under way without a handle that says so",
+            reason="a gradient reduction may be running without a handle that shows it",
             signature=_SIGNATURE,
         ),
         wrap(
             f"{_GROUP}.finish_grad_sync",
             finish,
-            reason="after it the next reduction may start",
+            reason="a finished gradient reduction lets the next one start",
             signature=_SIGNATURE,
         ),
         wrap(
             "megatron.core.distributed.distributed_data_parallel:"
             "DistributedDataParallel.zero_grad_buffer",
             zero_after_reductions,
-            reason="a failed step may have left a reduction, which is not the next step's",
+            reason="the next step must not take a failed step's gradient reduction for its own",
             signature="(self)",
         ),
     )
 
 
 def start_once(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any) -> None:
-    """Start the reduction of ``group`` unless it is running, which Megatron tells by the handle."""
+    """Start the gradient reduction of ``group`` unless it is running, as Megatron's handle or ours
+    shows."""
     if group in _started:
         return
     original(group, *args, **kwargs)
@@ -64,7 +66,7 @@ def start_once(original: Callable[..., None], group: Any, *args: Any, **kwargs: 
 
 
 def finish(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any) -> None:
-    """Finish the reduction of ``group``, which starts it first if it has not started."""
+    """Finish the gradient reduction of ``group``, which starts it first if it has not started."""
     original(group, *args, **kwargs)
     _started.discard(group)
 

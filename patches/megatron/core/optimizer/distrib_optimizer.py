@@ -24,12 +24,12 @@ _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that cut states without padding, as they were gathered."""
+    """Return the patches that cut optimizer states without padding, as they were gathered."""
     return (
         wrap(
             f"{_OPTIMIZER}.sharded_param_state_fully_reshardable",
             cut_without_padding,
-            reason="states behind a padded bucket were saved shifted",
+            reason="Megatron saves the states behind a padded bucket shifted",
             signature="(self, model_sharded_state_dict, is_loading=False, metadata=None)",
             digests={"0.18": "700ff1c53e47", "0.19": "dfa3ca8dc4d0"},
             needless={"0.20": "e2092978eb68"},
@@ -37,12 +37,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
             with_bits_as_they_were,
-            reason="what bf16 lacks of main parameters was gathered as floats",
+            reason="Megatron gathers the bits that bf16 lacks of main parameters as floats",
             signature="(self, model_param, tensors)",
         ),
         expect(
             f"{_OPTIMIZER}.get_parameter_state_dp_zero",
-            reason="gathers buffers without their padding",
+            reason="this function gathers buffers without their padding",
             digests={"0.18": "8439c766e7b1", "0.19, 0.20": "9972fbc0722c"},
         ),
     )

@@ -20,10 +20,10 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that compares the ranks."""
+    """Return the patch that compares the ranks' settings at the start."""
 
     def compare_first(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if dist.is_initialized():  # otherwise Megatron reports what is missing
+        if dist.is_initialized():  # without process groups Megatron reports what is missing
             refuse_other_launches(config)
         original(*args, **kwargs)
 
@@ -31,6 +31,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.core.parallel_state:initialize_model_parallel",
             compare_first,
-            reason="ranks that are launched differently are told, and do not hang",
+            reason="ranks that are launched differently end with an error and do not hang",
         ),
     )

@@ -16,12 +16,12 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that ends our trainings."""
+    """Return the patch that ends our trainings with the process groups."""
     return (
         wrap(
             "megatron.core.parallel_state:destroy_model_parallel",
             end_trainings_first,
-            reason="channels, watchdog and programs end with the groups they are of",
+            reason="channels, watchdog and programs end with their process groups",
             signature="()",
         ),
     )

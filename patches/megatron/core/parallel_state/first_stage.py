@@ -67,12 +67,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_STATE}:is_pipeline_first_stage",
             is_first,
-            reason="the first stage is where the schedule puts it",
+            reason="the schedule's placement says which rank has the first stage",
             signature="(ignore_virtual=True, vp_stage=None)",
         ),
         wrap(
             f"{_STATE}:initialize_model_parallel",
             initialize,
-            reason="the embedding's ranks are those of the stages that have it",
+            reason="the embedding group has the ranks of the stages with an embedding",
         ),
     )

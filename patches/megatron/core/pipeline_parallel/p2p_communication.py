@@ -2,7 +2,7 @@
 
 Under torch's fake backend nothing arrives, and a receive returns the uninitialised memory that it
 was given. The two functions that Megatron calls for all messages are told by name what is sent and
-where to receive; what they return stays theirs.
+where to receive. The works that they return are a rehearsal's, which may end later.
 
 Not patched: P2PCommunicator, whose waits return at once; messages of shapes, which only varying
 lengths need; ring exchange, which no recipe uses.
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.patches.engine import Patch, wrap
@@ -23,23 +24,27 @@ _SIGNATURE = (
     "prev_pipeline_rank, next_pipeline_rank)"
 )
 
-Act = Callable[[bool, Tensor], None]  # takes whether it is a forward message, and the tensor
+# Function of whether a message goes forward, and of its tensor, that returns the message's work.
+Act = Callable[[bool, Tensor], dist.Work]
 
 
 def patches(send: Act, receive: Act) -> tuple[Patch, ...]:
-    """Return the patches through which all messages go to ``send``, and come from ``receive``."""
+    """Return the patches by which all messages of Megatron's own schedules go to ``send``, and come
+    from ``receive``."""
 
     def exchange(original: Callable[..., Any], **tensors: Any) -> Any:
         works = original(**tensors)
-        for act, name, is_forward in (
-            (send, "tensor_send_next", True),
-            (send, "tensor_send_prev", False),
-            (receive, "tensor_recv_prev", True),
-            (receive, "tensor_recv_next", False),
-        ):
-            if tensors[name] is not None:
-                act(is_forward, tensors[name])
-        return works
+        made = {
+            name: act(is_forward, tensors[f"tensor_{name}"])
+            for act, name, is_forward in (
+                (send, "send_next", True),
+                (send, "send_prev", False),
+                (receive, "recv_prev", True),
+                (receive, "recv_next", False),
+            )
+            if tensors[f"tensor_{name}"] is not None
+        }
+        return list(made.values()) if isinstance(works, list) else {n: made[n] for n in works}
 
     return tuple(
         wrap(

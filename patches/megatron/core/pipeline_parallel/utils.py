@@ -16,7 +16,7 @@ from megatron_ext.patches.engine import Patch, replace
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that moves the first stage."""
+    """Return the patch that answers which rank has the first stage."""
     resolved = config.resolved_spec
 
     def is_pp_first_stage(pp_group: dist.ProcessGroup | None) -> bool:
@@ -27,7 +27,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         replace(
             "megatron.core.pipeline_parallel.utils:is_pp_first_stage",
             is_pp_first_stage,
-            reason="the first stage is where the schedule puts it",
+            reason="the schedule's placement says which rank has the first stage",
             signature="(pp_group)",
         ),
     )

@@ -1,25 +1,16 @@
 """Backward pass of the local linear layers, split into I and W.
 
 Every local linear layer (column, row, the output layer under any spec) ends in one autograd
-function. Its ``apply`` is wrapped: while a schedule splits the backward pass, the weight is passed
-detached, the function's own backward computes the input's gradient, and the weight's gradient waits
-in the queue of `weight_gradients` for W. Nothing is cloned: the queue stores the layer's input and
-its output's gradient.
-
-A whole backward pass hides tensor-parallel communication behind its two products. When it is split,
-the reduction of the input's gradient is started here, and the queue is notified: if W follows
-directly, it computes the previous layer's gradient meanwhile. With sequence parallelism the queue
-stores this rank's part of the input, and W gathers it again during the previous product.
-
-Since the weight is not in the graph, data-parallel hooks on it do not fire in I; W adds to
-``main_grad`` itself, with Megatron's fused kernel if Megatron would use it, and the reduction
-starts after the chunk's last W.
+function, whose backward pass computes the gradients of input and weight together. Its ``apply`` is
+wrapped: while a schedule splits the backward pass, the weight is passed detached, the function's
+own backward computes the input's gradient, and the weight's gradient waits in the queue of
+`weight_gradients` for W. The queue stores the layer's input and its output's gradient, uncopied.
 
 Not patched, and not split: embeddings, norms, biases and routers (their gradients are cheap and are
 computed in I), grouped GEMM, and the output layer if there is too little memory for its logits'
-gradient (`compile.output_layer`). Transformer Engine's layers have patches of their own.
-Megatron's function runs unchanged if nothing can be deferred: a frozen weight, an input without a
-gradient (its node would vanish from the graph, and W with it), evaluation.
+gradient (`compile.output_layer`). Transformer Engine's layers have patches of their own. Megatron's
+function runs unchanged if nothing can be deferred: a frozen weight, an input without a gradient
+(its node would vanish from the graph, and W with it), evaluation.
 """
 
 from __future__ import annotations
@@ -36,7 +27,7 @@ from torch import Tensor
 
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
-from megatron_ext.runtime.weight_gradients import queue, refuse_second_derivatives
+from megatron_ext.runtime.weight_gradients import RowProduct, queue, refuse_second_derivatives
 
 _FUNCTION = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
 
@@ -52,11 +43,11 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_FUNCTION}.apply",
             split_apply,
-            reason="put weight gradients off to their W pass",
+            reason="a linear layer defers its weight gradient to the W pass",
         ),
         expect(
             f"{_FUNCTION}.forward",
-            reason="its arguments are taken apart and put together again",
+            reason="our function takes this forward's arguments and passes them on",
             signature=(
                 f"{_ARGUMENTS})",  # 0.18
                 f"{_ARGUMENTS}, gtp_remat_size)",  # 0.19
@@ -65,7 +56,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         ),
         expect(
             _FUNCTION,
-            reason="its forward and backward run inside ours, without the weight's gradient",
+            reason="our function runs Megatron's forward and backward without the weight",
             digests={
                 "0.18": "fda90bfaf38e",
                 "0.19": "4ee6a48b6915",
@@ -84,11 +75,16 @@ class _Linear:
     fused: bool
     allreduces: bool
     sequence_parallel: bool
-    group: Any  # of tensor-parallel ranks
+    group: Any  # group of tensor-parallel ranks
     newer: tuple[Any, ...]  # further arguments of newer versions: gtp_remat_size, output_dtype
 
     def reduce(self, dx: Tensor, x: Tensor) -> Tensor:
-        """Return ``dx`` summed over the ranks, as the gradient of ``x``, the input on this one."""
+        """Return ``dx`` summed over the ranks, as the gradient of ``x``, the input on this one.
+
+        A whole backward pass hides tensor-parallel communication behind its two products. When it
+        is split, the reduction is started here, and the queue is notified: if W follows directly,
+        it computes the previous layer's gradient meanwhile.
+        """
         if self.sequence_parallel:
             total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             scatter = layers.dist_reduce_scatter_func
@@ -104,7 +100,13 @@ class _Linear:
 
 
 class _WeightGradient:
-    """Gradient of a layer's weight, computed later from its input and its output's gradient."""
+    """Gradient of a layer's weight, computed later from its input and its output's gradient.
+
+    With sequence parallelism the input is this rank's part of it, and W gathers it again during the
+    previous product. Since the weight is not in the graph, data-parallel hooks on it do not fire in
+    I; W adds to ``main_grad`` itself, with Megatron's fused kernel if Megatron would use it, and
+    the reduction starts after the chunk's last W.
+    """
 
     def __init__(self, linear: _Linear, x: Tensor, dy: Tensor) -> None:
         self._linear = linear
@@ -119,11 +121,16 @@ class _WeightGradient:
         gather = layers.dist_all_gather_func
         self._gathering = gather(self._x, part, group=group, async_op=True)
 
-    def compute(self) -> Tensor | None:
-        """Return the gradient; None if Megatron's kernel has added it to ``main_grad``."""
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """Return the operands of the weight's gradient: the output's gradient and the input,
+        [tokens, features] each."""
         if self._gathering is not None:
             self._gathering.wait()
         dy, x = prepare_input_tensors_for_wgrad_compute(self._dy, self._x)
+        return dy, x
+
+    def product(self, dy: Tensor, x: Tensor) -> Tensor | None:
+        """Return the weight's gradient; None if Megatron's kernel has added it to ``main_grad``."""
         if not self._linear.fused:
             return dy.t().matmul(x)
         main_grad: Tensor = self._linear.weight.main_grad  # type: ignore[attr-defined]  # Megatron's
@@ -158,16 +165,18 @@ class _Saved:
     def __init__(self, context: Any) -> None:
         self._context = context
         x, _ = context.saved_tensors
-        # Without Megatron's attributes of the weight, where its function would note that a gradient
-        # was added. It requires a gradient, since torch chooses its kernels by that.
+        # The detached weight lacks Megatron's attributes, with which Megatron's function would note
+        # that a gradient was added. It requires a gradient, since torch chooses its kernels by
+        # that.
         self.saved_tensors = x, context.linear.weight.detach().requires_grad_()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
 
-# A leaf in the place of all weights, which autograd does not see. It gets no gradient; whether its
-# node is executed says whether a backward pass is one to the leaves, or to given inputs alone.
+# A leaf of the graph that stands for all weights, which autograd does not see. It gets no gradient.
+# Whether its node is executed tells whether a backward pass goes to the leaves, or to given inputs
+# only.
 _LEAF = torch.zeros((), requires_grad=True)
 
 
@@ -182,8 +191,8 @@ class _SplitLinear(torch.autograd.Function):
             ctx,
             x,
             linear.weight,
-            None,  # bias: added by the caller, so that autograd sums its gradient as ever
-            True,  # gradient_accumulation_fusion, with a buffer: no weight gradient is computed
+            None,  # no bias, as the caller adds it, so that autograd sums its gradient as before
+            True,  # gradient_accumulation_fusion, which with a buffer computes no weight gradient
             linear.allreduces,
             linear.sequence_parallel,
             [],  # grad_output_buffer
@@ -199,24 +208,27 @@ class _SplitLinear(torch.autograd.Function):
         x, _ = saved.saved_tensors
         linear: _Linear = ctx.linear
         stock = layers.LinearWithGradAccumulationAndAsyncCommunication
-        ctx.allreduce_dgrad = ctx.sequence_parallel = False  # it would wait for the reduction
+        # Megatron's function would wait for this reduction.
+        ctx.allreduce_dgrad = ctx.sequence_parallel = False
         dx = linear.reduce(stock.backward(saved, dy)[0], x)
-        # The same memory, detached from the graph, which has the stage's input and its gradient.
-        # (dy can have one too: the loss overwrites the logits with their gradient. This node and
-        # the dy in its buffer would then keep each other alive.) A caller may run it once more.
+        # Both tensors are detached from the graph and share its memory, as the graph has the
+        # stage's input and its gradient. (dy can have a graph too: the loss overwrites the logits
+        # with their gradient. This node and the dy in its buffer would then keep each other alive.)
+        # A caller may run this backward pass once more.
         ctx.grad_output_buffer = []
-        x, dy = x.detach(), dy.detach().to(x.dtype)  # dy is cast if there is an output_dtype
+        x, dy = x.detach(), dy.detach().to(x.dtype)  # dy is cast if the layer has an output_dtype
         x, dy = queue.keep(x), queue.keep(dy)
         gradient = _WeightGradient(linear, x, dy)
         gather = gradient.gather if linear.sequence_parallel else None
         if queue.is_in_pass or linear.fused or _reaches_leaves(ctx):
-            queue.put(linear.weight, gradient.compute, (x, dy), gather)
+            rows = RowProduct(gradient.operands, gradient.product)
+            queue.put(linear.weight, rows, (x, dy), gather)
         return dx, None, None
 
 
 def _reaches_leaves(node: Any) -> bool:
-    """Whether the running backward pass computes gradients of leaves: `torch.autograd.grad` does
-    not, and leaves a weight's gradient alone unless Megatron's kernel adds it by itself."""
+    """Return whether the running backward pass computes gradients of leaves: `torch.autograd.grad`
+    does not, and leaves a weight's gradient alone unless Megatron's kernel adds it by itself."""
     leaf, _ = node.next_functions[-1]
     is_reached: bool = torch._C._will_engine_execute_node(leaf)
     return is_reached

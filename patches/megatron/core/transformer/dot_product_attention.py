@@ -1,4 +1,7 @@
-"""Megatron's own attention from a slice's queries to all keys and values up to its end."""
+"""Megatron's own attention from a slice's queries to all keys and values up to its end.
+
+Its causal mask is square, and a slice has fewer queries than keys.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
             attend_locally,
-            reason="a slice attends to those before it",
+            reason="a slice of a sequence attends to the slices before it",
             signature="(self, query, key, value, attention_mask, attn_mask_type=None, "
             "attention_bias=None, packed_seq_params=None)",
         ),
         expect(
             "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward_torch_softmax",
-            reason="goes by the mask it is given where its type is not causal",
+            reason="the softmax applies the given mask if the mask type is not causal",
             signature="(self, input, mask, softmax_offset=None)",
         ),
     )

@@ -28,7 +28,7 @@ def patches(ours: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.core.transformer.module:MegatronModule.__init__",
             without_what_is_ours,
-            reason="switch off settings whose work the schedule does",
+            reason="modules do not see settings whose work the schedule does itself",
             signature="(self, config)",
         ),
     )

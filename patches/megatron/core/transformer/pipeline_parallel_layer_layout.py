@@ -95,30 +95,30 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_LAYOUT}.__init__",
             lay_out,
-            reason="the i-th segment of a layout is stage i, on the rank of its placement",
+            reason="stage i is the i-th segment of a layout, on the rank of its placement",
             signature="(self, layout, pipeline_model_parallel_size)",
         ),
         wrap(
             f"{_LAYOUT}.get_layer_offset",
             layers_before,
-            reason="layers are numbered by stage",
+            reason="a layer's number counts the layers of all stages before",
             signature="(self, layer_type=<LayerType.decoder: 4>, vp_stage=None, pp_rank=None)",
         ),
         wrap(
             f"{_TRANSFORMER}.transformer_block:get_num_layers_to_build",
             layers_here,
-            reason="the layout is told the rank, where there are no global groups",
+            reason="the layout gets the pipeline rank if there are no global groups",
             signature="(config, vp_stage=None, pp_rank=None)",
         ),
         wrap(
             f"{_TRANSFORMER}.transformer_layer:get_transformer_layer_offset",
             layers_before_here,
-            reason="the layout is told the rank, where there are no global groups",
+            reason="the layout gets the pipeline rank if there are no global groups",
             signature="(config, vp_stage=None, pp_rank=None)",
         ),
         expect(
             f"{_LAYOUT}.get_num_layers_to_build",
-            reason="it reads the rearranged layout",
+            reason="the number of layers comes from the rearranged layout",
             signature="(self, layer_type=<LayerType.decoder: 4>, vp_stage=None, pp_rank=None)",
         ),
     )

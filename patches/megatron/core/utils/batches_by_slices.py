@@ -11,11 +11,11 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that cuts batches."""
+    """Return the patch that cuts batches by slices for context-parallel ranks."""
     return (
         wrap(
             "megatron.core.utils:get_batch_on_this_cp_rank",
             cut_by_slices,
-            reason="ranks that share a sequence have a part of each slice of it",
+            reason="context-parallel ranks have a part of each slice of a sequence",
         ),
     )

@@ -45,13 +45,13 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.checkpointing:maybe_save_dataloader_state",
             save_first_loader,
-            reason="the state of one loader is saved, by the rank of the first stage",
+            reason="the rank of the first stage saves the state of its data loader",
             digests={"0.18": "88509e3b8c17", "0.19, 0.20": "75369d2d8190"},
         ),
         wrap(
             "megatron.training.checkpointing:_load_base_checkpoint",
             load_same_chunks,
-            reason="refuse to load ranks with other chunks, whose weights Megatron would ignore",
+            reason="Megatron would ignore the weights of a checkpoint with other chunks",
         ),
     )
 
@@ -63,7 +63,7 @@ def save_first_loader(
     if isinstance(train_iterator, list):
         train_iterator = next((loader for loader in train_iterator if loader is not None), None)
         if "pp_group" in groups:
-            groups["pp_group"] = None  # then it calls `is_pipeline_first_stage`
+            groups["pp_group"] = None  # without the group Megatron calls `is_pipeline_first_stage`
     original(train_iterator, *args, **groups)
 
 

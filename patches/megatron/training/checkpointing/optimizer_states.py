@@ -59,13 +59,13 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.checkpointing:_build_sharded_state_dict_metadata",
             note,
-            reason="a checkpoint says which rank held which stage",
+            reason="a checkpoint stores which rank had which stage",
             signature="(args, dp_cp_group=None)",
         ),
         wrap(
             "megatron.training.checkpointing:_load_base_checkpoint",
             load,
-            reason="refuse to load optimizer states of another placement",
+            reason="optimizer states of another placement would go to the wrong stages",
         ),
     )
 
@@ -82,5 +82,5 @@ def _refuse_other_stages(
         check_stages(saved, command_of(args, config))
     except DoesNotLoad as error:
         raise DoesNotLoad(f"--load {name} does not load: {error}: {error.fix}", "") from None
-    except ValueError:  # of the run that saved it: Megatron compares sizes
+    except ValueError:  # the saved arguments cannot be judged, and Megatron compares the sizes
         return

@@ -53,7 +53,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.checkpointing:_load_base_checkpoint",
             load,
-            reason="a step that is repeated for its results needs the stages that it had",
+            reason="a step that Megatron reruns to compare results needs the same stages",
         ),
     )
 

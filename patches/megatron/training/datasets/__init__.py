@@ -1,1 +1,2 @@
-"""Patches of Megatron's data loaders."""
+"""Patches of Megatron's data loaders: the order in which samples come, and the rank that reads
+them."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron.core.datasets.utils import Split
 
-from megatron_ext.adapter.batches.arranged_batches import arrange_loader
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.arrangement.adapter.arranged_batches import arrange_loader
 from megatron_ext.patches.engine import Patch, wrap
 
 

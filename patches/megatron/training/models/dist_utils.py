@@ -22,7 +22,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.models.dist_utils:build_virtual_pipeline_stages",
             copy_tied_weight,
-            reason="both copies of the embedding are on one rank and start equal",
+            reason="a V has both copies of the embedding on one rank: they start equal",
             signature="(build_model_func, pg_collection, vp_size, model_type=<ModelType."
             "encoder_or_decoder: 1>)",
         ),

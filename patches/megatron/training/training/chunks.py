@@ -2,43 +2,12 @@
 iterator a rank, and gets lists.
 
 Under several chunks ``model`` is a list of chunks, and ``data_iterator`` a list of their iterators,
-with None for a chunk that reads nothing. Every use of either in Megatron, and its treatment:
+with None for a chunk that reads nothing. A use of either that takes it for one thing would fail, or
+train on part of the data. All uses in Megatron were read, and are listed below; two are patched
+here.
 
-megatron/training/training.py
-- pretrain builds iterators chunk by chunk (`loaders`) and passes on whole lists. It uses the config
-  of ``model[0]``, which is that of all chunks.
-- setup_model_and_optimizer takes groups and config of ``model[0]``, which are those of all chunks.
-  Hooks of saved and loaded logits go to ``model[-1]``, which has the output layer. Models with
-  init_state_dict_from_bert have no pipeline. Upcycling confuses the models of several chunks: it
-  is refused.
-- dummy_train_step (--iterations-to-skip) calls next() on the list: patched here.
-- train_step passes both to the schedule and to the rerun machine. Hooks of ``model[0]`` are there
-  if those of any chunk are. Gradients, logs of activations and qk_clip are for all chunks. DINO
-  (--vision-pretraining) updates ``model[0]`` alone; Megatron no longer has such a model.
-- train makes lists of no_sync_func, grad_sync_func and param_sync_func, which our step accepts.
-  Reinforcement learning reads the weights of ``model[0]``, here and in megatron/rl/rl_utils.py: it
-  is refused. --hybrid-context-parallel wraps one iterator: every schedule refuses it.
-- evaluate takes groups of ``model[0]`` and passes both to the schedule. The caller's
-  non_loss_data_func gets the list.
-- evaluate_and_print_results takes the iterators of the chunks for those of several validation sets:
-  patched here.
-- save_checkpoint_and_time takes groups of ``model[0]`` and passes the iterators on.
-
-megatron/training/checkpointing.py: see `checkpointing.chunks`.
-megatron/training/utils: norms, hashes and flags are taken over all chunks.
-megatron/core/rerun_state_machine.py goes through a list, and compares its length with that of a
-checkpoint: see `checkpointing.pending_step`.
-megatron/core/full_cuda_graph.py, megatron/core/transformer/moe/paged_stash.py take lists. Every
-schedule refuses both.
-megatron/core/distributed/finalize_model_grads.py: ``model[0]`` and ``model[-1]`` have the tables,
-or there is a patch of that file.
-megatron/core/optimizer takes configs of ``model_chunks[0]``, which are those of all chunks. The
-optimizer of a MimoModel asserts that there is one.
-megatron/core/transformer/cuda_graphs.py, moe/router_trace.py go through all chunks.
-megatron/core/resharding/refit.py takes ``model[0]``, for reinforcement learning.
-
-Not patched: everything else. One object that is both a list and an iterator would not
-do: Megatron reads a list as sets in one place and as chunks in another.
+Not patched: everything else. One object that is both a list and an iterator would not do: Megatron
+reads a list as sets in one place and as chunks in another.
 """
 
 from __future__ import annotations
@@ -53,6 +22,41 @@ from megatron.training.global_vars import get_args
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
+# Every use of a model or a data iterator in Megatron, and its treatment:
+#
+# megatron/training/training.py
+# - pretrain builds iterators chunk by chunk (`loaders`) and passes on whole lists. It uses the
+#   config of ``model[0]``, which is that of all chunks.
+# - setup_model_and_optimizer takes groups and config of ``model[0]``, those of all chunks. Hooks of
+#   saved and loaded logits go to ``model[-1]``, which has the output layer. Models with
+#   init_state_dict_from_bert have no pipeline. Upcycling confuses the models of several chunks: it
+#   is refused.
+# - dummy_train_step (--iterations-to-skip) calls next() on the list: patched here.
+# - train_step passes both to the schedule and to the rerun machine. Hooks of ``model[0]`` are there
+#   if those of any chunk are. Gradients, logs of activations and qk_clip are for all chunks. DINO
+#   (--vision-pretraining) updates ``model[0]`` alone; Megatron no longer has such a model.
+# - train makes lists of no_sync_func, grad_sync_func and param_sync_func, which our step accepts.
+#   Reinforcement learning reads the weights of ``model[0]``, here and in megatron/rl/rl_utils.py:
+#   it is refused. --hybrid-context-parallel wraps one iterator: every schedule refuses it.
+# - evaluate takes groups of ``model[0]`` and passes both to the schedule. The caller's
+#   non_loss_data_func gets the list.
+# - evaluate_and_print_results takes the iterators of the chunks for those of several validation
+#   sets: patched here.
+# - save_checkpoint_and_time takes groups of ``model[0]`` and passes the iterators on.
+#
+# megatron/training/checkpointing.py: see `checkpointing.chunks`.
+# megatron/training/utils: norms, hashes and flags are taken over all chunks.
+# megatron/core/rerun_state_machine.py goes through a list, and compares its length with that of a
+# checkpoint: see `checkpointing.pending_step`.
+# megatron/core/full_cuda_graph.py, megatron/core/transformer/moe/paged_stash.py take lists. Every
+# schedule refuses both.
+# megatron/core/distributed/finalize_model_grads.py: ``model[0]`` and ``model[-1]`` have the tables,
+# or there is a patch of that file.
+# megatron/core/optimizer takes configs of ``model_chunks[0]``, which are those of all chunks. The
+# optimizer of a MimoModel asserts that there is one.
+# megatron/core/transformer/cuda_graphs.py, moe/router_trace.py go through all chunks.
+# megatron/core/resharding/refit.py takes ``model[0]``, for reinforcement learning.
+
 _TRAINING = "megatron.training.training"
 
 
@@ -62,13 +66,13 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_TRAINING}:dummy_train_step",
             skip_step,
-            reason="every chunk's data are skipped",
+            reason="a skipped iteration skips the data of every chunk",
             digests={"0.18": "8808da517f8a", "0.19, 0.20": "268bd1644fa5"},
         ),
         wrap(
             f"{_TRAINING}:evaluate_and_print_results",
             evaluate_by_sets,
-            reason="a list of chunks is no list of validation sets",
+            reason="Megatron takes a list of chunks' iterators for several validation sets",
             digests={"0.18": "0b2d4c8a8a03", "0.19, 0.20": "ecf88390c9c5"},
         ),
     )

@@ -3,14 +3,7 @@ evaluate.
 
 Megatron queries global rank 0, and expects a loader on each rank of a pipeline's ends. If the
 schedule has the first stage elsewhere, rank 0 reads nothing under any provider: the run would end
-at once, with exit code 0 and no step trained. So all ranks are queried. With --full-validation the
-lengths of the validation sets come from the ranks that read them; ranks without a loader would have
-None, and broadcast it.
-
-Megatron builds the loaders chunk by chunk, and overwrites --eval-iters with those lengths, from
-which it counts the samples of the next chunk's test set. So the flag is restored until the last
-chunk has its loaders: otherwise tokens and labels of different chunks would belong to different
-samples.
+at once, with exit code 0 and no step trained. So all ranks are queried.
 
 Not patched: which ranks build datasets, which the provider decides; providers that do not take
 vp_stage, which Megatron refuses by name (a provider with the same loader for two chunks would make
@@ -34,18 +27,18 @@ _TRAINING = "megatron.training.training"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that query all ranks."""
+    """Return the patches with which all ranks tell whether they have data loaders."""
     return (
         wrap(
             f"{_TRAINING}:build_train_valid_test_data_loaders",
             ask_all_ranks,
-            reason="global rank 0 may have no loader, and decides whether to train",
+            reason="global rank 0 decides whether to train, and may have no data loader",
             digests={"0.18, 0.19": "f99dfcdf670b", "0.20": "10d65b51e463"},
         ),
         wrap(
             f"{_TRAINING}:build_train_valid_test_data_iterators",
             agree_on_lengths,
-            reason="ranks without a loader do not know how long validation sets are",
+            reason="ranks without a data loader do not know the lengths of validation sets",
             digests={"0.18, 0.19, 0.20": "10015fd2044a"},
         ),
     )
@@ -71,7 +64,14 @@ def ask_all_ranks(original: Callable[..., Any], provider: Callable[..., Any]) ->
 
 def agree_on_lengths(original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
     """Build the iterators of one chunk; after the last chunk, set --eval-iters to the sets'
-    lengths."""
+    lengths.
+
+    With --full-validation the lengths of the validation sets come from the ranks that read them;
+    ranks without a loader would have None, and broadcast it. Megatron builds the loaders chunk by
+    chunk, and overwrites --eval-iters with those lengths, from which it counts the samples of the
+    next chunk's test set. So the flag is restored until the last chunk has its loaders: otherwise
+    tokens and labels of different chunks would belong to different samples.
+    """
     args = get_args()
     flag = args.eval_iters
     iterators = original(provider)
@@ -85,12 +85,12 @@ def agree_on_lengths(original: Callable[..., Any], provider: Callable[..., Any])
 
 
 def _largest(numbers: list[int]) -> list[int]:
-    """Return the maximum over all ranks of each number."""
+    """Return for each number the maximum over all ranks."""
     return [max(of_ranks) for of_ranks in zip(*gather_from_all(numbers), strict=True)]
 
 
 def _is_last_chunk(provider: Callable[..., Any]) -> bool:
-    """Whether ``provider`` is for the last chunk."""
+    """Return whether ``provider`` is for the last chunk."""
     chunk = getattr(provider, "keywords", {}).get("vp_stage")
     chunks = get_args().virtual_pipeline_model_parallel_size
     return chunk is None or chunks is None or chunk == chunks - 1

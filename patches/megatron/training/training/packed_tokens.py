@@ -16,16 +16,16 @@ from megatron.core import parallel_state
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
-Sums = tuple[float | None, float | None]  # of the lengths, and of their squares
+Sums = tuple[float | None, float | None]  # sums of the lengths, and of their squares
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that divides by the chunks of a rank."""
+    """Return the patch that divides the sums of packed lengths by the chunks of a rank."""
     return (
         wrap(
             "megatron.training.training:consume_seqlen_stats_in_iteration",
             counted_once,
-            reason="the lengths of packed sequences are added by each chunk of a rank",
+            reason="each chunk of a rank would add the lengths of packed sequences",
             digests={"0.18, 0.19, 0.20": "48477bddbb1f"},
         ),
     )

@@ -17,8 +17,8 @@ from typing import Any
 from megatron.training import training
 from megatron.training.global_vars import get_args
 
-from megatron_ext.adapter.batches.ordered_calls import reversed_microbatches
 from megatron_ext.adapter.parity.result_recorder import ParityRecorder, give_up
+from megatron_ext.adapter.step.ordered_calls import reversed_microbatches
 from megatron_ext.patches.engine import Patch, wrap
 
 _TRAINING = "megatron.training.training"
@@ -55,17 +55,17 @@ def patches(recorder: ParityRecorder) -> tuple[Patch, ...]:
         wrap(
             f"{_TRAINING}:setup_model_and_optimizer",
             set_up,
-            reason="what a training starts from is recorded",
+            reason="a recording has the tensors that a training starts from",
         ),
         wrap(
             f"{_TRAINING}:training_log",
             log,
-            reason="losses, norms and digests of tensors are recorded",
+            reason="a recording has losses, norms and digests of tensors",
         ),
         wrap(
             f"{_TRAINING}:checkpoint_and_decide_exit",
             end,
-            reason="the tensors after the last iteration are recorded",
+            reason="a recording has the tensors after the last iteration",
         ),
     )
 
@@ -80,7 +80,11 @@ def reversing_patches() -> tuple[Patch, ...]:
         return original(*bound.args, **bound.kwargs)
 
     return (
-        wrap(f"{_TRAINING}:train_step", step, reason="sums are added in another order, on request"),
+        wrap(
+            f"{_TRAINING}:train_step",
+            step,
+            reason="a recording with --reversed adds microbatches in another order",
+        ),
     )
 
 

@@ -21,25 +21,25 @@ from megatron_ext.patches.engine import Patch, wrap
 
 _TRAINING = "megatron.training.training"
 
-# Megatron imports these as it sets up a training: half of the time of a forked rank. Versions
-# differ in what there is.
+# Modules that Megatron imports while it sets up a training: half of the time of a forked rank. Not
+# every version has all of them.
 for _name in ("tokenizers.text", "models.mimo", "dist_checkpointing.strategies.torch"):
     with contextlib.suppress(ImportError):
         importlib.import_module(f"megatron.core.{_name}")
 
 
 class StepWatcher(Protocol):
-    """Watches the training steps of a process."""
+    """Watcher of the training steps of a rehearsed process."""
 
     def set_up(self, model: Any) -> None:
-        """Called with the chunks of the model, before the first step."""
+        """Hook that runs with the chunks of the model, before the first step."""
 
     def step(self, run: Callable[[], Any], model: Any) -> Any:
         """Run one training step of ``model``, and return its result."""
 
 
 def patches(watcher: StepWatcher) -> tuple[Patch, ...]:
-    """Return the patches that let a rank train alone under the eyes of ``watcher``."""
+    """Return the patches with which a rank trains alone, watched by ``watcher``."""
 
     def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = inspect.signature(original).bind(*args, **kwargs).arguments["model"]
@@ -54,14 +54,14 @@ def patches(watcher: StepWatcher) -> tuple[Patch, ...]:
         wrap(
             f"{_TRAINING}:build_train_valid_test_data_loaders",
             always_train,
-            reason="rank 0, which decides whether to train, is not there",
+            reason="a rehearsed rank lacks rank 0, which decides whether to train",
         ),
         wrap(
             f"{_TRAINING}:setup_model_and_optimizer",
             set_up,
-            reason="what cannot be rehearsed is refused before the first step",
+            reason="a training that cannot be rehearsed is refused before its first step",
         ),
-        wrap(f"{_TRAINING}:train_step", train, reason="whole steps are timed and counted"),
+        wrap(f"{_TRAINING}:train_step", train, reason="a rehearsal times and counts whole steps"),
     )
 
 

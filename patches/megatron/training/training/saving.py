@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.adapter.post_validation.pending import post_validation
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.post_validation.adapter.pending import post_validation
 from megatron_ext.patches.engine import Patch, wrap
 
 
@@ -22,12 +22,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.checkpointing:save_checkpoint",
             commit_or_rollback_first,
-            reason="what is saved is validated",
+            reason="a checkpoint is saved only after its step is validated",
         ),
         wrap(
             "megatron.training.training:save_checkpoint_and_time",
             commit_or_rollback_first,
-            reason="what is synchronised and saved is validated",
+            reason="parameters are synchronised and saved only after their step is validated",
         ),
     )
 

@@ -18,6 +18,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.training:get_model",
             copy_tied_weight,
-            reason="both copies of the embedding are on one rank and start equal",
+            reason="a V has both copies of the embedding on one rank: they start equal",
         ),
     )

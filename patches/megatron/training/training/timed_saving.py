@@ -19,12 +19,12 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that notifies a race of a save."""
+    """Return the patch that tells a race of a checkpoint's save."""
     return (
         wrap(
             "megatron.training.training:save_checkpoint_and_time",
             tell_of_the_save,
-            reason="an iteration of a race with a save after it is not timed",
+            reason="a race does not time an iteration that a save follows",
         ),
     )
 

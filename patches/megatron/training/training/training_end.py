@@ -22,12 +22,12 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that notifies the step of the training's end."""
+    """Return the patch that tells the observers of the training's end."""
     return (
         wrap(
             "megatron.training.training:checkpoint_and_decide_exit",
             tell_of_the_end,
-            reason="what is measured is told of when a training ends",
+            reason="observers report what they have measured when a training ends",
             signature="(model, optimizer, opt_param_scheduler, iteration, "
             "num_floating_point_operations_so_far, checkpointing_context, train_data_iterator)",
         ),

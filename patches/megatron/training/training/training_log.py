@@ -21,12 +21,12 @@ from typing import Any
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training.global_vars import get_args
 
-from megatron_ext.adapter.post_validation.commit_points import (
+from megatron_ext.config import PipelineConfig
+from megatron_ext.features.post_validation.adapter.commit_points import (
     is_commit_point,
     microbatches_will_change,
 )
-from megatron_ext.adapter.post_validation.pending import Result, post_validation
-from megatron_ext.config import PipelineConfig
+from megatron_ext.features.post_validation.adapter.pending import Result, post_validation
 from megatron_ext.patches.engine import Patch, expect, wrap
 from megatron_ext.patches.megatron.training.utils.common_utils import in_single_precision
 
@@ -34,12 +34,12 @@ _TRAINING = "megatron.training.training"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that logs after the verdict."""
+    """Return the patch that logs a step after its verdict."""
     return (
         wrap(
             f"{_TRAINING}:training_log",
             log_after_the_verdict,
-            reason="whether a step was skipped, and its norm, are known with its verdict",
+            reason="the log of a step needs its verdict: its norm, and whether it was skipped",
             digests={
                 "0.18": "5cc636c49dc2",
                 "0.19": "3f173e2edc82",
@@ -99,7 +99,7 @@ class DeferredLog:
         self.report_memory_flag: bool = self._call.arguments["report_memory_flag"]
 
     def __call__(self, result: Result) -> None:
-        """Log as if ``result`` had been known at once."""
+        """Log the step as if ``result`` had been known at once."""
         arguments = self._call.arguments
         arguments["skipped_iter"] = 0 if result.success else 1
         arguments["grad_norm"] = in_single_precision(result.grad_norm)

@@ -15,26 +15,27 @@ from typing import Any
 
 import torch
 
-from megatron_ext.adapter.post_validation.pending import post_validation
 from megatron_ext.config import PipelineConfig
+from megatron_ext.features.post_validation.adapter.pending import post_validation
 from megatron_ext.patches.engine import Patch, wrap
 
 _UTILS = "megatron.training.utils.common_utils"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that return without communication."""
+    """Return the patches of Megatron's reductions that return without communication while a step is
+    pending."""
     return (
         wrap(
             f"{_UTILS}:logical_and_across_model_parallel_group",
             and_at_once,
-            reason="whether all ranks took a step is known with its verdict",
+            reason="whether all ranks took a step is known only after its verdict",
             digests={"0.18": "dceb18ef7f3a", "0.19, 0.20": "62e46fac837c"},
         ),
         wrap(
             f"{_UTILS}:reduce_max_stat_across_model_parallel_group",
             max_at_once,
-            reason="what is logged of a step is known with its verdict",
+            reason="the logged norm of a step is known only after its verdict",
             digests={"0.18": "1f9a5b203eae", "0.19, 0.20": "0c5804809646"},
         ),
     )

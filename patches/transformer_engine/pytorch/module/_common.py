@@ -4,15 +4,7 @@ Linear, LayerNormLinear, LayerNormMLP and GroupedLinear can leave their weight g
 ``backward_dw``: their backward pass then puts it, as tensors and a function, into the module's
 `WeightGradStore`. That store is one FIFO per module, and ``backward_dw`` overwrites ``.grad``. Here
 the stores of all modules are enabled while a schedule splits the backward pass, and their contents
-go into the queue of `weight_gradients` instead, under the stage and microbatch. Nothing is copied:
-in FP8 the queue stores what I has quantised, and fused accumulation stays part of the GEMM.
-
-A column-parallel layer puts its gradient while the reduction of its input's gradient runs, and then
-waits for the reduction: the queue's computation in between hides it.
-
-With sequence parallelism a layer puts an operand that it has gathered, which would be most of the
-memory that waits for W. If W does not follow directly, only the rank's own part is stored, and W
-gathers it again during the previous product. (Quantised operands are stored whole.)
+go into the queue of `weight_gradients` instead, under the stage and microbatch.
 
 Not patched: the layers themselves; ``backward_dw``, which is not called here. Not split: te.ops,
 attention, norms, and layers whose operands lie in Userbuffers, where the next layer overwrites
@@ -36,6 +28,7 @@ from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.runtime.weight_gradients import (
     Contribution,
     Contributions,
+    RowProduct,
     Weights,
     accumulate_each,
     add_to_grad,
@@ -44,7 +37,8 @@ from megatron_ext.runtime.weight_gradients import (
 
 _MODULES = "transformer_engine.pytorch.module"
 
-# LayerNormMLP has two linear layers and one store, and puts fc2's gradient first.
+# Prefix of a linear layer's attributes. LayerNormMLP has two linear layers and one store, and puts
+# fc2's gradient first.
 _PREFIX_OF = {"fc1_wgrad_gemm": "fc1_", "fc2_wgrad_gemm": "fc2_"}
 
 _module_of: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -59,25 +53,25 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_MODULES}._common:WeightGradStore.delay_wgrad_compute",
             delays,
-            reason="weight gradients are deferred while a schedule splits the backward",
+            reason="a module defers its weight gradient while a schedule splits the backward",
             signature="(self)",
         ),
         wrap(
             f"{_MODULES}._common:WeightGradStore.put",
             put,
-            reason="defer weight gradients to their W pass",
+            reason="a module's weight gradient waits for the W pass",
             signature="(self, tensor_list, func)",
         ),
         wrap(
             f"{_MODULES}.base:TransformerEngineBaseModule.prepare_forward",
             remember_module,
-            reason="a store does not know whose weight gradients it is given",
+            reason="a store of weight gradients does not know their module",
         ),
     )
 
 
 def delays(original: Callable[[Any], bool], store: Any) -> bool:
-    """Whether weight gradients of this store are deferred."""
+    """Return whether weight gradients of this store are deferred."""
     if not queue.splitting or _comes_at_once(store) or _lies_in_userbuffers(store):
         return original(store)
     from transformer_engine.debug.pytorch.debug_state import TEDebugState
@@ -90,15 +84,16 @@ def delays(original: Callable[[Any], bool], store: Any) -> bool:
     return True
 
 
-# Attributes of a module which tell that its weight gradient's input, its output's gradient or its
-# product is in a buffer of Userbuffers. (The last is LayerNormMLP's name for the one before it.)
+# Attributes of a module which tell that the weight gradient's input, the output's gradient or their
+# product is in a buffer of Userbuffers. (The last one is LayerNormMLP's name for the one before
+# it.)
 _IN_USERBUFFERS = ("ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
 
 
 def _reduces(module: Any) -> bool:
-    """Whether the reduction of its input's gradient is running when ``module`` puts."""
+    """Return whether the reduction of its input's gradient is running when ``module`` puts."""
     if getattr(module, "ub_overlap_rs_dgrad", False):
-        return False  # done, within the product
+        return False  # the product includes the reduction, which has ended
     return getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
 
 
@@ -121,6 +116,10 @@ def put(
 ) -> None:
     """Put a module's weight gradient, ``function(*tensors)``, into our queue.
 
+    Nothing is copied: in FP8 the queue stores what I has quantised, and fused accumulation stays
+    part of the GEMM. A column-parallel layer puts its gradient while the reduction of its input's
+    gradient runs, and then waits for the reduction: the queue's computation in between hides it.
+
     ``tensors`` are the layer's input and its output's gradient. For a GroupedLinear they are lists,
     and a third list has the tensors to which ``function`` writes the weights' gradients.
     """
@@ -131,33 +130,39 @@ def put(
     hooks = module.wgrad_accumulation_and_reduce_hooks
     x, dy = map(_cut_off, tensors[:2])
     rest = tensors[2:]
-    make: Callable[[], _Made]
+    make: Callable[[Any, Any], _Made]
     if rest:
         numbers = range(module.num_gemms)
         weights = _parameters(module, [f"weight{number}" for number in numbers])
         biases = _parameters(module, [f"bias{number}" for number in numbers] * module.use_bias)
         outputs = rest[0]
         written = (lambda: outputs) if module.fuse_wgrad_accumulation else _taken_back(outputs)
-        make = partial(_make_grouped, function, x, dy, written)
+        make = partial(_make_grouped, function, written)
     else:
         prefix = _PREFIX_OF.get(function.__name__, "")
         weights = _parameters(module, [f"{prefix}weight"])
         biases = _parameters(module, [f"{prefix}bias"] * module.use_bias)
         x, dy = _in_parts(module, x, dy)
-        make = partial(_make, function, x, dy)
+        make = partial(_make, function)
         if _reduces(module):
             queue.compute_meanwhile()
         if prefix == "fc2_" and module.fc1_weight.requires_grad:
-            hooks = []  # fc1's gradient is still to come
+            hooks = []  # the gradient of fc1 is still to come, and runs the hooks
     gradient = _Gradient(weights, biases, module.fuse_wgrad_accumulation, make)
     add = partial(_add_before, hooks) if hooks else accumulate_each
     gather = next((part.gather for part in (x, dy) if isinstance(part, _Part)), None)
-    queue.put_together((*weights, *biases), gradient.compute, _tensors_in((x, dy)), add, gather)
+    compute = _deferred(gradient, x, dy)
+    queue.put_together((*weights, *biases), compute, _tensors_in((x, dy)), add, gather)
 
 
 class _Part:
     """Part on this rank of a tensor that was gathered from ``group``, and that will be gathered
-    again."""
+    again.
+
+    With sequence parallelism a layer puts an operand that it has gathered, which would be most of
+    the memory that waits for W. If W does not follow directly, only the rank's own part is stored,
+    and W gathers it again during the previous product. (Quantised operands are stored whole.)
+    """
 
     def __init__(self, gathered: Tensor, group: Any) -> None:
         self.tensor = gathered.chunk(group.size())[group.rank()].clone()
@@ -166,14 +171,14 @@ class _Part:
         self._work: Any = None
 
     def gather(self) -> None:
-        """Start the gather."""
+        """Start to gather an operand that the ranks have in parts."""
         part = self.tensor
         self._gathered = torch.empty(self._shape, dtype=part.dtype, device=part.device)
         gather = torch.distributed.all_gather_into_tensor
         self._work = gather(self._gathered, part, group=self._group, async_op=True)
 
     def gathered(self) -> Tensor:
-        """Return the gathered tensor, after waiting for it."""
+        """Wait for the gathered operand, and return it."""
         self._work.wait()
         assert self._gathered is not None
         return self._gathered
@@ -192,7 +197,8 @@ def _in_parts(module: Any, x: Any, dy: Any) -> tuple[Any, Any]:
 
 
 def _comes_at_once(store: Any) -> bool:
-    """Whether the gradients of weights and biases of the store's module are computed in I."""
+    """Return whether the gradients of weights and biases of the store's module are computed in
+    I."""
     module = _remembered(store)
     if module is None:
         return False
@@ -218,17 +224,35 @@ def _owner(store: Any) -> Any:
     return module
 
 
-_Made = tuple[Sequence[Tensor], Sequence[Contribution]]  # of the weights, of the biases
+# Gradients of the weights, and of the biases.
+_Made = tuple[Sequence[Tensor], Sequence[Contribution]]
+
+
+def _deferred(gradient: _Gradient, x: Any, dy: Any) -> Callable[[], Contributions]:
+    """Return the function that computes ``gradient`` of ``x`` and ``dy``: a `RowProduct` if they
+    are tensors or lists of tensors, and not quantised ones, whose rows share scales."""
+    in_lists = isinstance(x, list) and isinstance(dy, list)
+    operands = (*x, *dy) if in_lists else (x, dy)
+
+    def of_operands(*given: Any) -> Contributions:
+        half = len(given) // 2
+        return gradient.compute(*([*given[:half]], [*given[half:]]) if in_lists else given)
+
+    def gathered() -> tuple[Any, ...]:
+        return tuple(one.gathered() if isinstance(one, _Part) else one for one in operands)
+
+    if all(type(operand) in (Tensor, _Part) for operand in operands):
+        return RowProduct(gathered, of_operands)
+    return lambda: of_operands(*gathered())
 
 
 def _make(function: Callable[..., Any], x: Any, dy: Any) -> _Made:
-    operands = (part.gathered() if isinstance(part, _Part) else part for part in (x, dy))
-    weight_gradient, bias_gradient = function(*operands)
+    weight_gradient, bias_gradient = function(x, dy)
     return [weight_gradient], [bias_gradient]
 
 
 def _make_grouped(
-    function: Callable[..., Any], x: Any, dy: Any, written: Callable[[], list[Tensor]]
+    function: Callable[..., Any], written: Callable[[], list[Tensor]], x: Any, dy: Any
 ) -> _Made:
     outputs = written()
     _, bias_gradients, _ = function(x, dy, outputs)
@@ -258,13 +282,13 @@ class _Gradient:
     weights: Weights
     biases: Weights
     fused: bool
-    make: Callable[[], _Made]
+    make: Callable[[Any, Any], _Made]
 
-    def compute(self) -> Contributions:
+    def compute(self, x: Any, dy: Any) -> Contributions:
         """Return the contributions to the gradients of ``weights`` and then ``biases``."""
-        made, made_of_biases = self.make()
+        made, made_of_biases = self.make(x, dy)
         parameters = (*self.weights, *self.biases)
-        # A layer without biases returns nothing useful for them.
+        # A layer without biases returns gradients for them that are not used.
         gradients = (*([None] * len(made) if self.fused else made), *made_of_biases)
         return tuple(map(_contribution, parameters, gradients))
 

@@ -22,7 +22,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that leaves one copy to save."""
+    """Return the patch with which only one copy of a tied embedding is saved."""
     return (
         wrap(
             "megatron.core.dist_checkpointing.strategies.fully_parallel:"

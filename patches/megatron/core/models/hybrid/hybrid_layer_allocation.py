@@ -38,7 +38,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             return original(main_pattern, pp_group, vp_stage, *given, **groups)
         placement = resolved.place(pp_group.size())
         is_divided = SEGMENT_END in main_pattern
-        if placement.chunks == 1 and not is_divided:  # which Megatron itself splits over the ranks
+        # Megatron itself splits such a pattern over the ranks.
+        if placement.chunks == 1 and not is_divided:
             return original(main_pattern, pp_group, vp_stage, *given, **groups)
         if given != (None, None):
             raise ValueError(
@@ -61,7 +62,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
             select,
-            reason="the i-th segment of a hybrid model's pattern is stage i, and all are there",
+            reason="stage i is the i-th segment of a hybrid model's pattern, on any rank",
             signature=(
                 "(main_pattern, pp_group, vp_stage, first_stage_layers=None, "
                 "last_stage_layers=None)",

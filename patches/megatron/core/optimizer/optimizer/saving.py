@@ -19,13 +19,13 @@ _GROUPS = "fp32_from_fp16_params"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that saves no empty groups."""
+    """Return the patch that saves no empty parameter groups."""
     return (
         wrap(
             "megatron.core.optimizer.optimizer:"
             "Float16OptimizerWithFloat16Params.sharded_state_dict",
             without_empty_groups,
-            reason="a checkpoint has global rank 0's empty groups, and cannot be loaded",
+            reason="a checkpoint with global rank 0's empty groups cannot be loaded",
             signature="(self, model_sharded_state_dict, is_loading=False, metadata=None)",
         ),
     )

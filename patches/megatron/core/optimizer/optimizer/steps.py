@@ -13,14 +13,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.adapter.post_validation.optimizer import (
+from megatron_ext.config import PipelineConfig
+from megatron_ext.features.post_validation.adapter.optimizer import (
     OptimizerResult,
     OptimizerStep,
     nesting,
     zero_within_a_step,
 )
-from megatron_ext.adapter.post_validation.pending import PostValidation, post_validation
-from megatron_ext.config import PipelineConfig
+from megatron_ext.features.post_validation.adapter.pending import PostValidation, post_validation
 from megatron_ext.patches.engine import Patch, expect, wrap
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
@@ -31,7 +31,7 @@ _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketG
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches by which steps are taken before they are validated."""
+    """Return the patches with which optimizer steps are taken before they are validated."""
     return optimizer_patches(post_validation)
 
 
@@ -60,7 +60,7 @@ def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
             wrap(
                 f"{_OPTIMIZER}:{name}.step",
                 step,
-                reason="a step may be taken before all norms are known",
+                reason="post-validation takes an optimizer step before all norms are known",
                 signature="(self)",
                 digests=digests,
             )
@@ -74,7 +74,7 @@ def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
             wrap(
                 f"{name}.zero_grad",
                 zero_grad,
-                reason="a step that may be done again needs its gradients",
+                reason="an optimizer step that may be redone still needs its gradients",
                 signature="(self, set_to_none=True)",
             )
             for name in (
@@ -87,7 +87,7 @@ def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
         wrap(
             f"{_DDP}.zero_grad_buffer",
             zero_grad_buffer,
-            reason="a step that may be done again needs its gradients",
+            reason="an optimizer step that may be redone still needs its gradients",
             signature="(self)",
             digests={"0.18, 0.19, 0.20": "ca0a5853280c"},
         ),
@@ -97,11 +97,11 @@ def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
 
 def _relied_on() -> tuple[Patch, ...]:
     """Return expectations of all functions that `SpeculativeOptimizer` calls or replaces."""
-    prepares = "prepares gradients: copies, unscales, looks for infinities"
-    steps = "writes parameters, states and settings of groups, and nothing else"
-    copies = "makes the model's parameters from those that are kept"
-    gathers = "tells what has been gathered"
-    group = "is the group of a rank's stages"
+    prepares = "the optimizer copies and unscales gradients here, and looks for infinities"
+    steps = "an optimizer step writes only parameters, states and group settings"
+    copies = "the optimizer copies its main parameters to the model here"
+    gathers = "bucket groups record here which parameters were gathered"
+    group = "this is the process group over which a norm is reduced"
     expected = (
         (
             f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads",
@@ -143,7 +143,7 @@ def _relied_on() -> tuple[Patch, ...]:
         (f"{_HYBRID}.step", steps, {"0.18, 0.19, 0.20": "b00112fa1d2d"}),
         (
             f"{_HYBRID}._sync_hdo_param_groups_to_sub_optimizers",
-            "exchanges the groups of those on the host and on the device",
+            "the hybrid optimizer copies group settings to its parts here",
             {"0.18, 0.19, 0.20": "cd9b045d41ee"},
         ),
         (
@@ -158,12 +158,12 @@ def _relied_on() -> tuple[Patch, ...]:
         ),
         (
             f"{_OPTIMIZER}:MegatronOptimizer.get_grad_norm",
-            "measures the gradients in the group it is told",
+            "the norm of gradients is reduced over the optimizer's own group",
             {"0.18": "30f3c8448d35", "0.19, 0.20": "c448545bd1d2"},
         ),
         (
             "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
-            "clips what is within 1e-6 of the threshold",
+            "Megatron clips a norm that is within 1e-6 of the threshold",
             {"0.18, 0.19, 0.20": "8d1ed73c5d52"},
         ),
         (
@@ -180,7 +180,7 @@ def _relied_on() -> tuple[Patch, ...]:
         (f"{_BUCKETS}.finish_param_sync", gathers, {"0.18, 0.19, 0.20": "3a4189006f87"}),
         (
             f"{_BUCKETS}.reset",
-            "resets what a step has noted of gradients",
+            "a bucket group forgets here which gradients have come",
             {"0.18, 0.19, 0.20": "cf34e3cf8efe"},
         ),
         (

@@ -43,7 +43,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_SCHEDULES}:get_forward_backward_func",
             choose,
-            reason="train under a schedule of ours",
+            reason="the training step runs a schedule of ours",
             signature=(
                 "(pp_size=None, vp_size=None)",  # 0.18
                 "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
@@ -51,38 +51,38 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         ),
         expect(
             f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving",
-            reason="a step of ours begins and ends as stock's does",
+            reason="a step of ours begins and ends as this step of stock does",
             digests={"0.18": "da1b3a98c04e", "0.19": "4495c5d6a879", "0.20": "929b12cf6b81"},
         ),
         expect(
             f"{_SCHEDULES}:forward_step",
-            reason="a stage's forward is this function",
+            reason="a forward pass of a stage calls this function",
             digests={"0.18, 0.19": "ca082631bab1", "0.20": "256850ea23b1"},
         ),
         expect(
             f"{_SCHEDULES}:forward_step_calc_loss",
-            reason="a loss made by passes of the schedule goes into this function",
+            reason="the loss that vocabulary passes compute goes into this function",
             digests={"0.18": "ff5e1acdaba2", "0.19, 0.20": "669c1962e226"},
         ),
         expect(
             f"{_SCHEDULES}:backward_step",
-            reason="a stage's backward is this function",
+            reason="a backward pass of a stage calls this function",
             digests={"0.18, 0.19": "08eb27c7ffab", "0.20": "f076597ff926"},
         ),
         expect(
             f"{_SCHEDULES}:get_tensor_shapes",
-            reason="tells what goes from stage to stage",
+            reason="this function gives the shapes of messages between stages",
             signature="(*, seq_length, micro_batch_size, decoder_seq_length, config, "
             "tp_group=None, cp_group=None)",
         ),
         expect(
             f"{_SCHEDULES}:check_first_val_step",
-            reason="tells a forward pass whether it is the step's first",
+            reason="this function tells whether a forward pass is the step's first",
             signature="(first_val_step, forward_only, cond)",
         ),
         expect(
             f"{_SCHEDULES}:deallocate_output_tensor",
-            reason="frees what has been sent",
+            reason="this function frees an output that has been sent",
             signature="(out, deallocate_pipeline_outputs=False)",
         ),
         *(_traces_rely_on() if config.trace else ()),
@@ -94,7 +94,7 @@ def _traces_rely_on() -> tuple[Patch, ...]:
         expect(
             "megatron.core.distributed.param_and_grad_buffer:"
             "_ParamAndGradBucketGroup.start_grad_sync",
-            reason="leaves a handle, by which a trace knows when a reduction is done",
+            reason="a trace times a reduction by the handle that this function stores",
             digests={"0.18": "9be2e10242ba", "0.19, 0.20": "e907e263929d"},
         ),
     )

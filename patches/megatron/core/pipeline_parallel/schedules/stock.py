@@ -31,7 +31,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_SCHEDULES}:get_forward_backward_func",
             choose,
-            reason="see Megatron's own steps",
+            reason="observers see each step of Megatron's own schedule",
             signature=(
                 "(pp_size=None, vp_size=None)",  # 0.18
                 "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
@@ -40,7 +40,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_SCHEDULES}:forward_step",
             watched_forward,
-            reason="a forward pass is this function",
+            reason="Megatron's own schedule runs a forward pass by this function",
             signature="(forward_step_func, data_iterator, model, num_microbatches, input_tensor, "
             "forward_data_store, config, cp_group_size, collect_non_loss_data=False, "
             "checkpoint_activations_microbatch=None, is_first_microbatch=False, "
@@ -49,7 +49,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_SCHEDULES}:backward_step",
             watched_backward,
-            reason="a backward pass is this function",
+            reason="Megatron's own schedule runs a backward pass by this function",
             signature="(input_tensor, output_tensor, output_tensor_grad, config)",
         ),
     )

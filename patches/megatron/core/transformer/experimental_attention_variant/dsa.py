@@ -17,7 +17,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
 _FOLDER = "megatron.core.transformer.experimental_attention_variant"
-_REASON = "a slice attends to those before it"
+_REASON = "a slice of a sequence attends to the slices before it"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
@@ -31,6 +31,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_FOLDER}.dsa_masking:build_dsattention_forward_mask",
             mask_by_places,
-            reason="queries of a slice are not those of the first keys",
+            reason="the queries of a slice do not begin at the first key",
         ),
     )

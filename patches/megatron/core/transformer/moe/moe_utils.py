@@ -20,7 +20,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that sorts experts."""
+    """Return the patch that sorts the chosen experts in a recomputed pass."""
     return (
         wrap(
             "megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function",

@@ -1,5 +1,8 @@
 """Auxiliary losses of routers over whole microbatches, although these run slice by slice.
 
+A router's loss compares the tokens of all experts in a microbatch. In a slice it would balance the
+experts of that slice alone, which trains another model (`adapter.slices.router_losses`).
+
 Not patched: the choice of experts and the counts for their biases, which are per token; the global
 loss, quantile balancing and Sinkhorn's, which are refused.
 """
@@ -18,11 +21,11 @@ from megatron_ext.patches.engine import Patch, wrap
 
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 _LOSSES = "megatron.core.transformer.moe.moe_utils"
-_REASON = "a slice's router has the losses of its whole microbatch"
+_REASON = "a router's losses in a slice are those of the whole microbatch"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that sum losses over slices."""
+    """Return the patches that sum a router's losses over slices."""
     return (
         *(
             wrap(f"{_ROUTER}.{name}", making(name), reason=_REASON)

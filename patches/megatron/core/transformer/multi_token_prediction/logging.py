@@ -22,12 +22,12 @@ def name_here() -> str:
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that leaves logging to the recompute."""
+    """Return the patch with which only the recompute logs the losses."""
     return (
         wrap(
             f"megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.{name_here()}",
             log_once,
-            reason="a recomputed pass logs its losses the second time",
+            reason="multi-token prediction logs its losses once, in the recomputed pass",
         ),
     )
 

@@ -32,7 +32,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             "megatron.core.models.common.language_module.language_module:"
             "LanguageModule.setup_embeddings_and_output_layer",
             check_and_set_up,
-            reason="an embedding group of other ranks would hang the build",
+            reason="an embedding group with other ranks would hang the model's construction",
             signature="(self)",
         ),
     )

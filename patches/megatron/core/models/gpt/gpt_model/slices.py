@@ -18,6 +18,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.core.models.gpt.gpt_model:GPTModel.forward",
             call_with_slice,
-            reason="a pass runs a slice of the batch that its caller has",
+            reason="a pass runs one slice of the batch that the caller passes",
         ),
     )

@@ -19,13 +19,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.vocabulary.vocabulary_rows import (
+from megatron_ext.config import PipelineConfig
+from megatron_ext.features.vocabulary.adapter.vocabulary_rows import (
     EmbeddingPart,
     OutputPart,
     check_divisible,
     vocabulary_part,
 )
-from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
 from megatron_ext.schedule.problem import ScheduleOptions
 
@@ -33,7 +33,7 @@ _MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that shard the tables of a GPTModel."""
+    """Return the patches that shard the embedding and the output layer of a GPTModel."""
     resolved, vocabulary = config.resolved_spec, config.vocab_parallel
 
     def build(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
@@ -73,30 +73,31 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_MODEL}.set_input_tensor",
             take_embeddings,
-            reason="the first stage's input are embeddings",
+            reason="the first stage gets embeddings, which the vocabulary's passes look up",
             signature="(self, input_tensor)",
         ),
         expect(
             f"{_MODEL}._postprocess",
-            reason="without post_process it returns hidden states",
+            reason="_postprocess returns hidden states if the stage has no post_process",
             digests={"0.18": "7dc649b768c7", "0.19, 0.20": "6c489f3a1567"},
         ),
         expect(
             "megatron.core.models.common.embeddings.language_model_embedding:"
             "LanguageModelEmbedding.forward",
-            reason="takes the embeddings from the table's module, and goes on",
+            reason="the embedding calls its table's module, and adds to the result",
             digests={"0.18, 0.19, 0.20": "53d0b74775ed"},
         ),
         expect(
             "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
-            reason="the lookup ends as this does",
+            reason="the vocabulary's lookup ends as this lookup does",
             digests={"0.18": "8db24043b909", "0.19, 0.20": "8862b2f9d30b"},
         ),
     )
 
 
 def build_divided(original: Callable[..., None], model: Any, call: inspect.BoundArguments) -> None:
-    """Build ``model`` with this rank's parts instead of whole tables."""
+    """Build ``model`` with this rank's parts of embedding and output layer instead of whole
+    ones."""
     vocabulary = call.arguments["vocab_size"]
     tied = call.arguments["share_embeddings_and_output_weights"]
     config = call.arguments["config"]

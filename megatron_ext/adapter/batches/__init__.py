@@ -1,1 +1,0 @@
-"""Microbatches of a step, ordered and dealt before they are read."""

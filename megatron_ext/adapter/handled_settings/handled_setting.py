@@ -1,0 +1,29 @@
+"""Table rows of Megatron's settings that the schedule or a feature implements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_ext.config import PipelineConfig
+
+
+def _always(config: PipelineConfig) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class HandledSetting:
+    """Setting of Megatron that our code handles itself: a switch, or a number that is 0 when off.
+
+    Attributes:
+        setting: its name in arguments and configs.
+        text: what we do instead, or what remains of its effect.
+        by: whether our settings implement it.
+        stays: whether it is left on.
+    """
+
+    setting: str
+    text: str
+    by: Callable[[PipelineConfig], bool] = _always
+    stays: bool = False

@@ -1,0 +1,123 @@
+"""Table rows of Megatron's settings that our schedules and features refuse.
+
+A refusal is data, so that checks, pages, records and tests can all go through it: a setting, when
+it is meant, the reason, and what to write instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ext.base.words import argument_flag
+from megatron_ext.compile.registry import ResolvedSpec
+from megatron_ext.config import flag, flag_with_value, setting_of
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import ScheduleOptions
+
+
+def every_schedule(resolved: ResolvedSpec) -> bool:
+    return True
+
+
+def _always(settings: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class RefusedSetting:
+    """Setting of Megatron that does not work with our schedules.
+
+    Attributes:
+        setting: its name in Megatron's arguments and configs.
+        unsupported: tells whether a value is refused; not called if the setting does not exist.
+        remedy: what to write instead.
+        by: tells which schedules refuse it.
+        matters: tells whether the setting has an effect, given all the others.
+    """
+
+    setting: str
+    unsupported: Callable[[Any], bool]
+    remedy: str
+    by: Callable[[ResolvedSpec], bool] = every_schedule
+    matters: Callable[[Any], bool] = _always
+
+
+def drop(
+    setting: str, why: str = "", by: Callable[[ResolvedSpec], bool] = every_schedule
+) -> RefusedSetting:
+    """Return the refusal of a switch whose flag has the setting's name: the user should drop the
+    flag."""
+    flag = argument_flag(setting)
+    return RefusedSetting(setting, bool, f"drop {flag}: {why}" if why else f"drop {flag}", by)
+
+
+def _loads_or_saves(settings: Any) -> bool:
+    folders = ("load", "save", "pretrained_checkpoint")
+    return any(getattr(settings, name, None) for name in folders)
+
+
+def parts_the_ends(resolved: ResolvedSpec) -> bool:
+    return resolved.example.rank_of[0] != resolved.example.rank_of[-1]
+
+
+def only_torch_dist(
+    why: str, by: Callable[[ResolvedSpec], bool] = every_schedule
+) -> RefusedSetting:
+    return RefusedSetting(
+        "ckpt_format",
+        lambda value: value != "torch_dist",
+        f"{why}: to load or save, write --ckpt-format torch_dist. What is of another format, "
+        f"Megatron converts: add --load FOLDER --ckpt-convert-format torch_dist "
+        f"--ckpt-convert-save OTHER --dist-ckpt-optim-fully-reshardable to the line that wrote it, "
+        f"without our flags",
+        by,
+        _loads_or_saves,
+    )
+
+
+_NO_OPTIONS = ScheduleOptions()
+
+# Function that returns the flags that request a feature, or None if the feature is off. Its
+# arguments are the settings, the resolved spec and the schedule options.
+Requested = Callable[[Any, ResolvedSpec, ScheduleOptions], str | None]
+
+
+@dataclass(frozen=True)
+class RefusalGroup:
+    """Refusals of one feature.
+
+    Attributes:
+        name: the part of docs/compatibility.md that lists them.
+        refusals: the refused settings.
+        requested: returns the flags that request the feature, with which errors begin.
+        settings, options: an example of a request.
+        check_placement: refuses a schedule, by its placement, with options that request the
+            feature.
+    """
+
+    name: str
+    refusals: tuple[RefusedSetting, ...]
+    requested: Requested
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    options: ScheduleOptions = _NO_OPTIONS
+    check_placement: Callable[[ResolvedSpec, Placement, ScheduleOptions], None] = (
+        lambda resolved, placement, options: None
+    )
+
+
+def by_option(name: str) -> Requested:
+    """Return the request of a feature that is an option of the schedule among our settings."""
+
+    def requested(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str | None:
+        value = getattr(options, name)
+        is_absent = value == getattr(_NO_OPTIONS, name)
+        return None if is_absent else flag_with_value(setting_of(name), value)
+
+    return requested
+
+
+def by_schedule(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str:
+    """Return the request of what every launch with a schedule of ours has."""
+    return f"{flag('schedule')} {resolved.spec}"

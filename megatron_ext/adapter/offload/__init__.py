@@ -1,1 +1,0 @@
-"""Activation offload in Megatron's terms."""

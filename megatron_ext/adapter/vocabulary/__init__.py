@@ -1,1 +1,0 @@
-"""Vocabulary parallelism in Megatron's terms: its rows of a rank, and its hooks."""

@@ -1,0 +1,170 @@
+"""The JOB of ``plan`` and ``doctor``: a launch command behind ``--``, or one word in its place.
+
+A job is known from a command, a log, a recipe, a file or sizes, and an option for each would leave
+open which of them counts. The word itself says what it is, so that there is one.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megatron_ext.base.secrets import masked
+from megatron_ext.commands.command_help import CliCommand
+from megatron_ext.config import OVERLAP
+from megatron_ext.written_settings import given_and_others, ours_and_others
+
+if TYPE_CHECKING:
+    from megatron_ext.launch.command.launch_words import Launch
+
+
+class JobKind(enum.StrEnum):
+    """Kinds of jobs. All but the last are launches, whose model Megatron's arguments tell."""
+
+    COMMAND = "launch command"
+    RECIPE = "recipe"
+    ARGUMENTS = "file of arguments"
+    LOG = "log"
+    SIZES = "sizes"
+
+
+@dataclass(frozen=True)
+class JobArgument:
+    """Job that a command plans or checks.
+
+    Attributes:
+        word: the word that stands for it; "" for a launch command.
+        words: of the launch command; for another job, the flags of ours that follow its word.
+    """
+
+    kind: JobKind
+    word: str
+    words: tuple[str, ...] = ()
+
+
+JobWord = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="JOB | -- COMMAND",
+        help="Job: a launch command behind --, or one word in its place. The word is the log of an "
+        "earlier start, or a .json file with an object of Megatron's arguments. MODULE:FUNCTION is "
+        "a function that returns a Megatron-Bridge config, as its recipes do. plan also takes "
+        "sizes: pp=8,m=64 for costs alone, and those of a model. Flags --pipeline-... may follow "
+        "the word.",
+    ),
+]
+
+_RECIPE = re.compile(r"[A-Za-z_][\w.]*:\w*")
+_SIZES = re.compile(r"[a-z-]+=")
+_FLAGS, _COMMAND = "flags of ours", "launch command"  # in a context's meta
+
+
+class JobCommand(CliCommand):
+    """Command that takes a JOB: flags of ours and the launch command are set aside, so that other
+    words are checked as those of any command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse ``args``; the words that are set aside are found by `job_of`."""
+        before, command = args, None
+        if "--" in args:
+            at = args.index("--")
+            before, command = args[:at], args[at + 1 :]
+        flags, others = ours_and_others(before, (OVERLAP,))
+        ctx.meta[_FLAGS], ctx.meta[_COMMAND] = flags, command
+        return super().parse_args(ctx, others)
+
+
+def job_of(context: typer.Context, word: str | None) -> JobArgument | None:
+    """Return the job in the words of a `JobCommand`; None if there is none.
+
+    Raises:
+        ValueError: as `parse_job`.
+    """
+    words = [] if word is None else [word, *context.args]
+    return parse_job(words, context.meta[_FLAGS], context.meta[_COMMAND])
+
+
+def flags_outside(context: typer.Context) -> tuple[str, ...]:
+    """Return the flags of ours in the words of a `JobCommand`, outside a launch command."""
+    return tuple(context.meta[_FLAGS])
+
+
+def parse_job(
+    words: Sequence[str], flags: Sequence[str], command: Sequence[str] | None
+) -> JobArgument | None:
+    """Return the job that words of a command line describe; None if they describe none.
+
+    Args:
+        words: those that are no options.
+        flags: flags of ours.
+        command: words behind ``--``; None without it.
+
+    Raises:
+        ValueError: the words are several, or flags of ours stand outside a launch command.
+    """
+    if len(words) > 1:
+        raise ValueError(
+            f"{masked(words[:3])}: a job is one word; write -- before a launch command"
+        )
+    if command is not None:
+        if words:
+            raise ValueError(
+                f"{words[0]} and the launch command behind -- are two jobs: give only one of the "
+                f"two; flags of ours follow {words[0]} without --"
+            )
+        if flags:
+            raise ValueError(
+                f"{flags[0]} stands before --: write flags of ours into the launch command, behind "
+                f"its script"
+            )
+        if not command:
+            raise ValueError("-- is followed by no words: write a launch command behind it")
+        return JobArgument(JobKind.COMMAND, "", tuple(command))
+    if not words:
+        return None
+    (word,) = words
+    return JobArgument(_kind(word), word, tuple(flags))
+
+
+def _kind(word: str) -> JobKind:
+    if word.endswith((".py", ".sh")):
+        raise ValueError(f"{word} begins a launch command: write -- before it")
+    if word.endswith(".json"):
+        return JobKind.ARGUMENTS
+    if _SIZES.match(word):
+        return JobKind.SIZES
+    return JobKind.RECIPE if _RECIPE.fullmatch(word) else JobKind.LOG
+
+
+def launch_of(job: JobArgument) -> Launch:
+    """Return the launch of ``job``, which is no `JobKind.SIZES`.
+
+    Raises:
+        ValueError: the command, the log, the recipe or the file is not understood.
+        PatchError: Megatron, which knows the flags, is not installed.
+    """
+    assert job.kind is not JobKind.SIZES
+    if job.kind is JobKind.COMMAND:
+        from megatron_ext.launch.command.launch_words import read_launch
+
+        return read_launch(job.words)
+    if job.kind is JobKind.RECIPE:
+        from megatron_ext.launch.command.bridge_recipe import launch_from_recipe
+
+        return launch_from_recipe(job.word, job.words)
+    if job.kind is JobKind.ARGUMENTS:
+        from megatron_ext.launch.command.arguments_file import launch_from_arguments
+
+        return launch_from_arguments(Path(job.word), job.words)
+    from megatron_ext.launch.command.log.megatron_log import launch_from_log
+
+    settings, others = given_and_others(job.words)
+    if others:
+        raise ValueError(f"{others[0]}: a log has Megatron's own arguments; drop {others[0]}")
+    return launch_from_log(Path(job.word), settings)

@@ -1,0 +1,120 @@
+"""Sizes of a training job in one word: ``layers=64,hidden=6144,...,pp=8,m=64,tp=4,dp=2``.
+
+A user who has no launch command yet knows these. They are those of the pipeline, and those of the
+model unless only costs are given; flags behind the word say how all schedules run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ext.base.words import shown
+from megatron_ext.config import OVERLAP, PLAN, SCHEDULE_SETTINGS, PipelineConfig, flag
+from megatron_ext.cost_model.short_form import Described, parse_model
+from megatron_ext.schedule.problem import ScheduleOptions
+from megatron_ext.written_settings import given_in
+
+_NUMBERS = ("pp", "m", "tp", "dp")
+_DISTRIBUTED = "distributed-optimizer"
+_MOST = 10_000_000  # ranks, or microbatches of a step
+_EXAMPLE = (
+    "write pp=8,m=64 (pipeline ranks, and microbatches of one pipeline in a step), and what "
+    f"differs of tp=1,dp=1,{_DISTRIBUTED}=false"
+)
+# Options that a plan chooses by itself, or that its verdict would not write.
+_CHOSEN = ("p2p", "vocab_parallel", "activation_offload", "recompute")
+_TAKEN = tuple(name for name in SCHEDULE_SETTINGS if name not in _CHOSEN)
+
+
+@dataclass(frozen=True)
+class JobSizes:
+    """Sizes of a training job without a launch.
+
+    Attributes:
+        pp, tp, dp: pipeline, tensor and data-parallel ranks.
+        m: microbatches of one pipeline in a step.
+        distributed_optimizer: whether the states of the optimizer are partitioned over replicas.
+        model: the model; None if only costs are known.
+        layers: number of the model's layers; None if it is not known.
+    """
+
+    pp: int
+    m: int
+    tp: int = 1
+    dp: int = 1
+    distributed_optimizer: bool = False
+    model: Described | None = None
+    layers: int | None = None
+
+
+def parse_sizes(text: str) -> JobSizes:
+    """Return the sizes in ``text``: those of a pipeline, and of a model as in `parse_model`.
+
+    With no more of a model than its ``layers``, only their number is known.
+
+    Raises:
+        ValueError: a size is missing, unknown, given twice, or no number from 1.
+    """
+    numbers: dict[str, int] = {}
+    of_model: list[str] = []
+    is_distributed = False
+    for part in text.split(","):
+        key, _, value = part.strip().partition("=")
+        if key not in (*_NUMBERS, _DISTRIBUTED):
+            of_model.append(part)
+        elif key == _DISTRIBUTED and value in ("true", "false"):
+            is_distributed = value == "true"
+        elif key in _NUMBERS and value.isdecimal() and 0 < int(value) <= _MOST:
+            if key in numbers:
+                raise ValueError(f"sizes {shown(text)!r}: {key} is given twice; {_EXAMPLE}")
+            numbers[key] = int(value)
+        else:
+            raise ValueError(f"sizes {shown(text)!r}: {shown(part)!r} is wrong; {_EXAMPLE}")
+    if missing := [key for key in ("pp", "m") if key not in numbers]:
+        raise ValueError(f"sizes {shown(text)!r}: missing {', '.join(missing)}; {_EXAMPLE}")
+    layers = None
+    if len(of_model) == 1 and of_model[0].strip().startswith("layers="):
+        layers = _layers(text, of_model.pop())
+    if not of_model:
+        if described := [key for key in ("tp", "dp") if key in numbers]:
+            keys = ", ".join(described)
+            raise ValueError(
+                f"sizes {shown(text)!r}: {keys} are of a model, and there is none: write its "
+                f"sizes too, as layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000"
+            )
+        return JobSizes(numbers["pp"], numbers["m"], layers=layers)
+    model = parse_model(",".join(of_model))
+    return JobSizes(
+        **numbers, distributed_optimizer=is_distributed, model=model, layers=model.layers
+    )
+
+
+def _layers(text: str, part: str) -> int:
+    value = part.partition("=")[2]
+    if not (value.isdecimal() and 0 < int(value) <= _MOST):
+        raise ValueError(f"sizes {shown(text)!r}: {shown(part)!r} is wrong; write layers=32")
+    return int(value)
+
+
+def options_of_sizes(flags: Sequence[str], sizes: JobSizes, *, has_costs: bool) -> ScheduleOptions:
+    """Return the options of schedules that ``flags`` behind sizes request.
+
+    Raises:
+        ValueError: a flag is not understood, or nothing that a plan of sizes takes.
+    """
+    has_pairs = OVERLAP in flags
+    given = given_in([word for word in flags if word != OVERLAP])
+    for name in given:
+        if name not in _TAKEN:
+            taken = ", ".join(map(flag, _TAKEN))
+            raise ValueError(
+                f"{flag(name)}: a plan of sizes takes {taken} and {OVERLAP}, and chooses or does "
+                f"not know the rest; drop {flag(name)}, or plan a launch command"
+            )
+    if has_pairs and sizes.model is not None and not has_costs:
+        raise ValueError(
+            f"{OVERLAP}: a model of sizes has no experts, whose messages it hides; add --costs "
+            f"with overlap_saving=, give a launch command, or drop {OVERLAP}"
+        )
+    return replace(PipelineConfig.parse(schedule=PLAN, **given).options, pairs=has_pairs)

@@ -1,0 +1,207 @@
+"""The function that plans the job of ``megatron-ext plan``.
+
+A launch is planned by Megatron's arguments, and sizes by a model without experts or by costs alone.
+Both become a `JobPlan`, which is printed alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from megatron_ext.base.words import counted
+from megatron_ext.commands.jobs.job_argument import JobKind, launch_of
+from megatron_ext.commands.jobs.job_sizes import JobSizes
+from megatron_ext.commands.jobs.plan_options import CheckedPlan
+from megatron_ext.commands.options import UNIT
+from megatron_ext.config import ESTIMATE, OVERLAP, CostsSource, flag
+from megatron_ext.cost_model.execution import Precision
+from megatron_ext.cost_model.gpus import (
+    FreeMemory,
+    Gpu,
+    assumed_rates,
+    free_memory,
+    parse_gpus,
+    short_name,
+)
+from megatron_ext.cost_model.measured.file import measured_reserve
+from megatron_ext.cost_model.model_memory import TrainingState, bytes_of_ranks, least_lasting
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.cost_model.short_form import Described
+from megatron_ext.cost_model.tower import tower_of
+from megatron_ext.observe.slow_ranks import speeds_in
+from megatron_ext.observe.trace import read_trace, reserved_in
+from megatron_ext.planner.job_plan import JobPlan, plan_job
+from megatron_ext.planner.layouts.layout import evenly
+from megatron_ext.planner.mixed_gpus import (
+    ASSUMED_GPU,
+    product_of,
+    reference_of,
+    speeds_of_gpus,
+)
+from megatron_ext.planner.training import TrainedModel, Training
+from megatron_ext.planner.training_job import TrainingJob, training_job_of
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.schedule.rank_speeds import RankSpeeds
+from megatron_ext.written_settings import from_argv
+
+if TYPE_CHECKING:
+    from megatron_ext.launch.planner.parsed_launch import LaunchRequest
+
+
+def planned_job(checked: CheckedPlan) -> Callable[..., JobPlan]:
+    """Return the function that plans the job, with arguments as `plan_job` has.
+
+    Raises:
+        ValueError, OSError, PatchError: the job or a file is not understood.
+    """
+    if checked.sizes is None:
+        from megatron_ext.launch.planner.launch_plan import plan_launch
+
+        return partial(plan_launch, launch_request(checked))
+    traced = _traced_in(checked.options.trace)
+    return partial(plan_job, _of_sizes(checked, checked.sizes, traced))
+
+
+def launch_request(checked: CheckedPlan) -> LaunchRequest:
+    """Return the request to plan a job that is a launch. Raises as `planned_job`."""
+    from megatron_ext.launch.command.arguments_file import read_arguments_file
+    from megatron_ext.launch.planner.parsed_launch import LaunchRequest
+
+    job, options, gpus = checked.job, checked.options, checked.gpus
+    traced = _traced_in(options.trace)
+    words = [
+        word
+        for name in ("costs", "memory_limit", "rank_speeds")
+        if (value := getattr(options, name)) is not None
+        for word in (flag(name), value)
+    ]
+    launch, file, values = None, None, dict[str, Any]()
+    if job.kind is JobKind.ARGUMENTS:
+        ours = [word for word in job.words if word != OVERLAP]
+        from_argv(ours)  # refuses flags that act on no schedule
+        file = read_arguments_file(Path(job.word))
+        values = dict(file.values)
+        if OVERLAP in job.words:
+            values["overlap_moe_expert_parallel_comm"] = True
+        words = [*ours, *words]
+    else:
+        launch = launch_of(job)
+        if not gpus and launch.gpu is not None:
+            gpus = parse_gpus(launch.gpu)
+    return LaunchRequest(
+        launch=launch,
+        values=values,
+        config=None if file is None else file.path,
+        world_size=options.world_size or (None if file is None else file.world_size),
+        gpu=reference_of(gpus) if gpus else None,
+        settings=tuple(words),
+        reserved=traced.reserved,
+        gpus=gpus if len(gpus) > 1 else (),
+        seen_speeds=traced.speeds,
+        vision=options.vision,
+    )
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """Bytes that allocators reserved and speeds of ranks, as in a trace."""
+
+    reserved: float | None = None
+    speeds: RankSpeeds | None = None
+
+
+def _traced_in(trace: Path | None) -> _Traced:
+    """Return the reserved bytes and speeds of ``trace``. Raises ValueError if it has none."""
+    if trace is None:
+        return _Traced()
+    steps = read_trace(trace)
+    speeds, of_medians = speeds_in(steps)
+    traced = _Traced(reserved_in(steps), speeds)
+    if of_medians != speeds:
+        typer.echo(
+            f"--trace {trace}: its {counted(len(steps), 'step')} differ by more than ranks do, so "
+            f"the plan does not take {of_medians} as the speeds of the ranks; if a longer trace "
+            f"shows the same, add --rank-speeds {of_medians}",
+            err=True,
+        )
+    elif traced == _Traced():
+        raise ValueError(
+            f"--trace {trace} has nothing that a plan uses: no rank is slow, and only a trace of "
+            f"GPUs has the memory that their allocators reserved"
+        )
+    return traced
+
+
+def _of_sizes(checked: CheckedPlan, sizes: JobSizes, traced: _Traced) -> TrainingJob:
+    """Raises ValueError if a value is not understood."""
+    costs, model = checked.options.costs, sizes.model
+    training = Training(
+        sizes.pp,
+        sizes.m,
+        None if costs is None else partial(parse_costs, costs),
+        limit=checked.limit,
+        options=checked.schedules,
+        layers=sizes.layers,
+        speeds=product_of([checked.speeds, traced.speeds], sizes.pp),
+        in_seconds=CostsSource(costs or (UNIT if model is None else ESTIMATE)).in_seconds,
+    )
+    if model is not None:
+        return _of_model(training, model, sizes, checked, traced)
+    training = replace(training, costs=training.costs or partial(parse_costs, UNIT))
+    return training_job_of(training)
+
+
+def _of_model(
+    training: Training,
+    described: Described,
+    sizes: JobSizes,
+    checked: CheckedPlan,
+    traced: _Traced,
+) -> TrainingJob:
+    """Raises ValueError if the model or the GPU does not fit the job."""
+    model, execution = described.model, described.execution(sizes.tp)
+    if checked.tower is not None:
+        tokens = checked.tower.get("tokens") or described.sequence
+        model = replace(model, tower=tower_of(checked.tower, described.hidden, tokens))
+    gpus = checked.gpus
+    if len(gpus) > 1:
+        of_gpus = speeds_of_gpus(gpus, model, execution)
+        training = replace(training, speeds=product_of([training.speeds, of_gpus], training.ranks))
+    state = TrainingState(
+        distributed=sizes.distributed_optimizer,
+        data_parallel=sizes.dp,
+        expert_data_parallel=sizes.dp,
+    )
+    stages = evenly(len(model.layers), training.ranks).of(model)
+    on_ranks = bytes_of_ranks(
+        model, stages, execution, line(training.ranks), VocabularyParallel.NONE, state
+    )
+    costs, lasting = checked.options.costs, least_lasting(on_ranks)
+    rates, free = _machine(gpus, execution.precision, costs, traced, lasting)
+    trained = TrainedModel(model, execution, state, rates)
+    assumed = (ASSUMED_GPU,) if not gpus and training.costs is None else ()
+    return training_job_of(replace(training, trained=trained), free, assumed)
+
+
+def _machine(
+    gpus: Sequence[Gpu], precision: Precision, costs: str | None, traced: _Traced, lasting: float
+) -> tuple[Rates, FreeMemory | None]:
+    """Return the rates of a rank, and the memory that it may take, of which ``lasting`` bytes are
+    allocated once. Raises ValueError."""
+    if not gpus:
+        return assumed_rates(precision), None
+    machine, reserved = reference_of(gpus), traced.reserved
+    if reserved is None and costs is not None:
+        reserved = measured_reserve(CostsSource(costs).file, short_name(machine))
+    free = (
+        None if machine.memory is None else free_memory(machine.memory, reserved, lasting=lasting)
+    )
+    return machine.rates(precision), free

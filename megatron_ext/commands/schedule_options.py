@@ -1,0 +1,112 @@
+"""Options of schedules in commands, as the settings of a training declare them.
+
+An option that a command declared itself had another name, help and check than its flag. Here each
+is the setting's flag without ``--pipeline-``. Overlapped passes, which no setting requests, have
+Megatron's flag.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Annotated, Any
+
+import typer
+
+from megatron_ext.config import (
+    OVERLAP,
+    PLAN,
+    SCHEDULE_SETTINGS,
+    PipelineConfig,
+    default_text,
+    flag,
+)
+from megatron_ext.schedule.problem import ScheduleOptions
+
+_PREFIX = "--pipeline-"
+_PAIRS = "pairs"  # the option that no setting of ours requests
+_OVERLAP_HELP = (
+    "Overlap the forward pass of one microbatch with the backward pass of another, so that each "
+    "hides the other's all-to-all. overlap_saving= in --costs is the time that a pair saves. "
+    "Default: it saves none."
+)
+_GIVEN = "schedules"  # the parameter in which a command has its options of schedules
+
+
+def option(name: str) -> str:
+    """Return the option of commands for the setting ``name``."""
+    return without_prefix(flag(name))
+
+
+def without_prefix(text: str) -> str:
+    """Return ``text`` with the options of commands in place of flags of a training."""
+    return text.replace(_PREFIX, "--")
+
+
+def declared_option(name: str) -> Any:
+    """Return the option for the setting ``name``, with the help and the word of its declaration."""
+    (setting,) = (setting for setting in fields(PipelineConfig) if setting.name == name)
+    declared = setting.metadata
+    return typer.Option(
+        option(name),
+        metavar=declared.get("metavar"),
+        help=without_prefix(declared["help"]),
+        show_default=False,  # the help has it
+    )
+
+
+def with_schedule_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return ``command`` with an option for each of `SCHEDULE_SETTINGS`, and one for overlapped
+    passes. It gets their values by name in its parameter ``schedules``."""
+    settings = {setting.name: setting for setting in fields(PipelineConfig)}
+    added: dict[str, Any] = {}
+    for name in SCHEDULE_SETTINGS:
+        kind = bool if settings[name].default is False else str
+        added[name] = Annotated[kind, declared_option(name)]
+    added[_PAIRS] = Annotated[bool, typer.Option(OVERLAP, help=_OVERLAP_HELP)]
+    defaults = {name: default_text(settings[name]) for name in SCHEDULE_SETTINGS} | {_PAIRS: False}
+
+    @functools.wraps(command)
+    def taking_options(**given: Any) -> None:
+        schedules = {name: given.pop(name) for name in added}
+        command(**given, **{_GIVEN: schedules})
+
+    parameters: list[inspect.Parameter] = []
+    for one in inspect.signature(command, eval_str=True).parameters.values():
+        if one.name != _GIVEN:
+            parameters.append(one.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        parameters += [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation
+            )
+            for name, annotation in added.items()
+        ]
+    taking_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    taking_options.__annotations__ = {one.name: one.annotation for one in parameters}
+    return taking_options
+
+
+def config_and_options(
+    schedules: Mapping[str, str | bool], **others: str | None
+) -> tuple[PipelineConfig, ScheduleOptions]:
+    """Return the settings and the options that a command's words request.
+
+    Args:
+        schedules: as `with_schedule_options` hands them over.
+        others: further settings.
+
+    Raises:
+        ValueError: a value is not understood, or options do not go together.
+    """
+    given = {name: value for name, value in schedules.items() if name != _PAIRS}
+    try:
+        config = PipelineConfig.parse(schedule=PLAN, **given, **others)
+    except ValueError as error:
+        raise ValueError(without_prefix(str(error))) from None
+    options = replace(config.options, pairs=bool(schedules[_PAIRS]))
+    if (conflict := options.conflict) is not None:
+        raise ValueError(conflict.text(*map(options.phrase, conflict.options)))
+    return config, options

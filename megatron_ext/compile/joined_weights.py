@@ -1,0 +1,91 @@
+"""W of a microbatch's slices as one pass.
+
+The gradients of all weights are read and written for every slice, those of all experts of a rank
+too, which takes longer than the products of a short slice. So the W of the slices are moved behind
+each other, to the last of them, where the runtime computes each gradient once. Until then the rank
+holds what they need: more than with each W at its place, at most a microbatch's for each stage.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import override
+
+from megatron_ext.compile.build_hooks import BuildHooks
+from megatron_ext.compile.registry import ResolvedSpec
+from megatron_ext.schedule.action import Action, Kind, Row, whole_of
+from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.problem import Offload, Problem
+from megatron_ext.schedule.schedule import Schedule, Transform
+
+
+class JoinedWeightsBuild(BuildHooks):
+    """Costs and order of joined W."""
+
+    @override
+    def is_on(self, problem: Problem) -> bool:
+        return problem.slices.joined_weights
+
+    @override
+    def check(self, resolved: ResolvedSpec, problem: Problem) -> None:
+        if not resolved.traits.splits_backward:
+            raise ValueError(
+                f"schedule {resolved.spec} has no W whose slices could be joined: its backward "
+                f"passes are whole. Take one that splits them, such as zb-h1, or leave the W of "
+                f"slices apart"
+            )
+        options = problem.options
+        # Inputs of weights come back from the host for each W, and all stay until the last. And the
+        # choice of what is recomputed counts on W in other places.
+        for is_given, what in (
+            (options.activation_offload is not Offload.NONE, "offload of activations"),
+            (options.recompute.fit, "recompute fit"),
+        ):
+            if is_given:
+                raise ValueError(
+                    f"joined W of slices do not go with {what}, which does not know how long their "
+                    f"inputs are held: drop one of the two"
+                )
+
+    @override
+    def with_own_costs(self, problem: Problem) -> Problem:
+        return replace(problem, costs=problem.costs.with_slices(joined_weights=True))
+
+    @override
+    def before_messages(self, problem: Problem) -> Sequence[Transform]:
+        return (join_weights,)
+
+
+def join_weights(schedule: Schedule, problem: Problem) -> Schedule:
+    """Return ``schedule`` with the W of each microbatch's slices behind each other, from the last
+    slice to the first, at the place of the W that came last. Whole backward passes are split."""
+    return replace(schedule, rows=tuple(map(_joined, schedule.rows)))
+
+
+def _joined(row: Row) -> Row:
+    row = tuple(part for action in row for part in _split(action))
+    waiting: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for action in row:
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            waiting[_microbatch_of(action)].append(action)
+    joined: list[Action] = []
+    for action in row:
+        if action.kind is not Kind.BACKWARD_WEIGHT:
+            joined.append(action)
+            continue
+        passes = waiting[_microbatch_of(action)]
+        if action is passes[-1]:
+            joined += sorted(passes, key=lambda one: -one.microbatch)
+    return tuple(joined)
+
+
+def _split(action: Action) -> tuple[Action, ...]:
+    if action.kind is not Kind.FULL_BACKWARD:
+        return (action,)
+    return tuple(action._replace(kind=kind) for kind in RULES[action.kind].covers)
+
+
+def _microbatch_of(action: Action) -> tuple[int, int]:
+    return action.stage, whole_of(action.microbatch)

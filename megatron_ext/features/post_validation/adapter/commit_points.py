@@ -1,0 +1,62 @@
+"""Iterations after which Megatron's training loop reads or saves state that must be validated.
+
+They are taken from `train`, `training_log`, `post_training_step_callbacks` and
+`checkpoint_and_decide_exit`. Actions of a single rank at an interval (garbage collection, the
+profiler, ``train_sync_interval``) are not among them.
+
+This patches nothing: the wrapper of `training_log`, which comes first in the loop, calls it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megatron.core import num_microbatches_calculator
+
+INTERVALS = (
+    "log_interval",
+    "eval_interval",
+    "save_interval",
+    "non_persistent_save_interval",
+    "exit_interval",
+    "check_weight_hash_across_dp_replicas_interval",
+    "gpu_sniff_test_interval",
+)
+
+
+def why_no_steps_overlap(args: Any) -> str | None:
+    """Return the reason why no two steps will overlap, if each is validated before it is logged."""
+    if args.log_interval != 1:
+        return None
+    return (
+        "with --log-interval 1 every step is validated before the next one begins, and none "
+        "overlap: write --log-interval 10, or more"
+    )
+
+
+def is_commit_point(iteration: int, args: Any) -> bool:
+    """Return whether the step of ``iteration``, counted from 1, must be validated before the next
+    one begins.
+
+    ``args`` are Megatron's. The iteration before a skipped one is such a point as well: data is
+    read without a step there.
+    """
+    intervals = [getattr(args, name) for name in INTERVALS]
+    if args.adlr_autoresume:
+        intervals.append(args.adlr_autoresume_interval)
+    return (
+        any(interval and iteration % interval == 0 for interval in intervals)
+        or iteration >= args.train_iters
+        or iteration in (args.phase_transition_iterations or ())
+        or iteration + 1 in (args.iterations_to_skip or ())
+    )
+
+
+def microbatches_will_change(args: Any) -> bool:
+    """Return whether the next step has a different number of microbatches than this one. Megatron
+    may save a checkpoint then, and it logs the current number."""
+    now = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    later = copy.copy(now)
+    later.update(args.consumed_train_samples, consistency_check=False, verbose=False)
+    return bool(later.get() != now.get())

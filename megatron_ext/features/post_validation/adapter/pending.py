@@ -1,0 +1,277 @@
+"""Optimizer steps taken before their validation, from the step to the verdict.
+
+While it is *armed*, the optimizer steps on the state of the earlier ranks in the chain, and the
+training loop goes on as after a success. The schedule's next step brings the whole state; its
+verdict commits the step, or rolls it back and redoes it as Megatron does. Actions of the loop that
+a verdict can change (zeroing gradients, the log) are deferred until then.
+
+There is one `post_validation` per process, as there is one training loop. The wrappers of the
+functions that the loop calls consult it: core/optimizer/optimizer, core/optimizer_param_scheduler,
+and the loop in training.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.utils import log_single_rank
+
+from megatron_ext.adapter.training_globals import current_iteration
+from megatron_ext.base.logger import logger
+from megatron_ext.features.post_validation.adapter.optimizer import SpeculativeOptimizer
+from megatron_ext.features.post_validation.adapter.revertible_lr_step import RevertibleLrStep
+from megatron_ext.features.post_validation.runtime.arming import History
+from megatron_ext.features.post_validation.runtime.messages import ValidationMessages
+from megatron_ext.features.post_validation.runtime.partial_state import PartialState
+
+StepResult = tuple[bool, float | None, int | None]  # as Megatron's optimizers return it
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a step. ``grad_norm`` is None if the step was skipped for an inf.
+
+    ``is_redone``: the speculative step was rolled back, and with it loss scale and learning rate.
+    """
+
+    success: bool
+    grad_norm: float | None
+    num_zeros: int | None = None
+    is_redone: bool = False
+
+    def is_quiet(self, clip_grad: float) -> bool:
+        """Return whether the step was neither clipped nor skipped."""
+        return (
+            self.success
+            and self.grad_norm is not None
+            and math.isfinite(self.grad_norm)
+            and not 0 < clip_grad < self.grad_norm
+        )
+
+
+@dataclass
+class _Pending:
+    """Step that has been taken and not been validated yet, with its deferred actions."""
+
+    iteration: int
+    optimizer: Any  # Megatron's
+    scheduled: RevertibleLrStep | None = None
+    deferred: list[Callable[[Result], None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Connection:
+    messages: ValidationMessages
+    speculate: Callable[[Any], SpeculativeOptimizer]
+
+
+class PostValidation:
+    """State of the one step that may be pending, and of the actions that depend on it."""
+
+    def __init__(self) -> None:
+        self._connection: _Connection | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._optimizer: SpeculativeOptimizer | None = None
+        self._history = History()
+        self._latest_norm: float | None = None  # gradient norm of the latest validated step
+        self._pending: _Pending | None = None
+        self._is_delivering = False
+        self._has_told = False
+        self._tokens = 0
+        self._scale: Callable[[int], None] | None = None
+        # Iteration whose optimizer step is being taken or rolled back.
+        self._half_done: int | None = None
+
+    def connect(
+        self, messages: ValidationMessages, speculate: Callable[[Any], SpeculativeOptimizer]
+    ) -> None:
+        """Let steps overlap from now on, whenever few of the latest steps were clipped or skipped.
+        All other steps are Megatron's own.
+
+        Args:
+            messages: validation messages between the ranks of this pipeline.
+            speculate: makes a `SpeculativeOptimizer` from Megatron's optimizer.
+        """
+        self._connection = _Connection(messages, speculate)
+        self._start()
+
+    def disconnect(self) -> None:
+        """Discard any pending step: the training has ended."""
+        self._connection = None
+        self._start()
+
+    @property
+    def messages(self) -> ValidationMessages:
+        """Validation messages between the ranks of this pipeline, once they are connected."""
+        assert self._connection is not None
+        return self._connection.messages
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a step has been taken and is not yet committed or rolled back."""
+        return self._pending is not None
+
+    @property
+    def pending_optimizer(self) -> Any:
+        """Megatron's optimizer whose step is pending, or None."""
+        return None if self._pending is None else self._pending.optimizer
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether the loop's reductions return this rank's own value, without communication."""
+        return self.is_pending or self._is_delivering
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether the next step is taken before its validation: few of the latest steps were
+        clipped or skipped."""
+        return self._history.is_armed
+
+    def scale_by_tokens(self, tokens: int, scale: Callable[[int], None]) -> None:
+        """Scale the gradients of the next step, before they are prepared, by the number of tokens
+        that the ranks up to this one have counted: ``tokens`` here. (The first rank of the chain
+        has all.)"""
+        self._tokens, self._scale = tokens, scale
+
+    def optimizer_step(self, stock: Callable[[Any], StepResult], optimizer: Any) -> StepResult:
+        """Replacement of ``stock(optimizer)``, Megatron's top-level step.
+
+        If the step is pending afterwards, the result is that of a success, with the latest known
+        norm.
+        """
+        iteration = current_iteration()
+        # Only Megatron's own loop commits a pending step.
+        if self._connection is None or iteration is None:
+            return stock(optimizer)
+        if not self.is_armed:
+            result = Result(*stock(optimizer))
+            self._remember(result, iteration, optimizer)
+            return result.success, result.grad_norm, result.num_zeros
+        assert self._pending is None, f"the step of {self._pending} was not settled"
+        messages = self._connection.messages
+        if self._optimizer is None:
+            self._optimizer = self._connection.speculate(optimizer)
+        self._half_done = iteration
+        # The local state is prepared while the earlier ranks' state may be in flight.
+        if self._scale is None:
+            partial = self._optimizer.prepare()
+            before = messages.partial()
+        else:
+            before = messages.partial()
+            self._scale(before.tokens + self._tokens)
+            partial = replace(self._optimizer.prepare(), tokens=self._tokens)
+        state = before.plus(partial)
+        messages.pass_on(state)
+        if self._optimizer.is_quiet(state):
+            self._optimizer.step(keep=not messages.is_last)
+            self._tell_what_is_kept(messages)
+        self._pending = _Pending(iteration, optimizer)
+        self._half_done = None
+        self._tokens, self._scale = 0, None
+        return True, self._latest_norm, None
+
+    def _tell_what_is_kept(self, messages: ValidationMessages) -> None:
+        """Log the snapshot once, on one rank that has one: on a line the first rank, on a V the
+        last."""
+        ends = (0, dist.get_world_size() - 1)
+        if not self._has_told and messages.is_first and dist.get_rank() in ends:
+            assert self._optimizer is not None
+            logger.info(
+                f"before a step this rank keeps {self._optimizer.snapshot}, so that the step can "
+                f"be taken back"
+            )
+            self._has_told = True
+
+    def schedule_step(self, step: RevertibleLrStep) -> None:
+        """Take a step of the learning-rate scheduler, as after a success."""
+        assert self._pending is not None
+        self._pending.scheduled = step
+        step.take()
+
+    def defer(self, action: Callable[[], None]) -> None:
+        """Defer ``action`` until after the verdict. Deferred actions and logs run in the order of
+        their calls."""
+        self.log(lambda result: action())
+
+    def log(self, deliver: Callable[[Result], None]) -> None:
+        """Defer ``deliver`` until after the verdict; it is called with the step's result."""
+        assert self._pending is not None
+        self._pending.deferred.append(deliver)
+
+    def commit_or_rollback(self) -> None:
+        """Wait for the verdict if a step is pending; collective over the pipelines in that case.
+
+        Raises:
+            RuntimeError: a step has failed halfway, and this rank's state must not be saved.
+        """
+        if self._half_done is not None:
+            raise RuntimeError(
+                f"the optimizer's step of iteration {self._half_done} has failed halfway: this "
+                f"rank's parameters are of no step, and are not to be saved"
+            )
+        if self._pending is not None:
+            assert self._connection is not None
+            self.verdict(self._connection.messages.verdict())
+
+    def verdict(self, total: PartialState) -> bool:
+        """Commit the pending step, or roll it back and redo it; then run the deferred actions.
+
+        Returns:
+            Whether it was committed. If not, results computed since are invalid.
+        """
+        pending = self._pending
+        assert pending is not None and self._optimizer is not None
+        is_kept = self._optimizer.is_quiet(total)
+        if is_kept:
+            result = Result(True, math.sqrt(total.squared_norm))
+        else:
+            self._half_done = pending.iteration
+            result = self._redo(self._optimizer, pending, total)
+            self._half_done = None
+        self._pending = None
+        self._remember(result, pending.iteration, pending.optimizer)
+        self._is_delivering = True
+        try:
+            for action in pending.deferred:
+                action(result)
+        finally:
+            self._is_delivering = False
+        return is_kept
+
+    def _redo(
+        self, optimizer: SpeculativeOptimizer, pending: _Pending, total: PartialState
+    ) -> Result:
+        if pending.scheduled is not None:
+            pending.scheduled.take_back()  # the step is redone under its own learning rate
+        result = Result(*optimizer.redo(total.found_inf))
+        if result.success and pending.scheduled is not None:
+            pending.scheduled.take()
+        return replace(result, is_redone=True)
+
+    def _remember(self, result: Result, iteration: int, optimizer: Any) -> None:
+        """Record a validated step, which may switch overlapping on or off for the next step."""
+        was_armed = self._history.is_armed
+        self._latest_norm = result.grad_norm
+        self._history = self._history.then(result.is_quiet(optimizer.config.clip_grad))
+        if self._history.is_armed != was_armed:
+            log_single_rank(logger, logging.INFO, _change(self._history, iteration))
+
+
+def _change(history: History, iteration: int) -> str:
+    bad = f"{history.bad} of the last {len(history.quiet)} steps were clipped or skipped"
+    if history.is_armed:
+        return (
+            f"steps are post-validated from iteration {iteration + 1} on: {bad}; what they come to "
+            f"is logged one step late"
+        )
+    return f"steps are validated as Megatron does it from iteration {iteration + 1} on: {bad}"
+
+
+post_validation = PostValidation()

@@ -1,0 +1,35 @@
+"""Decision whether steps are taken before they are validated: after a few quiet ones, and not while
+many would have to be rolled back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WINDOW = 8  # number of recent steps that are remembered
+FEWEST = 2  # least number of steps for a decision
+
+
+@dataclass(frozen=True)
+class History:
+    """Whether each of the latest `WINDOW` steps was quiet (neither clipped nor skipped), oldest
+    first.
+
+    All ranks have the same history, as it contains validated steps only, so all decide alike.
+    """
+
+    quiet: tuple[bool, ...] = ()
+
+    def then(self, is_quiet: bool) -> History:
+        """Return the history of steps with one more step."""
+        return History((*self.quiet, is_quiet)[-WINDOW:])
+
+    @property
+    def bad(self) -> int:
+        """Number of steps that were clipped or skipped."""
+        return self.quiet.count(False)
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether the next step is taken before its validation: fewer than half of the latest steps
+        were bad."""
+        return len(self.quiet) >= FEWEST and 2 * self.bad < len(self.quiet)

@@ -1,0 +1,48 @@
+"""Rotary positions of a row in which answers share their prompts: each token's in its sequence.
+
+The length up to which frequencies are computed carries the positions from where Megatron reads it
+off the row's parameters to the call of the embedding. It is an argument, so passes that are
+recomputed have their own row's positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ext.features.shared_prompts.adapter.params import SharedPromptParams
+
+
+class _LengthOfRow(int):
+    """Length of the longest sequence of a row, with the positions of the row's tokens."""
+
+    plain: int
+    positions: Tensor
+
+
+def carry_positions(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    """RotaryEmbedding's get_rotary_seq_len, whose result has the positions of a row."""
+    length = original(*args, **kwargs)
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, SharedPromptParams) and argument.shared is not None:
+            plain, length = length, _LengthOfRow(length)
+            length.plain, length.positions = plain, argument.shared.positions
+    return length
+
+
+def take_positions(
+    original: Callable[..., Any], embedding: Any, length: int, *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``original``, which returns the frequencies of ``length`` positions, and return those of
+    a row if ``length`` has its positions."""
+    if not isinstance(length, _LengthOfRow):
+        return original(embedding, length, *args, **kwargs)
+    return _rows(original(embedding, length.plain, *args, **kwargs), length.positions)
+
+
+def _rows(made: Any, positions: Tensor) -> Any:
+    if isinstance(made, tuple):
+        return tuple(_rows(part, positions) for part in made)
+    return made[positions] if isinstance(made, Tensor) else made

@@ -1,0 +1,102 @@
+"""GPTModel called with a row in which answers share their prompts.
+
+Layers that mix tokens in a way of their own would mix those of different answers. So a model is
+checked when it is called with such a row for the first time, and the row's parameters become those
+that its layers take.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import log_single_rank
+
+from megatron_ext.adapter.slices.known_models import mixing_layers, unknown_mixer
+from megatron_ext.adapter.transformer_engine.installed import can_split
+from megatron_ext.base.logger import logger
+from megatron_ext.features.shared_prompts.adapter.params import SharedPromptParams, for_layers
+from megatron_ext.features.shared_prompts.adapter.refused_settings import refuse_settings
+from megatron_ext.features.shared_prompts.settings import SharedPrompts
+
+_FLAG = "--pipeline-shared-prompts"
+
+
+@dataclass
+class SharedModelCall:
+    """Calls of models while prompts may be shared as ``mode`` says."""
+
+    mode: SharedPrompts
+    _checked: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    _is_said: bool = False
+
+    def forward(
+        self, original: Callable[..., Any], model: GPTModel, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call ``original``, GPTModel's forward; a row's parameters become those that its layers
+        take.
+
+        Raises:
+            ValueError: the model mixes tokens in a way that is not known, or a setting of its
+                config is refused.
+        """
+        call = inspect.signature(original).bind(model, *args, **kwargs)
+        params = call.arguments.get("packed_seq_params")
+        if not isinstance(params, SharedPromptParams):
+            return original(model, *args, **kwargs)
+        if model not in self._checked:
+            refuse_settings(model.config, self.mode)
+            _refuse_unknown(model)
+            self._checked.add(model)
+        self._say(params)
+        call.arguments["packed_seq_params"] = for_layers(params)
+        return original(*call.args, **call.kwargs)
+
+    def plan(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``original``, GPTModel's build_schedule_plan, of other rows than these.
+
+        Raises:
+            ValueError: the row has shared prompts.
+        """
+        if any(isinstance(given, SharedPromptParams) for given in (*args, *kwargs.values())):
+            raise ValueError(
+                f"{_FLAG} does not go with passes in pairs, whose plans do not have the ends of "
+                f"sequences: drop --overlap-moe-expert-parallel-comm, or {_FLAG}"
+            )
+        return original(*args, **kwargs)
+
+    def _say(self, params: SharedPromptParams) -> None:
+        if self._is_said:
+            return
+        self._is_said = True
+        assert params.shared is not None
+        row = params.shared.row
+        text = (
+            f"prompts are computed once: the first microbatch has {len(row.sources)} tokens in "
+            f"place of {len(row.places)}"
+        )
+        log_single_rank(logger, logging.INFO, text)
+
+
+def _refuse_unknown(model: GPTModel) -> None:
+    known = known_attention()
+    for layer in mixing_layers(model):
+        if (unknown := unknown_mixer(layer, known)) is not None:
+            raise ValueError(
+                f"{_FLAG} does not go with {unknown}: answers would not see their prompts; build "
+                f"the model with Transformer Engine's attention, or drop {_FLAG}"
+            )
+
+
+def known_attention() -> list[Callable[..., Any]]:
+    """Return the forward functions of core attention that know prompts."""
+    if not can_split():
+        return []
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return [TEDotProductAttention.forward]

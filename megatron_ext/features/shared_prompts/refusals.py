@@ -1,0 +1,17 @@
+"""Launches with prompts that answers share."""
+
+from __future__ import annotations
+
+from megatron_ext.adapter.handled_settings.feature_refusals import FeatureRefusals
+from megatron_ext.features.shared_prompts.settings import SharedPrompts
+
+SHARED_PROMPTS_REFUSALS = FeatureRefusals(
+    may_be_on=lambda config: config.shared_prompts is not SharedPrompts.NONE,
+    name="prompts that answers share",
+    patches=(
+        "megatron.core.models.gpt.gpt_model.shared_prompts",
+        "megatron.core.models.common.embeddings.rotary_pos_embedding.shared_prompts",
+        "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding.shared_prompts",
+        "megatron.core.extensions.transformer_engine.shared_prompts",
+    ),
+)

@@ -1,0 +1,54 @@
+"""Kernels written in PTX, loaded and started by the CUDA driver's own library.
+
+A kernel that has to run next to others at a given time needs no compiler this way, and any torch
+will do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+def load_kernels(text: str, names: Iterable[str]) -> dict[str, ctypes.c_void_p]:
+    """Load the PTX ``text`` into the current context, and return its kernels by name."""
+    torch.zeros(1, device="cuda")  # makes the context current
+    module = ctypes.c_void_p()
+    driver_call("cuModuleLoadData", ctypes.byref(module), text.encode())
+    loaded = {}
+    for name in names:
+        loaded[name] = ctypes.c_void_p()
+        driver_call("cuModuleGetFunction", ctypes.byref(loaded[name]), module, name.encode())
+    return loaded
+
+
+def start_kernel(
+    kernel: ctypes.c_void_p, stream: torch.cuda.Stream, blocks: int, threads: int, *values: int
+) -> None:
+    """Start ``kernel`` on ``stream``, with so many ``blocks`` of ``threads`` each, and the
+    ``values`` as its arguments of 64 bits."""
+    held = [ctypes.c_uint64(value) for value in values]
+    arguments = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
+    shape = (ctypes.c_uint(n) for n in (blocks, 1, 1, threads, 1, 1, 0))
+    handle = ctypes.c_void_p(stream.cuda_stream)
+    driver_call("cuLaunchKernel", kernel, *shape, handle, arguments, None)
+
+
+def driver_call(function: str, *arguments: object) -> None:
+    """Call ``function`` of the driver.
+
+    Raises:
+        RuntimeError: it returns an error; the message has the driver's number.
+    """
+    code = getattr(_driver(), function)(*arguments)
+    if code:
+        raise RuntimeError(f"the CUDA driver's {function} says {code}")
+
+
+@functools.lru_cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")

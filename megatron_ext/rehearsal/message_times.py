@@ -1,0 +1,153 @@
+"""Times at which the messages and collectives of a rehearsed rank have moved.
+
+Without a replay they have as soon as they are posted. In the timed steps of a replay they move when
+the composed step says: a wait for one lasts until then, and on a GPU it occupies thread blocks
+meanwhile, as a posted kernel of NCCL's does (`holding_kernel`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.compile.program.communicators import ctas_used
+from megatron_ext.rehearsal.holding_kernel import begin_time, hold, holding_kernel
+from megatron_ext.rehearsal.request import ReplayRequest
+
+
+class _Clock(Protocol):
+    """Clock of a step."""
+
+    def begin(self) -> None:
+        """Let the step's time begin now."""
+
+    def work(self, name: str, moved: float, blocks: int) -> dist.Work:
+        """Return a message or collective of ``name`` that is posted now, and has moved ``moved``
+        seconds after the begin. It occupies ``blocks`` of the device meanwhile."""
+
+
+class Moved(dist.Work):
+    """Message that has moved."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+
+class MessageTimes:
+    """Times of the messages and collectives of a rank, step by step."""
+
+    def __init__(self, replay: ReplayRequest | None = None, *, is_on_gpu: bool = False) -> None:
+        self._replay = replay
+        self._make_clock: Callable[[], _Clock] = _DeviceClock if is_on_gpu else _HostClock
+        self._clock: _Clock | None = None
+        self._is_on_time = False
+        self._has_begun = False
+        self._posted: Counter[str] = Counter()
+
+    def begin_step(self, *, is_timed: bool) -> None:
+        """Begin a step. Only in a timed one messages are on time: what a device uses for the first
+        time must not wait for a kernel that holds blocks."""
+        self._is_on_time = is_timed
+        self._has_begun = False
+        self._posted.clear()
+
+    def begin_time(self) -> None:
+        """Let the time of the step begin, at its first pass or message."""
+        if self._replay is None or self._has_begun:
+            return
+        if self._clock is None:
+            self._clock = self._make_clock()
+        self._clock.begin()
+        self._has_begun = True
+
+    def post(self, names: Sequence[str], max_ctas: int | None = None) -> dist.Work:
+        """Return the work of messages of ``names`` that are posted now and move together.
+
+        Args:
+            max_ctas: limit of NCCL's CTAs in their communicator; None: there is none.
+        """
+        if self._replay is None:
+            return Moved()
+        self.begin_time()
+        assert self._clock is not None
+        latest = max(self._time_of(name, self._replay.moved) for name in names)
+        blocks = 0
+        if self._replay.has_blocks:
+            most = self._replay.ctas
+            blocks = most if max_ctas is None else min(most, ctas_used(max_ctas))
+        return self._clock.work(names[0], latest if self._is_on_time else 0.0, blocks)
+
+    def _time_of(self, name: str, moved: Mapping[str, Sequence[float]]) -> float:
+        number = self._posted[name]
+        self._posted[name] += 1
+        times = moved.get(name, ())
+        if number >= len(times):
+            raise ValueError(
+                f"{name}: message {number + 1} is posted, and the composed step has {len(times)}: "
+                f"report this with the launch command"
+            )
+        return times[number]
+
+
+class _HostClock:
+    """Clock of a rank on the CPU, whose waits are the host's."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
+
+    def work(self, name: str, moved: float, blocks: int) -> dist.Work:
+        return _HostWait(self._began + moved)
+
+
+class _HostWait(dist.Work):
+    """Message that moves at a time of the host's clock."""
+
+    def __init__(self, until: float) -> None:
+        super().__init__()
+        self._until = until
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        time.sleep(max(0.0, self._until - time.perf_counter()))
+        return True
+
+
+class _DeviceClock:
+    """Clock of a GPU. Each name has a stream, as each communicator of NCCL's has."""
+
+    def __init__(self) -> None:
+        holding_kernel()  # loaded before anything holds blocks
+        self._began = torch.zeros(2, dtype=torch.int64, device="cuda")
+        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    def begin(self) -> None:
+        begin_time(torch.cuda.current_stream(), self._began)
+
+    def work(self, name: str, moved: float, blocks: int) -> dist.Work:
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream()
+        stream = self._streams[name]
+        # As a kernel of NCCL's does, it begins behind all work that was launched before it.
+        stream.wait_stream(torch.cuda.current_stream())
+        hold(stream, self._began, moved, blocks)
+        return _StreamWait(stream.record_event())
+
+
+class _StreamWait(dist.Work):
+    """Message that has moved when an event has passed; the computing stream waits for it."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        super().__init__()
+        self._event = event
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        torch.cuda.current_stream().wait_event(self._event)
+        return True

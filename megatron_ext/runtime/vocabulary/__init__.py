@@ -1,1 +1,0 @@
-"""Vocabulary parallelism: embedding and output layer sharded over all pipeline ranks."""

@@ -1,0 +1,1 @@
+"""Patches of megatron/core/extensions/transformer_engine.py, one file per subject."""

@@ -1,0 +1,2 @@
+"""Patches of megatron/core/models/common/embeddings/rotary_pos_embedding.py, one file per
+subject."""

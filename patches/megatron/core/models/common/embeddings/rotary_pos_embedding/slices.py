@@ -1,0 +1,24 @@
+"""Rotary positions that begin at the start of the running slice.
+
+The call of the module is wrapped, also of Yarn's, which is a subclass: its `forward` caches its
+result by length and offset.
+
+Not patched: MultimodalRotaryEmbedding, which gets positions as arguments.
+"""
+
+from __future__ import annotations
+
+from megatron_ext.adapter.slices.positions import begin_at_slice
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """Return the patch that shifts the positions of a slice's tokens."""
+    return (
+        wrap(
+            "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.__call__",
+            begin_at_slice,
+            reason="positions of a slice begin at the slice's first token",
+        ),
+    )

@@ -1,0 +1,19 @@
+"""Yarn's cached cosines and sines of a row in which answers share their prompts."""
+
+from __future__ import annotations
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.features.shared_prompts.adapter.positions_in_sequences import take_positions
+from megatron_ext.patches.engine import Patch, wrap
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """Return the patch that gives each token its position in its prompt or answer."""
+    return (
+        wrap(
+            "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:"
+            "YarnRotaryEmbedding.get_cached_cos_sin",
+            take_positions,
+            reason="an answer's positions go on behind those of its prompt",
+        ),
+    )

@@ -1,0 +1,59 @@
+"""GPTModel that runs rows in which answers share their prompts.
+
+Megatron hands the parameters of a packed row to all layers, which would take a segment for a
+document of its own. They are replaced where the model is called.
+
+Not patched: the layers, to which such a row is one document; the output layer and the losses, which
+go token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.features.shared_prompts.adapter.batch import SharedPromptBatch
+from megatron_ext.features.shared_prompts.adapter.shared_model_call import SharedModelCall
+from megatron_ext.patches.engine import Patch, applied, wrap
+
+_MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
+_FORWARD = f"{_MODEL}.forward"
+_REASON = "its layers take a row with shared prompts as one document"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """Return the patches that give layers what they know of such a row."""
+    call = SharedModelCall(config.shared_prompts)
+    return (
+        wrap(_FORWARD, call.forward, reason=_REASON),
+        wrap(
+            f"{_MODEL}.build_schedule_plan",
+            call.plan,
+            reason="plans of passes in pairs do not have the ends of sequences",
+        ),
+    )
+
+
+def share_prompts(
+    lengths: Sequence[int],
+    prompts: Sequence[int],
+    groups: Sequence[Hashable],
+    multiple: int,
+    device: torch.device | str | None,
+) -> SharedPromptBatch:
+    """Return a microbatch as `megatron_ext.share_prompts` does.
+
+    Raises:
+        ValueError: as that.
+    """
+    if not any(patch.target == _FORWARD and patch.reason == _REASON for patch in applied()):
+        raise ValueError(
+            "share_prompts needs the setting shared_prompts: install it before the model is built "
+            'by megatron_ext.install(shared_prompts="exact"), MEGATRON_EXT_SHARED_PROMPTS=exact or '
+            "--pipeline-shared-prompts exact"
+        )
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return SharedPromptBatch(lengths, prompts, groups, multiple, torch.device(device))

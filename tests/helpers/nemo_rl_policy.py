@@ -1,0 +1,216 @@
+"""Policy steps of NeMo-RL's own worker, as a script on ranks without a GPU.
+
+`MegatronPolicyWorkerImpl` computes log-probabilities and trains on them with NeMo-RL's own GRPO
+loss, microbatches and normalization. The making of a worker needs Ray, NCCL and weights of Hugging
+Face, so these things stand in: the worker is made by hand around a model of Megatron-Bridge's with
+Megatron's own layers, and the sequences and advantages are drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from nemo_rl.algorithms.loss import ClippedPGLossFn
+from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
+from nemo_rl.utils.timer import Timer
+
+SETTINGS: dict[str, Any] = json.loads(os.environ["NEMO_RL_POLICY"])
+PIPELINE, BATCH, LENGTH, VOCABULARY, STEPS = 2, 12, 16, 64, 3
+
+
+def policy_config(replicas: int) -> dict[str, Any]:
+    """The part of NeMo-RL's configuration of a policy that its worker reads in a step."""
+    return {
+        "train_global_batch_size": BATCH // 2 * replicas,
+        "train_micro_batch_size": 1,
+        "logprob_batch_size": 2,
+        "logprob_chunk_size": None,
+        "make_sequence_length_divisible_by": 1,
+        "max_total_sequence_length": LENGTH,
+        "sequence_packing": {"enabled": False},
+        "dynamic_batching": {"enabled": False},
+        "megatron_cfg": {
+            "empty_unused_memory_level": 0,
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": PIPELINE,
+            "context_parallel_size": 1,
+            "sequence_parallel": False,
+        },
+    }
+
+
+def build_model() -> Any:
+    provider = GPTModelProvider(
+        num_layers=8,
+        hidden_size=32,
+        ffn_hidden_size=64,
+        num_attention_heads=4,
+        seq_length=LENGTH,
+        vocab_size=VOCABULARY,
+        make_vocab_size_divisible_by=1,
+        pipeline_model_parallel_size=PIPELINE,
+        pipeline_dtype=torch.bfloat16,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        transformer_layer_spec=local_layer_spec,
+        transformer_impl="local",
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        # NeMo-RL's own normalization: by the tokens of the whole batch.
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        cross_entropy_loss_fusion=False,
+    )
+    provider.finalize()
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False
+    )
+    (model,) = provider.provide_distributed_model(ddp_config=ddp, use_cpu_initialization=True)
+    return model
+
+
+def build_worker() -> Any:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=PIPELINE)
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(parallel_state.get_pipeline_model_parallel_rank())
+    model = build_model()
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=1e-2, bf16=True, use_distributed_optimizer=True), [model]
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-2,
+        min_lr=1e-2,
+        lr_warmup_steps=0,
+        lr_decay_steps=1000,
+        lr_decay_style="constant",
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    config = importlib.import_module("megatron.core.utils").get_model_config(model)
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    worker = object.__new__(MegatronPolicyWorkerImpl)  # its making needs Ray and NCCL
+    replicas = parallel_state.get_data_parallel_world_size()
+    values = {
+        "cfg": policy_config(replicas),
+        "rank": dist.get_rank(),
+        "dp_size": replicas,
+        "timer": Timer(),
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "dtype": torch.bfloat16,
+        "fp8_cfg": None,
+        "mcore_state": SimpleNamespace(straggler_timer=None),
+        "megatron_cfg": SimpleNamespace(
+            model=config, optimizer=optimizer.config, ddp=model.ddp_config
+        ),
+        "sampling_params": None,
+        "draft_model": None,
+        "defer_fp32_logits": False,
+        "delegate_pack_to_model": False,
+        "delegate_mtp_loss_mask_to_model": False,
+        "model_slices_context_parallel_inputs": False,
+        "media_placeholder_token_id": None,
+        "_router_replay_enabled": False,
+        "should_disable_forward_pre_hook": False,
+        "_first_train_step_forward_pre_hook_disabled": False,
+    }
+    for name, value in values.items():
+        setattr(worker, name, value)
+    return worker
+
+
+def draw_batch(step: int) -> Any:
+    """Prompts and responses, padded on the right, which differ in length; small tokens are
+    rewarded."""
+    draw = torch.Generator().manual_seed(100 * parallel_state.get_data_parallel_rank() + step)
+    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=draw)
+    lengths = torch.randint(8, LENGTH + 1, (BATCH,), generator=draw)
+    column = torch.arange(LENGTH)
+    mask = (column >= 4) & (column < lengths.unsqueeze(1))
+    ids = ids * (column < lengths.unsqueeze(1))
+    rewards = torch.where(ids < VOCABULARY // 2, 1.0, -1.0)
+    return BatchedDataDict(
+        {
+            "input_ids": ids,
+            "input_lengths": lengths,
+            "token_mask": mask.float(),
+            "sample_mask": torch.ones(BATCH),
+            "advantages": rewards * mask,
+        }
+    )
+
+
+def digest(tensor: torch.Tensor) -> str:
+    content = tensor.detach().float().contiguous()
+    return hashlib.sha256(content.numpy().tobytes()).hexdigest()[:16]
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    if "MEGATRON_EXT_SCHEDULE" in os.environ:
+        importlib.import_module("megatron_ext.auto")
+    with (
+        mock.patch.object(BatchedDataDict, "to", lambda batch, device: batch),
+        mock.patch.object(torch.cuda, "get_device_name", lambda: "CPU"),
+    ):
+        train(build_worker())
+    dist.destroy_process_group()
+
+
+def train(worker: Any) -> None:
+    """Run the steps, and write their results."""
+    loss = ClippedPGLossFn(ClippedPGLossConfig())
+    steps = []
+    for step in range(STEPS):
+        batch = draw_batch(step)
+        old = worker.get_logprobs(data=batch)["logprobs"]
+        batch |= {
+            "prev_logprobs": old,
+            "generation_logprobs": old,
+            "reference_policy_logprobs": old,
+        }
+        answer = worker.train(batch, loss)
+        steps.append(
+            {
+                "log_probs": digest(old),
+                "loss": digest(answer["global_loss"]),
+                "norm": float(answer["grad_norm"]),
+                "microbatches": answer["all_mb_metrics"]["loss"],
+                "weights": [digest(weight) for weight in worker.model.parameters()],
+            }
+        )
+    Path(f"{SETTINGS['result']}.{dist.get_rank()}").write_text(json.dumps(steps))
+
+
+if __name__ == "__main__":
+    main()

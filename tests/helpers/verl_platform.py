@@ -1,0 +1,38 @@
+"""A platform without a GPU in verl's registry of platforms, which verl imports before it looks for
+one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from verl.plugin.platform import PlatformRegistry
+from verl.plugin.platform.platform_cuda import PlatformCUDA
+
+
+class _Device:
+    """torch.cuda as the CPU platform leaves it, with the figures of a device."""
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def mem_get_info() -> tuple[int, int]:
+        return 0, 0
+
+    @staticmethod
+    def get_device_name() -> str:
+        return "CPU"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+@PlatformRegistry.register(platform="cpu")
+class _Platform(PlatformCUDA):
+    device_name = "cpu"
+    device_module = _Device()
+
+    def is_available(self) -> bool:
+        return True

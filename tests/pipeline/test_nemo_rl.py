@@ -1,0 +1,67 @@
+"""NeMo-RL's own policy steps under our schedules: log-probabilities, losses, gradient norms and
+weights are those under Megatron's own schedule, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.caller_packages import prepare
+from tests.helpers.combinations import nightly
+from tests.helpers.nemo_rl_checkout import CHECKOUT
+from tests.helpers.ranks import ROOT
+
+pytestmark = nightly("by day callers with batches like verl's: test_dynamic_batches.py")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedules"),
+    [(2, ["zb-h1", "zb-auto"]), (4, ["zb-h1"])],
+    ids=["one pipeline", "two replicas"],
+)
+def test_nemo_rl_trains_to_its_own_numbers(
+    ranks: int, schedules: list[str], tmp_path: Path
+) -> None:
+    assert CHECKOUT.is_dir(), (
+        f"there is no checkout of NeMo-RL: git clone --depth 1 "
+        f"https://github.com/NVIDIA-NeMo/RL {CHECKOUT.relative_to(ROOT)}"
+    )
+    packages, problem = prepare("verl")  # which imports what NeMo-RL does, Megatron-Bridge and Ray
+    assert not problem, f"verl's packages cannot be installed with pip: {problem}"
+    path = [str(packages), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # The variable that makes it night is no setting, which megatron_ext.auto refuses.
+    environment = {
+        name: value for name, value in os.environ.items() if name != "MEGATRON_EXT_NIGHTLY"
+    }
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.nemo_rl_on_cpu", str(tmp_path), "stock", *schedules],
+        cwd=ROOT,
+        env={
+            **environment,
+            "PYTHONPATH": os.pathsep.join(path),
+            "OMP_NUM_THREADS": "1",
+            "NEMO_RL_RANKS": str(ranks),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    for rank in range(ranks):
+        stock, *others = (
+            json.loads((tmp_path / f"{name}.json.{rank}").read_text())
+            for name in ("stock", *schedules)
+        )
+        assert len({step["log_probs"] for step in stock}) == len(stock) == 3
+        assert len({tuple(step["weights"]) for step in stock}) == 3, "it does not learn"
+        assert all(len(step["microbatches"]) == 12 * ranks // 2 for step in stock)
+        assert all(step["norm"] > 0 for step in stock)
+        for schedule, other in zip(schedules, others, strict=True):
+            assert other == stock, f"{schedule} on rank {rank}"
+    for schedule in schedules:
+        assert ran.stdout.count(f"megatron_ext: schedule {schedule} is installed") == 1
+        assert f"megatron_ext: {schedule} on 2 ranks" in ran.stdout

@@ -1,0 +1,70 @@
+"""Options of schedules have one name: in a training's flags, variables and keywords, and in the
+commands."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.config import OVERLAP, SCHEDULE_SETTINGS, PipelineConfig, flag, setting_of
+from megatron_ext.schedule.problem import ScheduleOptions
+
+# Options of schedules whose names in commands are not those of their settings, and why.
+EXCEPTIONS = {"pairs": OVERLAP, "steps_overlap": "--post-validation"}
+_OTHERS = {"--costs", "--memory-limit", "--rank-speeds"}  # of the problem, named as the settings
+
+
+def options_of(command: str) -> dict[str, str]:
+    params = get_command(app).commands[command].params  # type: ignore[attr-defined]
+    return {one.opts[0]: one.help for one in params if one.param_type_name == "option"}
+
+
+def test_simulate_has_the_options_of_schedules_and_few_others() -> None:
+    ours = {flag(name).replace("--pipeline-", "--") for name in SCHEDULE_SETTINGS} | {OVERLAP}
+    given = options_of("simulate")
+    assert given.keys() >= ours | _OTHERS
+    others = given.keys() - ours - _OTHERS
+    assert len(others) <= 14, others
+
+
+def test_every_option_of_a_schedule_is_declared_once() -> None:
+    declared = {setting.name: setting.metadata["help"] for setting in fields(PipelineConfig)}
+    for option in fields(ScheduleOptions):
+        name = setting_of(option.name)
+        if option.name in EXCEPTIONS:
+            assert EXCEPTIONS[option.name] in options_of("simulate")
+        else:
+            assert name == option.name and name in SCHEDULE_SETTINGS
+    for name in {*SCHEDULE_SETTINGS, "memory_limit", "rank_speeds"}:
+        help_text = options_of("simulate")[flag(name).replace("--pipeline-", "--")]
+        assert help_text == declared[name].replace("--pipeline-", "--")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--p2p", "slow"), "--p2p slow: write async or batched"),
+        (("--recompute", "all"), "--recompute all: write none, fit"),
+        (("--slices", "0"), "--slices 0: write a number from 1 on"),
+        (
+            ("--activation-offload", "fit"),
+            "--activation-offload fit has nothing to fit into",
+        ),
+        (("--recompute", "fit"), "--recompute fit has nothing to fit into: add --memory-limit"),
+        (
+            ("--slices", "2", "--vocab-parallel", "1"),
+            "--slices 2 does not go with --vocab",
+        ),
+        (("--memory-limit", "much"), "--memory-limit: memory limit 'much'"),
+        (("--offload", "full"), "No such option: --offload"),
+        (("--trace", "x.json"), "No such option: --trace"),
+    ],
+)
+def test_a_mistake_names_the_option_of_the_command(words: tuple[str, ...], text: str) -> None:
+    """Each was refused by a check of its own, with words of its own."""
+    ended = CliRunner().invoke(app, ["simulate", "1f1b", "--pp", "2", "-m", "4", *words])
+    assert ended.exit_code == 2 and text in " ".join(ended.output.split()), ended.output
