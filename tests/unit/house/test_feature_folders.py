@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from megatron_ext.adapter.handled_settings.feature_refusals import FeatureRefusa
 from megatron_ext.base.setting import FeatureSettings, flag
 from megatron_ext.compile.feature_settings import DECLARED
 from megatron_ext.config import PipelineConfig, variable
+from megatron_ext.features.post_validation.settings import POST_VALIDATION_SETTINGS
 from tests.helpers.combinations import nightly
 from tests.helpers.fetched import megatron_sources
 from tests.unit.house.test_walls import LISTS
@@ -137,7 +139,7 @@ def test_a_name_of_a_feature_is_found() -> None:
 def without(feature: str, folder: Path) -> None:
     """Copy the repository into ``folder``, and delete ``feature``: its folder, its lines in the
     lists of features, its patches and its fields of the config."""
-    for name in ("megatron_ext", "patches", "scripts", "examples", "tests", ".mypy_cache"):
+    for name in ("megatron_ext", "patches", "scripts", "examples", "tests", "docs", ".mypy_cache"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, folder / name, symlinks=True)
     for file in ROOT.glob("*.*"):
@@ -190,5 +192,14 @@ def test_post_validation_can_be_deleted(tmp_path: Path) -> None:
     walls = "tests/unit/house/test_walls.py"
     passes(tmp_path, "pytest", "-q", walls, "tests/pipeline/test_parity.py")
     compared = done_in(tmp_path, *("tests.behaviour", "compare", "tests/records", "help"))
-    changed = [line for line in compared.stdout.splitlines() if re.match(r" +(was|now):", line)]
-    assert changed and all(re.search("post.?validation|overlap", line) for line in changed), changed
+    assert compared.returncode == 1, compared.stdout + compared.stderr
+    was, now = (
+        Counter(
+            re.findall(r"[\w-]+", " ".join(re.findall(rf"(?m)^ +{sign}:(.*)$", compared.stdout)))
+        )
+        for sign in ("was", "now")
+    )
+    (declared,) = POST_VALIDATION_SETTINGS.declared.values()
+    described = re.findall(r"[\w-]+", str(declared["help"]))
+    assert not now - was
+    assert {*(was - now)} == {"--pipeline-post-validation", "--post-validation", *described}
