@@ -110,8 +110,11 @@ _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedO
 
 
 def _cuda_names() -> dict[str, Any]:
-    """Return names of ``torch.cuda`` with their CPU meanings. Each call creates new objects:
-    undoing a patch rebinds by identity, so a substitute must not occur elsewhere."""
+    """Return the CPU substitutes for functions of ``torch.cuda``, by name.
+
+    Each call creates new objects: undoing a patch restores names by the identity of the substitute,
+    so no other patch may use the same object.
+    """
     import torch
 
     class Stream(torch.cpu.Stream):
@@ -188,7 +191,11 @@ def _on_host(original: Any, tensor: Any, as_numpy: bool = False, **kwargs: Any) 
 
 
 def checkpoint_writer(*args: Any) -> None:
-    """Run `PersistentAsyncCaller.async_loop` in a process of its own, which no patch reaches."""
+    """Run Megatron's loop that writes checkpoints asynchronously, with the CPU substitutes.
+
+    The loop (`PersistentAsyncCaller.async_loop`) runs in a process of its own, which inherits no
+    patches.
+    """
     import torch
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.dist_checkpointing.strategies.filesystem_async import (
@@ -205,9 +212,10 @@ def checkpoint_writer(*args: Any) -> None:
 
 
 def _copied(buckets: Sequence[Any]) -> list[Any]:
-    """Return ``buckets`` with tensors that training does not write to while they are saved.
+    """Return ``buckets`` of tensors to save, each cloned so that training cannot overwrite it.
 
-    Tensors copied from a GPU are copies already; host tensors are shared between the processes.
+    Megatron has copied tensors from a GPU already, but the writing process shares tensors of the
+    host with the training.
     """
     return [
         (file, key, (plain, [(item, tensor.clone()) for item, tensor in tensors]))
@@ -232,9 +240,11 @@ def _norm(original: Any, cls: Any, config: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _on_the_host(original: Any, hybrid: Any, offload_fraction: float) -> Any:
-    """Wrap `HybridDeviceOptimizer._get_sub_optimizer_param_groups`, which copies device parameters
-    to the host. Here all are on the host, and the updated version of each parameter must be
-    returned anyway."""
+    """Wrap `HybridDeviceOptimizer._get_sub_optimizer_param_groups` for parameters on the host.
+
+    Megatron copies device parameters to the host, and returns the copies as the updated versions.
+    Here all parameters are on the host, so each is returned as its own updated version.
+    """
     hybrid.pin_cpu_grads = False
     of_host, of_device, *_, in_fp32 = original(hybrid, offload_fraction)
     parameters = (parameter for group in hybrid.param_groups for parameter in group["params"])
@@ -251,10 +261,10 @@ def _has_parameters(adam: Any) -> bool:
 
 
 def _counted_steps(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `DistributedOptimizer.__init__`: the groups of a rank without parameters count steps.
+    """Wrap `DistributedOptimizer.__init__` so that ranks without parameters count optimizer steps.
 
-    AdamW counts them in the states of parameters. Experts may be in later stages only, or a stage
-    be frozen.
+    AdamW counts steps in the states of its parameters. A rank's optimizer has no parameters if, for
+    example, all experts are in later stages or its stage is frozen.
     """
     original(optimizer, *args, **kwargs)
     adam = optimizer.optimizer
@@ -268,10 +278,11 @@ def _count_step(adam: Any, *unused: object) -> None:
 
 
 def _begun_states(original: Any, optimizer: Any) -> Any:
-    """Wrap `DistributedOptimizer.state_dict`, which requires a step, although loading comes first.
+    """Wrap `DistributedOptimizer.state_dict` so that it works before the first optimizer step.
 
-    The states that AdamW would create in its first step are created now. A rank without parameters
-    has a state with the number of its steps meanwhile.
+    Megatron asserts that AdamW has stepped, although a checkpoint is loaded before any step. The
+    states that AdamW would create in its first step are created now. On a rank without parameters a
+    temporary state tells the number of steps.
     """
     import torch
 
@@ -302,7 +313,7 @@ def _begun_states(original: Any, optimizer: Any) -> Any:
 def _single_gathers(
     original: Any, group: Any = None, device: Any = None, async_ops: bool = False
 ) -> Iterator[Any]:
-    """Wrap `_coalescing_manager`: the gathers that it has collected start one by one."""
+    """Wrap torch's `_coalescing_manager` so that collected all-gathers start one by one."""
     from torch.distributed import distributed_c10d
 
     with original(group, device, async_ops) as handle:
@@ -321,10 +332,10 @@ def _single_gathers(
 def _experts_after_their_step(
     original: Any, chunk: Any, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
 ) -> None:
-    """Wrap `DistributedDataParallel.start_param_sync`, which the optimizer of the first chunk's
-    other parameters forces before the experts' optimizer has stepped.
+    """Wrap `DistributedDataParallel.start_param_sync` so that it does not gather experts too early.
 
-    The experts' gather starts at the first pass instead.
+    The optimizer of the first chunk's other parameters forces the gather of all parameters before
+    the experts' optimizer has stepped. The experts' gather starts at the first pass instead.
     """
     experts = chunk.expert_parallel_bucket_groups
     if force_dispatch:
@@ -336,9 +347,10 @@ def _experts_after_their_step(
 
 
 def _own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
-    """Wrap `DistributedOptimizer.load_state_dict`, which gives one step tensor to all parameters.
+    """Wrap `DistributedOptimizer.load_state_dict` so that each parameter gets its own step tensor.
 
-    AdamW increments it in place, once for each parameter.
+    Megatron gives the same step tensor to all parameters, and AdamW increments it in place once for
+    each parameter.
     """
     original(optimizer, state_dict)
     for state in optimizer.optimizer.state.values():
@@ -347,10 +359,11 @@ def _own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
 
 
 def _all_but_step(original: Any, optimizer: Any, parameter: Any, tensors: Any) -> None:
-    """Wrap `DistributedOptimizer._set_main_param_and_optimizer_states`; the step is loaded already.
+    """Wrap `_set_main_param_and_optimizer_states` of an optimizer so that it sets no step count.
 
-    In one format the step is not among the tensors, and in another it is the one before loading. In
-    one of them the loader does not allow for fp32 parameters, which are written in place.
+    The step count of AdamW is loaded already; depending on the checkpoint's format, ``tensors``
+    lack it or have the count from before loading. Gradients are disabled, because the loader writes
+    to fp32 parameters in place.
     """
     import torch
 

@@ -41,7 +41,7 @@ class PatchError(RuntimeError):
 
 
 class How(enum.StrEnum):
-    """Relation of a patch to the original: replaces it, calls it, or only expects it."""
+    """Relation of a patch to the original attribute: replace it, wrap it or only check it."""
 
     REPLACE = "replace"
     WRAP = "wrap"
@@ -50,7 +50,7 @@ class How(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Patch:
-    """Change or expectation of one attribute. Created by `replace`, `wrap` and `expect`."""
+    """Change or expectation of one attribute, declared by `replace`, `wrap` or `expect`."""
 
     target: str
     how: How
@@ -61,8 +61,7 @@ class Patch:
     needless: Mapping[str, str] = _ANY_SOURCE
 
     def is_needless(self, original: Any) -> bool:
-        """Return whether ``original`` needs no patch, because this Megatron does what the patch is
-        for."""
+        """Return whether the installed ``original`` already does what this patch is for."""
         return bool(self.needless) and source_digest(original) in self.needless.values()
 
     def build(self, original: Any) -> Any:
@@ -88,9 +87,10 @@ def replace(
 ) -> Patch:
     """Declare that ``substitute`` replaces ``target``.
 
-    Give each target an object of its own: `Handle.undo` distinguishes late importers of a target
-    from other users of its substitute by name only. A substitute that calls the original must be a
-    `wrap`, because its own imported name of the original would be rebound too.
+    Pass a different ``substitute`` object for each target: `Handle.undo` restores modules that
+    imported the target while it was patched, and distinguishes them from other users of the
+    substitute only by the imported name. A substitute that calls the original must be a `wrap`,
+    because its own imported name of the original would be rebound too.
 
     Args:
         target: ``package.module:Name`` or ``package.module:Class.attribute``.
@@ -127,7 +127,7 @@ def wrap(
 def expect(
     target: str, *, reason: str, signature: Signature = None, digests: SourceDigests = _ANY_SOURCE
 ) -> Patch:
-    """Declare that other patches rely on ``target`` as they know it; it is not changed.
+    """Declare that other patches rely on ``target`` having this signature or source.
 
     The arguments are those of `replace`.
     """
@@ -156,12 +156,12 @@ class Target:
 
     @property
     def rebinds(self) -> bool:
-        """Whether importers of the target have an object that is the target's alone."""
+        """Whether the target is a module's function or class, whose importers are rebound too."""
         return self.in_module and callable(self.original)
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Key of the target that is equal for targets which are one object under several names."""
+        """Key of the target, equal for two targets that are one object under two names."""
         if self.rebinds:
             return (id(self.original),)
         return id(self.owner), self.name
@@ -199,8 +199,11 @@ def plain_signature(function: Any) -> str:
 
 @dataclass(frozen=True)
 class Misfit:
-    """Reason why a patch does not fit. ``unknown`` is the source that it was not read against, if
-    that is the only reason."""
+    """Reason why a patch does not fit the installed code.
+
+    ``unknown`` describes the installed source if the only reason is that the patch was not read
+    against that source.
+    """
 
     text: str
     unknown: UnknownSource | None = None
@@ -244,9 +247,11 @@ identity_of: Callable[[object], int] = object.__hash__
 
 
 def modules_with(ids: Set[int], modules: Iterable[Any] = ()) -> list[types.ModuleType]:
-    """Return those of ``modules`` (all that are imported) that have an attribute whose
-    `identity_of` is one of ``ids``. Nearly none has one, so the test of a module is a single call
-    in C."""
+    """Return the ``modules`` (default: all imported ones) that have a given object as attribute.
+
+    ``ids`` are the objects' `identity_of`. Few modules have such an attribute, so each module is
+    tested by a single call in C.
+    """
     return [
         module
         for module in modules or list(sys.modules.values())
@@ -256,7 +261,8 @@ def modules_with(ids: Set[int], modules: Iterable[Any] = ()) -> list[types.Modul
 
 
 class Aliases:
-    """Index of the module attributes that are one of the requested objects, by identity.
+    """Index of all module attributes that refer to given functions or classes: their aliases, by
+    identity.
 
     Modules that imported a function or class by name have an alias; aliases are rebound by identity
     over ``sys.modules``, and back again by the handle. A constant has no identity of its own
@@ -286,7 +292,7 @@ class Aliases:
         return frozenset(self._holders[identity_of(value)])
 
     def rebind(self, alias: Alias, value: Any) -> None:
-        """Set a module attribute."""
+        """Set the module attribute ``alias`` to ``value``, and update the index."""
         module, name = alias
         before = vars(module).get(name)
         setattr(module, name, value)
@@ -319,7 +325,7 @@ def stale_references(patches: Sequence[Patch]) -> list[str]:
 
 
 def _held_by(holder: Any) -> tuple[Any, ...]:
-    """Return the objects that a partial or a closure's cell refers to."""
+    """Return the objects to which ``holder``, a `functools.partial` or a closure's cell, refers."""
     if isinstance(holder, functools.partial):
         return holder.func, *holder.args, *holder.keywords.values()
     if isinstance(holder, types.CellType):
@@ -348,11 +354,10 @@ class _Swap:
             delattr(owner, name)
 
     def _imported_late(self, aliases: Aliases) -> set[Alias]:
-        """Return the modules that imported the target while it was patched, and so refer to the
-        substitute.
+        """Return the module attributes that imported the target's substitute while it was patched.
 
-        A module that has it under a name which the substitute's own users have is assumed to have
-        imported the substitute itself.
+        An attribute with the same name as one under which the substitute was imported for its own
+        sake is assumed to be such an import, and is not returned.
         """
         if not (self.target.rebinds and callable(self.substitute)):
             return set()
@@ -381,11 +386,11 @@ class Handle(AbstractContextManager["Handle"]):
 
     @property
     def is_in_force(self) -> bool:
-        """Whether the patches are applied and not undone."""
+        """Whether the patches of this handle are applied and not undone."""
         return self in _handles
 
     def undo(self) -> None:
-        """Restore every target and alias, last applied first. A second call does nothing."""
+        """Restore every target and its aliases, last applied first. A second call does nothing."""
         aliases = Aliases(swap.substitute for swap in self._swaps if swap.target.rebinds)
         while self._swaps:
             self._swaps.pop().undo(aliases)
@@ -397,8 +402,10 @@ class Handle(AbstractContextManager["Handle"]):
 
 
 def _checked(patches: Sequence[Patch]) -> tuple[list[Patch], list[Any]]:
-    """Return the ``patches`` that are needed here, and the objects whose aliases matter to them.
-    Raises as `apply`."""
+    """Return the ``patches`` that the installed versions need, and objects with aliases to rebind.
+
+    Raises PatchError as `apply` does.
+    """
     problems = []
     causes: set[str] = set()
     unknown = []

@@ -27,12 +27,12 @@ from megatron_ext.patches.engine import Patch, PatchError
 
 @dataclass(frozen=True)
 class Feature:
-    """Feature that a user can switch on.
+    """Entry of the table of features: modules of patches, and the conditions that apply them.
 
-    ``modules`` (below patches) have ``patches(config) -> tuple[Patch, ...]``. A launch gets the
-    feature if ``wanted`` is true for one of its schedules and ``asked_for`` for its settings.
-    Without ``wanted`` the schedule does not matter; without either, every launch with one of our
-    flags gets it.
+    ``modules`` (below patches) have ``patches(config) -> tuple[Patch, ...]``. Their patches are
+    applied if ``wanted`` is true for one of the configuration's schedules and ``asked_for`` is true
+    for its settings. If ``wanted`` is None, the schedule does not matter, and there need not be
+    one.
     """
 
     name: str
@@ -48,8 +48,8 @@ class Feature:
         return self.asked_for(config)
 
     def patches(self, config: PipelineConfig) -> list[Patch]:
-        """Return the patches of this feature. Raises PatchError if Megatron lacks something that
-        they import."""
+        """Return the patches of this feature. Raises PatchError if a module of patches cannot be
+        imported, for example because Megatron lacks a name that the module imports."""
         package = "megatron_ext.patches"
         try:
             modules = [importlib.import_module(f"{package}.{name}") for name in self.modules]
@@ -60,8 +60,10 @@ class Feature:
 
 
 def _in_a_folder(part: FeatureRefusals) -> Feature:
-    """Return the patches' feature for one that its folder holds whole, which decides who may have
-    it."""
+    """Return the table's entry for ``part``, a feature in a folder of megatron_ext/features.
+
+    The folder's own condition decides which configurations get the patches.
+    """
     return Feature(part.name, part.patches, None, part.may_be_on)
 
 

@@ -32,9 +32,9 @@ class UnknownSource:
     """Source of a function of Megatron's that a patch was not read against.
 
     Attributes:
-        digest: `source_digest` of it.
+        digest: `source_digest` of the source.
         known_of: versions whose sources the patch was read against.
-        we: our use of it, and why.
+        we: how the patch uses the function, and why.
         file, lines: its file, first and last line; "" if there is no file.
         diff: command that shows the changes since the nearest known version; "" if none is known.
     """
@@ -49,7 +49,7 @@ class UnknownSource:
 
     @property
     def entry(self) -> str:
-        """Entry in `ALLOW_UNKNOWN` that allows this source."""
+        """Entry in the environment variable `ALLOW_UNKNOWN` that allows this source."""
         return f"{self.target}@{self.digest}"
 
     def __str__(self) -> str:
@@ -78,8 +78,10 @@ def is_allowed(target: str, digest: str) -> bool:
 
 
 def allowance(unknown: list[UnknownSource]) -> str:
-    """Return the value of `ALLOW_UNKNOWN` that allows these sources in addition to those allowed
-    already."""
+    """Return a value of the variable `ALLOW_UNKNOWN` that allows ``unknown`` sources too.
+
+    Sources of other targets that the variable allows now stay allowed.
+    """
     allowed = _allowed(os.environ.get(ALLOW_UNKNOWN, ""))
     targets = {source.target for source in unknown}
     kept = [entry for entry in allowed if entry.partition("@")[0] not in targets]
@@ -108,8 +110,7 @@ def versions_of(known: Mapping[str, str]) -> list[str]:
 def unknown_source(
     target: str, original: Any, digest: str, known: Mapping[str, str], we: str
 ) -> UnknownSource:
-    """Return a report on the source of ``original``, whose ``digest`` is not ``known`` (by
-    version)."""
+    """Return a report on the source of ``original``, whose ``digest`` is not ``known``."""
     versions = versions_of(known)
     package = re.split("[.:]", target)[0]
     known_of = f"{package} {' and '.join(versions)}"
@@ -124,8 +125,8 @@ def unknown_source(
 
 
 def _diff(package: str, file: Path, versions: list[str]) -> str:
-    """Return the command that compares ``file`` with upstream's nearest version; "" if the file is
-    not in the package."""
+    """Return the command that compares ``file`` with the nearest known version of upstream; "" if
+    the file is not in the package."""
     if package not in file.parts:
         return ""
     depth = file.parts[::-1].index(package)

@@ -1,7 +1,9 @@
-"""Scheduler of learning rate and weight decay: it steps before the verdict, as after a success, and
-is reverted if the optimizer's step turns out to have been skipped.
+"""Steps of the learning rate and the weight decay that can be reverted.
 
-Not patched: what it computes; steps while no verdict is pending.
+Post-validation takes an optimizer step before it knows whether Megatron would skip the step. The
+learning rate advances as after a success, and is reverted if the optimizer step was skipped.
+
+Not patched: what the scheduler computes; its steps while no optimizer step is pending.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that remembers a learning-rate step that may be reverted."""
+    """Return the patch that makes the step of the learning rate revertible."""
     return (
         wrap(
             "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.step",
@@ -31,7 +33,11 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def step_that_can_be_taken_back(
     original: Callable[..., None], scheduler: Any, increment: int
 ) -> None:
-    """Run ``original``, revertibly if a verdict is pending."""
+    """Advance the learning rate by ``original``.
+
+    The advance is revertible while post-validation has not decided whether the optimizer step
+    stands.
+    """
     if post_validation.is_pending:
         step = RevertibleLrStep(scheduler, lambda: original(scheduler, increment))
         post_validation.schedule_step(step)

@@ -33,7 +33,7 @@ from megatron_ext.written_settings import add_flags
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that add our flags and check them."""
+    """Return the patches that add the --pipeline-* flags to Megatron's parser and check them."""
 
     def add_our_flags(
         original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
@@ -76,7 +76,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def parsing(edited: Callable[[Sequence[str]], list[str]]) -> tuple[Patch, ...]:
-    """Return the patch that makes Megatron's parser read the script's arguments as ``edited``.
+    """Return the patch by which Megatron's parser reads ``edited`` arguments of the script.
 
     The script's ``sys.argv`` stays unchanged.
     """
@@ -104,7 +104,7 @@ def parsing(edited: Callable[[Sequence[str]], list[str]]) -> tuple[Patch, ...]:
 
 
 def _suggesting(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Make the error of an unknown flag name the flag that it resembles."""
+    """Make the error of ``parser`` for an unknown flag suggest the flags that resemble it."""
     refuse = parser.error
 
     def refuse_with_suggestions(message: str) -> NoReturn:
@@ -120,8 +120,10 @@ def _suggesting(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _printable(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Escape bare per cent signs in help texts, on which Megatron 0.19's own --help fails, once it
-    is printed."""
+    """Make ``parser`` escape bare per cent signs in help texts before it prints its help.
+
+    Megatron 0.19's own --help fails on them.
+    """
     format_help = parser.format_help
 
     def format_escaped() -> str:

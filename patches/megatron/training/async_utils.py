@@ -15,7 +15,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that skips the check of asynchronous saves while a verdict is pending."""
+    """Return the patch that checks no asynchronous saves while a step is unvalidated."""
     return (
         wrap(
             "megatron.training.async_utils:maybe_finalize_async_save",
@@ -29,6 +29,10 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def unless_pending(
     original: Callable[..., None], blocking: bool = False, terminate: bool = False
 ) -> None:
-    """Run ``original``, unless it would only check and a verdict is pending."""
+    """Run ``original``, which finalizes asynchronous checkpoint saves.
+
+    A call that would only check whether saves are written is skipped while post-validation has an
+    optimizer step pending.
+    """
     if blocking or terminate or not post_validation.is_pending:
         original(blocking, terminate)

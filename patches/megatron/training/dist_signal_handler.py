@@ -17,7 +17,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that gathers no signals while a verdict is pending."""
+    """Return the patch that gathers no ranks' signals while an optimizer step is unvalidated."""
     return (
         wrap(
             "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
@@ -29,5 +29,5 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def none_while_pending(original: Callable[[Any], list[int]], handler: Any) -> list[int]:
-    """Return the gathered signals of all ranks, or an empty list while a verdict is pending."""
+    """Return the signals that ranks received; none while an optimizer step is unvalidated."""
     return [] if post_validation.is_pending else original(handler)

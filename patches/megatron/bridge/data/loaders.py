@@ -21,12 +21,12 @@ MODULE = "megatron.bridge.data.loaders"
 
 
 def import_loaders() -> None:
-    """Import Bridge's loaders, so that they are patched."""
+    """Import Megatron-Bridge's module of data loaders, so that its functions can be patched."""
     importlib.import_module(MODULE)
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that arranges the batches of the training split; none without Bridge."""
+    """Return the patch that orders training batches by cost; none without Megatron-Bridge."""
     if MODULE not in sys.modules:
         return ()
 

@@ -21,7 +21,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch with which more ranks build datasets."""
+    """Return the patch that lets global rank 0, and every rank that reads a dataset, build it."""
     return (
         wrap(
             "megatron.core.datasets.blended_megatron_dataset_builder:"
@@ -35,7 +35,10 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def build_where_read(original: Callable[[Any], list[Any]], builder: Any) -> list[Any]:
-    """Build the datasets that this rank reads or that others need; return the ones it reads."""
+    """Build the datasets that this rank reads; global rank 0 also builds all others.
+
+    Datasets that this rank does not read are returned as None.
+    """
     is_built_on_rank = builder.is_built_on_rank
     all_stages_read = getattr(builder.config, "inter_document_masking", False)  # since 0.19
 
@@ -52,6 +55,5 @@ def build_where_read(original: Callable[[Any], list[Any]], builder: Any) -> list
 
 
 def _without(datasets: list[Any]) -> list[Any]:
-    """Return the same structure of datasets with None for each one; a split may be a list of
-    validation sets."""
+    """Return ``datasets`` with None for each dataset; a split may be a list of validation sets."""
     return [_without(split) if isinstance(split, list) else None for split in datasets]

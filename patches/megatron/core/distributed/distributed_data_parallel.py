@@ -25,7 +25,7 @@ GradientHook = Callable[..., None]
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that accepts a missing gradient in a backward pass."""
+    """Return the patch by which Megatron's data-parallel hook accepts a missing gradient."""
     return (
         wrap(
             "megatron.core.distributed.distributed_data_parallel:"
@@ -41,8 +41,11 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def hook_where_there_is_a_gradient(
     original: Callable[..., GradientHook], model: Any, parameter: Tensor
 ) -> GradientHook:
-    """Return Megatron's hook for ``parameter``, which does nothing in a pass without a gradient
-    while reductions are held back, as they are in all passes of our steps."""
+    """Return Megatron's gradient hook for ``parameter``, made to ignore a missing gradient.
+
+    The hook is skipped if ``parameter`` has no gradient and Megatron holds back gradient
+    reductions, as it does during all passes of a megatron_ext schedule.
+    """
     hook = original(model, parameter)
 
     @functools.wraps(hook)  # the hook keeps the name of the wrapper's hook

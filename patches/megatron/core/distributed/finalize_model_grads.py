@@ -41,8 +41,11 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def sum_gradients(
     original: Callable[..., None], model: list[torch.nn.Module], *args: Any, **kwargs: Any
 ) -> None:
-    """Set both copies' gradients to their sum, computed in the order of Megatron's all-reduce. If
-    multi-token prediction has a copy on another rank, Megatron adds its gradient to the sum."""
+    """Set the gradients of a tied embedding's two copies to their sum.
+
+    If multi-token prediction has a third copy on another rank, Megatron adds its gradient to the
+    sum.
+    """
     gradients = [_gradient(weight) for weight in tied_weights(model) or ()]
     copies = [gradient for gradient in gradients if gradient is not None]  # None: frozen
     if len(copies) == 2:

@@ -56,8 +56,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def start_once(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any) -> None:
-    """Start the gradient reduction of ``group`` unless it is running, as Megatron's handle or ours
-    shows."""
+    """Start the gradient reduction of the bucket group ``group``, unless it is running already."""
     if group in _started:
         return
     original(group, *args, **kwargs)
@@ -66,14 +65,20 @@ def start_once(original: Callable[..., None], group: Any, *args: Any, **kwargs: 
 
 
 def finish(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any) -> None:
-    """Finish the gradient reduction of ``group``, which starts it first if it has not started."""
+    """Finish the gradient reduction of the bucket group ``group``.
+
+    Megatron's ``original`` starts the reduction first if it has not started.
+    """
     original(group, *args, **kwargs)
     _started.discard(group)
 
 
 def zero_after_reductions(original: Callable[..., None], chunk: Any) -> None:
-    """Zero the gradients of ``chunk``. A reduction left by a failed step, which writes to them,
-    ends first."""
+    """Zero the gradients of the model chunk ``chunk``.
+
+    A reduction that a failed step has left running writes to the gradients, so it is finished
+    first.
+    """
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()

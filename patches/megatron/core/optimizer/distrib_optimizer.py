@@ -24,7 +24,7 @@ _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that cut optimizer states without padding, as they were gathered."""
+    """Return the patches that save optimizer states at their places in buffers without padding."""
     return (
         wrap(
             f"{_OPTIMIZER}.sharded_param_state_fully_reshardable",
@@ -51,7 +51,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def cut_without_padding(
     original: Callable[..., Any], optimizer: Any, *args: Any, **named: Any
 ) -> Any:
-    """Run ``original`` with each buffer's index of parameters computed without padding."""
+    """Run ``original`` while the parameter index of each buffer ignores the buckets' padding."""
     indices = [buffer.param_index_map for buffer in optimizer.buffers]
     for buffer in optimizer.buffers:
         buffer.param_index_map = index_without_padding(buffer)
@@ -63,7 +63,7 @@ def cut_without_padding(
 
 
 def index_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """Return by parameter its first element, the one after its last, and its bucket."""
+    """Return (first element, end, bucket) of each parameter in ``buffer`` without padding."""
     padding_before = [0]
     for bucket in buffer.buckets:
         padding = bucket.grad_data.numel() - bucket.numel_unpadded
@@ -77,7 +77,10 @@ def index_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
 def with_bits_as_they_were(
     original: Callable[..., None], optimizer: Any, parameter: torch.Tensor, tensors: dict[str, Any]
 ) -> None:
-    """Run ``original`` with the remainder of a bf16 main parameter as 16-bit integers."""
+    """Run ``original`` with the remainder of a bf16 main parameter converted to 16-bit integers.
+
+    The remainder has the bits of an fp32 value that bf16 lacks; a checkpoint may have it as floats.
+    """
     keeps_bits = getattr(optimizer.optimizer, "store_param_remainders", False)
     if keeps_bits and parameter.dtype is torch.bfloat16 and "param" in tensors:
         tensors = {**tensors, "param": tensors["param"].to(torch.int16)}

@@ -20,7 +20,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that compares the ranks' settings at the start."""
+    """Return the patch that compares all ranks' settings before Megatron creates groups."""
 
     def compare_first(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if dist.is_initialized():  # without process groups Megatron reports what is missing

@@ -16,7 +16,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that ends our trainings with the process groups."""
+    """Return the patch that ends our trainings when Megatron destroys its process groups."""
     return (
         wrap(
             "megatron.core.parallel_state:destroy_model_parallel",
@@ -28,6 +28,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def end_trainings_first(original: Callable[[], None]) -> None:
-    """End our trainings, then run ``original``."""
+    """End our trainings, then destroy Megatron's process groups by ``original``."""
     end_trainings()
     original()

@@ -24,7 +24,10 @@ _STATE = "megatron.core.parallel_state"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that move the first stage, and give the groups their virtual stages."""
+    """Return the patches by which `parallel_state` finds the first stage where it is placed.
+
+    The groups are also created with the schedule's number of virtual stages.
+    """
     resolved = config.resolved_spec
 
     def is_first(

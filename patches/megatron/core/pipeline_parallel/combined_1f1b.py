@@ -14,7 +14,7 @@ _COMBINED = "megatron.core.pipeline_parallel.combined_1f1b"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the expectations on which overlapped passes rely."""
+    """Return the expected signature of Megatron's combined forward and backward step."""
     return (
         expect(
             f"{_COMBINED}:combined_forward_backward_step",

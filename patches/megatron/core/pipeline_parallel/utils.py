@@ -16,7 +16,7 @@ from megatron_ext.patches.engine import Patch, replace
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that answers which rank has the first stage."""
+    """Return the patch of `is_pp_first_stage`, true on the rank where stage 0 is placed."""
     resolved = config.resolved_spec
 
     def is_pp_first_stage(pp_group: dist.ProcessGroup | None) -> bool:

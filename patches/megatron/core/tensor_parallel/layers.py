@@ -69,7 +69,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 @dataclass(frozen=True)
 class _Linear:
-    """Weight of a layer, hidden from autograd, and what its backward pass needs to know."""
+    """Weight of a linear layer, hidden from autograd, with settings of its backward pass."""
 
     weight: Tensor
     fused: bool
@@ -79,11 +79,11 @@ class _Linear:
     newer: tuple[Any, ...]  # further arguments of newer versions: gtp_remat_size, output_dtype
 
     def reduce(self, dx: Tensor, x: Tensor) -> Tensor:
-        """Return ``dx`` summed over the ranks, as the gradient of ``x``, the input on this one.
+        """Return ``dx``, the gradient of the input ``x``, summed over tensor-parallel ranks.
 
-        A whole backward pass hides tensor-parallel communication behind its two products. When it
-        is split, the reduction is started here, and the queue is notified: if W follows directly,
-        it computes the previous layer's gradient meanwhile.
+        A whole backward pass hides this communication behind the products of input and weight
+        gradient. A split one starts the reduction here, and the queue of weight gradients computes
+        an earlier layer's gradient meanwhile if W follows directly.
         """
         if self.sequence_parallel:
             total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -102,10 +102,10 @@ class _Linear:
 class _WeightGradient:
     """Gradient of a layer's weight, computed later from its input and its output's gradient.
 
-    With sequence parallelism the input is this rank's part of it, and W gathers it again during the
-    previous product. Since the weight is not in the graph, data-parallel hooks on it do not fire in
-    I; W adds to ``main_grad`` itself, with Megatron's fused kernel if Megatron would use it, and
-    the reduction starts after the chunk's last W.
+    With sequence parallelism only this rank's part of the input is stored, and W gathers the whole
+    input during the previous product. Since the weight is not in the graph, data-parallel hooks on
+    it do not fire in I; W adds to ``main_grad`` itself, with Megatron's fused kernel if Megatron
+    would use it, and the reduction starts after the chunk's last W.
     """
 
     def __init__(self, linear: _Linear, x: Tensor, dy: Tensor) -> None:
@@ -114,7 +114,7 @@ class _WeightGradient:
         self._gathering: Any = None
 
     def gather(self) -> None:
-        """Start to gather the input, of which this rank has its part of the sequence."""
+        """Start to all-gather the layer's input, of which this rank stores its sequence part."""
         part, group = self._x, self._linear.group
         sizes = part.size(0) * group.size(), *part.shape[1:]
         self._x = torch.empty(sizes, dtype=part.dtype, device=part.device)
@@ -122,8 +122,8 @@ class _WeightGradient:
         self._gathering = gather(self._x, part, group=group, async_op=True)
 
     def operands(self) -> tuple[Tensor, Tensor]:
-        """Return the operands of the weight's gradient: the output's gradient and the input,
-        [tokens, features] each."""
+        """Return the operands of the weight's gradient: output gradient and input, [tokens,
+        features]."""
         if self._gathering is not None:
             self._gathering.wait()
         dy, x = prepare_input_tensors_for_wgrad_compute(self._dy, self._x)
@@ -142,7 +142,7 @@ class _WeightGradient:
 
 
 def split_apply(original: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Return the result of ``original``, with a backward pass that defers the weight gradient."""
+    """Return a linear layer's output, with a backward pass that defers the weight gradient."""
     if isinstance(args[0], type):  # torch before 2.14 has ``apply`` as a class method in Python
         original, args = partial(original, args[0]), args[1:]
     x, weight, bias, fused, allreduce_dgrad, sequence_parallel, deferred, _, group, *newer = args
@@ -155,11 +155,11 @@ def split_apply(original: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 class _Saved:
-    """Context of an autograd function, whose saved tensors are read once: a second time
-    `torch.utils.checkpoint`, which computes them again, would refuse.
+    """Context of an autograd function for Megatron's backward, with saved tensors read once.
 
-    The weight is the parameter as it is now, like stock's. A caller's hooks may have given it other
-    data for the forward pass alone.
+    `torch.utils.checkpoint`, which recomputes saved tensors, would refuse a second read. The weight
+    is the parameter's current value, as in Megatron's own function: a caller's hooks may have
+    replaced its data for the forward pass alone.
     """
 
     def __init__(self, context: Any) -> None:
@@ -181,7 +181,11 @@ _LEAF = torch.zeros((), requires_grad=True)
 
 
 class _SplitLinear(torch.autograd.Function):
-    """Megatron's function, told that its weight gradient goes to a buffer, so that it skips it."""
+    """Linear function of Megatron whose backward pass computes no weight gradient.
+
+    Megatron's function skips the weight gradient because it is told that the gradient goes to a
+    buffer.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: _Linear, leaf: Tensor) -> Tensor:
@@ -227,8 +231,11 @@ class _SplitLinear(torch.autograd.Function):
 
 
 def _reaches_leaves(node: Any) -> bool:
-    """Return whether the running backward pass computes gradients of leaves: `torch.autograd.grad`
-    does not, and leaves a weight's gradient alone unless Megatron's kernel adds it by itself."""
+    """Return whether the running backward pass computes gradients of leaves, such as weights.
+
+    `torch.autograd.grad` of other inputs does not, and a weight's gradient then stays as it is,
+    unless Megatron's fused kernel adds to it by itself.
+    """
     leaf, _ = node.next_functions[-1]
     is_reached: bool = torch._C._will_engine_execute_node(leaf)
     return is_reached

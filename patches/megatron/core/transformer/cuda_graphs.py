@@ -23,7 +23,7 @@ _GRAPHS = "megatron.core.transformer.cuda_graphs"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that captures graphs in the schedule's order."""
+    """Return the patch by which layers' CUDA graphs are captured in the schedule's order."""
     return (
         wrap(
             f"{_GRAPHS}:convert_schedule_table_to_order",
@@ -45,6 +45,8 @@ def order_of_the_row(
     num_model_chunks: int,
     schedule_table: Sequence[Any],
 ) -> list[int]:
-    """Return the order of our row instead of ``original``'s. Raises ValueError, as
-    `LayerGraphs.order`."""
+    """Return the order of CUDA graph captures from this rank's row of the schedule.
+
+    Raises ValueError as `LayerGraphs.order` does.
+    """
     return layer_graphs.order(num_model_chunks, len(schedule_table) // num_model_chunks)

@@ -11,7 +11,7 @@ from megatron_ext.patches.engine import Patch, expect, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that lets a slice attend to earlier slices."""
+    """Return the patch by which queries of a slice of a sequence attend to earlier slices' keys."""
     return (
         wrap(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",

@@ -18,7 +18,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(ours: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that applies handled settings."""
+    """Return the patch that removes settings whose work the schedule does from a model's config."""
 
     def without_what_is_ours(original: Callable[..., None], module: Any, config: Any) -> None:
         apply_handled_settings(config, ours)

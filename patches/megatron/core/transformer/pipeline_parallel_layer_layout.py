@@ -28,7 +28,7 @@ _LAYOUT = f"{_TRANSFORMER}.pipeline_parallel_layer_layout:PipelineParallelLayerL
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that lay stages out as the schedule places them."""
+    """Return the patches that put the i-th segment of a layout on the rank of stage i."""
     resolved = config.resolved_spec
 
     def lay_out(
@@ -125,8 +125,10 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def _without_others_layout(model_config: Any) -> Any:
-    """Return ``model_config`` without a layout that belongs to another model, one with a
-    pipeline."""
+    """Return ``model_config``, without a layout copied from another model.
+
+    A model without a pipeline, such as a vision tower, may have a copied layout in its config.
+    """
     if model_config.pipeline_model_parallel_size > 1:
         return model_config
     model_config = copy.copy(model_config)

@@ -20,7 +20,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that gives a model its virtual stages."""
+    """Return the patch that sets virtual stages and default layout from the placement."""
     resolved = config.resolved_spec
 
     def place(original: Callable[..., None], model_config: Any) -> None:

@@ -11,7 +11,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that cuts batches by slices for context-parallel ranks."""
+    """Return the patch that gives a context-parallel rank its part of each slice of a sequence."""
     return (
         wrap(
             "megatron.core.utils:get_batch_on_this_cp_rank",

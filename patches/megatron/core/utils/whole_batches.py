@@ -20,7 +20,7 @@ _SIGNATURE = (
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch for batches on a rank with both ends."""
+    """Return the patch that gives a rank with the first and the last stage tokens and labels."""
     return (
         wrap(
             "megatron.core.utils:get_batch_on_this_tp_rank",
@@ -32,7 +32,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def whole_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run ``original`` as if there were no pipeline, if this rank has both ends."""
+    """Run ``original`` as without a pipeline if this rank has both the first and the last stage."""
     if kwargs.get("is_pipeline_first_stage") and kwargs.get("is_pipeline_last_stage"):
         kwargs["pipeline_model_parallel_size"] = 1
     return original(*args, **kwargs)

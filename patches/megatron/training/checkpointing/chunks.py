@@ -27,7 +27,10 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches for a loader's state and for checkpoints that are saved rank by rank."""
+    """Return the patches that save one data loader's state and refuse a rank's other chunks.
+
+    Refused are checkpoints of format torch whose ranks had other chunks than now.
+    """
     resolved = config.resolved_spec
     moves_stages = not resolved.example.in_turn
 
@@ -59,7 +62,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def save_first_loader(
     original: Callable[..., None], train_iterator: Any, *args: Any, **groups: Any
 ) -> None:
-    """Save the state of the rank's first loader, if any, on the rank of the first stage."""
+    """Save the state of this rank's first data loader, if any, on the rank of the first stage."""
     if isinstance(train_iterator, list):
         train_iterator = next((loader for loader in train_iterator if loader is not None), None)
         if "pp_group" in groups:
@@ -70,7 +73,11 @@ def save_first_loader(
 def _refuse_other_chunks(
     state_dict: dict[str, Any], schedule: str, chunks: int | None, moves_stages: bool, name: str
 ) -> None:
-    """Raise ValueError unless a rank's checkpoint has the stages that the rank has now."""
+    """Raise ValueError if a rank's checkpoint of format torch has other stages than now.
+
+    The number of chunks differs, or the schedule places stages on other ranks than Megatron
+    (``moves_stages``).
+    """
     saved = len([key for key in state_dict if re.fullmatch(r"model\d*", key)])
     if chunks is not None and (saved != chunks or moves_stages):
         raise ValueError(

@@ -31,7 +31,7 @@ from megatron_ext.schedule.problem import VocabularyParallel
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that store the placement in a checkpoint, and compare it."""
+    """Return the patches that store stages' ranks in a checkpoint and compare them on loading."""
     resolved = config.resolved_spec
     divided = config.vocab_parallel is not VocabularyParallel.NONE
 
@@ -73,7 +73,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def _refuse_other_stages(
     state_dict: dict[str, Any], args: Any, config: PipelineConfig, name: str
 ) -> None:
-    """Raise DoesNotLoad if optimizer states that are to be loaded were those of other stages."""
+    """Raise DoesNotLoad if optimizer states were saved with other stages on the ranks."""
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=state_dict)
     saved = SavedTraining(state_dict.get("args"), metadata or {})
     if why_weights_alone(saved.args, args, starts_anew=args.finetune):

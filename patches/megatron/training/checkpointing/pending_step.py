@@ -61,7 +61,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def _refuse_other_placement(
     state_dict: dict[str, Any], args: Any, placement: Placement, schedule: str
 ) -> None:
-    """Raise ValueError if a step is pending that ran on another placement."""
+    """Raise ValueError if a pending step, to be rerun, ran under another placement."""
     machine, saved = get_rerun_state_machine(), state_dict.get("args")
     if machine.get_mode() == RerunMode.DISABLED or args.finetune or saved is None:
         return

@@ -20,7 +20,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that arranges the batches of the training split."""
+    """Return the patch that orders training microbatches by cost and deals them to replicas."""
 
     def build(original: Callable[..., Any], dataset: Any, consumed_samples: int) -> Any:
         loader = original(dataset, consumed_samples)

@@ -17,7 +17,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that copies the embedding's weight."""
+    """Return the patch that makes a tied embedding's two copies on one rank start equal."""
     return (
         wrap(
             "megatron.training.models.dist_utils:build_virtual_pipeline_stages",

@@ -61,7 +61,7 @@ _TRAINING = "megatron.training.training"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches for skipped iterations, and for several validation sets."""
+    """Return the patches for skipped iterations and validation sets with several chunks."""
     return (
         wrap(
             f"{_TRAINING}:dummy_train_step",
@@ -79,9 +79,10 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def skip_step(original: Callable[[Any], None], data_iterator: Any) -> None:
-    """Read a step's microbatches in every chunk, and drop them: tokens and labels stay paired.
+    """Skip an iteration: read its microbatches from the iterator of every chunk, and drop them.
 
-    Megatron broadcasts them among tensor-parallel ranks too, which changes nothing.
+    So tokens and labels, which different chunks read, stay aligned. Megatron also broadcasts the
+    microbatches among tensor-parallel ranks, which changes nothing.
     """
     if not isinstance(data_iterator, list):
         original(data_iterator)
@@ -100,7 +101,7 @@ def evaluate_by_sets(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Run ``original`` with the chunks of each validation set."""
+    """Evaluate by ``original``, with data iterators listed by validation set, then chunk."""
     lengths = get_args().eval_iters
     if isinstance(data_iterator, list) and isinstance(lengths, list):
         data_iterator = _by_sets(data_iterator, len(lengths))
@@ -108,7 +109,7 @@ def evaluate_by_sets(
 
 
 def _by_sets(chunks: list[Any], sets: int) -> list[list[Any]]:
-    """Return the iterators by set and chunk, given by chunk and set.
+    """Return data iterators by validation set and chunk; ``chunks`` has them by chunk and set.
 
     A chunk that reads nothing has None, or a list of Nones.
     """

@@ -45,9 +45,9 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def ask_all_ranks(original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
-    """Build the loaders of one chunk; train, validate and test if any rank has data for it.
+    """Build the data loaders of one chunk, and train or evaluate if any rank has data.
 
-    The conditions are Megatron's own for global rank 0.
+    Megatron has the same conditions, but applies them to global rank 0 alone.
     """
     train, validation, test = original(provider)
     args = get_args()
@@ -85,12 +85,12 @@ def agree_on_lengths(original: Callable[..., Any], provider: Callable[..., Any])
 
 
 def _largest(numbers: list[int]) -> list[int]:
-    """Return for each number the maximum over all ranks."""
+    """Return for each of ``numbers`` its maximum over all ranks."""
     return [max(of_ranks) for of_ranks in zip(*gather_from_all(numbers), strict=True)]
 
 
 def _is_last_chunk(provider: Callable[..., Any]) -> bool:
-    """Return whether ``provider`` is for the last chunk."""
+    """Return whether ``provider`` builds the datasets of the rank's last chunk."""
     chunk = getattr(provider, "keywords", {}).get("vp_stage")
     chunks = get_args().virtual_pipeline_model_parallel_size
     return chunk is None or chunks is None or chunk == chunks - 1

@@ -25,7 +25,7 @@ _TRAINING = "megatron.training.training"
 
 
 def patches(recorder: ParityRecorder) -> tuple[Patch, ...]:
-    """Return the patches through which ``recorder`` records a training."""
+    """Return the patches through which ``recorder`` records losses and tensors of a training."""
 
     def set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
@@ -89,8 +89,10 @@ def reversing_patches() -> tuple[Patch, ...]:
 
 
 def _gather_parameters(model: Any, optimizer: Any) -> None:
-    """Gather parameters as before a save, if the next step would have gathered them. Megatron 0.18
-    does not use the optimizer."""
+    """Gather the distributed optimizer's parameters now, if Megatron defers that to the next step.
+
+    Megatron 0.18 does not use ``optimizer``.
+    """
     if training.should_disable_forward_pre_hook(get_args()):
         takes = inspect.signature(training.force_param_sync).parameters
         known = {"optimizer": optimizer} if "optimizer" in takes else {}

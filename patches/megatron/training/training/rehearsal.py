@@ -29,17 +29,17 @@ for _name in ("tokenizers.text", "models.mimo", "dist_checkpointing.strategies.t
 
 
 class StepWatcher(Protocol):
-    """Watcher of the training steps of a rehearsed process."""
+    """Observer of the training steps of one rank that a rehearsal runs without its peers."""
 
     def set_up(self, model: Any) -> None:
-        """Hook that runs with the chunks of the model, before the first step."""
+        """Prepare for the training of ``model``, a list of chunks; called before the first step."""
 
     def step(self, run: Callable[[], Any], model: Any) -> Any:
         """Run one training step of ``model``, and return its result."""
 
 
 def patches(watcher: StepWatcher) -> tuple[Patch, ...]:
-    """Return the patches with which a rank trains alone, watched by ``watcher``."""
+    """Return the patches by which one rank trains without its peers, observed by ``watcher``."""
 
     def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = inspect.signature(original).bind(*args, **kwargs).arguments["model"]
@@ -66,7 +66,7 @@ def patches(watcher: StepWatcher) -> tuple[Patch, ...]:
 
 
 def always_train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build the loaders; train whether or not this rank has any, and do not evaluate."""
+    """Build the data loaders; let this rank train even if it has none, and never evaluate."""
     loaders = original(*args, **kwargs)
     megatrons = get_args()
     megatrons.do_train = (megatrons.train_iters or 0) > 0

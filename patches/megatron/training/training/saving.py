@@ -17,7 +17,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that commit or roll back before a save."""
+    """Return the patches that commit or roll back a pending step before a checkpoint is saved."""
     return (
         wrap(
             "megatron.training.checkpointing:save_checkpoint",
@@ -33,6 +33,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def commit_or_rollback_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Commit or roll back the pending step, if any, then run ``original``."""
+    """Commit or roll back the pending optimizer step, if any, then save by ``original``."""
     post_validation.commit_or_rollback()
     return original(*args, **kwargs)

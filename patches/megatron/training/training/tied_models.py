@@ -13,7 +13,7 @@ from megatron_ext.patches.megatron.training.models.dist_utils import copy_tied_w
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that copies the embedding's weight."""
+    """Return the patch that makes a tied embedding's two copies on one rank start equal."""
     return (
         wrap(
             "megatron.training.training:get_model",

@@ -19,7 +19,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that tells a race of a checkpoint's save."""
+    """Return the patch by which a race of schedules does not time iterations that save."""
     return (
         wrap(
             "megatron.training.training:save_checkpoint_and_time",
@@ -30,7 +30,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def tell_of_the_save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Tell the race that a save follows, then run ``original``."""
+    """Tell the schedule that a save follows, so that a race does not time it; then save."""
     step = pipeline_parallel.get_forward_backward_func()
     if isinstance(step, PipelineStep):
         step.interrupt()

@@ -22,7 +22,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that tells the observers of the training's end."""
+    """Return the patch that lets observers, such as traces, finish when a training ends."""
     return (
         wrap(
             "megatron.training.training:checkpoint_and_decide_exit",
@@ -35,8 +35,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def tell_of_the_end(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-    """Run ``original``, which decides whether the training ends now, and finish our observers if
-    so."""
+    """Return whether the training ends now; if it ends, finish our observers."""
     ends = original(*args, **kwargs)
     iteration = kwargs["iteration"] if "iteration" in kwargs else args[3]
     if ends or iteration >= get_args().train_iters:

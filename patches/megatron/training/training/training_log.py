@@ -34,7 +34,7 @@ _TRAINING = "megatron.training.training"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that logs a step after its verdict."""
+    """Return the patch that logs an iteration after its optimizer step is validated."""
     return (
         wrap(
             f"{_TRAINING}:training_log",
@@ -86,7 +86,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 class DeferredLog:
-    """Call of ``original``, training_log, deferred until its step's result is known.
+    """Call of Megatron's training_log, deferred until its optimizer step is validated.
 
     ``report_memory_flag`` is the call's result, or before the call its argument.
     """
@@ -99,7 +99,10 @@ class DeferredLog:
         self.report_memory_flag: bool = self._call.arguments["report_memory_flag"]
 
     def __call__(self, result: Result) -> None:
-        """Log the step as if ``result`` had been known at once."""
+        """Log the iteration with the success, gradient norm and count of zeros that ``result`` has.
+
+        If the step was redone, learning rate and loss scale are logged as they are now.
+        """
         arguments = self._call.arguments
         arguments["skipped_iter"] = 0 if result.success else 1
         arguments["grad_norm"] = in_single_precision(result.grad_norm)
@@ -112,8 +115,12 @@ class DeferredLog:
 
 
 def log_after_the_verdict(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-    """Run ``original`` after the verdict: at a commit point now, otherwise deferred; at once if no
-    step is pending."""
+    """Log an iteration by ``original``, once its optimizer step is validated.
+
+    A pending step is validated now if the iteration evaluates, saves or exits, or if the number of
+    microbatches changes next; otherwise the log is deferred. Without a pending step it is written
+    now.
+    """
     optimizer = post_validation.pending_optimizer
     if optimizer is None:
         return original(*args, **kwargs)

@@ -23,8 +23,7 @@ _UTILS = "megatron.training.utils.common_utils"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches of Megatron's reductions that return without communication while a step is
-    pending."""
+    """Return the patches of reductions that do not communicate while a step is unvalidated."""
     return (
         wrap(
             f"{_UTILS}:logical_and_across_model_parallel_group",
@@ -42,19 +41,19 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def and_at_once(original: Callable[..., bool], input: bool, *groups: Any, **named: Any) -> bool:
-    """Return ``input`` while a step is pending, else the result of ``original``."""
+    """Return ``input`` while a step is unvalidated, else the result of ``original``."""
     return input if post_validation.answers_at_once else original(input, *groups, **named)
 
 
 def max_at_once(
     original: Callable[..., float | None], stat: float | None, *groups: Any, **named: Any
 ) -> float | None:
-    """Return ``stat`` while a step is pending, else the result of ``original``."""
+    """Return ``stat`` in fp32 while a step is unvalidated, else the result of ``original``."""
     if not post_validation.answers_at_once:
         return original(stat, *groups, **named)
     return in_single_precision(stat)
 
 
 def in_single_precision(stat: float | None) -> float | None:
-    """Return ``stat`` as the reduction rounds it."""
+    """Return ``stat`` rounded to fp32, as Megatron's reduction of a statistic rounds it."""
     return None if stat is None else torch.tensor(float(stat), dtype=torch.float32).item()

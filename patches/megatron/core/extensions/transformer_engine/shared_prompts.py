@@ -9,8 +9,10 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that lets an answer attend to its prompt, if Transformer Engine is
-    installed."""
+    """Return the patch by which answers packed in one row attend to the prompt that they share.
+
+    There is none without Transformer Engine.
+    """
     if not can_split():
         return ()
     return (

@@ -12,8 +12,10 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that lets a slice attend to earlier slices, if Transformer Engine is
-    installed."""
+    """Return the patch by which queries of a slice of a sequence attend to keys of earlier slices.
+
+    There is none without Transformer Engine.
+    """
     if not can_split():
         return ()
     return (

@@ -38,7 +38,7 @@ def without_empty_groups(
     is_loading: bool = False,
     **named: Any,
 ) -> dict[str, Any]:
-    """Run ``original``, and when saving remove the groups without tensors."""
+    """Run ``original``; if saving, remove the parameter groups without tensors from its result."""
     state = original(optimizer, model_sharded_state_dict, is_loading, **named)
     if not is_loading:
         groups = [group for group in state.pop(_GROUPS) if group]

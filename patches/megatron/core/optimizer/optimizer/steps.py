@@ -31,12 +31,15 @@ _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketG
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches with which optimizer steps are taken before they are validated."""
+    """Return the patches that take an optimizer step before all ranks' gradient norms are known."""
     return optimizer_patches(post_validation)
 
 
 def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
-    """Return the patches by which ``post_validation`` takes steps, and defers what these need."""
+    """Return the patches that pass optimizer steps and zeroing of gradients to post-validation.
+
+    The zeroing is deferred while a step may still have to be redone with its gradients.
+    """
 
     def step(stock: OptimizerStep, optimizer: Any) -> OptimizerResult:
         if nesting.is_inside:
@@ -96,7 +99,7 @@ def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
 
 
 def _relied_on() -> tuple[Patch, ...]:
-    """Return expectations of all functions that `SpeculativeOptimizer` calls or replaces."""
+    """Return expectations of the functions that `SpeculativeOptimizer` calls or replaces."""
     prepares = "the optimizer copies and unscales gradients here, and looks for infinities"
     steps = "an optimizer step writes only parameters, states and group settings"
     copies = "the optimizer copies its main parameters to the model here"

@@ -21,7 +21,7 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that let observers see Megatron's own steps."""
+    """Return the patches that let observers see each step of Megatron's own schedules."""
     stock = WatchedStock(config)
 
     def choose(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

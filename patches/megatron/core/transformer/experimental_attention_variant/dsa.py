@@ -21,8 +21,10 @@ _REASON = "a slice of a sequence attends to the slices before it"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that let a slice choose among the keys of earlier slices, if Megatron can
-    be told where its queries are."""
+    """Return the patches by which a slice's queries choose among keys of earlier slices.
+
+    There are none if Megatron's sparse attention cannot be told where the queries begin.
+    """
     if not knows_places():
         return ()
     return (

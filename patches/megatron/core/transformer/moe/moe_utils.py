@@ -20,7 +20,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that sorts the chosen experts in a recomputed pass."""
+    """Return the patch that sorts a token's experts in the forward pass of a recompute."""
     return (
         wrap(
             "megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function",
@@ -31,7 +31,10 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def sort_experts(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run ``original``; in a checkpointed forward with gradients enabled, so that it sorts."""
+    """Choose experts by ``original``, in a checkpointed forward with gradients enabled.
+
+    Megatron sorts the chosen experts only if gradients are enabled.
+    """
     if not checkpointed_forward.is_on:
         return original(*args, **kwargs)
     with torch.enable_grad():

@@ -25,7 +25,7 @@ _REASON = "a router's losses in a slice are those of the whole microbatch"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that sum a router's losses over slices."""
+    """Return the patches that sum a router's auxiliary losses over all slices of a microbatch."""
     return (
         *(
             wrap(f"{_ROUTER}.{name}", making(name), reason=_REASON)

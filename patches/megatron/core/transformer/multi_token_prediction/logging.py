@@ -16,13 +16,13 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def name_here() -> str:
-    """Return the name of the function that logs, which is different in Megatron 0.18."""
+    """Return the name of Megatron's function that logs multi-token prediction losses."""
     names = "save_metrics_to_tracker", "save_loss_to_tracker"
     return next(name for name in names if hasattr(MTPLossLoggingHelper, name))
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch with which only the recompute logs the losses."""
+    """Return the patch by which multi-token prediction losses are logged by the recompute only."""
     return (
         wrap(
             f"megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.{name_here()}",
@@ -33,6 +33,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def log_once(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Run ``original``, except in a checkpointed forward."""
+    """Log losses by ``original``, except in a checkpointed forward, whose recompute logs them."""
     if not checkpointed_forward.is_on:
         original(*args, **kwargs)

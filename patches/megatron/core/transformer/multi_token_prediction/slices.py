@@ -23,7 +23,7 @@ _REASON = "a slice predicts tokens of the slices after it"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that give a slice the tokens after it."""
+    """Return the patches by which multi-token prediction reads tokens of the next slices."""
     counts: tuple[Patch, ...] = ()
     if hasattr(multi_token_prediction, _COUNT):
         counts = (wrap(f"{_MODULE}:{_COUNT}", count_right, reason=_REASON),)

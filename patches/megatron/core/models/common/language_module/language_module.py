@@ -19,7 +19,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that checks a model's embedding group."""
+    """Return the patch that refuses a model whose embedding group does not fit the schedule."""
     resolved = config.resolved_spec
 
     def check_and_set_up(original: Callable[..., None], model: Any) -> None:

@@ -16,7 +16,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches() -> tuple[Patch, ...]:
-    """Return the patch that initialises the copy as an embedding."""
+    """Return the patch that initialises a tied embedding's copy on the last stage."""
     return (
         wrap(
             "megatron.core.models.common.language_module.language_module:"
@@ -29,8 +29,7 @@ def patches() -> tuple[Patch, ...]:
 
 
 def initialise_copy(original: Callable[..., None], model: Any) -> None:
-    """Set up the embeddings of ``model``, and initialise its copy if it has one of another
-    rank's."""
+    """Set up the embeddings of ``model``, and initialise its copy of another rank's embedding."""
     original(model)
     has_copy = model.share_embeddings_and_output_weights and model.post_process
     if (has_copy or getattr(model, "mtp_process", False)) and not model.pre_process:

@@ -24,7 +24,7 @@ _REASON = "its layers take a row with shared prompts as one document"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that give layers what they know of such a row."""
+    """Return the patches by which a GPTModel runs rows in which answers share one prompt."""
     call = SharedModelCall(config.shared_prompts)
     return (
         wrap(_FORWARD, call.forward, reason=_REASON),
@@ -43,10 +43,11 @@ def share_prompts(
     multiple: int,
     device: torch.device | str | None,
 ) -> SharedPromptBatch:
-    """Return a microbatch as `megatron_ext.share_prompts` does.
+    """Return a microbatch of packed answers with shared prompts, for `megatron_ext.share_prompts`.
 
     Raises:
-        ValueError: as that.
+        ValueError: the setting ``shared_prompts`` is not installed, or `SharedPromptBatch` refuses
+            the arguments.
     """
     if not any(patch.target == _FORWARD and patch.reason == _REASON for patch in applied()):
         raise ValueError(

@@ -13,7 +13,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that gives the model the running slice's part of a batch."""
+    """Return the patch by which a GPTModel runs one slice of the sequences in its batch."""
     return (
         wrap(
             "megatron.core.models.gpt.gpt_model:GPTModel.forward",

@@ -96,8 +96,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def build_divided(original: Callable[..., None], model: Any, call: inspect.BoundArguments) -> None:
-    """Build ``model`` with this rank's parts of embedding and output layer instead of whole
-    ones."""
+    """Build ``model`` with this rank's shards of embedding and output layer, not whole ones."""
     vocabulary = call.arguments["vocab_size"]
     tied = call.arguments["share_embeddings_and_output_weights"]
     config = call.arguments["config"]
@@ -127,8 +126,7 @@ def build_divided(original: Callable[..., None], model: Any, call: inspect.Bound
 
 
 def take_embeddings(original: Callable[..., None], model: Any, input_tensor: Any) -> None:
-    """Give the first stage the embeddings that the ranks have looked up, and any other stage its
-    input."""
+    """Give the first stage the embeddings that all ranks looked up, other stages their input."""
     if not model.pre_process:
         original(model, input_tensor)
         return

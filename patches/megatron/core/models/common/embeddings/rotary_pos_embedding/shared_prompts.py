@@ -17,7 +17,10 @@ _REASON = "an answer's positions go on behind those of its prompt"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that give each token its position in its prompt or answer."""
+    """Return the patches that count a token's rotary position from the start of its prompt.
+
+    An answer's positions follow those of its prompt, although several answers share the prompt.
+    """
     return (
         wrap(f"{_EMBEDDING}.get_rotary_seq_len", carry_positions, reason=_REASON),
         wrap(f"{_EMBEDDING}.__call__", take_positions, reason=_REASON),

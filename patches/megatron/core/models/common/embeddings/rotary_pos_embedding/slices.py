@@ -14,7 +14,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that shifts the positions of a slice's tokens."""
+    """Return the patch by which rotary positions begin at a slice's place in its sequence."""
     return (
         wrap(
             "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.__call__",

@@ -8,7 +8,10 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that gives each token its position in its prompt or answer."""
+    """Return the patch that counts a token's rotary position from the start of its prompt.
+
+    An answer's positions follow those of its prompt, although several answers share the prompt.
+    """
     return (
         wrap(
             "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:"

@@ -11,7 +11,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that shifts the positions of a slice's tokens."""
+    """Return the patch by which rotary positions begin at a slice's place in its sequence."""
     return (
         wrap(
             "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:"
