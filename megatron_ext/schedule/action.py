@@ -12,11 +12,11 @@ from megatron_ext.base.words import shown
 
 
 class Kind(enum.StrEnum):
-    """Kinds of actions. The letters are those of `torch.distributed.pipelining`.
+    """Kinds of actions of a schedule. The letters are those of `torch.distributed.pipelining`.
 
-    The zero-bubble papers write B for the input gradient; here that is I, and B is the whole
-    backward pass: I and W in one. R recomputes the activations that F did not keep
-    (`transforms.recompute`).
+    The zero-bubble papers write B for the input gradient. This project writes I for the input
+    gradient, and B for the whole backward pass: I and the weight gradient W in one. R recomputes
+    the activations that the forward pass F did not store (`transforms.recompute`).
     """
 
     FORWARD = "F"
@@ -66,12 +66,12 @@ class Kind(enum.StrEnum):
 
 
 class Slice(int):
-    """A slice of a microbatch along its sequence, if an action names one: ``7.2``.
+    """A slice of a microbatch along its sequence: ``7.2`` is slice 2 of microbatch 7.
 
-    The slices of a step are numbered consecutively, ``microbatch * slices + slice``, and that
-    number stands in the place of the microbatch's. Code that stores tensors, messages or times by
-    stage and microbatch therefore need not know of slices. The result of arithmetic with a slice is
-    a plain number.
+    The slices of a step are numbered consecutively, ``microbatch * slices + slice``, and this
+    number takes the place of the microbatch's number in an `Action`. Code that stores tensors,
+    messages or times by stage and microbatch therefore need not know of slices. The result of
+    arithmetic with a slice is a plain number.
 
     Attributes:
         microbatch: the microbatch of the slice.
@@ -94,12 +94,12 @@ class Slice(int):
 
     @property
     def slices(self) -> int:
-        """Number of slices of the microbatch."""
+        """Number of slices into which the microbatch of this slice is cut."""
         return len(self.ends)
 
     @property
     def begin(self) -> float:
-        """Start of the slice, as a share of its sequence."""
+        """Start of the slice in its microbatch, as a share of the sequence from 0 to 1."""
         return self.ends[self.slice - 1] if self.slice else 0.0
 
     @property
@@ -119,7 +119,7 @@ class Slice(int):
 
 
 def whole_of(microbatch: int) -> int:
-    """Return ``microbatch``, or the microbatch that it is a slice of."""
+    """Return ``microbatch`` if it is a whole one; if it is a slice, the microbatch of the slice."""
     return microbatch.microbatch if isinstance(microbatch, Slice) else microbatch
 
 
@@ -135,18 +135,22 @@ def even_ends(slices: int) -> tuple[float, ...]:
 
 
 def slices_of(microbatch: int, ends: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the slices of ``microbatch``, in order, or ``microbatch`` itself if it is whole."""
+    """Return the slices of ``microbatch`` along its sequence, in order.
+
+    ``ends`` are the ends of the slices, as shares of the sequence. If there are fewer than two, the
+    microbatch is not cut, and the result is the whole ``microbatch``.
+    """
     if len(ends) < 2:
         return (microbatch,)
     return tuple(Slice(microbatch, number, ends) for number in range(len(ends)))
 
 
 class Action(NamedTuple):
-    """One kind of work for one microbatch on one stage. ``str`` gives ``3F7``, which `parse_action`
-    reads.
+    """One kind of work for one microbatch on one stage. ``str`` gives a text such as ``3F7``.
 
-    If microbatches are cut into slices, ``microbatch`` is a `Slice`: ``3F7.2`` is the forward pass
-    of slice 2 of microbatch 7.
+    ``3F7`` is the forward pass of microbatch 7 on stage 3; `parse_action` reads this form. If
+    microbatches are cut into slices along their sequence, ``microbatch`` is a `Slice`: ``3F7.2`` is
+    the forward pass of slice 2 of microbatch 7.
 
     ``3SEND_F7`` sends the output of ``3F7`` to stage 4; ``4RECV_F7`` receives it there.
     ``4SEND_B7`` sends the gradient of stage 4's input to stage 3; ``3RECV_B7`` receives it there.
@@ -159,20 +163,22 @@ class Action(NamedTuple):
     their statistics on the shard of the rank whose first stage is 3, ``3SI7`` the shard's part of
     the gradient of the last hidden states, ``3SW7`` the gradient of the shard, and ``3L7`` the
     loss, once all statistics are there. ``3E7`` looks tokens up in the shard of the embedding,
-    ``3EW7`` computes that shard's gradient. ``BCAST_k`` brings every rank the input of k;
-    ``GATHER_S`` and ``REDUCE_k`` combine the outputs of k. On ranks that do not use the combined
-    output, ``3WAIT_k7`` waits until the rank's own part has been sent and frees its tensor.
+    ``3EW7`` computes that shard's gradient. ``BCAST_k`` brings every rank the input of the pass k;
+    ``GATHER_S`` and ``REDUCE_k`` combine the outputs of the pass k. On ranks that do not use the
+    combined output, ``3WAIT_k7`` waits until the rank's own part has been sent and frees its
+    tensor.
 
     Activation offload (Wan et al. 2025). ``3OFFLOAD_F7`` starts to copy the tensors that ``3F7``
     has stored for the backward pass to the host, ``3FREE_F7`` waits for the copy and frees their
     memory, and ``3RELOAD_F7`` allocates memory and starts to copy them back. ``3OFFLOAD_I7``,
-    ``3FREE_I7`` and ``3RELOAD_I7`` do the same with the tensors that ``3I7`` stores for ``3W7``.
+    ``3FREE_I7`` and ``3RELOAD_I7`` do the same with the tensors that the input gradient ``3I7``
+    stores for the weight gradient ``3W7``.
 
     Post-validation (Qi et al. 2024), once a step for the rank whose first stage is 3: ``3RECV_P0``
     receives the combined gradient state of the ranks of all earlier stages, ``3STEP0`` adds the
-    rank's own state and steps the optimizer, ``3SEND_P0`` sends the sum to the next. In the next
-    step ``3RECV_V0`` receives the verdict, ``3SEND_V0`` sends it to the previous rank, and
-    ``3SETTLE0`` blocks the rank until the verdict has come.
+    rank's own state and steps the optimizer, ``3SEND_P0`` sends the sum to the next rank. In the
+    next step ``3RECV_V0`` receives the verdict on that optimizer step, ``3SEND_V0`` sends the
+    verdict to the previous rank, and ``3SETTLE0`` blocks the rank until the verdict has come.
     """
 
     stage: int
@@ -188,8 +194,11 @@ Rows = tuple[Row, ...]  # by rank
 
 
 class OverlappedPasses(NamedTuple):
-    """Two passes of a rank that run as one: a forward pass, and a backward pass (I or B) that does
-    not depend on it. ``str`` gives torch's form, ``(0F1;4I0)OVERLAP_F_B``."""
+    """Two passes of a rank that run overlapped, as one action: a forward and a backward pass.
+
+    The backward pass (I or B) does not depend on the forward pass. ``str`` gives torch's form,
+    ``(0F1;4I0)OVERLAP_F_B``.
+    """
 
     forward: Action
     backward: Action
@@ -209,7 +218,8 @@ def parse_action(text: str, slices: int = 1) -> Action:
     """Return the action that ``text`` names, such as ``3F7``. This is the inverse of ``str``.
 
     Args:
-        slices: number of slices of each microbatch; with 1, actions name no slice.
+        slices: number of slices of each microbatch along its sequence; with 1, actions name no
+            slice.
 
     Raises:
         ValueError: ``text`` is no action, or its slice does not fit ``slices``.
@@ -233,10 +243,12 @@ def parse_action(text: str, slices: int = 1) -> Action:
 
 
 def parse_overlapped(text: str, slices: int = 1) -> OverlappedPasses | None:
-    """Return the overlapped passes that ``text`` names, if any. This is the inverse of ``str``.
+    """Return the overlapped passes that a text such as ``(0F1;4I0)OVERLAP_F_B`` names, else None.
+
+    This is the inverse of ``str(OverlappedPasses)``.
 
     Raises:
-        ValueError: as `parse_action`.
+        ValueError: one of the two actions cannot be parsed (`parse_action`).
     """
     compound = COMPOUND.fullmatch(text.strip())
     parts = [parse_action(part, slices) for part in compound[1].split(";")] if compound else []
@@ -245,7 +257,7 @@ def parse_overlapped(text: str, slices: int = 1) -> OverlappedPasses | None:
 
 
 def slices_named(text: str) -> int:
-    """Return the number of slices of a microbatch in the actions that ``text`` names, or 1.
+    """Return how many slices of a microbatch the actions in a schedule's ``text`` name, or 1.
 
     Raises:
         ValueError: some slice below the largest is not named. This bounds the memory for slices by

@@ -30,7 +30,7 @@ _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 def by_kind(is_so: Callable[[Rule], bool]) -> Flags:
-    """Return the values of ``is_so`` for the rules of all `KINDS` of actions, in their order."""
+    """Return the values of the predicate ``is_so`` for the rules of all `KINDS`, in their order."""
     return np.array([is_so(rule) for rule in RULES.values()])
 
 
@@ -72,14 +72,16 @@ class ActionArrays:
 
     @cached_property
     def stage_kinds(self) -> tuple[tuple[int, Kind], ...]:
-        """Stages and kinds of actions that occur. Properties that all microbatches share are
-        computed once for each of these."""
+        """Each combination of stage and kind (such as F on stage 3) in the schedule.
+
+        Properties that all microbatches share are computed once for each combination.
+        """
         codes = self._codes_in_use.tolist()
         return tuple((code // len(KINDS), KINDS[code % len(KINDS)]) for code in codes)
 
     @cached_property
     def stage_kind(self) -> Ints:
-        """Position of each action's stage and kind in `stage_kinds`."""
+        """For each action, the position of its stage and kind in `stage_kinds`."""
         place = np.zeros(self._codes.max(initial=-1) + 1, dtype=np.int32)
         place[self._codes_in_use] = np.arange(len(self._codes_in_use))
         return place[self._codes]
@@ -94,9 +96,12 @@ class ActionArrays:
 
     @cached_property
     def work(self) -> tuple[dict[tuple[int, Kind], int], Ints]:
-        """The numbered stages and kinds of all work (`Rule.covers`), and for each action the
-        numbers of the one or two that it does. The second number is -1 if the action does only
-        one."""
+        """Numbers of the stages' passes, and for each action the passes whose work it does.
+
+        A full backward pass B does the work of two passes, I and W (`Rule.covers`); any other
+        action does one. The first result maps (stage, kind) to a number. The second has two numbers
+        for each action; the second number is -1 if the action does the work of only one pass.
+        """
         numbers: dict[tuple[int, Kind], int] = {}
         numbers_of = np.full((len(self.stage_kinds), 2), -1, dtype=np.int32)
         for row, (stage, kind) in zip(numbers_of, self.stage_kinds, strict=True):
@@ -115,8 +120,11 @@ class ActionArrays:
         return self.microbatch % np.int32(self.slices)
 
     def of_each(self, of: Callable[[Action], _T], by_place: bool = False) -> list[_T]:
-        """Return the value of ``of`` for each action. It is called once for all microbatches of a
-        stage, kind and slice, unless ``by_place`` it differs from microbatch to microbatch."""
+        """Return the result of the function ``of`` for each action, as a list.
+
+        ``of`` is called once for all microbatches of a stage, kind and slice. If ``by_place`` is
+        set, microbatches differ, and ``of`` is called for each action.
+        """
         if by_place:
             kinds = map(self.stage_kinds.__getitem__, self.stage_kind.tolist())
             microbatches = self.microbatch.tolist()
@@ -134,12 +142,14 @@ class ActionArrays:
         return [[Action(stage, kind, part) for part in parts] for stage, kind in self.stage_kinds]
 
     def of_stage_kinds(self, others: Ints, shifts: Ints | None = None) -> Ints:
-        """Return for each action the number of a related action of the same microbatch, such as its
-        forward pass, or -1 if there is none.
+        """Return for each action the number of a related one, such as its forward pass.
+
+        The number is -1 if there is no related action.
 
         Args:
             others: for each entry of `stage_kinds`, the entry of the related action, or -1.
-            shifts: for each entry of `stage_kinds`, how many slices later the related action is.
+            shifts: for each entry of `stage_kinds`, how many slices later in the sequence the
+                related action is.
         """
         related, microbatch = others[self.stage_kind], self.microbatch
         if shifts is not None:
@@ -152,16 +162,21 @@ class ActionArrays:
 
     @cached_property
     def table(self) -> Ints:
-        """Numbers of the actions, an array of shape (stages and kinds, microbatches); -1 if there
-        is no such action."""
+        """Numbers of the actions, as an array of shape (entries of `stage_kinds`, microbatches).
+
+        An entry is -1 if there is no action of this stage, kind and microbatch.
+        """
         microbatches = self.microbatch.max(initial=0) + 1
         table = np.full((max(len(self.stage_kinds), 1), microbatches), -1, dtype=np.int32)
         table[self.stage_kind, self.microbatch] = self.numbers
         return table
 
     def latest(self, flags: Flags) -> Ints:
-        """Return for each action the number of the last action of its rank, up to and including it,
-        that is set in ``flags``; -1 if there is none."""
+        """Return for each action the latest action so far on its rank that ``flags`` marks.
+
+        ``flags`` has a boolean for each action. An action that is marked counts as its own latest
+        one. The number is -1 if there is none.
+        """
         latest = np.maximum.accumulate(np.where(flags, self.numbers, np.int32(-1)))
         return np.where(latest < self.first, np.int32(-1), latest)
 

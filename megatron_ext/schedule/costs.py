@@ -23,18 +23,20 @@ from megatron_ext.schedule.placement import Neighbour, Placement
 
 @dataclass(frozen=True)
 class VocabularyCosts:
-    """Costs of a microbatch in the embedding and the output layer, if one rank has them whole.
+    """Costs of a microbatch in embedding and output layer, if these are not partitioned.
 
     Attributes:
         output_layer: seconds of the output layer and the loss, for F, I and W.
         embedding: seconds of the lookup, and of its weight's gradient.
         logits_bytes: bytes of all logits, which the loss keeps in fp32 from F to I.
-        deferred_bytes: bytes that the output layer holds from I to W if its weight gradient waits
-            for W: its input, and the gradient of the logits in the type of the layers.
-        launch: seconds that each pass of a shard takes in addition, if all ranks share both.
-        rescaling: seconds that shards take together to correct the softmax by the sums of others.
-        contention: shares by which layers' F, and I and W, take longer during the collectives of
-            shards.
+        deferred_bytes: bytes that the output layer holds from I to W if its weight gradient is
+            deferred to W: its input, and the gradient of the logits in the type of the layers.
+        launch: seconds that each pass of a vocabulary shard takes in addition, if embedding and
+            output layer are partitioned over all ranks.
+        rescaling: seconds that all shards together take to correct the softmax by the sums of the
+            other shards.
+        contention: shares by which the layers' F, and their I and W, take longer during the
+            collectives of vocabulary shards.
     """
 
     output_layer: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -47,8 +49,7 @@ class VocabularyCosts:
 
     @property
     def of_ends(self) -> Mapping[Kind, tuple[float, float]]:
-        """Additional seconds of the first and of the last stage for embedding and output layer, by
-        kind of pass."""
+        """Seconds of the embedding (first stage) and output layer (last stage), by kind of pass."""
         lookup, table_gradient = self.embedding
         forward, input_gradient, weight_gradient = self.output_layer
         return {
@@ -64,8 +65,8 @@ class TowerCosts:
 
     Attributes:
         seconds: seconds of F, I and W, on the rank that the costs were made for.
-        activation: bytes that it stores from F to I. Its bytes from I to W are in the same
-            proportion to these as the layers' are.
+        activation: bytes that the encoder stores from F to I. The bytes that it stores from I to W
+            are in the same proportion to these as those of the layers.
     """
 
     seconds: tuple[float, float, float]
@@ -73,8 +74,10 @@ class TowerCosts:
 
 
 class CostPart:
-    """A part of `Costs`. Each of its tuples has one figure per stage unless its field says
-    otherwise."""
+    """Base class of the parts of `Costs`. Each tuple in a part has one figure per stage.
+
+    A field that is not given per stage says so.
+    """
 
     def __post_init__(self) -> None:
         for part in fields(self):  # type: ignore[arg-type]  # each part is a dataclass
@@ -84,8 +87,10 @@ class CostPart:
                     raise TypeError(f"{part.name} has {type(figures).__name__}; write a tuple")
 
     def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> Self:
-        """Return this part of ``costs`` with the stages of each of ``rows`` joined to one, whose
-        figures are their sums."""
+        """Return this part of ``costs`` after the stages of each row have been joined to one.
+
+        The figures of a joined stage are the sums over its stages.
+        """
         named = {part.name: getattr(self, part.name) for part in fields(self)}  # type: ignore[arg-type]
         return type(self)(**{name: _summed(value, rows) for name, value in named.items()})
 
@@ -103,11 +108,11 @@ class PassCosts(CostPart):
     """Seconds and bytes of compute passes.
 
     Attributes:
-        seconds: figures by kind. (Any unit of time will do if all share it.)
+        seconds: figures by kind of pass. (Any unit of time will do if all figures share it.)
         held_bytes: bytes by kind of memory; None if bytes are not known.
-        recompute: seconds of R; () if R takes as long as the F that it repeats.
-        spared: seconds saved if W directly follows its I, as in B, because one overlaps the other's
-            waiting; () if nothing is saved.
+        recompute: seconds of a recomputation R; () if R takes as long as the forward pass.
+        fused_backward_saving: seconds saved if W directly follows its I, as in B, because one
+            overlaps the other's waiting; () if nothing is saved.
     """
 
     seconds: Mapping[Kind, tuple[float, ...]]
@@ -121,8 +126,10 @@ class PassCosts(CostPart):
             raise ValueError("costs: all passes cost nothing; at least one must cost something")
 
     def spread(self, layers: int, counts: Sequence[int]) -> PassCosts:
-        """Return the costs of stages with these ``counts`` of equal layers. All stages here
-        together are assumed to have ``layers`` layers."""
+        """Return the costs of stages that have these ``counts`` of layers, which are all alike.
+
+        The present stages together are assumed to have ``layers`` layers.
+        """
 
         def of_stages(figures: tuple[float, ...]) -> tuple[float, ...]:
             return figures and tuple(sum(figures) / layers * count for count in counts)
@@ -143,13 +150,14 @@ class LinkCosts(CostPart):
     Attributes:
         p2p_seconds: seconds of a message from a stage to the next on another rank; the mean if
             stages differ.
-        latency: seconds of ``p2p_seconds`` that do not depend on the size of the message.
+        latency: the part of ``p2p_seconds`` that does not depend on the size of the message.
         p2p_seconds_by_stage: seconds of a message between each stage and the next; () if all take
             ``p2p_seconds``.
         latencies: latency of each of ``p2p_seconds_by_stage``; () if all have ``latency``.
         message_bytes: size of a message from stage to stage, in bytes; 0 if not known.
-        states: hidden states in a message from each stage to the next: with multi-token prediction
-            those of its depths go on to the loss; () if all messages have one.
+        states: number of hidden states in a message from each stage to the next: with multi-token
+            prediction, those of its depths travel on to the loss as well; () if all messages have
+            one.
     """
 
     p2p_seconds: float = 0.0
@@ -164,8 +172,10 @@ class LinkCosts(CostPart):
         return self.states[stage] if 0 <= stage < len(self.states) else 1
 
     def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> LinkCosts:
-        """Return the links between neighbouring ``rows`` of stages: for each two rows the first
-        link that joins them."""
+        """Return the costs of messages after the stages of each row have been joined to one.
+
+        The link between two neighbouring joined stages is the first link between their stages.
+        """
         between = [
             next((min(a, b) for a in row for b in following if abs(a - b) == 1), None)
             for row, following in pairwise(rows)
@@ -186,20 +196,20 @@ class LinkCosts(CostPart):
 
 @dataclass(frozen=True)
 class SliceCosts(CostPart):
-    """Costs of a slice that are not proportional to its share of the microbatch.
+    """Costs of a slice of a sequence that are not proportional to its share of the microbatch.
 
     Attributes:
         attention: the share of F, and of I and W together, that grows with the square of the
-            sequence: as a share of the layers' seconds, without the vocabulary's. In a backward
-            pass all of it is in I. () if it is zero or not known.
-        fixed: by kind of pass, the part of its seconds that each slice takes whatever its number of
-            tokens, at the number of slices that these costs are for: reading weights, adding to
-            their gradients, latencies, launching kernels. {} if it is zero or not known.
+            sequence: as a share of the layers' seconds, without embedding and output layer. In a
+            backward pass all of it is in I. () if it is zero or not known.
+        fixed: by kind of pass, the seconds that each slice takes whatever its number of tokens, at
+            the number of slices that these costs are for: reading weights, adding to their
+            gradients, latencies, launching kernels. {} if it is zero or not known.
         keys_values: bytes of a microbatch's keys and values, which are part of the activation; ()
             if not known.
         sharing: number of context-parallel ranks that share each slice, one part behind the other.
         joined_weights: whether the W of all slices are one pass (`Slices.joined_weights`): the
-            fixed part of W is that of the first slice, whose W comes last.
+            fixed part of W is then that of the first slice, whose W comes last.
     """
 
     attention: tuple[float, ...] = ()
@@ -209,7 +219,10 @@ class SliceCosts(CostPart):
     joined_weights: bool = False
 
     def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> SliceCosts:
-        """Return this part for joined stages, with attention as a share of their seconds."""
+        """Return the costs of slices after the stages of each row have been joined to one.
+
+        Attention becomes a share of the seconds of the joined stage.
+        """
         joined = super().joined(rows, costs)
         if not self.attention:
             return joined
@@ -224,20 +237,22 @@ class SliceCosts(CostPart):
 
 @dataclass(frozen=True)
 class OverlapCosts(CostPart):
-    """Seconds that passes save by running at the same time (`Pair`).
+    """Seconds that a forward and a backward pass save by overlapping (`OverlappedPasses`).
 
     Attributes:
-        savings: seconds saved by running a forward and a backward pass side by side instead of one
-            after the other. By the backward pass's kind, I or B, a row per stage of F, with a
-            figure per stage of the backward pass. If B is missing, I's table counts for it; {} if
+        savings: seconds saved by running a forward and a backward pass at the same time instead of
+            one after the other. By the backward pass's kind, I or B, a row per stage of F, with a
+            figure per stage of the backward pass. If B is missing, I's table counts for B; {} if
             nothing is saved.
     """
 
     savings: Mapping[Kind, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
 
     def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> OverlapCosts:
-        """Return this part for joined stages. Backward passes run through the stages of a row from
-        the last."""
+        """Return the savings of overlapped passes after stages of each row have been joined to one.
+
+        Backward passes run through the stages of a row from the last to the first.
+        """
 
         def saved(table: tuple[tuple[float, ...], ...], row: Sequence[int], other: Any) -> float:
             return sum(table[f][b] for f, b in zip(row, reversed(other), strict=False))
@@ -251,12 +266,12 @@ class OverlapCosts(CostPart):
 
 @dataclass(frozen=True)
 class HostCosts(CostPart):
-    """Costs of copies between a rank's memory and the host's.
+    """Costs of copies between a rank's GPU memory and host memory (activation offload).
 
     Attributes:
-        seconds: seconds to copy a microbatch's tensors, by kind, one figure per stage.
+        seconds: seconds to copy a microbatch's tensors, by kind of copy, one figure per stage.
         ranks_per_link: number of consecutive ranks that share a link to the host and take turns.
-        duplex: whether a link carries both directions at once.
+        duplex: whether a link carries copies in both directions at the same time.
     """
 
     seconds: Mapping[Kind, tuple[float, ...]]
@@ -265,47 +280,52 @@ class HostCosts(CostPart):
 
     @property
     def to_host(self) -> tuple[float, ...]:
-        """Seconds to copy all that a microbatch stores for its backward pass to the host, per
-        stage."""
+        """Seconds to copy a microbatch's stored activations to the host, per stage."""
         return self.seconds[Kind.OFFLOAD_F]
 
     @property
     def from_host(self) -> tuple[float, ...]:
-        """Seconds to copy the same bytes back from the host, per stage."""
+        """Seconds to copy a microbatch's offloaded activations back, per stage."""
         return self.seconds[Kind.RELOAD_F]
 
     @property
     def is_shared(self) -> bool:
-        """Whether a copy to or from the host may have to wait for another rank's, or for one in the
-        other direction."""
+        """Whether a copy to or from the host may have to wait for another copy on the same link.
+
+        This happens if several ranks share a link, or if a link carries one direction at a time.
+        """
         return self.ranks_per_link > 1 or not self.duplex
 
     def link(self, rank: int, lane: Lane) -> tuple[int, Lane | None]:
-        """Return a key that copies share if they take turns: the number of the link of ``rank``,
-        and ``lane`` if the link carries both directions at once, else None."""
+        """Return a key of the host link that ``rank`` uses; copies with equal keys take turns.
+
+        The key is the number of the link, and the direction ``lane`` if the link carries both
+        directions at the same time, else None.
+        """
         return rank // self.ranks_per_link, lane if self.duplex else None
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one microbatch.
+    """Costs of one microbatch on each stage: seconds of passes and messages, and bytes of memory.
 
     Attributes:
         passes: seconds and bytes of passes.
         links: seconds and bytes of messages.
-        slices: costs of slices that differ from their share of a microbatch.
+        slices: costs of slices of a sequence that differ from their share of a microbatch.
         host: costs of copies to the host and back; None if not known.
-        vocabulary: the part of the first and the last stage's figures that is the embedding's and
-            the output layer's; None if not known.
-        overlap: seconds that passes save side by side.
-        unpartitioned: the original costs, if the vocabulary of these is partitioned over the ranks.
+        vocabulary: the embedding's part of the first stage's figures and the output layer's part of
+            the last stage's; None if not known.
+        overlap: seconds that a forward and a backward pass save by overlapping.
+        unpartitioned: the original costs, if these costs are for a vocabulary that is partitioned
+            over the ranks.
         slowness: by stage, how many times as long its rank takes as the rank that these costs were
-            made for. All seconds of passes include it. () if all ranks are alike.
+            made for. All seconds of passes include this factor. () if all ranks are alike.
         tower: the part of the first stage's figures that is an encoder's in front of the language
             model; None if there is none, or it is not known.
-        at_places: by kind of pass, the seconds of each microbatch of a step, in order, over those
-            given here; kinds that are not in it take the same at all places. {}: microbatches are
-            alike. Bytes are the same at all places: those of the largest microbatch.
+        at_places: by kind of pass, a factor for each microbatch of a step, in order, on the seconds
+            given here; a missing kind of pass takes the same time for all microbatches. {}:
+            microbatches are alike. Bytes do not vary: they are those of the largest microbatch.
         origin: how these figures came about, for people to read.
     """
 
@@ -332,19 +352,19 @@ class Costs:
         return self.passes.held_bytes
 
     def with_passes(self, **changes: Any) -> Costs:
-        """Return these costs with fields of `passes` replaced."""
+        """Return a copy of the costs with the given fields of `passes` (`PassCosts`) replaced."""
         return replace(self, passes=replace(self.passes, **changes))
 
     def with_links(self, **changes: Any) -> Costs:
-        """Return these costs with fields of `links` replaced."""
+        """Return a copy of the costs with the given fields of `links` (`LinkCosts`) replaced."""
         return replace(self, links=replace(self.links, **changes))
 
     def without_messages(self) -> Costs:
-        """Return these costs with messages that take no time."""
+        """Return a copy of the costs in which messages between stages take no time."""
         return self.with_links(p2p_seconds=0.0, latency=0.0, p2p_seconds_by_stage=(), latencies=())
 
     def with_slices(self, **changes: Any) -> Costs:
-        """Return these costs with fields of `slices` replaced."""
+        """Return a copy of the costs with the given fields of `slices` (`SliceCosts`) replaced."""
         return replace(self, slices=replace(self.slices, **changes))
 
     @property
@@ -352,7 +372,7 @@ class Costs:
         return len(self.seconds[Kind.FORWARD])
 
     def of(self, action: Action) -> float:
-        """Return the seconds that ``action`` takes on its lane, by the cost in its kind's rule."""
+        """Return the seconds of ``action``, by the cost rule of its kind (`RULES`)."""
         rule = RULES[action.kind]
         match rule.cost:
             case Cost.PASS:
@@ -374,9 +394,10 @@ class Costs:
         return 0.0
 
     def _share_copied(self, action: Action) -> float:
-        """Return the share of a microbatch's activation that ``action`` copies.
+        """Return the share of a microbatch's activation that an offload or reload copies.
 
-        Keys and values of a slice stay on the device: other slices attend to them.
+        Keys and values of a slice of a sequence stay on the device, because other slices attend to
+        them.
         """
         tokens, held = token_share(action.microbatch), self.held_bytes
         is_slice = isinstance(action.microbatch, Slice)
@@ -394,8 +415,10 @@ class Costs:
         return _part_of_p2p_seconds(self.p2p_seconds_behind(behind), latency, action.microbatch)
 
     def p2p_seconds_of(self, part: int) -> float:
-        """Return the seconds of a message of ``part``, a microbatch or slice: the mean over links
-        if they differ."""
+        """Return the seconds of a message for ``part``, a microbatch or a slice of one.
+
+        If links differ, the result is the mean over links.
+        """
         return _part_of_p2p_seconds(self.links.p2p_seconds, self.links.latency, part)
 
     def p2p_seconds_behind(self, stage: int) -> float:
@@ -404,8 +427,11 @@ class Costs:
         return by_stage[stage] if by_stage else self.links.p2p_seconds
 
     def _of_pass(self, kind: Kind, action: Action) -> float:
-        """Return the seconds of ``kind`` of pass, whose work ``action`` does. A slice attends to
-        itself and to the slices before it."""
+        """Return the seconds of one ``kind`` of pass (F, I or W) whose work ``action`` does.
+
+        For a slice of a sequence, the time includes attention to the slice itself and to those
+        before it.
+        """
         seconds = self.seconds[kind][action.stage]
         part = action.microbatch
         if not isinstance(part, Slice):
@@ -422,29 +448,29 @@ class Costs:
         return fixed + (rest - fixed) * tokens + squared * attended
 
     def _at_place(self, kind: Kind, microbatch: int) -> float:
-        """Return the seconds of ``kind`` of pass for ``microbatch`` relative to a mean
-        microbatch."""
+        """Return the seconds of a pass for ``microbatch`` relative to a mean microbatch."""
         factors = self.at_places.get(kind)
         return 1.0 if factors is None else factors[microbatch]
 
     def mean_factor(self, kind: Kind) -> float:
-        """Return the mean of the factors of ``kind`` of pass in `at_places`."""
+        """Return the mean cost factor of a step's microbatches for a ``kind`` of pass."""
         factors = self.at_places.get(kind)
         return 1.0 if factors is None else fmean(factors)
 
     @property
     def alike(self) -> Costs:
-        """Equal costs for all microbatches, made of these costs."""
+        """A copy of the costs in which all microbatches of a step cost the same."""
         return replace(self, at_places={}) if self.at_places else self
 
     def _fixed_of(self, kind: Kind, stage: int) -> float:
-        """Return the seconds of ``kind`` of pass on ``stage`` that do not shrink with a slice."""
+        """Return the seconds of a pass on ``stage`` that a slice takes however short it is."""
         return self.slices.fixed[kind][stage] if kind in self.slices.fixed else 0.0
 
     def _of_recompute(self, repeats: Kind, action: Action) -> float:
-        """Return the seconds of R: as given, or else those of the forward pass that it repeats.
+        """Return the seconds of R (recomputation): as given, or else those of the forward pass.
 
-        A slice takes the same share of R as of the pass that R repeats."""
+        A slice of a sequence takes the same share of R as of the forward pass.
+        """
         if not self.passes.recompute:
             return self._of_pass(repeats, action)
         recompute = self.passes.recompute[action.stage]
@@ -454,8 +480,7 @@ class Costs:
         return recompute * (self._of_pass(repeats, action) / repeated if repeated else 1.0)
 
     def of_attention(self, kind: Kind, stage: int) -> float:
-        """Return the seconds of ``kind`` of pass on ``stage`` that grow with the square of the
-        sequence."""
+        """Return the seconds of a pass on ``stage`` that grow with the square of the sequence."""
         if not self.slices.attention or kind not in (Kind.FORWARD, Kind.BACKWARD_INPUT):
             return 0.0
         layers = self._of_layers
@@ -465,8 +490,10 @@ class Costs:
         return min(self.slices.attention[stage] * backward, layers[kind][stage])
 
     def with_slices_of(self, estimate: Costs) -> Costs:
-        """Return these costs with the slices' figures that they lack, taken from ``estimate``.
-        Seconds are scaled by the ratio of both costs' passes."""
+        """Return a copy of the costs that takes the missing figures for slices from ``estimate``.
+
+        The estimated seconds are scaled by the ratio of given to estimated seconds of each pass.
+        """
         lacks = []
         if estimate.slices.attention and not self.slices.attention:
             lacks.append("attention")
@@ -493,8 +520,10 @@ class Costs:
         )
 
     def with_slices_shared_by(self, ranks: int) -> Costs:
-        """Return these costs for slices that ``ranks`` context-parallel ranks share. Each of these
-        holds the keys and values of all."""
+        """Return a copy of the costs for slices that ``ranks`` context-parallel ranks share.
+
+        Each of these ranks then holds the keys and values of all.
+        """
         shared = self.with_slices(sharing=ranks)
         if ranks == 1 or not self.slices.keys_values or self.held_bytes is None:
             return shared
@@ -510,34 +539,43 @@ class Costs:
 
     @cached_property
     def _of_layers(self) -> Mapping[Kind, tuple[float, ...]]:
-        """Seconds of passes without the vocabulary's part, by kind of pass and stage. The property
-        is cached, because each slice's pass reads it."""
+        """Seconds of passes without embedding and output layer, by kind of pass and stage.
+
+        The property is cached, because the cost of each slice's pass reads it.
+        """
         return self.without_vocabulary().seconds
 
     @cached_property
     def attention_share(self) -> float:
-        """Share of all passes of a microbatch that grows with the square of the sequence, relative
-        to the part that slices share out."""
+        """Share of a microbatch's compute time that grows with the square of the sequence length.
+
+        The share is relative to the compute time that slices of the sequence split among them.
+        """
         kinds = Kind.FORWARD, Kind.BACKWARD_INPUT
         squared = sum(self.of_attention(k, s) for k in kinds for s in range(self.stages))
         fixed = sum(map(sum, self.slices.fixed.values()))
         return squared / max(sum(map(sum, self.seconds.values())) - fixed, squared or 1.0)
 
     def fused_backward_saving_by(self, action: Action) -> float:
-        """Return the seconds that a B ``action`` saves over I and W: `fused_backward_saving_on` of
-        its stage, times its share of the sequence, or the time of W in its place."""
+        """Return the seconds that a full backward pass B saves compared with separate I and W.
+
+        This is `fused_backward_saving_on` its stage, scaled by the slice's share of the sequence
+        and by the cost of this microbatch relative to a mean one.
+        """
         saving = self.fused_backward_saving_on(action.stage) * token_share(action.microbatch)
         return saving * self._at_place(Kind.BACKWARD_WEIGHT, action.microbatch)
 
     def fused_backward_saving_on(self, stage: int) -> float:
-        """Return the seconds that I and W of ``stage`` save if W directly follows I."""
+        """Return the seconds that a microbatch on ``stage`` saves if W directly follows I."""
         return (
             self.passes.fused_backward_saving[stage] if self.passes.fused_backward_saving else 0.0
         )
 
     def least_on(self, stages: Iterable[int], slices: int = 1) -> float:
-        """Return the least seconds that all passes of a mean microbatch, cut into ``slices``, take
-        on ``stages`` of a rank."""
+        """Return the least seconds of all passes of one mean microbatch on a rank's ``stages``.
+
+        The microbatch is cut into ``slices`` slices along its sequence.
+        """
         saving = self.mean_factor(Kind.BACKWARD_WEIGHT)
         means = [(self.mean_factor(kind), figures) for kind, figures in self.seconds.items()]
         return sum(
@@ -548,8 +586,10 @@ class Costs:
         )
 
     def _least_fixed_on(self, stage: int) -> float:
-        """Return the seconds that each slice adds to all passes of ``stage``: at most the seconds
-        of its passes without attention, as in `of`."""
+        """Return the seconds that each further slice adds to a microbatch's passes on ``stage``.
+
+        The seconds of a kind of pass are at most those of its passes without attention, as in `of`.
+        """
         return sum(
             min(figures[stage], self.seconds[kind][stage] - self.of_attention(kind, stage))
             for kind, figures in self.slices.fixed.items()
@@ -557,8 +597,10 @@ class Costs:
         )
 
     def overlap_saving(self, forward: Action, backward: Action) -> float:
-        """Return the seconds that two passes save by running at the same time, at most the seconds
-        of the shorter one."""
+        """Return the seconds that a forward and a backward pass save by running at the same time.
+
+        The result is at most the seconds of the shorter pass.
+        """
         table = self.overlap.savings.get(backward.kind) or self.overlap.savings.get(
             Kind.BACKWARD_INPUT
         )
@@ -568,12 +610,14 @@ class Costs:
         return min(saving, self.of(forward), self.of(backward))
 
     def of_overlapped(self, forward: Action, backward: Action) -> float:
-        """Return the seconds of two overlapped passes."""
+        """Return the seconds that an overlapped forward and backward pass take together."""
         return self.of(forward) + self.of(backward) - self.overlap_saving(forward, backward)
 
     def slowed(self, slowness: tuple[float, ...]) -> Costs:
-        """Return these costs for slower ranks: each stage's passes take its ``slowness`` times as
-        long."""
+        """Return a copy of the costs for slower ranks, in which each stage's passes take longer.
+
+        ``slowness`` has a factor on the seconds of each stage.
+        """
 
         def slower(figures: tuple[float, ...]) -> tuple[float, ...]:
             return figures and tuple(f * s for f, s in zip(figures, slowness, strict=True))
@@ -605,7 +649,7 @@ class Costs:
         )
 
     def with_tower(self, tower: TowerCosts) -> Costs:
-        """Return these costs with the encoder ``tower`` on the first stage."""
+        """Return a copy of the costs that adds the encoder ``tower`` to the first stage."""
         assert self.tower is None and not self.slowness
         return replace(self._with_first_stage(tower, +1), tower=tower)
 
@@ -649,14 +693,14 @@ class Costs:
         return changed
 
     def per_rank(self, placement: Placement) -> Costs:
-        """Return the costs of the same work with each rank's chunks in one stage, as on a line."""
+        """Return the costs of the same model with all chunks of a rank joined to one stage."""
         return self._joined(placement.stages_of)
 
     def _joined(self, rows: Sequence[Sequence[int]]) -> Costs:
-        """Return the costs of the same work with the stages of each of ``rows`` joined in one.
+        """Return the costs of the same model after stages have been joined: one for each row.
 
-        The vocabulary's part stays known only if it remains on the first and the last of the joined
-        stages.
+        The parts of embedding and output layer stay known only if they remain on the first and the
+        last of the joined stages.
         """
         stays = 0 in rows[0] and self.stages - 1 in rows[-1]
         costs = self.without_vocabulary() if stays else self
@@ -682,7 +726,7 @@ class Costs:
         ranks_per_link: int = 1,
         duplex: bool = True,
     ) -> Costs:
-        """Return these costs with copies of a microbatch's activation, in seconds per stage.
+        """Return a copy of the costs with seconds per stage of copying activations to the host.
 
         Tensors that only W needs are copied at the same speed. If their bytes are not known, they
         take as long as the whole activation.
@@ -701,8 +745,7 @@ class Costs:
         return replace(self, host=HostCosts(seconds, ranks_per_link, duplex))
 
     def with_copies_of(self, other: Costs) -> Costs:
-        """Return these costs with copies of the bytes held here, at the speed of ``other``'s
-        copies."""
+        """Return a copy of the costs whose host copies have the speed of ``other``'s."""
         if other.host is None or self.held_bytes is None or other.held_bytes is None:
             return replace(self, host=other.host)
         pairs = zip(
@@ -716,14 +759,16 @@ class Costs:
         return self.with_host(out, back, other.host.ranks_per_link, other.host.duplex)
 
     def with_vocabulary(self, vocabulary: VocabularyCosts) -> Costs:
-        """Return these costs of layers with the embedding and the output layer of ``vocabulary`` on
-        the first and the last stage."""
+        """Return the layers' costs with an embedding (first stage) and output layer (last
+        stage)."""
         assert self.vocabulary is None
         return replace(self._at_the_ends(vocabulary, +1), vocabulary=vocabulary)
 
     def without_vocabulary(self) -> Costs:
-        """Return the costs of the layers only. If the vocabulary's part is not known, they still
-        include it."""
+        """Return the costs of the layers only, without the embedding and the output layer.
+
+        If the part of the embedding and output layer is not known, the result still includes it.
+        """
         if self.vocabulary is None:
             return self
         return replace(self._at_the_ends(self.vocabulary, -1), vocabulary=None)
@@ -758,8 +803,11 @@ def _part_of_p2p_seconds(p2p_seconds: float, latency: float, part: int) -> float
 def uniform(
     placement: Placement, f: float, i: float, w: float, comm: float = 0.0, origin: str = "given"
 ) -> Costs:
-    """Return equal costs for every rank: forward pass, input gradient and weight gradient of a
-    microbatch take ``f``, ``i`` and ``w`` seconds."""
+    """Return costs that are equal for all ranks.
+
+    The forward pass, input gradient and weight gradient of a microbatch on a whole rank take ``f``,
+    ``i`` and ``w`` seconds, and a message ``comm`` seconds.
+    """
     of_rank = {Kind.FORWARD: f, Kind.BACKWARD_INPUT: i, Kind.BACKWARD_WEIGHT: w}
     seconds = {
         kind: (figure / placement.chunks,) * placement.stages for kind, figure in of_rank.items()

@@ -69,7 +69,7 @@ _EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per 
 
 
 def format_costs(costs: Costs) -> str:
-    """Return ``costs`` as text for `parse_costs`, with figures of four digits."""
+    """Return ``costs`` as text such as ``f=10,i=12,w=8`` for `parse_costs`, with four digits."""
     if costs.unpartitioned is not None:
         return format_costs(costs.unpartitioned)
     layers = costs.layers_alone
@@ -99,10 +99,9 @@ def format_costs(costs: Costs) -> str:
 
 
 def outline_costs(costs: Costs, placement: Placement, *, with_copies: bool) -> str:
-    """Return ``costs`` in short, with three digits: for a microbatch of a full rank, as a range if
-    ranks differ.
+    """Return ``costs`` in short for people, with three digits: a microbatch on a whole rank.
 
-    ``with_copies`` includes copies to the host and back.
+    A figure is a range if ranks differ. ``with_copies`` includes copies to the host and back.
     """
     costs = costs.unpartitioned or costs
     seconds = costs.without_vocabulary().seconds
@@ -122,7 +121,7 @@ def _outlined(per_stage: Sequence[float], placement: Placement) -> str:
 
 
 def _of_like_stages(costs: Costs) -> list[float]:
-    """Return the seconds saved if F and I of the same stage overlap, for each stage."""
+    """Return the seconds saved if F and I of the same stage overlap: one figure for each stage."""
     table = (
         costs.overlap.savings.get(Kind.BACKWARD_INPUT) or costs.overlap.savings[Kind.FULL_BACKWARD]
     )
@@ -142,27 +141,23 @@ def _copies(host: HostCosts) -> dict[str, tuple[float, ...]]:
 
 
 def parse_costs(text: str, placement: Placement) -> Costs:
-    """Read ``f=10,i=12,w=8,comm=1`` (comm is optional), or the path of a JSON file (`load_costs`).
+    """Read costs such as ``f=10,i=12,w=8,comm=1``, or the path of a JSON file (`load_costs`).
 
-    ``f=5/5/5/8`` gives one figure per stage; ``r=9`` is R if it differs from F.
+    ``f``, ``i`` and ``w`` are seconds of F, I and W, and ``comm`` (optional) those of a message.
+    ``f=5/5/5/8`` gives one figure per stage; ``r=9`` is the recomputation R if it differs from F.
     ``output_layer=5/6/4`` are F, I and W of the whole output layer, ``embedding=1/1`` the whole
     embedding's lookup and weight gradient: the last and the first stage take them in addition to
-    their layers.
-    ``tower=8/9.6/6.4`` are F, I and W of an encoder, which the first stage takes in addition.
-
-    ``d2h=6,h2d=6`` are the copies of all tensors that a microbatch of a full rank stores for its
-    backward pass, to the host and back (one figure, or one per stage; h2d is d2h by default).
-    ``link=2`` is the number of consecutive ranks that share a link to the host, and ``duplex=0``
-    says that a link carries one direction at a time.
-
-    For slices of a sequence, ``attention=0.3`` is the share of f, and of i and w together, that
-    grows with the square of the sequence, ``latency=0.1`` the part of comm that does not shrink
-    with the message, and ``fixed_f=0.1``, ``fixed_i`` and ``fixed_w`` the parts of f, i and w
-    that do not shrink with the slice. For pairs of passes, ``overlap_saving=3`` is the time that F
-    and a backward pass save side by side (one figure, or one per stage: two stages save the lesser
-    of theirs).
-
-    The inverse of `format_costs`.
+    their layers. ``tower=8/9.6/6.4`` are F, I and W of an encoder, which the first stage takes in
+    addition. ``d2h=6,h2d=6`` are the copies of all tensors that a microbatch of a full rank stores
+    for its backward pass, to the host and back (one figure, or one per stage; h2d is d2h by
+    default). ``link=2`` is the number of consecutive ranks that share a link to the host, and
+    ``duplex=0`` says that a link carries one direction at a time. For slices of a sequence,
+    ``attention=0.3`` is the share of f, and of i and w together, that grows with the square of the
+    sequence, ``latency=0.1`` the part of comm that does not shrink with the message, and
+    ``fixed_f=0.1``, ``fixed_i`` and ``fixed_w`` the parts of f, i and w that do not shrink with the
+    slice. For overlapped passes, ``overlap_saving=3`` is the time that F and a backward pass save
+    by running at the same time (one figure, or one per stage: two stages save the smaller of their
+    figures). `format_costs` is the inverse.
 
     Raises:
         ValueError: ``text`` is neither, or a figure is missing, negative or given twice.
@@ -205,7 +200,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
 def _with_slices(
     costs: Costs, figures: Mapping[str, Any], placement: Placement, what: str
 ) -> Costs:
-    """Return ``costs`` with the slices' figures under the keys of `_SLICES`, if there are any."""
+    """Return ``costs`` with those entries of ``figures`` that describe slices of a sequence."""
     given = {
         key: figures[key] if isinstance(figures[key], list) else [figures[key]]
         for key in _SLICES
@@ -241,13 +236,16 @@ def _with_slices(
 
 
 def _fixed(costs: Costs) -> dict[str, tuple[float, ...]]:
-    """Return the figures of `SliceCosts.fixed` by their keys, without zeros."""
+    """Return the seconds of passes that do not shrink with a slice, by their keys in the text form.
+
+    Keys whose figures are all zero are missing.
+    """
     fixed = costs.slices.fixed
     return {key: fixed[kind] for key, kind in _FIXED.items() if any(fixed.get(kind, ()))}
 
 
 def _of_all(figures: Sequence[float], stages: int) -> tuple[float, ...]:
-    """Return one figure for each stage: ``figures``, or its single figure for all stages."""
+    """Return one figure for each stage; a single given figure is repeated for all stages."""
     return tuple(map(float, figures)) * (stages if len(figures) == 1 else 1)
 
 
@@ -284,7 +282,7 @@ def _tables(
 def _with_vocabulary(
     costs: Costs, figures: Mapping[str, Any], of_output: tuple[float, float], what: str
 ) -> Costs:
-    """Return ``costs`` with the figures under the keys of `_PARTS`, if there are any.
+    """Return ``costs`` with the seconds of embedding and output layer (keys of `_PARTS`), if given.
 
     ``of_output`` are the bytes that the output layer holds from F to I and, if its weight gradient
     is deferred, from I to W.
@@ -311,7 +309,7 @@ def _with_vocabulary(
 
 
 def _with_tower(costs: Costs, figures: Mapping[str, Any], activation: float, what: str) -> Costs:
-    """Return ``costs`` with the encoder of ``figures``, if they have one."""
+    """Return ``costs`` with the encoder (key ``tower``) of ``figures``, if there is one."""
     if _TOWER not in figures:
         return costs
     tower = figures[_TOWER] if isinstance(figures[_TOWER], list) else [figures[_TOWER]]
@@ -326,8 +324,7 @@ def _with_tower(costs: Costs, figures: Mapping[str, Any], activation: float, wha
 
 
 def _with_host(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
-    """Return ``costs`` with the figures of host copies under the keys of `_COPIES` and `_LINK`, if
-    there are any."""
+    """Return ``costs`` with the copies to the host and back of ``given``, if there are any."""
     figures = {
         key: given[key] if isinstance(given[key], list) else [given[key]]
         for key in (*_COPIES, *_LINK)
@@ -360,17 +357,17 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     """Read a costs file: JSON with ``version``, ``f``, ``i``, ``w``, ``comm`` and ``bytes``.
 
     ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
-    stage; so is ``r``, if there. ``bytes``, if there, maps ``activation`` and ``weight inputs``
-    likewise. ``output_layer`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may
-    have four single figures: ``logits``, which the last stage holds from F to I in addition to its
-    layers, ``output weight inputs``, which it holds from I to W if the output layer's weight
-    gradient waits (as many as ``logits`` if the file does not say), ``tower``, which an encoder
-    on the first stage stores, and ``message``, of each message from stage to stage. It may also
-    have ``keys and values``, a part of ``activation`` that is given like it. ``overlap_saving`` may
-    also map ``i`` and ``b``, the kind of the overlapped backward pass, each to a table: a row
-    per stage of F, a figure in it per stage of the backward pass. ``attention``, ``latency``,
-    ``fixed_f``, ``fixed_i``, ``fixed_w``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
-    `parse_costs`, and ``origin`` is a text for people.
+    stage; so is the optional ``r``. The optional ``bytes`` maps ``activation`` and ``weight
+    inputs`` likewise. ``output_layer`` and ``embedding`` are lists as in `parse_costs`, and
+    ``bytes`` may have four single figures: ``logits``, which the last stage holds from F to I in
+    addition to its layers, ``output weight inputs``, which it holds from I to W if the output
+    layer's weight gradient waits (as many as ``logits`` if the file does not say), ``tower``, which
+    an encoder on the first stage stores, and ``message``, of each message from stage to stage.
+    ``bytes`` may also have ``keys and values``, a part of ``activation`` that is given like it.
+    ``overlap_saving`` may also map ``i`` and ``b``, the kind of the overlapped backward pass, each
+    to a table: a row per stage of F, a figure in it per stage of the backward pass. ``attention``,
+    ``latency``, ``fixed_f``, ``fixed_i``, ``fixed_w``, ``d2h``, ``h2d``, ``link`` and ``duplex``
+    are those of `parse_costs`, and ``origin`` is a text for people.
 
     Raises:
         ValueError: no such file, not JSON, another version, lists of another length, or keys that
@@ -427,8 +424,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
 
 
 def read_costs_file(path: Path) -> dict[str, Any]:
-    """Read the costs file ``path`` and return its entries, whose keys are checked but not their
-    values.
+    """Return the entries of the costs file ``path``. Their keys are checked, but not their values.
 
     Raises:
         ValueError: no such file, not JSON, another version, or keys that are missing or unknown.
@@ -473,7 +469,9 @@ def _text_of(path: Path) -> str:
 
 
 def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = None) -> None:
-    """Write ``costs`` so that `load_costs` reads them, and the further entries ``measured``.
+    """Write ``costs`` to the JSON file ``path``, with the additional entries ``measured``.
+
+    `load_costs` reads the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -536,8 +534,10 @@ def _integers(figures: Sequence[float]) -> list[int]:
 
 
 def _per_stage(figures: Sequence[Any], placement: Placement, what: str) -> tuple[float, ...]:
-    """Return one figure per stage. A single figure is that of a whole rank, and each of its v
-    chunks costs 1/v."""
+    """Return one figure per stage of the placement, in seconds or bytes.
+
+    A single figure is that of a whole rank, so each of the rank's v chunks gets 1/v of it.
+    """
     _check_figures(what, figures)
     if len(figures) == 1:
         return (float(figures[0]) / placement.chunks,) * placement.stages

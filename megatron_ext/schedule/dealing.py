@@ -22,15 +22,17 @@ MicrobatchCosts = NDArray[np.float64]
 
 
 class MicrobatchOrder(StrEnum):
-    """Orders of the microbatches of a step on a replica."""
+    """Orders in which a data-parallel replica runs the microbatches of a step."""
 
     ARRIVAL = "arrival"
     SMALL_ENDS = "small-ends"
 
 
 def small_ends(costs: MicrobatchCosts) -> Numbers:
-    """Return the numbers of microbatches with these ``costs`` in an order with the most costly in
-    the middle."""
+    """Return the numbers of the microbatches in an order with the most costly in the middle.
+
+    ``costs`` has the cost of each microbatch.
+    """
     descending = np.argsort(-costs, kind="stable")
     return np.concatenate([descending[::2][::-1], descending[1::2]])
 
@@ -42,7 +44,9 @@ def arranged(
     *,
     deal: bool,
 ) -> Numbers:
-    """Return the numbers of the microbatches of each replica, in order: a row per replica.
+    """Return the numbers of the microbatches that each data-parallel replica runs, in order.
+
+    The result has a row per replica.
 
     Args:
         costs: costs of all microbatches of a step, as the sampler counts them: the k-th of replica

@@ -16,13 +16,17 @@ from megatron_ext.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class FlippedPlacement(Placement):
-    """Placement of a V or wave that opens on rank 0 in the file that it came from, and is written
-    back in that form."""
+    """Placement read from a file in which the V or wave has its first and last stage on rank 0.
+
+    Here its ranks are counted from the other end; a table written from it has the file's order.
+    """
 
 
 def opens_on_first_rank(rank_of: Sequence[int]) -> bool:
-    """Return whether ``rank_of`` is a V, or several V's one after the other, with stage 0 on rank
-    0."""
+    """Return whether ``rank_of`` is a V or wave with stage 0 on rank 0.
+
+    ``rank_of`` has the rank of each stage. A wave is several V's one after the other.
+    """
     ranks = max(rank_of) + 1
     one_v = (*range(ranks), *reversed(range(ranks)))
     waves, rest = divmod(len(rank_of), len(one_v))
@@ -30,7 +34,7 @@ def opens_on_first_rank(rank_of: Sequence[int]) -> bool:
 
 
 def opens_on_last_rank(rank_of: Sequence[int]) -> bool:
-    """Return whether ``rank_of`` is a V or wave with stage 0 on the last rank, as ours."""
+    """Return whether ``rank_of`` (rank by stage) is a V or wave with stage 0 on the last rank."""
     last = max(rank_of)
     return opens_on_first_rank([last - rank for rank in rank_of])
 
@@ -42,6 +46,8 @@ def flipped(placement: Placement) -> FlippedPlacement:
 
 
 def flip_rows(rows: Rows) -> Rows:
-    """Return ``rows`` with the ranks counted from the other end. The function is its own
-    inverse."""
+    """Return the ranks' ``rows`` of actions in reverse order of the ranks.
+
+    The function is its own inverse.
+    """
     return rows[::-1]

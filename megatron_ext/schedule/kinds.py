@@ -16,12 +16,12 @@ from megatron_ext.schedule.placement import Neighbour
 
 
 class Lane(enum.Enum):
-    """Resource that an action occupies. A lane of a rank runs one action at a time, in order.
+    """Resource of a rank that an action occupies. A lane runs one action at a time, in order.
 
     Compute and waits block the later actions of their rank. Messages, collectives and copies do
-    not: they are started in passing and end later, and actions that need them wait for their end.
-    All ranks of the pipeline take part in a collective; copies go between a rank's memory and the
-    host's.
+    not: they are started between passes and end later, and actions that need them wait for their
+    end. All ranks of the pipeline take part in a collective; copies go between a rank's memory and
+    the host's.
     """
 
     COMPUTE = "compute"
@@ -37,7 +37,7 @@ HOST_LANES = (Lane.TO_HOST, Lane.FROM_HOST)
 
 
 class Where(enum.Enum):
-    """Stages on which an action of some kind is found."""
+    """Stages on which actions of a kind exist."""
 
     STAGE = "every stage"
     SHARD = "the first stage of a rank, which has the rank's shard of the vocabulary"
@@ -47,7 +47,7 @@ class Where(enum.Enum):
 
 
 class Cost(enum.Enum):
-    """Rule for the time that an action takes on its lane (`Costs.of`)."""
+    """Rule for the time that an action of a kind takes on its lane (`Costs.of`)."""
 
     NOTHING = "nothing: waits, receives, whose senders take the time, and messages of a few bytes"
     PASS = "seconds of the pass; of one that does others' work, theirs together"
@@ -58,7 +58,7 @@ class Cost(enum.Enum):
 
 
 class Held(enum.Enum):
-    """Memory that lives between actions."""
+    """Kinds of memory that one action allocates and a later action frees."""
 
     ACTIVATION = "activation"  # stored tensors that the backward pass of a stage needs
     # Stored tensors that only W still needs, once the input gradient is done.
@@ -73,7 +73,7 @@ class Held(enum.Enum):
 
 
 class Source(enum.Enum):
-    """Stages among which a needed action is looked for."""
+    """Stages among which the dependency of an action is looked for."""
 
     SAME = "same"  # stage, always
     LOCAL = "local"  # the neighbouring stage, when it is on this rank
@@ -89,8 +89,10 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True)
 class Need:
-    """Dependency on an action of one of ``kinds`` for the same microbatch or slice. It counts only
-    if there is such an action."""
+    """Dependency on an action of one of ``kinds`` for the same microbatch or slice.
+
+    The dependency counts only if the schedule has such an action.
+    """
 
     kinds: tuple[Kind, ...]
     source: Source = Source.SAME
@@ -102,37 +104,38 @@ class Need:
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table of kinds of actions.
+    """One row of the table of kinds of actions: what an action of this kind needs, holds and costs.
 
     Attributes:
         kind: the kind that this row describes.
         does: what an action of this kind does, in words for people.
-        lane: the lane that it runs on.
-        parts: for a kind that does the work of others (`covers`), these kinds.
-        needs: its dependencies.
-        acquires, releases: the memory that it allocates at its start, and frees at its end.
-        moves: the memory that it copies between the rank and the host.
-        gathers: memory to which it adds gradients slice by slice, if microbatches are cut. It takes
-            as many bytes as for the whole microbatch, from its last slice to its first.
+        lane: the lane that an action of this kind runs on.
+        parts: for a kind that does the work of other kinds (`covers`), these kinds.
+        needs: dependencies on other actions.
+        acquires, releases: the memory that the action allocates at its start, and frees at its end.
+        moves: the memory that the action copies between the rank and the host.
+        gathers: memory to which the action adds gradients slice by slice, if microbatches are cut
+            into slices. This memory takes as many bytes as for the whole microbatch, from its last
+            slice to its first.
         neighbour: the stage that a message goes to or comes from, or that a wait is about.
         partner: the kind at the other end of a message.
-        where: the stages on which it is found.
-        in_evaluation: whether it is also done in evaluation, where nothing is differentiated.
-        adds_to_gradients: whether it adds to gradients of the stage's parameters, or of the
+        where: the stages on which actions of this kind exist.
+        in_evaluation: whether evaluation, which has no backward passes, has this kind too.
+        adds_to_gradients: whether the action adds to gradients of the stage's parameters, or of the
             vocabulary shard on the same rank.
-        repeats: the kind of pass that it recomputes. Such a kind is optional. If it is in the
-            schedule, the first pass keeps only the stage's input (`Held.INPUT`), and the
+        repeats: the kind of pass that this kind recomputes. Such a kind is optional. If the
+            schedule has it, the first pass keeps only the stage's input (`Held.INPUT`), and the
             recomputing pass allocates the rest.
         all_or_none: for kinds that are done for some microbatches only. For each microbatch, either
             all kinds with the same entry are done, or none.
-        reads_data: whether a stage reads a microbatch's data with it, from an iterator without
-            numbers: the n-th such action of a stage gets the n-th microbatch.
-        overlaps_with: the kinds of pass of its rank with one of which it can run as one
+        reads_data: whether a stage reads a microbatch's data with this action, from an iterator
+            without numbers: the n-th such action of a stage gets the n-th microbatch.
+        overlaps_with: the kinds of pass of which one can run at the same time on the same rank
             (`action.OverlappedPasses`).
-        by_optimizer: whether the optimizer's step does it, after the run of the schedule. It is in
-            the schedule for the proof, the simulator and pictures.
-        option: the field of `ScheduleOptions` that requests it; "" for passes and messages.
-        cost: rule for the time that it takes.
+        by_optimizer: whether the optimizer's step does the action, after the run of the schedule.
+            The action is in the schedule for the proof, the simulator and pictures.
+        option: the field of `ScheduleOptions` that requests this kind; "" for passes and messages.
+        cost: rule for the time that the action takes.
         colour: fill of the kind's boxes in pictures, if it computes: Okabe and Ito's palette
             (2008), to which B, R and the embedding's weight gradient are added. People with any
             colour vision tell them apart (a test computes it). Grey: not chosen yet.
@@ -167,13 +170,16 @@ class Rule:
 
     @cached_property
     def covers(self) -> tuple[Kind, ...]:
-        """Kinds of passes whose work this kind does. Each of them must be done exactly once for
-        each microbatch on a stage, and costs are given for them."""
+        """Kinds of passes whose work this kind does: I and W for B, else the kind itself.
+
+        Each of them must be done exactly once for each microbatch on a stage, and costs are given
+        for them.
+        """
         return self.parts or (self.kind,)
 
     @property
     def label(self) -> str:
-        """Name of a kind of action in the legend of a picture."""
+        """Name of this kind of action in the legend of a picture."""
         return self.legend or self.does
 
     @property
@@ -182,7 +188,7 @@ class Rule:
 
     @property
     def is_blocking(self) -> bool:
-        """Whether later actions of the rank wait for this action's end."""
+        """Whether later actions of the rank wait for the end of an action of this kind."""
         return self.lane in (Lane.COMPUTE, Lane.WAIT)
 
 

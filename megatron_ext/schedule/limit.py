@@ -18,7 +18,10 @@ _TEXT = re.compile(r"(\d+(?:\.\d+)?)(x|[KMGT]iB|B)?")
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Limit of a rank's activations, in microbatches of a full rank or in bytes."""
+    """Limit of the activations that a rank stores, in bytes or in microbatches.
+
+    One microbatch counts as all its activations on one rank.
+    """
 
     microbatches: float | None = None
     bytes: int | None = None
@@ -33,8 +36,10 @@ class MemoryLimit:
         return counted(self.microbatches, "microbatch")
 
     def at_least(self, amount: float) -> str:
-        """Return the least limit in the unit of this one that allows ``amount``, as text for
-        `parse_limit`: with three decimals, rounded up."""
+        """Return the least memory limit that allows ``amount``, as text for `parse_limit`.
+
+        The text has the unit of this limit and three decimals, rounded up.
+        """
         if self.bytes is None:
             number = _round_up(amount)
             return f"{number} microbatch{'es' * (number != '1')}"
@@ -43,24 +48,27 @@ class MemoryLimit:
         return f"{_round_up(amount / BYTES[unit])}{unit}"
 
     def scaled(self, factor: float) -> MemoryLimit:
-        """Return ``factor`` times this memory limit, in its own unit."""
+        """Return this memory limit times ``factor``, in the same unit (microbatches or bytes)."""
         return self.of(self.amount * factor)
 
     @property
     def amount(self) -> float:
-        """Amount that this memory limit allows, in microbatches or bytes."""
+        """Amount of memory that this limit allows, in its unit: microbatches or bytes."""
         return self.microbatches if self.microbatches is not None else float(self.bytes or 0)
 
     def of(self, amount: float) -> MemoryLimit:
-        """Return a memory limit of ``amount`` in the unit of this one."""
+        """Return a memory limit of ``amount`` in the unit of this limit (microbatches or bytes)."""
         if self.microbatches is not None:
             return MemoryLimit(microbatches=amount)
         return MemoryLimit(bytes=int(amount))
 
     @property
     def written(self) -> str:
-        """This memory limit as text for `parse_limit`, with three decimals: bytes are rounded down,
-        and microbatches up, so that thirds of one still fit."""
+        """This memory limit as text for `parse_limit`, with three decimals.
+
+        Bytes are rounded down. Microbatches are rounded up, so that thirds of a microbatch still
+        fit.
+        """
         if self.bytes is None:
             assert self.microbatches is not None
             return _round_up(self.microbatches)
@@ -74,17 +82,17 @@ class MemoryLimit:
         return _decimals(thousandths) + unit
 
     def as_written(self) -> MemoryLimit:
-        """Return this memory limit as it is read back from its rounded text."""
+        """Return the memory limit that `parse_limit` reads from this one's text (`written`)."""
         return parse_limit(self.written, ranks=1, microbatches=1)
 
 
 def with_rounding(allowed: float) -> float:
-    """Return ``allowed`` memory plus the rounding error of a sum of shares of it."""
+    """Return the ``allowed`` memory plus a margin for the rounding error of a sum of shares."""
     return allowed * (1 + 1e-9)
 
 
 def fits(held: float, allowed: float) -> bool:
-    """Return whether ``held`` memory, a sum of shares, is within ``allowed``."""
+    """Return whether ``held`` memory is within ``allowed``, but for rounding errors of sums."""
     return held <= with_rounding(allowed)
 
 
@@ -101,7 +109,7 @@ def _decimals(thousandths: int) -> str:
 
 
 def parse_limit(text: str, ranks: int, microbatches: int) -> MemoryLimit:
-    """Read a memory limit: ``5`` microbatches of a rank, ``0.5x`` of 1F1B's peak, or ``60GiB``.
+    """Read a memory limit: ``5`` (microbatches on a rank), ``0.5x`` (of 1F1B's peak) or ``60GiB``.
 
     Raises:
         ValueError: ``text`` is none of these, zero, or beyond any machine.

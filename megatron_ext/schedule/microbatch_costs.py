@@ -32,13 +32,13 @@ _EXAMPLE = f"write lognormal:0.5, or the path of a file with {_A_LINE}"
 
 @dataclass(frozen=True)
 class BatchSize:
-    """Size of the batch of a step.
+    """Size of the batch of a training step.
 
     Attributes:
-        microbatches: number on each data-parallel replica.
+        microbatches: number of microbatches on each data-parallel replica.
         replicas: number of data-parallel replicas.
         samples: number of sequences in a microbatch.
-        sequence: tokens of each; None: not known.
+        sequence: tokens of each sequence; None if not known.
         is_padded: whether all microbatches have ``samples`` x ``sequence`` tokens, whatever the
             documents in them.
         expert_replicas: number of replicas that share experts.
@@ -54,19 +54,21 @@ class BatchSize:
 
 @dataclass(frozen=True)
 class MicrobatchLoads:
-    """Relative costs of the microbatches of several steps: a row per step.
+    """Relative costs of the microbatches of several steps: each array has a row per step.
 
     Attributes:
-        tokens: tokens over those of the microbatch that costs are made for.
-        squares: the sum of the squared document lengths over that of the same microbatch.
+        tokens: tokens of a microbatch divided by those of the microbatch that costs are made for.
+        squares: the sum of the squared document lengths divided by that of the same microbatch.
     """
 
     tokens: Floats
     squares: Floats
 
     def costs(self, costs: Costs) -> Mapping[Kind, Floats]:
-        """Return factors on the passes of each microbatch relative to ``costs``, by kind of
-        pass."""
+        """Return factors on the seconds in ``costs`` for each microbatch, by kind of pass.
+
+        Each array of factors has a row per step.
+        """
 
         def total(kind: Kind) -> float:
             return sum(costs.seconds[kind])
@@ -86,8 +88,10 @@ class MicrobatchLoads:
 
 
 def parse_microbatch_costs(text: str, per_step: int) -> MicrobatchLoads:
-    """Return relative costs of microbatches: those of a file have mean 1, random ones about 1;
-    there are ``per_step`` in a step.
+    """Return relative costs of microbatches, from a file or drawn at random.
+
+    The costs in a file are scaled to mean 1, random ones have a mean of about 1. There are
+    ``per_step`` microbatches in a step.
 
     Args:
         text: ``lognormal:0.5`` draws 20 steps of microbatches with one document each, whose tokens
@@ -104,12 +108,13 @@ def parse_microbatch_costs(text: str, per_step: int) -> MicrobatchLoads:
 
 
 def read_loads(file: Path, batch: BatchSize) -> MicrobatchLoads:
-    """Return the loads in ``file``, which has a line per microbatch, step after step: the lengths
-    of its documents in tokens, between spaces or commas, or one figure that tells its cost. A
-    prompt that answers share is computed once, and is written as PROMPT+ANSWER+ANSWER.
+    """Return the relative costs of the microbatches in ``file``, which has a line per microbatch.
 
-    Lines behind the last whole step are ignored. The loads are over those of a microbatch of
-    ``batch`` with one document in each sequence, or if that is not known over their means.
+    A line has the lengths of the microbatch's documents in tokens, between spaces or commas, or one
+    figure that tells its cost. A prompt that several answers share is computed once, and is written
+    as PROMPT+ANSWER+ANSWER. Lines behind the last whole step are ignored. The costs are relative to
+    a microbatch of ``batch`` with one document in each sequence, or to their mean if the length of
+    a sequence is not known.
 
     Raises:
         ValueError: there is no such file, a length is no positive number, there are fewer lines
@@ -136,7 +141,7 @@ def read_loads(file: Path, batch: BatchSize) -> MicrobatchLoads:
 
 
 def lognormal(rng: np.random.Generator, deviation: float, size: tuple[int, int]) -> Floats:
-    """Return random numbers whose mean is 1 and whose standard deviation is ``deviation``."""
+    """Return lognormal random numbers of mean 1 whose standard deviation is ``deviation``."""
     variance = math.log1p(deviation**2)
     return np.exp(rng.standard_normal(size) * math.sqrt(variance) - variance / 2)
 
@@ -164,13 +169,16 @@ _Document = tuple[float, ...]
 
 
 def _squares(document: _Document) -> float:
-    """Return twice the number of pairs of tokens that attend to one another."""
+    """Return twice the number of pairs of tokens of a ``document`` that attend to one another.
+
+    A document with several parts is a prompt with its answers.
+    """
     prompt, *answers = document
     return prompt * prompt + sum(answer * (2 * prompt + answer) for answer in answers)
 
 
 def _rows(file: Path) -> Iterator[tuple[int, list[_Document]]]:
-    """Yield the number and the documents of each line of a file that has any."""
+    """Yield the number and the documents of each line of ``file`` that is not empty."""
     if not file.is_file():
         raise ValueError(f"microbatch costs {shown(str(file))!r} are no file; {_EXAMPLE}")
     if (size := file.stat().st_size) > _LARGEST:
@@ -204,8 +212,10 @@ def _positive(file: Path, line: int, word: str) -> float:
 
 
 def _padded(file: Path, line: int, documents: list[_Document], tokens: int) -> list[_Document]:
-    """Return ``documents`` with the padding of a microbatch of ``tokens``, which belongs to its
-    last document, or its last answer."""
+    """Return the documents of a microbatch with the padding that fills it up to ``tokens``.
+
+    The padding is added to the last document, or to its last answer.
+    """
     length = sum(map(sum, documents))
     if length > tokens:
         raise ValueError(

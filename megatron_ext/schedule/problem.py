@@ -21,15 +21,18 @@ from megatron_ext.schedule.stock_executor import StockExecutor
 
 
 class P2P(enum.StrEnum):
-    """Communicators of messages: one for each channel, or one for all, on which batches of
-    messages run one after the other (the graph of dependencies includes that order)."""
+    """How messages between stages share communicators.
+
+    Either each channel has a communicator, or all channels share one. On a shared communicator
+    batches of messages run one after the other, and the graph of dependencies includes this order.
+    """
 
     ASYNC = "async"  # each channel has a communicator, and every message is sent by itself
     BATCHED = "batched"  # all messages use the pipeline's one communicator
 
 
 class VocabularyParallel(enum.StrEnum):
-    """Ways to partition embedding and output layer over ranks (Yeung et al. 2024, section 4)."""
+    """How embedding and output layer are partitioned over ranks (Yeung et al. 2024, section 4)."""
 
     NONE = "none"  # embedding and output layer are whole, on the first and the last stage
     # The vocabulary is split over all ranks; the input gradient is computed after all statistics.
@@ -39,7 +42,7 @@ class VocabularyParallel(enum.StrEnum):
 
 
 class Offload(enum.StrEnum):
-    """Choices of activations that are offloaded to host memory (Wan et al. 2025)."""
+    """Choices of the activations that are offloaded to host memory (Wan et al. 2025)."""
 
     NONE = "none"
     HALF = "half"  # the longer-lived half of a rank's chunks is offloaded
@@ -49,11 +52,12 @@ class Offload(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Recompute:
-    """Choice of activations that are freed after F, except their stage's input, and recomputed
-    before they are needed (Liu et al. 2025).
+    """Choice of the stages that free their activations after F, except their input.
+
+    The backward pass needs the recomputed activations (Liu et al. 2025).
 
     Attributes:
-        fit: recompute the fewest with which each rank is within the memory limit.
+        fit: recompute the fewest activations with which each rank is within the memory limit.
         first: number of leading stages of the model to recompute, whose activations wait the
             longest.
     """
@@ -66,11 +70,10 @@ class Recompute:
 
 
 def parse_recompute(text: str, name: str = "recompute") -> Recompute:
-    """Return the choice of recomputed activations that ``text`` names: ``none``, ``fit`` or
-    ``first:2``.
+    """Return the setting of recomputation that ``text`` names: ``none``, ``fit`` or ``first:2``.
 
     Args:
-        name: the setting, for errors.
+        name: name of the setting in errors.
 
     Raises:
         ValueError: ``text`` is none of these.
@@ -90,10 +93,11 @@ def parse_recompute(text: str, name: str = "recompute") -> Recompute:
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """Options of a schedule in addition to the order of its passes, named as the settings are,
-    except for ``steps_overlap`` (`config.setting_of`).
+    """Options of a schedule in addition to the order of its passes.
 
-    A field's ``phrase`` is the name of the option in errors, with {} for its value.
+    The fields have the names of the settings, except for ``steps_overlap`` (`config.setting_of`). A
+    field's ``phrase`` is the name of the option in errors, with {} for its value. A family is a
+    function that generates a schedule; it sees only some of the options.
 
     Attributes:
         p2p: how messages share communicators.
@@ -104,11 +108,11 @@ class ScheduleOptions:
         recompute: which activations are recomputed. (Families do not see it, unless they choose the
             activations themselves, as `Traits.fits_recompute` says: `transforms.recompute` adds the
             passes.)
-        steps_overlap: whether the optimizer steps before all ranks are done, and is rolled back
-            if that was wrong. Steps overlap then, and cost about their span. (Families see it, as
+        steps_overlap: whether the optimizer steps before all ranks are done, and is rolled back if
+            that was wrong. Steps overlap then, and cost about their span. (Families see it, as
             another schedule may then be the best; a transform adds the messages.)
         slices: how microbatches are cut along their sequence. (Families see it.)
-        pairs: whether forward and backward passes run as one, side by side. (Families see it;
+        pairs: whether forward and backward passes run as one, at the same time. (Families see it;
             `transforms.pairs` chooses them.)
     """
 
@@ -124,26 +128,26 @@ class ScheduleOptions:
 
     @property
     def conflict(self) -> Conflict | None:
-        """First conflict between two requested schedule options; None if there is none."""
+        """First conflict between two requested schedule options; None if there is no conflict."""
         given = set(self.requested)
         return next((one for one in CONFLICTS if given.issuperset(one.options)), None)
 
     @property
     def requested(self) -> list[str]:
-        """Names of the requested schedule options."""
+        """Names of the schedule options that differ from their defaults."""
         return [option.name for option in fields(self) if self.requests(option.name)]
 
     def requests(self, option: str) -> bool:
-        """Return whether the schedule ``option`` differs from its default."""
+        """Return whether the value of the schedule ``option`` differs from its default."""
         return bool(getattr(self, option) != getattr(ScheduleOptions, option))
 
     def phrase(self, option: str) -> str:
-        """Return the schedule ``option`` with its value, as errors name it."""
+        """Return the words for the schedule ``option`` in errors, with its value."""
         return _PHRASES[option].format(getattr(self, option))
 
     @staticmethod
     def name_of(option: str) -> str:
-        """Return the schedule ``option`` without its value, as errors name it."""
+        """Return the words for the schedule ``option`` in errors, without its value."""
         return _PHRASES[option].removesuffix(" {}")
 
 
@@ -152,14 +156,13 @@ _PHRASES = {option.name: option.metadata["phrase"] for option in fields(Schedule
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two schedule options that do not go together. ``why`` is the end of an error about them."""
+    """Two schedule options that exclude each other. ``why`` is the end of an error about them."""
 
     options: tuple[str, str]
     why: str
 
     def text(self, first: str, second: str) -> str:
-        """Return the error about the two options in conflict, which are called ``first`` and
-        ``second``."""
+        """Return the error about the two options in conflict, called ``first`` and ``second``."""
         return f"{first} does not go with {second}: {self.why}; drop one"
 
 
@@ -203,21 +206,24 @@ CONFLICTS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """Problem that a schedule family solves: the step for which it makes a schedule.
+    """The step that a schedule is made for: placement, microbatches, costs and options.
+
+    A schedule family is a function from a problem to a schedule.
 
     Attributes:
         placement: which rank holds which stage.
         microbatches: number of microbatches of one training step, at least 1.
         costs: seconds per stage and kind, and per message.
         memory_limit: limit of each rank's memory; None is no limit.
-        forward_only: whether the step is one of evaluation, where nothing is differentiated and
-            nothing is held.
+        forward_only: whether the step is one of evaluation, where nothing is differentiated and no
+            activations are stored.
         options: the options in addition to the order of passes.
         first_trained: the first stage with anything to train. Earlier stages have only forward
-            passes, which hold nothing. (Families do not see it: `transforms.omitted_backward`
-            removes the other passes.)
-        stock: Megatron's own pipeline functions, if they and not our executor run the step
-            (`executor`). Only the times of a step depend on it: not its program, nor its memory.
+            passes, which store nothing. (Families do not see it: `transforms.omitted_backward`
+            removes the backward passes of these stages.)
+        stock: Megatron's own pipeline functions, if they and not this project's executor run the
+            step (`executor`). Only the times of a step depend on it: not its program, nor its
+            memory.
     """
 
     placement: Placement
@@ -286,15 +292,17 @@ class Problem:
 
     @property
     def executor(self) -> StockExecutor | None:
-        """Megatron's own pipeline functions, if they run this problem (`stock`); None: our executor
-        does. Only ours has `options` but for overlapped passes, and leaves backward passes out."""
+        """Megatron's own pipeline functions, if they run this problem; None if our executor does.
+
+        Only our executor has `options` other than overlapped passes, and can omit backward passes.
+        """
         is_plain = not {*self.options.requested} - {"p2p", "pairs"}
         has_all_passes = not (self.forward_only or self.first_trained_stage)
         return self.stock if is_plain and has_all_passes else None
 
     @property
     def slices(self) -> Slices:
-        """Slices of each microbatch (`ScheduleOptions.slices`)."""
+        """How the sequence of each microbatch is cut into slices (`ScheduleOptions.slices`)."""
         return self.options.slices
 
     @property
@@ -304,40 +312,49 @@ class Problem:
 
     @cached_property
     def forwards(self) -> tuple[int, ...]:
-        """Microbatches, or slices of them, of a stage's forward passes, in execution order."""
+        """Microbatches (or their slices) of a stage's forward passes, in execution order."""
         return tuple(part for k in range(self.microbatches) for part in self.parts(k))
 
     @cached_property
     def backwards(self) -> tuple[int, ...]:
-        """Microbatches, or slices of them, of a stage's backward passes and weight gradients, in
-        execution order."""
+        """Microbatches (or their slices) of a stage's backward passes, in execution order.
+
+        The slices of a microbatch come in reverse order.
+        """
         return tuple(part for k in range(self.microbatches) for part in reversed(self.parts(k)))
 
     @property
     def orders(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Microbatches or slices in the execution orders of `forwards` and `backwards`."""
+        """Execution orders of a stage's forward and of its backward passes."""
         return self.forwards, self.backwards
 
     def parts(self, microbatch: int) -> tuple[int, ...]:
-        """Return the slices of ``microbatch``, in order, or ``microbatch`` itself if microbatches
-        are not sliced."""
+        """Return the slices of ``microbatch`` along its sequence, in order.
+
+        If microbatches are not sliced, the result is ``microbatch`` itself.
+        """
         return slices_of(microbatch, self.slice_ends)
 
     @cached_property
     def examples(self) -> tuple[int, ...]:
-        """Microbatches, or slices of one microbatch, whose passes differ in cost. All other
-        microbatches have the same costs as these."""
+        """Microbatches, or slices of one microbatch, whose passes differ in cost.
+
+        Every other microbatch costs the same as one of these.
+        """
         return tuple(range(self.microbatches)) if self.costs.at_places else self.parts(0)
 
     @cached_property
     def slice_ends(self) -> tuple[float, ...]:
-        """End of each slice, as shares of the sequence."""
+        """End of each slice of a microbatch, as a share of the sequence from 0 to 1."""
         return self.slices.ends(self.costs.attention_share)
 
     @property
     def held_by_1f1b(self) -> float:
-        """Largest number of microbatches that the first rank stores under 1F1B with these slices:
-        p, or one and p-1 slices."""
+        """Largest number of microbatches whose activations the first of p ranks stores under 1F1B.
+
+        Without slices this is p; with slices of a sequence, one microbatch and p-1 of its longest
+        slices.
+        """
         return 1 + (self.ranks - 1) * max(map(token_share, self.parts(0)))
 
     def slice_lengths(self, tokens: int, multiple_of: int = 1) -> tuple[int, ...]:
@@ -358,5 +375,5 @@ class Problem:
         return lengths_of(self.slice_ends, tokens, multiple_of)
 
     def with_options(self, **changes: Any) -> Problem:
-        """Return this problem with some of its schedule `options` replaced."""
+        """Return a copy of this problem in which the given schedule `options` are replaced."""
         return replace(self, options=replace(self.options, **changes))

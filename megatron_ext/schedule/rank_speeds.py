@@ -19,7 +19,7 @@ _EXAMPLE = "write one speed per pipeline rank, such as 1,1,0.77,1"
 
 @dataclass(frozen=True)
 class RankSpeeds:
-    """The speed of each pipeline rank, as a user wrote them."""
+    """The relative speed of each pipeline rank, as written by a user; 1 is that of the costs."""
 
     values: tuple[float, ...]
 
@@ -27,10 +27,10 @@ class RankSpeeds:
         return ",".join(f"{speed:.4g}" for speed in self.values)
 
     def of_ranks(self, ranks: int, flag: str = "--rank-speeds") -> tuple[float, ...]:
-        """Return the speeds of ``ranks`` pipeline ranks.
+        """Return the speeds, after a check that there is one for each of ``ranks`` pipeline ranks.
 
         Raises:
-            ValueError: there are more or fewer.
+            ValueError: there are more or fewer speeds than pipeline ranks.
         """
         if len(self.values) != ranks:
             raise ValueError(
@@ -41,7 +41,7 @@ class RankSpeeds:
 
 
 def parse_rank_speeds(text: str, flag: str = "--rank-speeds") -> RankSpeeds:
-    """Return the rank speeds that ``text``, the value of ``flag``, lists, separated by commas.
+    """Return the speeds of pipeline ranks in ``text``, a value of ``flag`` such as ``1,0.77``.
 
     Raises:
         ValueError: one of them is no number from `LEAST` to `MOST`.
@@ -59,10 +59,10 @@ def parse_rank_speeds(text: str, flag: str = "--rank-speeds") -> RankSpeeds:
 
 
 def at_speeds(costs: Costs, placement: Placement, speeds: Sequence[float]) -> Costs:
-    """Return ``costs`` for stages that ``placement`` puts on ranks of these ``speeds``.
+    """Return a copy of ``costs`` for pipeline ranks with these relative ``speeds``.
 
-    Passes take 1 / speed times as long; messages, copies and bytes stay as they are. ``speeds`` is
-    empty if all ranks are alike.
+    ``placement`` says which rank holds each stage. Passes take 1 / speed times as long; messages,
+    copies and bytes stay as they are. ``speeds`` is empty if all ranks are alike.
     """
     if all(speed == 1 for speed in speeds):
         return costs
@@ -71,6 +71,8 @@ def at_speeds(costs: Costs, placement: Placement, speeds: Sequence[float]) -> Co
 
 
 def slowness_of(placement: Placement, speeds: Sequence[float]) -> tuple[float, ...]:
-    """Return how many times as long each stage of ``placement`` takes on ranks of these ``speeds``.
-    1 is the speed of the costs."""
+    """Return by stage how many times as long its rank takes as the rank that the costs are for.
+
+    This is 1 / speed of the rank on which ``placement`` puts the stage.
+    """
     return tuple(1 / speeds[rank] for rank in placement.rank_of)

@@ -26,13 +26,14 @@ from megatron_ext.schedule.problem import Problem
 
 @dataclass(frozen=True)
 class Schedule:
-    """Schedule of a step: ``rows[r]`` are the actions of rank r, in order. A family makes only the
-    compute actions.
+    """Schedule of a step: ``rows[r]`` are the actions of rank r, in order.
+
+    A family, which generates schedules, makes only the compute actions.
 
     Attributes:
-        pairs: passes that run as one. In their row the two are adjacent, the forward pass first.
-            Actions that either needs come before both, and actions that need either come after
-            both.
+        pairs: forward and backward passes that run as one. In their row the two are adjacent, the
+            forward pass first. Actions that one of the two needs come before both, and actions that
+            need one of the two come after both.
     """
 
     name: str
@@ -51,19 +52,18 @@ class Schedule:
 
     @cached_property
     def overlapped_with(self) -> Mapping[Action, Action]:
-        """For each overlapped pass, the pass that runs with it."""
+        """For each pass that overlaps another one of its rank, that other pass."""
         return {a: b for forward, back in self.pairs for a, b in ((forward, back), (back, forward))}
 
     @cached_property
     def paired(self) -> Ints:
-        """Numbers of the forward passes that overlap; the backward pass of each has the next
-        number."""
+        """Numbers of the forward passes that overlap a backward pass, which has the next number."""
         forwards = {overlapped.forward for overlapped in self.pairs}
         numbers = enumerate(chain.from_iterable(self.rows)) if forwards else ()
         return np.array([n for n, action in numbers if action in forwards], dtype=np.int32)
 
     def cells(self, row: Sequence[Action]) -> list[str]:
-        """Return the text of each action of ``row``. Two overlapped passes have one text."""
+        """Return the text of each action of a rank's ``row``; two overlapped passes share one."""
         if not self.pairs:
             return list(map(str, row))
         seconds, others = {overlapped.backward for overlapped in self.pairs}, self.overlapped_with
@@ -75,7 +75,7 @@ class Schedule:
 
     @cached_property
     def arrays(self) -> ActionArrays:
-        """Actions of all rows as arrays. Stages and microbatches have to fit into 32 bits."""
+        """Actions of all ranks as numpy arrays. Stages and microbatches must fit into 32 bits."""
         return action_arrays_of(self.rows)
 
 
@@ -91,15 +91,17 @@ def is_compute(action: Action) -> bool:
 
 
 def followed_by_own_w(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Return the stage and microbatch of each input-gradient pass (I) of a rank's ``row`` that is
-    directly followed by the weight-gradient pass (W) of the same stage and microbatch."""
+    """Return stage and microbatch of each I in a rank's ``row`` that its own W follows directly.
+
+    I is the input gradient and W the weight gradient of a stage and microbatch.
+    """
     return frozenset(
         (row[n].stage, row[n].microbatch) for n in right_behind_own_input(action_arrays_of([row]))
     )
 
 
 def right_behind_own_input(arrays: ActionArrays) -> Ints:
-    """Return the numbers of the W that directly follow their own microbatch's I."""
+    """Return the numbers of the W (weight gradients) that directly follow their own I."""
     passes = arrays.numbers[IS_PASS[arrays.kind]]
     before, after = passes[:-1], passes[1:]
     is_it = arrays.kind[before] == KINDS.index(Kind.BACKWARD_INPUT)
@@ -110,7 +112,7 @@ def right_behind_own_input(arrays: ActionArrays) -> Ints:
 
 
 def recomputed(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Return stage and microbatch of each F in a rank's ``row`` that an R recomputes."""
+    """Return stage and microbatch of each forward pass in a rank's ``row`` that R recomputes."""
     return frozenset(
         (action.stage, action.microbatch)
         for action in row
@@ -119,13 +121,12 @@ def recomputed(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
 
 
 def bitwise_order(schedule: Schedule) -> bool:
-    """Return whether F, I (or B) and W of each stage each run in microbatch order, as in stock
-    Megatron.
+    """Return whether results are stock Megatron's to the last bit.
 
-    Gradients are then summed in stock's order, and the results are stock's to the last bit. (Not
-    with vocabulary parallelism: the ranks' shards are summed in another order.) Slices of
-    microbatches have to come in order in F, and in reverse order in I (or B) and in W: the results
-    are then those of every such schedule with these slices.
+    F, I (or B) and W of each stage must each run in microbatch order, so that gradients are summed
+    in stock's order. (Not with vocabulary parallelism: the ranks' shards are summed in another
+    order.) Slices of microbatches have to come in order in F, and in reverse order in I (or B) and
+    in W: the results are then those of every such schedule with these slices.
     """
     rules = (RULES[kind] for _, kind in schedule.arrays.stage_kinds)
     if any(rule.lane is Lane.COMPUTE and rule.where is not Where.STAGE for rule in rules):
@@ -134,8 +135,11 @@ def bitwise_order(schedule: Schedule) -> bool:
 
 
 def in_microbatch_order(schedule: Schedule) -> bool:
-    """Return whether the passes of each kind of each stage run in microbatch order. The results are
-    then to the last bit those of any other such schedule of the same placement and options."""
+    """Return whether the passes of each kind on each stage run in microbatch order.
+
+    The results are then bitwise those of any other schedule in this order with the same placement
+    and options.
+    """
     arrays = schedule.arrays
     _, work = arrays.work
     is_done = IS_PASS[arrays.kind][:, np.newaxis] & (work >= 0)
@@ -147,7 +151,6 @@ def in_microbatch_order(schedule: Schedule) -> bool:
 
 
 def _turns(arrays: ActionArrays) -> Ints:
-    """Return for each action its position among the passes of its kind on its stage, as it should
-    be."""
+    """Return for each action its place among its stage's passes of this kind in right order."""
     back = arrays.microbatch + np.int32(arrays.slices - 1) - 2 * arrays.slice
     return np.where(IN_EVALUATION[arrays.kind], arrays.microbatch, back)

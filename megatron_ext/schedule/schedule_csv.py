@@ -40,10 +40,11 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 
 
 def to_csv(schedule: Schedule) -> str:
-    """Return the compute actions as CSV in PyTorch's grammar, one line per rank in rank order:
-    ``0F0,0F1,0B0``, and ``(0F1;4I0)OVERLAP_F_B`` for a pair.
+    """Return the compute actions of ``schedule`` as CSV in PyTorch's grammar, one line per rank.
 
-    A table that `from_csv` has flipped is flipped back.
+    A line reads ``0F0,0F1,0B0``; an overlapped forward and backward pass are
+    ``(0F1;4I0)OVERLAP_F_B``. If `from_csv` has reversed the ranks of a table, they are reversed
+    back.
     """
     rows = schedule.compute_rows
     if isinstance(schedule.placement, FlippedPlacement):
@@ -52,8 +53,10 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def to_torch_csv(schedule: Schedule) -> str:
-    """Return ``schedule`` as a table for torch.distributed.pipelining and torchtitan, where a V or
-    wave opens on rank 0. `from_csv` reads the same schedule from this and from `to_csv`.
+    """Return ``schedule`` as a CSV table for torch.distributed.pipelining and torchtitan.
+
+    A V or wave has stage 0 on rank 0 in this table, on the last rank in that of `to_csv`.
+    `from_csv` reads the same schedule from both.
 
     Raises:
         ValueError: torch does not know one of its passes, or microbatches are in slices.
@@ -85,15 +88,15 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def from_csv(text: str, name: str) -> Schedule:
-    """Return the schedule that ``text`` holds: the inverse of `to_csv`. Empty cells are idle time.
+    """Return the schedule in a CSV table. The inverse of `to_csv`. Empty cells are idle time.
 
     Messages and FSDP's actions in a dump of torch's runtime are ignored: its default format,
     ``compute_comms``, has them. Cells may also be separated by semicolons or tabs, as Excel writes
-    them in many countries. A compound such as ``(0F1;4B0)OVERLAP_F_B`` is a pair. A V or wave that
-    opens on rank 0 is flipped (`flip`).
+    them in many countries. A compound such as ``(0F1;4B0)OVERLAP_F_B`` is an overlapped forward and
+    backward pass. The ranks of a V or wave that has stage 0 on rank 0 are reversed (`flip`).
 
-    The placement is read from the table: a stage is on the rank that first names it. `prove`
-    checks the rest, also that no other rank names the stage.
+    The placement is read from the table: a stage is on the rank that first names it. `prove` checks
+    the rest, also that no other rank names the stage.
 
     Raises:
         ValueError: a cell is no compute action, a line is empty or has no stage of its own, or a
@@ -117,12 +120,13 @@ def from_csv(text: str, name: str) -> Schedule:
 
 
 def rows_from_csv(text: str, name: str) -> Rows:
-    """Return the rows of the table ``text``, whatever ranks its stages are on.
+    """Return the actions of each rank in the CSV table ``text``, whatever ranks its stages are on.
 
-    If its actions name slices, as ``3F7.2`` does, the slices are taken to be of equal length.
+    If the actions name slices, as ``3F7.2`` does, the slices are taken to be of equal length.
 
     Raises:
-        ValueError: as `from_csv`.
+        ValueError: a cell is no compute action, a line is empty, or a number of a stage or
+            microbatch below the largest is missing.
     """
     lines = csv.reader(io.StringIO(text.rstrip()), delimiter=_delimiter(text))
     rows: list[tuple[Action, ...]] = []
@@ -155,15 +159,17 @@ _OF_TORCHS_RUNTIME = re.compile(r"\d+((SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GR
 
 
 def _pairs(text: str) -> frozenset[OverlappedPasses]:
-    """Return the overlapped passes, of F and a backward pass, in ``text``, whose actions have been
-    checked."""
+    """Return the overlapped passes, F and a backward pass, that a CSV table names.
+
+    The actions of the table have been checked.
+    """
     slices = slices_named(text)
     named = (parse_overlapped(found[0], slices) for found in COMPOUND.finditer(text))
     return frozenset(overlapped for overlapped in named if overlapped is not None)
 
 
 def _delimiter(text: str) -> str:
-    """Return the delimiter between the cells of the table ``text``: comma, semicolon or tab."""
+    """Return the delimiter between the cells of a CSV table: comma, semicolon or tab."""
     outside = COMPOUND.sub("", text)
     return "," if "," in outside else next((d for d in ";\t" if d in outside), ",")
 
@@ -176,7 +182,7 @@ def _next_line(lines: Iterator[list[str]], name: str, number: int) -> list[str] 
 
 
 def _row(cells: Sequence[str], where: str, slices: int) -> tuple[Action, ...]:
-    """Return the actions in a rank's line of a table. ``where`` is the line's name in errors."""
+    """Return the actions in a rank's line of a CSV table. Errors call the line ``where``."""
     try:
         row = tuple(parse_action(part, slices) for cell in cells for part in _parts(cell))
     except ValueError as error:
@@ -200,7 +206,7 @@ def _row(cells: Sequence[str], where: str, slices: int) -> tuple[Action, ...]:
 
 
 def _parts(cell: str) -> list[str]:
-    """Return the actions in a cell of a table: none, one, or two overlapped passes."""
+    """Return the actions in a cell of a CSV table: none, one, or two overlapped passes."""
     compound = COMPOUND.fullmatch(cell.strip())
     if compound:
         return compound[1].split(";")
@@ -217,8 +223,8 @@ _NUMBERED: dict[str, Callable[[Action], int]] = {
 def _check_numbers(rows: Sequence[tuple[Action, ...]], name: str) -> None:
     """Raise ValueError if stages, microbatches or slices are not numbered consecutively from 0.
 
-    Then there are at most as many stages, microbatches and slices as actions, so a typing error
-    such as stage 99999999 cannot allocate much memory.
+    After this check there are at most as many stages, microbatches and slices as actions, so a
+    typing error such as stage 99999999 cannot allocate much memory.
     """
     lines = list(enumerate(rows, start=1))
     for what, number_of in _NUMBERED.items():
@@ -235,10 +241,10 @@ def _check_numbers(rows: Sequence[tuple[Action, ...]], name: str) -> None:
 
 
 def _check_forwards(rows: Sequence[tuple[Action, ...]], name: str) -> None:
-    """Raise ValueError if there are fewer actions than the forward passes that the table needs.
+    """Raise ValueError if a CSV table has fewer actions than it needs forward passes.
 
-    This bounds the product of the numbers by the size of the file, too. Other missing forward
-    passes are found by `prove`.
+    This bounds the product of stages, microbatches and slices by the size of the file. Other
+    missing forward passes are found by `prove`.
     """
     actions = [action for row in rows for action in row]
     stages, wholes, parts = (1 + max(map(number_of, actions)) for number_of in _NUMBERED.values())

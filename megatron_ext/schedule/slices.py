@@ -17,7 +17,7 @@ from megatron_ext.schedule.action import even_ends
 
 
 class Lengths(enum.StrEnum):
-    """Rules for the lengths of slices."""
+    """Rules for the lengths of the slices into which the sequence of a microbatch is cut."""
 
     EVEN = "even"  # all slices have the same number of tokens
     # All slices have equal work: later ones attend to more tokens, and are shorter.
@@ -25,11 +25,12 @@ class Lengths(enum.StrEnum):
 
 
 def parse_lengths(text: str, name: str = "slice lengths") -> Lengths | tuple[int, ...]:
-    """Return the slice lengths that ``text`` names: ``even``, ``balanced``, or tokens such as
-    ``4096,2048,1024,1024``.
+    """Return the lengths of a sequence's slices named by ``text``: a rule, or tokens of each.
+
+    The rules are ``even`` and ``balanced``; tokens are written like ``4096,2048,1024,1024``.
 
     Args:
-        name: the setting, for errors.
+        name: name of the setting in errors.
 
     Raises:
         ValueError: ``text`` is none of these.
@@ -47,13 +48,14 @@ def parse_lengths(text: str, name: str = "slice lengths") -> Lengths | tuple[int
 
 @dataclass(frozen=True)
 class Slices:
-    """Number and lengths of the slices of each microbatch.
+    """Number and lengths of the slices into which each microbatch is cut along its sequence.
 
     Attributes:
         count: number of slices; 1: microbatches are not cut.
         lengths: a rule, or the tokens of each slice.
-        joined_weights: whether the W passes of a microbatch's slices follow each other, after the
-            last of their I, and compute each weight's gradient once.
+        joined_weights: whether the W (weight gradient) passes of a microbatch's slices follow each
+            other, after the I (input gradient) of its first slice, which comes last, and compute
+            each weight's gradient once.
     """
 
     count: int = 1
@@ -86,10 +88,10 @@ class Slices:
         return str(self.lengths)
 
     def ends(self, attention: float) -> tuple[float, ...]:
-        """Return the end of each slice, as shares of the sequence.
+        """Return the end of each slice of a sequence, as a share of the sequence from 0 to 1.
 
         Args:
-            attention: the share of a pass that grows with the square of the sequence.
+            attention: the share of a pass's time that grows with the square of the sequence.
         """
         if isinstance(self.lengths, tuple):
             return tuple(end / sum(self.lengths) for end in accumulate(self.lengths))
@@ -108,8 +110,10 @@ UNCUT = Slices()
 
 
 def lengths_of(ends: Sequence[float], tokens: int, multiple_of: int = 1) -> tuple[int, ...]:
-    """Return the lengths, in tokens, of the slices of a sequence of ``tokens`` that end at about
-    ``ends`` of it. They are multiples of ``multiple_of``, and none is empty.
+    """Return the lengths, in tokens, of the slices of a sequence of ``tokens``.
+
+    ``ends`` are the slices' ends as shares of the sequence, which are met as nearly as possible.
+    The lengths are multiples of ``multiple_of``, and none is 0.
 
     Raises:
         ValueError: ``tokens`` is not such a multiple, or too small.

@@ -16,13 +16,14 @@ class StockExecutor:
     """Settings of Megatron's pipeline functions that decide when a rank waits for its messages.
 
     Megatron-core 0.18, 0.19 and 0.20 are alike (core/pipeline_parallel/schedules.py). Without
-    virtual stages no setting matters: all messages are waited for where they are posted.
+    virtual stages no setting matters: each message is waited for right where it is posted.
 
     Attributes:
         overlaps: ``overlap_p2p_comm``: between warm-up and flush, messages overlap passes. A rank
             still waits for the send of each output, to free the output
             (``deallocate_pipeline_outputs``, which Megatron's scripts always set).
-        overlaps_ends: ``overlap_p2p_comm_warmup_flush``: the same in warm-up and flush.
+        overlaps_ends: ``overlap_p2p_comm_warmup_flush``: messages overlap passes in warm-up and
+            flush as well.
     """
 
     overlaps: bool = True

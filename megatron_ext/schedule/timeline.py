@@ -15,8 +15,7 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 
 
 class Event(NamedTuple):
-    """Event of a timeline: ``action`` occupied its lane on ``rank`` from ``start`` to ``end``
-    (seconds)."""
+    """Start and end, in seconds, of one ``action`` of a schedule on ``rank``."""
 
     rank: int
     action: Action
@@ -26,10 +25,10 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """The data-parallel reduction of ``stage``'s gradients, on ``rank`` (seconds).
+    """The data-parallel reduction of ``stage``'s gradients on ``rank``, in seconds.
 
-    If ``is_exact`` is False, the moment of its end is not known, and ``end`` is when a wait for it
-    returned: it had ended by then.
+    If ``is_exact`` is False, the moment of its end is not known: ``end`` is then the later time at
+    which a wait for the reduction returned.
     """
 
     rank: int
@@ -41,9 +40,9 @@ class GradientReduction:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one step of ``schedule``, rank after rank, each rank's in order.
+    """Start and end of each action in one step of ``schedule``, rank after rank.
 
-    ``reductions`` are known only for a measured step, if they overlap the passes.
+    ``reductions`` of gradients are known only for a measured step, if they overlap the passes.
     """
 
     schedule: Schedule
@@ -52,7 +51,7 @@ class Timeline:
 
     @cached_property
     def compute(self) -> tuple[tuple[Event, ...], ...]:
-        """Events of compute passes by rank."""
+        """Events (start and end) of the compute passes, by rank."""
         rows: list[list[Event]] = [[] for _ in self.schedule.rows]
         for event in self.events:
             if is_compute(event.action):
@@ -61,7 +60,7 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """Start of the timeline's first pass, in seconds."""
+        """Time at which the step's first pass starts, in seconds."""
         return min(row[0].start for row in self.compute if row)
 
     @property
@@ -72,29 +71,39 @@ class Timeline:
 
     @property
     def span(self) -> float:
-        """Longest time from a rank's own start to its own end: the cost of a step if steps overlap
-        (the papers' measure)."""
+        """Longest time from a rank's own first start to its own last end, over all ranks.
+
+        This is the cost of a step if steps overlap (the measure of the zero-bubble papers).
+        """
         return max(row[-1].end - row[0].start for row in self.compute if row)
 
     @property
     def work(self) -> float:
-        """Seconds of one rank's compute passes, averaged over ranks."""
+        """Seconds of compute passes on a rank, averaged over ranks."""
         busy = sum(event.end - event.start for row in self.compute for event in row)
         return busy / len(self.compute)
 
     @property
     def bubble_share_makespan(self) -> float:
-        """Share of the makespan that a rank is idle, averaged over ranks."""
+        """Share of the makespan that a rank is idle, averaged over ranks.
+
+        The makespan is the time from the first start to the last end over all ranks.
+        """
         return 1 - self.work / self.makespan
 
     @property
     def bubble_share_span(self) -> float:
-        """Share of the span that a rank is idle, averaged over ranks."""
+        """Share of the span that a rank is idle, averaged over ranks.
+
+        The span is the longest time from a rank's own start to its own end.
+        """
         return 1 - self.work / self.span
 
     def moved(self, start: float, factor: float = 1.0) -> Timeline:
-        """Return this timeline with its first pass at ``start``, and all times ``factor`` times as
-        long."""
+        """Return a copy of the timeline whose first pass starts at ``start``.
+
+        Times after that are ``factor`` times as long.
+        """
 
         first = self.start
 
