@@ -17,7 +17,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class PlacedSearch:
-    """Search for schedules on one placement, with ``chunks`` a rank."""
+    """Search for schedules on one placement of stages, with ``chunks`` stages a rank."""
 
     placement: str
     chunks: int
@@ -34,8 +34,10 @@ _PLACEMENTS = tuple(dict.fromkeys(search.placement for search in SEARCHES))
 
 
 def auto_searches(spec: str) -> tuple[str, ...] | None:
-    """Return the specs of searches that ``spec``, an ``auto``, stands for, one or several to choose
-    from; None if it is no ``auto``.
+    """Return the names of the searches that ``auto`` (with options) stands for; None if not
+    ``auto``.
+
+    If there are several searches, the best of their schedules is chosen later.
 
     Raises:
         ValueError: an option is not understood, or no search remains.
@@ -47,10 +49,10 @@ def auto_searches(spec: str) -> tuple[str, ...] | None:
 
 
 def is_open(spec: str) -> bool:
-    """Return whether ``spec`` is an ``auto`` with more than one search to choose from.
+    """Return whether ``spec`` is an ``auto`` that stands for more than one search.
 
     Raises:
-        ValueError: as `auto_searches`.
+        ValueError: an option of the ``auto`` is not understood, or no search remains.
     """
     return len(auto_searches(spec) or ()) > 1
 

@@ -42,10 +42,11 @@ _TRIES = 4  # number of times that the memory of messages is subtracted from tha
 
 
 def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
-    """Return the proved program of ``resolved`` for ``problem``.
+    """Return the proved program of the schedule ``resolved`` for ``problem``.
 
-    The costs of the program's own problem may differ: features change them, and if the first stages
-    have nothing to train, these have no backward passes.
+    The costs of the program's own problem may differ from those given: features such as vocabulary
+    parallelism change them, and if the first stages have nothing to train, these stages have no
+    backward passes.
 
     Raises:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
@@ -73,22 +74,22 @@ def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
 
 
 def prove_built(schedule: Schedule, problem: Problem) -> Program:
-    """Return the proved program of a ``schedule`` that `build_program` has made in another process.
+    """Prove a ``schedule`` that `build_program` has made in another process; return its program.
 
     Args:
         problem: the problem of that program, with its own costs.
 
     Raises:
-        InvalidSchedule: as `prove`.
+        InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
     """
     with uncollected():
         return prove(schedule, problem)
 
 
 def complete(schedule: Schedule, problem: Problem) -> Program:
-    """Return the proved program of ``schedule``, which has compute actions only, for ``problem``.
+    """Insert messages and waits into a schedule of compute actions; return the proved program.
 
-    Its costs are changed as by `build_program`.
+    The problem's costs are changed as by `build_program`.
 
     Raises:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
@@ -136,8 +137,11 @@ class _Construction(Construction):
         return replace(self, resolved=resolved, problem=problem)
 
     def within_limit(self) -> tuple[Schedule, Schedule | None]:
-        """Return the family's passes within the memory limit, and the same passes transformed if
-        features have done that."""
+        """Return the family's passes within the memory limit.
+
+        The second result is the same passes with messages and inserted actions, if these have been
+        made to measure memory; else None.
+        """
         limit = self._limit_of_passes()
         passes, schedule = self.passes(limit), None
         if limit is not None and limit.bytes is not None:
@@ -145,8 +149,11 @@ class _Construction(Construction):
         return passes, schedule
 
     def _limit_of_passes(self) -> MemoryLimit | None:
-        """Return the memory limit of the family's passes: the problem's, less the additional memory
-        of features. None in an evaluation, which holds nothing for a backward pass."""
+        """Return the memory limit of the family's passes.
+
+        This is the problem's limit, less the additional memory of features. None in an evaluation,
+        which stores nothing for a backward pass.
+        """
         limit = self.problem.memory_limit
         if limit is None or self.problem.forward_only:
             return None
@@ -157,12 +164,11 @@ class _Construction(Construction):
     def _with_memory_for_messages(
         self, allowed: int, passes: Schedule
     ) -> tuple[Schedule, Schedule]:
-        """Return passes that leave enough memory for their messages, and the same passes
-        transformed. If messages bring ``passes`` over the memory limit, the family makes others
-        that hold less by the excess.
+        """Return passes that leave enough memory for their messages, and the transformed schedule.
 
-        If there are no such passes, ``passes`` are returned, so that `prove` says how much they
-        need.
+        If messages bring ``passes`` over the memory limit, the family makes other passes that hold
+        less, by the excess. If there are no such passes, ``passes`` are returned, so that `prove`
+        says how much memory they need.
 
         Args:
             allowed: bytes that passes may hold.
@@ -193,8 +199,11 @@ _PROGRAMS = 2  # number of cached programs, which are large
 
 @contextlib.contextmanager
 def caching_proofs() -> Iterator[None]:
-    """Cache the latest proofs in the block: a search proves its result before `build_program` does,
-    and several memory limits often give the same schedule."""
+    """Cache the latest proved programs in the block.
+
+    A search proves its result before `build_program` does, and several memory limits often give the
+    same schedule.
+    """
     if _PROOFS.get() is not None:
         yield
         return
@@ -206,8 +215,11 @@ def caching_proofs() -> Iterator[None]:
 
 
 def _proof(passes: Schedule, problem: Problem, schedule: Schedule | None = None) -> Program:
-    """Return the program of ``passes``. ``schedule`` are the same passes already transformed, if
-    they are."""
+    """Return the proved program of ``passes``, from the cache if the same passes were proved
+    before.
+
+    ``schedule`` are the same passes with messages and inserted actions, if these exist already.
+    """
     program = _cached(passes, problem)
     if program is not None:
         return within_limit(program, problem)
@@ -224,8 +236,8 @@ def _proof(passes: Schedule, problem: Problem, schedule: Schedule | None = None)
 
 
 def _cached(passes: Schedule, problem: Problem) -> Program | None:
-    """Return the program of ``passes`` from the cache, even with another memory limit; None if it
-    is not there."""
+    """Return the cached program of ``passes``, even if made under another memory limit; else
+    None."""
     if _limit_inserts(problem):
         return None
     for known, program in _PROOFS.get() or ():
@@ -236,7 +248,7 @@ def _cached(passes: Schedule, problem: Problem) -> Program | None:
 
 
 def _limit_inserts(problem: Problem) -> bool:
-    """Return whether the actions that transforms insert depend on the memory limit."""
+    """Return whether the actions that transforms insert (such as R) depend on the memory limit."""
     return any(feature.inserts_by_limit for feature in build_hooks_of(problem))
 
 
@@ -250,7 +262,8 @@ def _check_slices(resolved: ResolvedSpec, problem: Problem) -> None:
 
 
 def _with_own_costs(problem: Problem) -> Problem:
-    """Return ``problem`` with its costs adapted to frozen stages and to features."""
+    """Return ``problem`` with costs adapted to stages without training and to features that
+    are on."""
     if problem.first_trained_stage:
         costs = without_backward(problem.costs, problem.first_trained_stage)
         problem = replace(problem, costs=costs)
@@ -260,7 +273,7 @@ def _with_own_costs(problem: Problem) -> Problem:
 
 
 def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule``, which has compute actions only, with all inserted actions."""
+    """Return a schedule of compute actions with all inserted actions: messages, waits, copies."""
     features = build_hooks_of(problem)
     transforms: list[Transform] = []
     # Passes of features.
@@ -281,8 +294,10 @@ def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _check_passes(schedule: Schedule, problem: Problem) -> None:
-    """Refuse passes that a family must not make of ``problem``, including stages that transforms
-    remove."""
+    """Raise InvalidSchedule if the compute passes of a family do not solve ``problem``.
+
+    The check includes the backward passes of untrained stages, which transforms remove later.
+    """
     alone = problem
     for feature in build_hooks_of(problem):
         alone = feature.without(alone)

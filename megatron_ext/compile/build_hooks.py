@@ -22,12 +22,13 @@ _LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)
 
 @dataclass(frozen=True)
 class Construction(ABC):
-    """Construction of the program of ``resolved`` for ``problem``, whose parts a feature may
-    repeat.
+    """Construction of the program of schedule ``resolved`` for ``problem``, in steps.
+
+    A feature may repeat the steps, each of which is a method.
 
     Attributes:
-        is_one_of_many: whether many schedules are compared, and an error need not name a limit that
-            is enough.
+        is_one_of_many: whether many schedules are compared, so that an error need not name a
+            sufficient memory limit.
     """
 
     resolved: ResolvedSpec
@@ -36,97 +37,105 @@ class Construction(ABC):
 
     @abstractmethod
     def passes(self, limit: MemoryLimit | None) -> Schedule:
-        """Return the compute actions that the family makes within ``limit``.
+        """Return the compute actions that the family makes within the memory ``limit``.
 
         Raises:
-            ValueError: it makes none.
+            ValueError: the family has no schedule within the limit.
         """
 
     @abstractmethod
     def passes_within_limit(self) -> Schedule:
-        """Return the compute actions that the family makes within the problem's memory limit, with
-        enough left for their messages.
+        """Return the compute actions that the family makes within the problem's memory limit.
+
+        Enough of the limit is left for the messages.
 
         Raises:
-            ValueError: it makes none.
+            ValueError: the family has no such schedule.
         """
 
     @abstractmethod
     def transformed(self, passes: Schedule, limit: MemoryLimit | None) -> Schedule:
-        """Return ``passes`` with all inserted actions, if these fit into ``limit``."""
+        """Return ``passes`` with messages and inserted actions, chosen to fit the memory
+        ``limit``."""
 
     @abstractmethod
     def proved(self, passes: Schedule) -> Program:
-        """Return the proved program of ``passes``.
+        """Return the proved program of the compute actions ``passes``.
 
         Raises:
-            InvalidSchedule: it does not solve the problem, or not within its memory limit.
+            InvalidSchedule: the schedule does not solve the problem, or not within its memory
+                limit.
         """
 
     @abstractmethod
     def of(self, resolved: ResolvedSpec, problem: Problem) -> Construction:
-        """Return the construction of the program of another schedule or problem."""
+        """Return a construction like this one, for another schedule or problem."""
 
     @property
     def looser_limits(self) -> list[MemoryLimit | None]:
-        """Memory limits to give the family if a feature then reduces what its passes hold, the
-        loosest first."""
+        """Memory limits above the problem's for the family's passes, the loosest first.
+
+        They are for a feature, such as recompute, that reduces the memory of finished passes.
+        """
         limit = self.problem.memory_limit
         return [None, *map(limit.scaled, _LOOSER)] if limit is not None else [None]
 
 
 class BuildHooks:
-    """Part that one feature takes in the construction of programs. It has no state.
+    """Functions by which one feature, such as offload, takes part in building a program.
+
+    An instance has no state.
 
     Attributes:
-        inserts_by_limit: whether the inserted actions depend on the memory limit.
+        inserts_by_limit: whether the actions that the feature inserts depend on the memory limit.
     """
 
     inserts_by_limit = False
 
     def is_on(self, problem: Problem) -> bool:
-        """Return whether the program of ``problem`` has the feature."""
+        """Return whether the program of ``problem`` uses this feature."""
         raise NotImplementedError
 
     def check(self, resolved: ResolvedSpec, problem: Problem) -> None:
-        """Refuse a schedule that does not go with this feature."""
+        """Raise ValueError if the schedule ``resolved`` does not work with this feature."""
 
     def with_own_costs(self, problem: Problem) -> Problem:
-        """Return ``problem`` with the costs that its passes have under this feature."""
+        """Return ``problem`` with the costs that passes have when this feature is on."""
         return problem
 
     def without(self, problem: Problem) -> Problem:
-        """Return ``problem`` as a family sees it that does not know of this feature."""
+        """Return ``problem`` without this feature, for families that do not know the feature."""
         return problem
 
     def for_family(self, resolved: ResolvedSpec, problem: Problem) -> Problem:
-        """Return ``problem`` as the family of ``resolved`` sees it."""
+        """Return the problem that the schedule family of ``resolved`` gets when this feature
+        is on."""
         return self.without(problem)
 
     def made(self, resolved: ResolvedSpec, family: Family, problem: Problem) -> Schedule:
-        """Return the compute actions of ``resolved`` for ``problem``, as its family sees it.
-        ``family`` makes them without this feature."""
+        """Return the compute actions of schedule ``resolved`` when this feature is on.
+
+        ``family`` makes the passes without this feature; ``problem`` is the one for the family.
+        """
         return family(problem)
 
     def completed(self, passes: Schedule, problem: Problem) -> Schedule:
-        """Return given ``passes`` with the actions that the family would have made for this
+        """Return given compute ``passes`` with what the family would have added for this
         feature."""
         return passes
 
     def limit_of_passes(self, limit: MemoryLimit, problem: Problem) -> MemoryLimit:
-        """Return the memory ``limit`` less what this feature's inserted actions hold."""
+        """Return the memory ``limit`` less the memory of the actions that this feature inserts."""
         return limit
 
     def before_messages(self, problem: Problem) -> Sequence[Transform]:
-        """Return the transform that inserts this feature's passes into a schedule without
-        messages."""
+        """Return transforms that insert this feature's passes, before messages are inserted."""
         return ()
 
     def after_messages(self, problem: Problem) -> Sequence[Transform]:
-        """Return the transform that inserts this feature's actions into a schedule with its
-        messages."""
+        """Return transforms that insert this feature's actions, after messages were inserted."""
         return ()
 
     def program(self, construction: Construction) -> Program | None:
-        """Return the proved program if this feature constructs it in a way of its own."""
+        """Return the proved program if this feature builds it in a special way, else None."""
         return None

@@ -31,9 +31,12 @@ _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True)
 class CheckedFamily:
-    """The schedule family ``name`` of the file at ``path``; its two functions are wrapped in checks
-    of what they return. ``splits_backward`` and ``searches`` are as the file declares them. The
-    wrapped functions have the signatures of the originals, from which options are read."""
+    """The schedule family ``name`` of a user's file at ``path``, with checks of what it returns.
+
+    The file has two functions: one makes the placement, one the schedule. Both are wrapped in
+    checks. ``splits_backward`` and ``searches`` are as the file declares them. The wrapped
+    functions have the signatures of the originals, from which options are read.
+    """
 
     name: str
     path: Path
@@ -41,7 +44,8 @@ class CheckedFamily:
     searches: bool = False
 
     def placement(self, place: Callable[..., Placement]) -> Callable[..., Placement]:
-        """Return ``place`` with a check that the placement uses all ranks and no others."""
+        """Wrap the user's function ``place`` in a check that its placement uses exactly all
+        ranks."""
 
         @functools.wraps(place)
         def checked(ranks: int, **options: Any) -> Placement:
@@ -65,10 +69,10 @@ class CheckedFamily:
         return checked
 
     def schedule(self, build: Callable[..., Schedule]) -> Callable[..., Schedule]:
-        """Return ``build`` with a check that it returns a schedule of passes, and split ones only
-        if the family declares that.
+        """Wrap the user's function ``build`` in a check that it returns a schedule of passes.
 
-        A family refuses a problem with ValueError. Any other exception is a mistake of the file.
+        Separate input and weight gradients are accepted only if the family declares them. A family
+        refuses a problem with ValueError. Any other exception is a mistake of the file.
         """
 
         @functools.wraps(build)
@@ -91,7 +95,7 @@ class CheckedFamily:
         return checked
 
     def _checked(self, schedule: Schedule) -> Schedule:
-        """Return ``schedule`` with its rows as tuples, and kinds of actions given as text as
+        """Return a user's schedule in normal form: rows as tuples, and kinds of actions as
         `Kind`."""
         if not isinstance(schedule.placement, Placement):
             raise self._error(

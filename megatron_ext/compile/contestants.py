@@ -15,7 +15,7 @@ from megatron_ext.schedule.stock_executor import STOCK
 
 
 class RaceThen(enum.StrEnum):
-    """Schedules that a training may run after its race is over."""
+    """Schedules that a training may run after its race, which measures several, is over."""
 
     WINNER = "winner"
     REPORT = "report"  # the baseline of a race that only reports figures
@@ -23,7 +23,7 @@ class RaceThen(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Contestants:
-    """Schedules that compete in a race, as the user wrote them, the baseline first."""
+    """Specs of the schedules that a training compares by measuring them, the baseline first."""
 
     specs: tuple[str, ...]
 
@@ -40,7 +40,7 @@ class Contestants:
 
     @property
     def order_of_baseline(self) -> str:
-        """Words that say whether the baseline's order of passes is stock's."""
+        """Words that say whether the baseline schedule runs passes in stock Megatron's order."""
         name = family_name(self.baseline)
         return "stock's order" if name in STOCK else "no order of stock's, which has no such stages"
 
@@ -50,5 +50,6 @@ class Contestants:
 
 
 def family_name(spec: str) -> str:
-    """Return the name of the family of ``spec``, without its options."""
+    """Return the name of the schedule family in ``spec``, without options: ``zb-v`` of
+    ``zb-v:x=1``."""
     return spec.partition(":")[0]

@@ -23,12 +23,12 @@ _WORTH = 1.001  # an eager schedule must be shorter by this factor to be worth i
 def eager_or_not(
     name: str, problem: Problem, requested: str, build: Callable[[bool], Schedule]
 ) -> Schedule:
-    """Return the better of the schedules that ``build`` makes with and without eager forward
-    passes.
+    """Return the better of two schedules by ``build``: with and without a longer (eager) warm-up.
 
     Args:
         requested: one of `CHOICES`. ``auto`` chooses the eager schedule if microbatches are cut
-            into slices, it takes less time, and it fits into the memory limit.
+            into slices of their sequence, and the eager schedule takes less time and fits into the
+            memory limit.
 
     Raises:
         ValueError: ``requested`` is none of these.

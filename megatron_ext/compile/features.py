@@ -26,5 +26,6 @@ FEATURES: tuple[BuildHooks, ...] = (
 
 
 def build_hooks_of(problem: Problem) -> list[BuildHooks]:
-    """Return the hooks of the features that the program of ``problem`` has."""
+    """Return the hooks of those features (such as recompute) that are on in the program of
+    ``problem``."""
     return [feature for feature in FEATURES if feature.is_on(problem)]

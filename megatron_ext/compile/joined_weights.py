@@ -22,7 +22,7 @@ from megatron_ext.schedule.schedule import Schedule, Transform
 
 
 class JoinedWeightsBuild(BuildHooks):
-    """Costs and order of joined W."""
+    """Feature that joins the weight-gradient passes W of a microbatch's slices."""
 
     @override
     def is_on(self, problem: Problem) -> bool:
@@ -59,8 +59,11 @@ class JoinedWeightsBuild(BuildHooks):
 
 
 def join_weights(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule`` with the W of each microbatch's slices behind each other, from the last
-    slice to the first, at the place of the W that came last. Whole backward passes are split."""
+    """Return ``schedule`` with the W of all slices of a microbatch right after each other.
+
+    They run from the last slice to the first, at the place of the W that came last. Whole backward
+    passes are split into I and W.
+    """
     return replace(schedule, rows=tuple(map(_joined, schedule.rows)))
 
 

@@ -39,12 +39,13 @@ _LONG = 1.5  # Below this multiple of a shorter step's microbatches the long ste
 
 @dataclass(frozen=True)
 class Simulated:
-    """Simulated figures of a long step.
+    """Simulated times and memory of a step that may have many microbatches.
 
     Attributes:
-        held_bytes: the peak of each rank; None if the costs have no bytes.
-        has_all_microbatches: whether all microbatches were built, as opposed to figures derived
-            from the repeating part.
+        report: times, bubbles and other figures of the step.
+        held_bytes: the peak of each rank in bytes; None if the costs have no bytes.
+        has_all_microbatches: whether all microbatches were built; if not, the figures are derived
+            from the repeating part of a shorter step.
     """
 
     report: ScheduleReport
@@ -53,8 +54,7 @@ class Simulated:
 
 
 class HoldsMore(ValueError):
-    """Refusal of a long step whose memory grows with each microbatch, and soon exceeds the
-    limit."""
+    """Refusal of a long step whose memory grows with each microbatch and soon exceeds the limit."""
 
 
 def simulate_step(
@@ -65,16 +65,19 @@ def simulate_step(
     all_microbatches: bool = False,
     most: Sequence[float] | None = None,
 ) -> Simulated:
-    """Return the simulated figures of ``resolved`` for ``problem``, from the repeating part of a
-    shorter step if it has one.
+    """Return the simulated figures of schedule ``resolved`` for the step of ``problem``.
+
+    They are derived from the repeating part of a step with fewer microbatches, if it has one.
 
     Args:
-        whole: build all microbatches.
+        build: function that builds a program.
+        all_microbatches: build all microbatches.
         most: bytes that each rank may hold, beyond which no long step is built whole; None: any
             number.
 
     Raises:
-        HoldsMore: a step of fewer microbatches, all of which are held at once, exceeds ``most``.
+        HoldsMore: a step of fewer microbatches, all of which are held at the same time, exceeds
+            ``most``.
         InvalidSchedule: as `report`. If a shorter step exceeds the memory limit, longer ones do
             too.
         ValueError: ``resolved`` has no schedule for ``problem``.
@@ -103,8 +106,12 @@ def _check_growth(
     most: Sequence[float],
     microbatches: int,
 ) -> None:
-    """Raise HoldsMore if ranks that ``held`` so many bytes in a step of ``microbatches``, more than
-    ``before`` in a shorter one, exceed ``most``."""
+    """Raise HoldsMore if a rank's memory grows with the microbatches and exceeds the allowed
+    ``most``.
+
+    ``held`` are the bytes of each rank in a step of ``microbatches``, ``before`` those in a shorter
+    step.
+    """
     if before is None or held is None:
         return
     for rank, (less, more, bound) in enumerate(zip(before, held, most, strict=True)):
@@ -116,7 +123,8 @@ def _check_growth(
 
 
 def _fewer(resolved: ResolvedSpec, problem: Problem) -> Iterator[int]:
-    """Yield numbers of microbatches for shorter steps to try, the smallest first."""
+    """Yield numbers of microbatches of shorter steps in which to look for a repeating part,
+    ascending."""
     period = _period(resolved, problem)
     number = _PERIODS * period + problem.microbatches % period
     while _LONG * number <= problem.microbatches:
@@ -125,8 +133,7 @@ def _fewer(resolved: ResolvedSpec, problem: Problem) -> Iterator[int]:
 
 
 def _period(resolved: ResolvedSpec, problem: Problem) -> int:
-    """Return the number of microbatches after which a schedule of the family may repeat itself: a
-    group."""
+    """Return the number of microbatches after which a schedule of the family may repeat itself."""
     group = re.search(r"\bgroup=(\d+)", resolved.spec)
     if group is not None and int(group[1]):
         return int(group[1])
@@ -139,8 +146,7 @@ def _shorter(
     number: int,
     build: Callable[[ResolvedSpec, Problem], Program],
 ) -> tuple[Program, ScheduleReport] | None:
-    """Return the problem of a step of ``number`` microbatches; None if it is refused with a text
-    that may name the number.
+    """Return program and report of a step of only ``number`` microbatches; None if it is refused.
 
     Raises:
         InvalidSchedule: as `report`.
@@ -156,8 +162,11 @@ def _shorter(
 def _by_repeating_part(
     program: Program, made: ScheduleReport, microbatches: int, period: int
 ) -> Simulated | None:
-    """Return the simulated figures of a step of ``microbatches``; None if ``program`` does not
-    determine them."""
+    """Return the figures of a step of ``microbatches``, derived from the shorter step of
+    ``program``.
+
+    None if the shorter step does not determine them.
+    """
     part = repeating_part(program, (1, period))
     if part is None:
         return None
@@ -174,7 +183,7 @@ def _by_repeating_part(
 def _with_periods(
     made: ScheduleReport, program: Program, part: RepeatingPart, times: int
 ) -> ScheduleReport:
-    """Return ``made``, the report of ``program``, with its repeating part repeated ``times``
+    """Return the report ``made`` of a short step, with its repeating part repeated ``times``
     more."""
     more = times * part.seconds
     makespan, span = made.makespan + more, made.span + more
@@ -200,7 +209,8 @@ def _with_periods(
 
 
 def _holds_as_much(schedule: Schedule, part: RepeatingPart, amount: Amount) -> bool:
-    """Return whether every rank holds the same memory before both ends of the repeating part."""
+    """Return whether each rank's memory is the same at the start and the end of the repeating
+    part."""
     for row, (begin, end) in zip(schedule.rows, part.cuts, strict=True):
         before = list(held_during(row[:end], amount))
         if begin and abs(before[begin - 1] - before[-1]) > SAME * max(before):
@@ -213,8 +223,10 @@ def simulated_in_full(
     problem: Problem,
     build: Callable[[ResolvedSpec, Problem], Program] = build_program,
 ) -> Simulated:
-    """Return the simulated figures of ``resolved`` for ``problem``, built whole. Raises as
-    `report`."""
+    """Return the simulated figures of schedule ``resolved``, with all microbatches built.
+
+    Raises what `report` raises.
+    """
     program, made = report(resolved, problem, build)
     return Simulated(made, _held_bytes(program), has_all_microbatches=True)
 

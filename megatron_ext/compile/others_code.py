@@ -27,7 +27,7 @@ LONGEST = 600.0  # longest time in seconds for code that does not declare itself
 def code_of(
     path: Path, what: str, failed: str, *, is_search: bool = False, may_refuse: bool = True
 ) -> Iterator[None]:
-    """Run code of the schedule file ``path`` in the block, as a task called ``what``.
+    """Run code of a user's schedule file ``path`` in the block, as a progress task called ``what``.
 
     The block is interrupted after `LONGEST` seconds unless it ``is_search``. This works in the main
     thread of a process only; another thread cannot be interrupted.
@@ -58,8 +58,11 @@ def code_of(
 
 
 def _is_refusal(error: ValueError, path: Path) -> bool:
-    """Return whether ``error`` was raised on purpose: by a ``raise`` with a text in the file at
-    ``path``, or by a function of ours that the file calls. ``int("x")`` is a mistake."""
+    """Return whether a user's schedule file raised ``error`` on purpose, to refuse a problem.
+
+    This is so for a ``raise`` with a text in the file at ``path``, or in a function of this package
+    that the file calls. A failing ``int("x")`` is a mistake.
+    """
     last = traceback.extract_tb(error.__traceback__)[-1]
     if not str(error).strip():
         return False
@@ -69,8 +72,10 @@ def _is_refusal(error: ValueError, path: Path) -> bool:
 
 
 def _line_of(error: BaseException, path: Path) -> str:
-    """Return text such as ``, line 7``: the line of the file at ``path`` at which ``error`` was
-    raised, if it was in that file."""
+    """Return text such as ``, line 7``: the line of a user's file at which ``error`` was raised.
+
+    The text is empty if the error was raised elsewhere.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     return f", line {lines[-1]}" if lines else ""
@@ -82,7 +87,7 @@ class _TimeIsUp(BaseException):  # not an Exception, which the interrupted code 
 
 @contextlib.contextmanager
 def _time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `_TimeIsUp` in the block after ``seconds``, and each second from then until it ends."""
+    """Interrupt the block after ``seconds`` by `_TimeIsUp`, repeated each second until it ends."""
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return

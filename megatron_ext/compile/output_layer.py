@@ -24,13 +24,12 @@ from megatron_ext.schedule.problem import Problem, VocabularyParallel
 
 
 def place_output_layer(resolved: ResolvedSpec, problem: Problem) -> Program:
-    """Return the program of ``resolved`` with the output layer's weight gradient in I or in W,
-    whichever takes less time.
+    """Return the program with the output layer's weight gradient in I or in W, whichever is faster.
 
-    It waits for W only if the memory allows that: within a memory limit in bytes, or without a
-    limit, if the peak of the rank with the output layer stays within the other ranks' largest peak.
-    If ``problem`` does not give the output layer's costs and bytes, the gradient is computed in I,
-    and the costs are used as they are.
+    The gradient is deferred to W only if the memory allows that: within a memory limit in bytes, or
+    without a limit, if the peak of the rank with the output layer stays within the other ranks'
+    largest peak. If ``problem`` does not give the output layer's costs and bytes, the gradient is
+    computed in I, and the costs are used as they are.
 
     Raises:
         InvalidSchedule: as `build_program`, with the gradient in I.
@@ -41,13 +40,14 @@ def place_output_layer(resolved: ResolvedSpec, problem: Problem) -> Program:
 
 
 def better_of(now: Program, before: Program, resolved: ResolvedSpec, problem: Problem) -> Program:
-    """Return ``now``, or a program with the order of passes of ``before`` if that takes less time.
+    """Return the faster of two programs after costs have changed: ``now``, or ``before`` rebuilt.
 
-    A family that searches does not always find the best order.
+    A family that searches does not always find the best order of passes, so an order found for
+    other costs may be better.
 
     Args:
         now: result of `place_output_layer` for ``resolved`` and ``problem``.
-        before: a program of ``resolved`` for other costs.
+        before: a program of ``resolved`` for other costs, whose order of passes is tried.
     """
     if problem.options.vocab_parallel is not VocabularyParallel.NONE:
         return now  # the rows of ``before`` include the vocabulary's passes
@@ -64,8 +64,10 @@ def better_of(now: Program, before: Program, resolved: ResolvedSpec, problem: Pr
 
 
 def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits: bool) -> Program:
-    """Return the program of ``build`` with the output layer's weight gradient in I or in W, as
-    `place_output_layer` decides. ``splits`` says whether the schedule has W at all."""
+    """Return the program of ``build`` with the output layer's weight gradient in I or in W.
+
+    The choice is that of `place_output_layer`. ``splits`` says whether the schedule has W at all.
+    """
     costs = problem.costs
     shared = problem.options.vocab_parallel is not VocabularyParallel.NONE
     if shared or not splits or costs.vocabulary is None:
@@ -83,8 +85,7 @@ def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits
 
 
 def output_layer_waits(program: Program) -> bool:
-    """Return whether the output layer's weight gradient waits for W in ``program``, by its
-    costs."""
+    """Return whether ``program`` defers the output layer's weight gradient to W, by its costs."""
     problem = program.problem
     if (
         problem.options.vocab_parallel is not VocabularyParallel.NONE
@@ -97,8 +98,11 @@ def output_layer_waits(program: Program) -> bool:
 
 
 def costs_in(program: Program, costs: Costs) -> Costs:
-    """Return ``costs`` by the passes of ``program``: the output layer's weight gradient counts in I
-    or in W, where the program computes it."""
+    """Return ``costs`` with the output layer's weight gradient counted where ``program`` computes
+    it.
+
+    That is in I (input gradient) or in W (weight gradient).
+    """
     problem = program.problem
     if problem.options.vocab_parallel is not VocabularyParallel.NONE:
         return share_vocabulary(costs, problem.placement, problem.options.vocab_parallel)
@@ -108,7 +112,10 @@ def costs_in(program: Program, costs: Costs) -> Costs:
 
 
 def with_input_gradient(costs: Costs) -> Costs:
-    """Return ``costs`` with the output layer's weight gradient in I, if they have its seconds."""
+    """Return ``costs`` with the output layer's weight gradient counted in I instead of W.
+
+    Costs without its seconds are returned unchanged.
+    """
     if costs.vocabulary is None or not costs.vocabulary.output_layer[2]:
         return costs
     forward, input_gradient, weight_gradient = costs.vocabulary.output_layer

@@ -15,14 +15,16 @@ _LEAST = 1e-3  # least gain as a share of the makespan; a smaller one is not wor
 
 
 def is_gain(makespan: float, step: float) -> bool:
-    """Return whether overlapping steps, of ``step`` seconds each, are enough shorter than a
-    synchronous step of ``makespan`` seconds."""
+    """Return whether post-validation pays: overlapping steps are clearly shorter than the makespan.
+
+    ``step`` are the seconds of an overlapping step, ``makespan`` those of a synchronous step.
+    """
     return step < makespan * (1 - _LEAST)
 
 
 def what_overlapping_gains(program: Program) -> str:
-    """Return a line on the gain of post-validation in ``program``: the seconds of its overlapping
-    step compared with its makespan."""
+    """Return a line on the gain of post-validation: the overlapping step's seconds against the
+    makespan."""
     makespan, step = _figures(program)
     if not is_gain(makespan, step):
         return (
@@ -36,7 +38,8 @@ def what_overlapping_gains(program: Program) -> str:
 
 
 def check_overlaps(program: Program) -> None:
-    """Raise ValueError if post-validation in ``program`` makes its steps no shorter."""
+    """Raise ValueError if post-validation (optimizer steps that overlap) does not shorten the
+    steps."""
     makespan, step = _figures(program)
     if not is_gain(makespan, step):
         raise ValueError(
@@ -49,8 +52,10 @@ def check_overlaps(program: Program) -> None:
 
 
 def _overlapping_families() -> str:
-    """Return the names of the schedule families whose steps overlap: fewer chunks first, searches
-    last."""
+    """Return the names of the schedule families whose steps can overlap, for an error.
+
+    Families with fewer chunks a rank come first, searches last.
+    """
     able = [entry for entry in entries().values() if entry.traits.steps_overlap]
     able.sort(key=lambda entry: (entry.place(2).chunks, entry.traits.searches, entry.name))
     *others, last = (entry.name for entry in able)

@@ -23,7 +23,7 @@ from megatron_ext.schedule.schedule import Family, Schedule
 
 
 class OverlapBuild(BuildHooks):
-    """Construction of programs with overlapped forward and backward passes."""
+    """Feature that overlaps a forward and a backward pass of a rank, when programs are built."""
 
     @override
     def is_on(self, problem: Problem) -> bool:
@@ -41,12 +41,12 @@ class OverlapBuild(BuildHooks):
 
     @override
     def made(self, resolved: ResolvedSpec, family: Family, problem: Problem) -> Schedule:
-        """Return the passes of ``family`` with pairs, if they are requested.
+        """Return the passes of ``family``, with overlapped passes if these are requested.
 
-        A search does not know of pairs. With pairs the result is therefore the fastest of its
-        schedule and of the other families' on its placement, each with pairs, within the memory
-        limit. Without a limit, the others may hold no more than 1F1B's memory plus the chunk that a
-        pair takes.
+        A search does not know of overlapped passes. With them the result is therefore the fastest
+        of its schedule and of the other families' on its placement, each with overlapped passes,
+        within the memory limit. Without a limit, the other families may hold no more than 1F1B's
+        memory plus one chunk, which overlapped passes take.
         """
         alone = problem.with_options(pairs=False)
         schedule = with_pairs(family(alone), problem)
@@ -62,8 +62,7 @@ class OverlapBuild(BuildHooks):
 
 
 def with_pairs(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule``, which has compute actions only, with overlapped passes if ``problem``
-    requests them."""
+    """Return a schedule of compute actions with overlapped passes, if ``problem`` requests them."""
     if not problem.options.pairs or problem.forward_only:
         return replace(schedule, pairs=frozenset()) if schedule.pairs else schedule
     return overlap_passes(schedule, problem)

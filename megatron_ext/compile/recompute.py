@@ -29,7 +29,7 @@ _NOT_MUCH_LESS = 0.8
 
 
 class RecomputeBuild(BuildHooks):
-    """Recompute of activations, chosen by the transform or by the family itself."""
+    """Feature that recomputes activations; a transform or the family itself chooses which."""
 
     inserts_by_limit = True
 
@@ -58,7 +58,7 @@ class RecomputeBuild(BuildHooks):
 
 
 def _is_placed_by(resolved: ResolvedSpec, problem: Problem) -> bool:
-    """Return whether the family itself chooses the activations to recompute."""
+    """Return whether the schedule family itself chooses the activations to recompute."""
     # Searches for sliced microbatches recompute nothing.
     if problem.forward_only or problem.slices.count > 1:
         return False
@@ -66,10 +66,10 @@ def _is_placed_by(resolved: ResolvedSpec, problem: Problem) -> bool:
 
 
 def _shortest(construction: Construction) -> Program:
-    """Return the shortest program that fits into the memory limit with recompute.
+    """Return the fastest program with recomputed activations that fits into the memory limit.
 
     Raises:
-        OverLimit: none of them fits. It names a sufficient limit.
+        OverLimit: none of them fits. The error names a sufficient limit.
     """
     resolved, problem = construction.resolved, construction.problem
     if resolved.traits.searches and problem.slices.count > 1:
@@ -89,8 +89,11 @@ def _shortest(construction: Construction) -> Program:
 
 
 def _programs(construction: Construction) -> tuple[list[Program], list[ValueError]]:
-    """Build the family's passes within each looser limit, and return the programs and the refusals.
-    The first of these is for the passes without a limit, if they can be made."""
+    """Build the family's passes within several looser memory limits, each with recomputation.
+
+    Return the programs and the refusals. The first of them is for the passes without a limit, if
+    these can be made.
+    """
     tried: set[Schedule] = set()
     programs: list[Program] = []
     refusals: list[ValueError] = []
@@ -108,7 +111,7 @@ def _programs(construction: Construction) -> tuple[list[Program], list[ValueErro
 def _least_that_is_enough(
     construction: Construction, limit: MemoryLimit, over: Sequence[OverLimit]
 ) -> float:
-    """Return the least sufficient memory limit that a few tries find. ``limit`` is not sufficient.
+    """Return the least memory limit that a few tries find to be sufficient; ``limit`` is not.
 
     The need of the passes that are made without a limit is sufficient, as these are tried within
     each limit. Less may suffice: within another limit the family makes another order, and other
@@ -131,8 +134,10 @@ def _least_that_is_enough(
 
 
 def _proved_in_bytes(passes: Schedule, construction: Construction) -> Program:
-    """Return the program of ``passes``. If messages bring it over a limit in bytes, recompute gets
-    a limit that is smaller by the excess.
+    """Return the proved program of ``passes`` with as much recomputation as a limit in bytes needs.
+
+    If messages bring the program over the limit, recomputation gets a limit that is smaller by the
+    excess.
 
     Raises:
         InvalidSchedule: as `prove`.

@@ -37,7 +37,7 @@ from megatron_ext.schedule.schedule_csv import from_csv, rows_from_csv
 
 
 class Maturity(enum.StrEnum):
-    """Maturity of a schedule: its tests, and whether `plan` recommends it.
+    """Maturity of a schedule family: how well it is tested, and whether `plan` recommends it.
 
     All schedules are proved at many sizes in tests, and train there to stock's bits.
 
@@ -56,10 +56,10 @@ class Maturity(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a family's schedules.
+    """Properties of the schedules that a family generates.
 
     Attributes:
-        splits_backward: whether the schedules have I and W, and not B alone.
+        splits_backward: whether the schedules have separate I and W, not only B.
         uses_costs: whether the schedule depends on the costs.
         searches: whether making a schedule is a search of seconds to minutes.
         steps_overlap: whether post-validation gains time, on more than one rank.
@@ -80,11 +80,11 @@ class Traits:
 
 @dataclass(frozen=True)
 class FamilyEntry:
-    """A registered family.
+    """A registered schedule family, with its name, functions, source and maturity.
 
-    ``build`` takes the problem, ``place`` the number of ranks. Each also takes the options of the
-    family that it names as keyword-only parameters. ``at_once`` is like ``build``, for families
-    whose ``build`` takes long.
+    ``build`` makes a schedule from a problem, ``place`` a placement from the number of ranks. Each
+    also takes the options of the family that it names as keyword-only parameters. ``at_once`` is
+    like ``build``, for families whose ``build`` takes long.
     """
 
     name: str
@@ -112,12 +112,12 @@ def family(
     at_once: Callable[..., Schedule] | None = None,
     **traits: bool,
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
-    """Register the decorated function as the schedule family ``name``.
+    """Register the decorated function, which makes a schedule, as the schedule family ``name``.
 
     Args:
         place: function from a number of ranks to the placement.
         source: the paper, and the place in it.
-        mark: its maturity.
+        maturity: how well the family is tested (`Maturity`).
         aliases: other names, torch.distributed.pipelining's among them.
         at_once: for a family that takes long, a function that does not search: the best schedule
             that it has within the same limit. It is used instead where steps cannot wait.
@@ -144,7 +144,7 @@ def family(
 
 @functools.cache
 def entries() -> dict[str, FamilyEntry]:
-    """Return our registered schedule families by name, in the order of their files."""
+    """Return this package's registered schedule families by name, in the order of their files."""
     from megatron_ext import schedule_families as families
 
     for module in pkgutil.iter_modules(families.__path__):
@@ -156,10 +156,9 @@ def entries() -> dict[str, FamilyEntry]:
 
 @dataclass(frozen=True)
 class ResolvedSpec:
-    """A chosen schedule before its problem is known: a family with options, or a table.
+    """A user's choice of schedule before its problem is known: a family with options, or a table.
 
-    ``at_once`` is used instead where steps cannot wait for a search; None if the choice needs no
-    search.
+    ``at_once`` is used where steps cannot wait for a search; None if the choice needs no search.
     """
 
     spec: str
@@ -180,7 +179,7 @@ class ResolvedSpec:
 
     @property
     def without_search(self) -> ResolvedSpec:
-        """This resolved spec, or the one that is used instead of its search."""
+        """This choice with a schedule that needs no search, for steps that cannot wait."""
         if self.at_once is None:
             return self
         traits = replace(self.traits, searches=False)
@@ -188,20 +187,21 @@ class ResolvedSpec:
 
     @property
     def example(self) -> Placement:
-        """Placement on some number of ranks, as an example of its shape."""
+        """Placement of this schedule on some number of ranks, to show its shape."""
         return self.place(self.ranks or 2)
 
     @property
     def moves_first_stage(self) -> bool:
-        """Whether the model's first stage is on another rank than rank 0."""
+        """Whether this schedule has the model's first stage on another rank than rank 0."""
         return self.example.rank_of[0] != 0
 
 
 def choose(spec: str) -> ResolvedSpec:
-    """Return the schedule that ``spec`` names: ``zb-h1``, ``name:key=value,...``, the path of a CSV
-    file, or that of a Python file that registers a family, ``mine.py:key=value,...``.
+    """Return the schedule that ``spec`` names: a family such as ``zb-h1``, or the path of a file.
 
-    A Python file is imported once in a process, however often it is chosen.
+    A family may have options, as in ``name:key=value,...``. A file is a CSV table, or a Python file
+    that registers a family, ``mine.py:key=value,...``. A Python file is imported once in a process,
+    however often it is chosen.
 
     Raises:
         ValueError: no such family, option or file, or a file that is no schedule.
@@ -221,10 +221,10 @@ def choose(spec: str) -> ResolvedSpec:
 
 
 def _named(spec: str) -> str:
-    """Return ``spec``, or the search that it stands for if it is ``auto``.
+    """Return the schedule name ``spec``; if it is ``auto``, the search that it stands for.
 
     Raises:
-        ValueError: it stands for several searches.
+        ValueError: ``auto`` stands for several searches here.
     """
     searches = auto_searches(spec)
     if searches is None:
@@ -238,7 +238,7 @@ def _named(spec: str) -> str:
 
 
 def entry_of(spec: str) -> FamilyEntry:
-    """Return the schedule family that ``spec``, which is no table, names.
+    """Return the registered schedule family that ``spec`` names; ``spec`` is no table.
 
     Raises:
         ValueError: as `choose`.
@@ -247,7 +247,7 @@ def entry_of(spec: str) -> FamilyEntry:
 
 
 def on_placement(placement: Placement) -> Iterator[ResolvedSpec]:
-    """Yield our schedule families without a search that can use ``placement``."""
+    """Yield this package's schedule families that can use ``placement`` and need no search."""
     numbers = {"vpp": placement.chunks, "waves": max(placement.chunks // 2, 1)}
     for entry in entries().values():
         spec = entry.name
@@ -260,8 +260,10 @@ def on_placement(placement: Placement) -> Iterator[ResolvedSpec]:
 
 
 def _entry_and_options(spec: str) -> tuple[FamilyEntry, dict[str, Any]]:
-    """Return the schedule family that ``spec``, which is no table, names, and the options that it
-    gives."""
+    """Return the schedule family that ``spec`` names, and the options given in it.
+
+    ``spec`` is no table.
+    """
     if python := _PYTHON_FILE.fullmatch(spec):
         entry, options_text = _from_python_file(Path(python[1])), python[2] or ""
     else:
@@ -272,8 +274,8 @@ def _entry_and_options(spec: str) -> tuple[FamilyEntry, dict[str, Any]]:
 
 
 def options_of(spec: str) -> tuple[frozenset[str], dict[str, Any]]:
-    """Return the names of the options that the schedule of ``spec`` takes, and the options that
-    ``spec`` gives."""
+    """Return the names of all options of the schedule that ``spec`` names, and the options it
+    gives."""
     if spec.lower().endswith(".csv"):
         return frozenset(), {}
     entry, given = _entry_and_options(_named(spec))
@@ -281,7 +283,8 @@ def options_of(spec: str) -> tuple[frozenset[str], dict[str, Any]]:
 
 
 def file_of(spec: str) -> Path | None:
-    """Return the schedule file that ``spec`` names; None if it names none."""
+    """Return the CSV or Python file that the schedule name ``spec`` gives; None for a family's
+    name."""
     python = _PYTHON_FILE.fullmatch(spec)
     if python is not None:
         return Path(python[1])
@@ -289,7 +292,7 @@ def file_of(spec: str) -> Path | None:
 
 
 def with_option(spec: str, key: str, value: object) -> str:
-    """Return the schedule ``spec`` with one more option."""
+    """Return the schedule name ``spec`` with one more option, ``key=value``."""
     return f"{spec}{',' if ':' in spec else ':'}{key}={value}"
 
 
@@ -318,7 +321,8 @@ def _find(name: str) -> FamilyEntry:
 
 
 def _remarking(build: Callable[..., Schedule], text: str) -> Callable[..., Schedule]:
-    """Return the family function ``build`` changed to log the remark ``text`` when it is called."""
+    """Return the schedule family's function ``build``, changed to log ``text`` when it is
+    called."""
 
     @functools.wraps(build)  # the wrapper keeps the signature, from which options are read
     def remarking(problem: Problem, **options: Any) -> Schedule:
@@ -329,7 +333,7 @@ def _remarking(build: Callable[..., Schedule], text: str) -> Callable[..., Sched
 
 
 def _all_names() -> list[str]:
-    """Return the names of our schedule families, followed by their aliases."""
+    """Return the names of this package's schedule families, ``auto``, and the families' aliases."""
     return [*entries(), AUTO, *(alias for entry in entries().values() for alias in entry.aliases)]
 
 
@@ -386,7 +390,7 @@ def _counted_slices(number: int) -> str:
 
 
 def cut_as_in(problem: Problem, schedule: Schedule) -> Schedule:
-    """Return ``schedule`` from a file, with slices as long as those of ``problem``."""
+    """Return a schedule from a file, with its slices cut to the lengths of ``problem``'s slices."""
     if problem.slices.count == 1:
         return schedule
     parts = problem.forwards
@@ -403,8 +407,10 @@ def cut_as_in(problem: Problem, schedule: Schedule) -> Schedule:
 
 
 def _in_csv_file(path: Path) -> tuple[Schedule, bool]:
-    """Read the schedule of a CSV file. Return it, and whether the file holds every stage twice;
-    such a schedule is folded."""
+    """Return the schedule in a CSV file, and whether the file holds two copies of every stage.
+
+    A schedule with two copies is folded into one of a single copy.
+    """
     text = read_text_file(path, "schedule file")
     check_table(text, f"schedule file {path}")
     rows = rows_from_csv(text, path.name)
@@ -429,7 +435,7 @@ def _from_python_file(path: Path) -> FamilyEntry:
 
 @functools.cache  # failures are not cached: a corrected file is read afresh
 def _import_family(path: Path) -> FamilyEntry:
-    """Return the one schedule family that the Python file at ``path`` registers."""
+    """Return the only schedule family that the user's Python file at ``path`` registers."""
     added = _families_in(path)
     if len(added) != 1:
         names = ", ".join(entry.name for entry in added) or "none"

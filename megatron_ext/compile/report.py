@@ -30,11 +30,11 @@ class ScheduleReport:
     """Figures of a simulated schedule; ``--json`` prints these names in this order.
 
     Attributes:
-        schedule: its name with its options, as chosen.
+        schedule: name of the schedule with its options, as chosen.
         makespan, span, step, work: times in the unit of the costs. ``step`` is the time of a step:
-            the makespan, or about the span if steps overlap.
+        the makespan, or about the span if steps overlap.
         peak_activation_microbatches: peak of each rank, in microbatches of a full rank.
-        host_microbatches: the same on the host.
+        host_microbatches: largest number of offloaded microbatches of each rank on the host.
         recomputed: the share of activations that are recomputed.
         pairs: number of forward passes that run as one with a backward pass.
         generation_seconds: seconds to make the program.
@@ -67,27 +67,27 @@ class ScheduleReport:
 
     @property
     def share_in_pairs(self) -> float:
-        """Share of the forward passes that overlap with a backward pass."""
+        """Share of the step's forward passes that overlap with a backward pass."""
         return self.pairs / (self.microbatches * self.slices * self.pp * self.vpp)
 
     @property
     def steps_overlap(self) -> bool:
-        """Whether consecutive steps overlap."""
+        """Whether consecutive training steps overlap (post-validation)."""
         return self.post_validation
 
     @property
     def offloads(self) -> bool:
-        """Whether activations are offloaded."""
+        """Whether the schedule offloads activations to the host."""
         return self.activation_offload is not Offload.NONE
 
     @property
     def offload(self) -> str | None:
-        """Method by which activations are offloaded; None if none are."""
+        """Name of the choice of activations to offload, such as ``half``; None without offload."""
         return self.activation_offload.value if self.offloads else None
 
     @property
     def peak(self) -> float:
-        """Largest peak memory of a rank, in microbatches."""
+        """Largest activation memory of a rank, in microbatches."""
         return max(self.peak_activation_microbatches)
 
 
@@ -96,7 +96,7 @@ def report(
     problem: Problem,
     build: Callable[[ResolvedSpec, Problem], Program] = build_program,
 ) -> tuple[Program, ScheduleReport]:
-    """Build, prove and simulate ``resolved``, and return its program and the report of its figures.
+    """Build, prove and simulate the schedule ``resolved``; return its program and its figures.
 
     Raises:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.

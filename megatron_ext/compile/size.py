@@ -23,8 +23,10 @@ _BYTES = 3500
 
 
 def problem_size(problem: Problem) -> str:
-    """Return the size of ``problem`` in words: ``8 ranks and 32 microbatches``. For a very large
-    problem the text includes the time and memory to build its program."""
+    """Return the size of ``problem`` in words, such as ``8 ranks and 32 microbatches``.
+
+    For a very large problem the text includes the time and memory to build its program.
+    """
     text = _counts(problem)
     if problem.options.vocab_parallel is not VocabularyParallel.NONE:
         text += f", vocabulary parallelism {problem.options.vocab_parallel}"
@@ -38,15 +40,16 @@ def problem_size(problem: Problem) -> str:
 
 
 def check_size(problem: Problem) -> None:
-    """Raise ValueError if this machine has less memory than it takes to build a program."""
+    """Raise ValueError if building the program of ``problem`` takes more memory than this machine
+    has."""
     _check_memory(bytes_to_build(problem), f"a schedule for {_counts(problem)}")
 
 
 def check_table(text: str, what: str) -> None:
-    """Raise ValueError if this machine has less memory than the program of a table takes.
+    """Raise ValueError if the program of a schedule table takes more memory than this machine has.
 
-    ``text`` is the content of the file ``what``. Its actions are counted by their letters, before
-    any of them is parsed.
+    ``text`` is the content of the file that errors call ``what``. Its actions are counted by their
+    letters, before any of them is parsed.
     """
     letters = text.replace("OVERLAP_F_B", "")
     most = max(letters.count(kind) for kind in KINDS_IN_FILES)
@@ -63,12 +66,13 @@ def _check_memory(takes: int, what: str) -> None:
 
 
 def seconds_to_build(problem: Problem) -> float:
-    """Estimate the seconds to build, prove and simulate a program without a search."""
+    """Estimate the seconds to build, prove and simulate a program for ``problem`` without a
+    search."""
     return _stage_microbatches(problem) * (_SECONDS + _SECONDS_PER_RANK * problem.ranks)
 
 
 def bytes_to_build(problem: Problem) -> int:
-    """Estimate the bytes to build a program and to simulate it."""
+    """Estimate the bytes of memory to build and simulate a program for ``problem``."""
     return _stage_microbatches(problem) * _BYTES
 
 
@@ -78,7 +82,7 @@ def _counts(problem: Problem) -> str:
 
 
 def _stage_microbatches(problem: Problem) -> int:
-    """Return the product of the numbers of stages and of microbatches or slices."""
+    """Return the number of stages times the number of microbatches (or of their slices)."""
     return problem.placement.stages * problem.pieces
 
 

@@ -20,19 +20,21 @@ _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the schedule options that ``function`` takes: its keyword-only parameters."""
+    """Return the schedule options that a family's function takes: its keyword-only parameters."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return those schedule ``options`` that ``function`` takes."""
+    """Return those of a schedule's ``options`` that ``function`` takes as keyword-only
+    parameters."""
     return {key: value for key, value in options.items() if key in parameters_of(function)}
 
 
 def parse_options(name: str, parameters: Parameters, text: str) -> dict[str, Any]:
-    """Return the options in ``text`` of the schedule ``name``, converted to the types of their
-    defaults.
+    """Return the schedule options in ``text``, such as ``key=value,...``, with values converted.
+
+    A value gets the type of the option's default. ``name`` is the schedule's.
 
     Raises:
         ValueError: there is no such option, or its value is not understood.
@@ -61,8 +63,7 @@ def parse_options(name: str, parameters: Parameters, text: str) -> dict[str, Any
 
 
 def perhaps(name: str, known: Iterable[str], all_known: str) -> str:
-    """Return the end of an error about an unknown ``name``, which suggests similar ones among
-    ``known``."""
+    """Return the end of an error about an unknown ``name``: similar names, or all known ones."""
     meant = meant_by(name, known)
     if not meant:
         return all_known

@@ -29,7 +29,8 @@ _SENDS_AFTER: dict[Kind, list[Kind]] = {
 
 
 def communicate(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule``, which has no messages, with the sends and receives of its passes."""
+    """Return ``schedule``, which has only passes, with sends and receives between ranks
+    inserted."""
     placement = schedule.placement
     ends_of = cache(lambda stage, kind: _ends(stage, kind, placement))
     with_sends: list[list[Action]] = []
@@ -53,8 +54,10 @@ def communicate(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _ends(stage: int, kind: Kind, placement: Placement) -> list[tuple[Kind, int, int, Kind]]:
-    """Return, for each message that ``kind`` on ``stage`` makes, the kind of its send, and the
-    rank, stage and kind of its receive."""
+    """Return the messages that a pass of ``kind`` on ``stage`` sends.
+
+    Each entry is the kind of its send, and the rank, stage and kind of its receive.
+    """
     ends = []
     for send in _SENDS_AFTER[kind]:
         if has_place(send, stage, placement):

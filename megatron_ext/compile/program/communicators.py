@@ -34,7 +34,7 @@ BUFFER_BYTES = 2**19 + 8 * 8 * 120 * 640 + 2**22
 
 @dataclass(frozen=True)
 class Communicators:
-    """Communicators that one rank is a member of.
+    """Numbers of the NCCL communicators that one rank creates for a pipeline program.
 
     Attributes:
         channels: number of communicators of messages, each shared with one other rank.
@@ -51,14 +51,15 @@ class Communicators:
         return self.channels + self.collectives
 
     def buffer_bytes(self, ctas: int) -> int:
-        """Return the bytes on a device of NCCL's buffers if all incoming channels use NVLink and
-        each has ``ctas`` CTAs."""
+        """Return the bytes of NCCL's buffers on a device, if incoming channels use NVLink.
+
+        ``ctas`` is the number of CTAs of each channel.
+        """
         return (self.incoming + self.collectives) * ctas * BUFFER_BYTES
 
 
 def communicators(program: Program) -> list[Communicators]:
-    """Return the communicators that each rank creates to run ``program``, in addition to its
-    trainer's.
+    """Return the communicators that each rank creates to run ``program``, beyond its trainer's.
 
     Groups for messages through host memory are not counted, as they use nothing of a device.
     """
@@ -78,9 +79,11 @@ def communicators(program: Program) -> list[Communicators]:
 
 
 def ctas_of_each(communicators: int, multiprocessors: int) -> int:
-    """Return how many CTAs each of a rank's ``communicators`` may use, so that all of them together
-    take less than a quarter of the device's ``multiprocessors``. The result is at least 1, even if
-    that is more than a quarter, and a power of two, as `ctas_used`."""
+    """Return how many CTAs (NCCL thread blocks) each of a rank's ``communicators`` may use.
+
+    All of them together take less than a quarter of the device's ``multiprocessors``. The result is
+    at least 1, even if that is more than a quarter, and a power of two, as `ctas_used`.
+    """
     assert communicators > 0, "without communicators there is nothing to share out"
     ctas = 1
     while 2 * ctas * communicators * SHARE_OF_DEVICE < multiprocessors:
@@ -89,22 +92,23 @@ def ctas_of_each(communicators: int, multiprocessors: int) -> int:
 
 
 def ctas_used(ctas: int) -> int:
-    """Return how many CTAs NCCL uses for messages if it may use ``ctas``: it rounds up to a power
-    of two."""
+    """Return how many CTAs NCCL uses for messages if it may use ``ctas``: the next power of two."""
     return 1 << max(0, ctas - 1).bit_length()
 
 
 def is_within_share(ctas: int, multiprocessors: int) -> bool:
-    """Return whether ``ctas``, of all communicators of a rank together, take less than a quarter of
-    its device's ``multiprocessors``."""
+    """Return whether NCCL's ``ctas`` of a rank take less than a quarter of ``multiprocessors``.
+
+    ``ctas`` counts those of all the rank's communicators.
+    """
     return ctas * SHARE_OF_DEVICE < multiprocessors
 
 
 def waves(pairs: Iterable[Collection[int]]) -> list[list[tuple[int, int]]]:
-    """Return the distinct ``pairs`` of ranks in the rounds that first fit finds; no rank is twice
-    in a round.
+    """Return the distinct ``pairs`` of ranks, sorted into rounds in which no rank occurs twice.
 
-    There are two rounds on a line, V or wave, and three on a loop of an odd number of ranks.
+    Rounds are found by first fit. There are two on a line, V or wave, and three on a loop of an odd
+    number of ranks.
     """
     rounds: list[list[tuple[int, int]]] = []
     busy: list[set[int]] = []  # the ranks that are busy in each round
@@ -119,8 +123,11 @@ def waves(pairs: Iterable[Collection[int]]) -> list[list[tuple[int, int]]]:
 
 
 def in_waves(channels: Iterable[Channel]) -> list[Channel]:
-    """Return ``channels`` in an order in which ranks can connect them, each taking its own in turn:
-    the pairs of a wave at the same time, the channels of a pair one after the other."""
+    """Return ``channels`` in an order in which ranks can connect them without waiting in a cycle.
+
+    Pairs of ranks of one round (`waves`) connect at the same time, the channels of a pair one after
+    the other.
+    """
     of_peers: dict[tuple[int, int], list[Channel]] = {}
     for channel in sorted(channels):
         peers = min(channel.sender, channel.receiver), max(channel.sender, channel.receiver)

@@ -43,7 +43,7 @@ from megatron_ext.schedule.schedule import Schedule
 
 
 class Device(enum.Enum):
-    """Models of a device: the actions of a rank that block its next ones."""
+    """Models of how a GPU blocks: which actions of a rank hold up its next ones."""
 
     # Messages, collectives and copies run in parallel to passes and waits.
     PARALLEL = "passes and waits"
@@ -53,11 +53,11 @@ class Device(enum.Enum):
 
 
 class Channel(NamedTuple):
-    """The messages of kind ``send`` from rank ``sender`` to rank ``receiver``.
+    """The messages of one kind, ``send``, from rank ``sender`` to rank ``receiver``.
 
-    Its k-th send meets its k-th receive. On a V both activations and gradients go from a rank to
-    its neighbour, often not in the order in which the neighbour uses them; with separate channels,
-    neither waits behind the other.
+    The channel's k-th send meets its k-th receive. On a V both activations and gradients go from a
+    rank to its neighbour, often not in the order in which the neighbour uses them; with separate
+    channels, neither waits behind the other.
     """
 
     sender: int
@@ -78,7 +78,7 @@ def channel_of(action: Action, placement: Placement) -> Channel:
 
 
 def channels(schedule: Schedule) -> set[Channel]:
-    """Return all channels between the stages of ``schedule``.
+    """Return all channels (sender, receiver, kind of message) between the stages of ``schedule``.
 
     For an evaluation they include the channels that only training uses, because channels are
     created once, and training may follow. Channels of post-validation are not included: its
@@ -95,7 +95,7 @@ def channels(schedule: Schedule) -> set[Channel]:
 
 
 def partner_of(action: Action, placement: Placement) -> Action:
-    """Return the other end of a message: its receive for a send, and the reverse."""
+    """Return the action at the other end of a message: the receive for a send, and the reverse."""
     rule = RULES[action.kind]
     assert rule.partner is not None and rule.neighbour is not None
     other = placement.neighbour(action.stage, rule.neighbour)
@@ -104,7 +104,7 @@ def partner_of(action: Action, placement: Placement) -> Action:
 
 
 def batches_of(row: Sequence[Action]) -> Iterator[range]:
-    """Yield the positions in a rank's ``row`` of the messages that move together, batch after
+    """Yield the positions in a rank's ``row`` of messages that move in one batch, batch after
     batch."""
     receives = 0  # number of receives directly before this position
     for position, action in enumerate(row):
@@ -125,7 +125,8 @@ def _receives_alone(position: int, receives: int) -> Iterator[range]:
 
 
 def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Action]]]:
-    """Yield each need of ``action``, with the actions of which one must come before it."""
+    """Yield each dependency of ``action``, with the actions of which one must come before
+    ``action``."""
     for need in RULES[action.kind].needs:
         stage = _looked_for_on(need, action.stage, placement)
         part = slice_looked_for(need.slice, action.microbatch)
@@ -134,8 +135,10 @@ def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Ac
 
 
 def slice_looked_for(which: Neighbour | None, microbatch: int) -> int | None:
-    """Return the microbatch, or its slice, in which an action needed by ``microbatch`` is looked
-    for; None if there is none."""
+    """Return the microbatch or slice of the action on which one of ``microbatch`` depends.
+
+    With ``which`` this is the next or previous slice of the sequence; None if there is none.
+    """
     if which is None:
         return microbatch
     if not isinstance(microbatch, Slice) or not 0 <= microbatch.slice + which < microbatch.slices:
@@ -144,8 +147,7 @@ def slice_looked_for(which: Neighbour | None, microbatch: int) -> int | None:
 
 
 def _looked_for_on(need: Need, stage: int, placement: Placement) -> int | None:
-    """Return the stage on which an action that ``stage`` needs is looked for; None if none is
-    needed."""
+    """Return the stage of the action on which one of ``stage`` depends; None if there is none."""
     if need.source is Source.SAME:
         return stage
     if need.source in (Source.LOCAL, Source.REMOTE):
@@ -172,11 +174,11 @@ def has_place(
     forward_only: bool = False,
     first_trained_stage: int = 0,
 ) -> bool:
-    """Return whether ``kind`` is found on ``stage`` in a schedule that has such kinds.
+    """Return whether actions of ``kind`` belong on ``stage``.
 
     Args:
         forward_only: whether the schedule is an evaluation's.
-        first_trained: the first stage with anything to train.
+        first_trained_stage: the first stage with anything to train.
     """
     rule = RULES[kind]
     if forward_only and not rule.in_evaluation:
@@ -201,7 +203,7 @@ def has_place(
 
 
 def _first_of(rule: Rule, stage: int, placement: Placement) -> int:
-    """Return the first of the stages to which ``rule`` applies: ``stage``, and a message's other
+    """Return the first stage that an action concerns: its own, or the stage at a message's other
     end."""
     if rule.neighbour is None:
         return stage
@@ -211,7 +213,7 @@ def _first_of(rule: Rule, stage: int, placement: Placement) -> int:
 
 
 def _is_used(collective: Action, placement: Placement, forward_only: bool) -> bool:
-    """Return whether a pass on the rank of ``collective`` needs its result."""
+    """Return whether a pass on this rank needs the result of the collective action."""
     return any(
         collective in choices
         for stage in placement.stages_of[placement.rank_of[collective.stage]]
@@ -222,10 +224,11 @@ def _is_used(collective: Action, placement: Placement, forward_only: bool) -> bo
 
 
 class Needs(dict[tuple[int, Kind], list[tuple[int, Kind, Neighbour | None]]]):
-    """The stages and kinds of all actions that an action may need (`needed`), with the slice
-    (`Need.slice`), by the action's stage and kind.
+    """For each stage and kind of action: stage, kind and slice of the actions on which it may
+    depend.
 
-    They are the same for every microbatch, so they are computed once.
+    These dependencies (`needed`) are alike for every microbatch, so they are computed once. The
+    slice is that of `Need.slice`.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -251,8 +254,11 @@ _needs_on = lru_cache(maxsize=8)(Needs)
 
 
 def needed_numbers(arrays: ActionArrays, placement: Placement) -> Iterator[Ints]:
-    """Yield the numbers of the actions that actions need, as far as they exist: the first need of
-    each action, then the second of each, and so on; -1 if there is none."""
+    """Yield arrays with the numbers of the actions on which each action depends.
+
+    The first array has the first dependency of each action, the second array its second, and so on;
+    -1 if there is none.
+    """
     needs, place = (
         _needs_on(placement),
         {stage_kind: at for at, stage_kind in enumerate(arrays.stage_kinds)},
@@ -274,11 +280,11 @@ def needed_numbers(arrays: ActionArrays, placement: Placement) -> Iterator[Ints]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Graph(Precedence):
-    """Graph of a program's waits, with actions as nodes.
+    """Graph of what waits for what in a program; its nodes are the actions of all ranks.
 
     Attributes:
         actions: all actions of all ranks, rank after rank.
-        ranks: the rank of each.
+        ranks: the rank of each action.
         partners: for the node of a message, the node of its other end; -1 for other nodes.
         batches: for the node of a batched message, the nodes that move together.
         leaders: for the node of a collective, the one of its nodes that all its others wait for;
@@ -292,7 +298,10 @@ class Graph(Precedence):
     leaders: Ints
 
     def cycle(self) -> list[Action]:
-        """Return actions in a cyclic wait, each waiting for the next and the last for the first."""
+        """Return actions in a deadlock, each waiting for the next and the last for the first.
+
+        The list is empty if there is no deadlock.
+        """
         stuck = set(self.stuck)
         if not stuck:
             return []
@@ -307,7 +316,7 @@ class Graph(Precedence):
 
 
 class _Waits:
-    """Waits between nodes, collected while a graph is built."""
+    """Collects which node waits for which while a graph of waits is built."""
 
     def __init__(self, nodes: int) -> None:
         self._nodes = nodes
@@ -315,15 +324,17 @@ class _Waits:
         self._earlier: list[Ints] = []
 
     def add(self, later: Ints, earlier: Ints) -> None:
-        """Let each action of ``later`` wait for the action of ``earlier`` at the same position,
-        unless it is -1."""
+        """Let each action of ``later`` wait for the action of ``earlier`` at the same position.
+
+        An entry -1 of ``earlier`` stands for no action.
+        """
         is_there = earlier >= 0
         self._later.append(later[is_there])
         self._earlier.append(earlier[is_there])
 
     @property
     def before(self) -> NodeLists:
-        """Nodes that each node waits for, in the order in which they were added."""
+        """For each node, the nodes that it waits for, in the order in which they were added."""
         later, earlier = np.concatenate(self._later), np.concatenate(self._earlier)
         return NodeLists.of(later, earlier, self._nodes)
 
@@ -334,7 +345,7 @@ def build_graph(
     device: Device = Device.PARALLEL,
     known_order: Ints | None = None,
 ) -> Graph:
-    """Return the graph of ``schedule``, whose actions are complete and include all that they need.
+    """Return the graph of waits of ``schedule``, which must be complete: with messages and waits.
 
     - A rank issues its actions in order, and compute and waits block its later actions.
     - A channel processes its sends in order, and its receives.
@@ -342,7 +353,7 @@ def build_graph(
     - An action starts when its dependencies are done.
     - A collective ends on all ranks together, once all have issued it.
     - Copies to the host follow one another, and so do copies from it.
-    - The two passes of a pair begin together and end together.
+    - Two overlapped passes begin together and end together.
 
     These rules are those of a device whose streams run in parallel. Other devices (`Device`)
     guarantee no parallel streams, or have calls of the host that wait for everything that has been
@@ -379,8 +390,7 @@ def build_graph(
 
 
 def blocking_actions(arrays: ActionArrays, device: Device = Device.PARALLEL) -> Ints:
-    """Return, for each action, the last blocking action before it in its row; -1 if there is
-    none."""
+    """Return, for each action, the last action before it on its rank that blocks it; else -1."""
     before = arrays.numbers - 1
     if device is not Device.ONE_QUEUE:
         before = np.append(np.int32(-1), arrays.latest(IS_BLOCKING[arrays.kind]))[:-1]
@@ -388,8 +398,11 @@ def blocking_actions(arrays: ActionArrays, device: Device = Device.PARALLEL) -> 
 
 
 def _waited_for_at_passes(arrays: ActionArrays) -> tuple[Ints, Ints]:
-    """Return two arrays of numbers: blocking actions, and with each an action that was posted
-    between the previous blocking action and this one."""
+    """Return pairs of actions: a blocking action, and one posted since the previous blocking
+    action.
+
+    The two arrays have the numbers of the former and of the latter.
+    """
     is_blocking = IS_BLOCKING[arrays.kind]
     posted, held = arrays.numbers[~is_blocking], arrays.numbers[is_blocking]
     next_held = np.append(held, np.int32(len(arrays)))[np.searchsorted(held, posted)]
@@ -399,7 +412,8 @@ def _waited_for_at_passes(arrays: ActionArrays) -> tuple[Ints, Ints]:
 
 
 def _before_in_queue(arrays: ActionArrays, placement: Placement) -> Ints:
-    """Return, for each action, the previous action in its queue (`_queue`); -1 if there is none."""
+    """Return, for each action, the previous action in its communication queue (`_queue`); else
+    -1."""
     queues: dict[tuple[int, Channel | Kind | Lane | None], int] = {}
     of_pairs = []
     for stage, kind in arrays.stage_kinds:
@@ -416,7 +430,7 @@ def _before_in_queue(arrays: ActionArrays, placement: Placement) -> Ints:
 
 
 def _queue(action: Action, placement: Placement) -> Channel | Kind | Lane | None:
-    """Return the queue in which a rank runs ``action`` in order; None if it is in none."""
+    """Return the queue in which a rank runs communication or copies in order; None for passes."""
     rule = RULES[action.kind]
     if rule.is_message:
         return channel_of(action, placement)
@@ -426,7 +440,7 @@ def _queue(action: Action, placement: Placement) -> Channel | Kind | Lane | None
 
 
 def partners_of(arrays: ActionArrays, placement: Placement) -> Ints:
-    """Return `Graph.partners` of the actions in ``arrays``."""
+    """Return, for each action that is a message, the number of its other end; else -1."""
     place = {stage_kind: at for at, stage_kind in enumerate(arrays.stage_kinds)}
     others = [-1] * len(place)
     for (stage, kind), at in place.items():
@@ -436,8 +450,10 @@ def partners_of(arrays: ActionArrays, placement: Placement) -> Ints:
 
 
 def _move_together(arrays: ActionArrays, waits: _Waits) -> Ints:
-    """Add to ``waits`` that a collective ends on all ranks at the same time; return
-    `Graph.leaders`."""
+    """Add to ``waits`` that a collective ends on all ranks at the same time; return the leaders.
+
+    The leader of a collective is the one of its nodes for which the others wait (`Graph.leaders`).
+    """
     leaders = arrays.numbers.copy()
     nodes = arrays.numbers[IS_COLLECTIVE[arrays.kind]]
     if not len(nodes):
@@ -455,7 +471,7 @@ def _move_together(arrays: ActionArrays, waits: _Waits) -> Ints:
 
 
 def _move_in_batches(schedule: Schedule, partners: Ints, waits: _Waits) -> dict[int, Sequence[int]]:
-    """Add to ``waits`` the waits that one communicator causes; return `Graph.batches`.
+    """Add to ``waits`` the waits that one shared communicator causes; return `Graph.batches`.
 
     The communicator of batched messages (`P2P.BATCHED`) runs its messages in order:
 

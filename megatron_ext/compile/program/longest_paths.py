@@ -23,11 +23,12 @@ _Places = NDArray[np.intp]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Precedence:
-    """Numbered nodes, and the nodes that each must wait for.
+    """Graph of numbered nodes, each of which starts after the nodes that it waits for have ended.
 
     Attributes:
         before: for each node, the nodes that must have ended before it can start.
-        known_order: the nodes, each after all it waits for, if that order is known.
+        known_order: the nodes in an order with each after all it waits for, if such an order is
+            known.
     """
 
     before: NodeLists
@@ -35,8 +36,10 @@ class Precedence:
 
     @cached_property
     def order(self) -> Ints:
-        """Nodes in an order with each after all it waits for; if there is a cycle, not all
-        nodes."""
+        """All nodes in an order with each node after all it waits for.
+
+        Nodes in a cyclic wait are missing.
+        """
         if self.known_order is not None:
             return self.known_order
         waiting: list[int] = np.diff(self.before.bounds).tolist()
@@ -53,7 +56,7 @@ class Precedence:
 
     @property
     def stuck(self) -> list[int]:
-        """Nodes in a cyclic wait, or behind one."""
+        """Nodes that can never start: those in a cyclic wait, and those that wait for them."""
         is_done = np.zeros(len(self.before), dtype=bool)
         is_done[self.order] = True
         return np.flatnonzero(~is_done).tolist()
@@ -83,7 +86,7 @@ class Precedence:
 
 
 class BatchedTimes:
-    """Longest paths through ``graph`` for many vectors of seconds at once.
+    """End times of a graph's nodes for many vectors of durations, computed together.
 
     Attributes:
         order: the nodes by level; within a level, the nodes that wait for most come first.
@@ -123,10 +126,10 @@ class BatchedTimes:
                     turns.append((places[begin:end], late[begin:end] if few < many else None))
 
     def run(self, times: Floats) -> None:
-        """Replace the seconds of nodes in ``times`` by the times at which the nodes end.
+        """Replace the durations of nodes in ``times`` by the times at which the nodes end.
 
         Args:
-            times: array by position of the node, and by vector.
+            times: array of shape (positions of nodes in ``order``, vectors).
         """
         for first, last, ((earlier, late), *others) in self._levels:
             latest = times.take(earlier, axis=0)

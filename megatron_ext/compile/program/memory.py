@@ -39,7 +39,7 @@ _USES = {
 
 
 def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
-    """Return the memory held during each compute action of ``row``, in the unit of ``amount``.
+    """Return the memory held during each compute action in a rank's ``row``, in ``amount``'s unit.
 
     An action allocates its memory at its start and frees at its end. An action that does both
     counts only its end: I turns activations into the inputs of W layer by layer.
@@ -49,13 +49,13 @@ def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
 
 
 def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
-    """Yield the memory held during every action of ``row``, in the unit of ``amount``.
+    """Yield the memory held during every action in a rank's ``row``, in the unit of ``amount``.
 
     Messages and copies from the host take memory too. A received tensor counts until the pass that
     uses it begins: the part that F keeps of it belongs to the activation, and a gradient is freed
     while the pass computes the next one. A pass keeps only memory that some pass of its stage
     frees: in an evaluation F keeps nothing. A pass that is recomputed keeps its stage's input, and
-    the recompute allocates the rest. A slice takes its share of its microbatch's memory. The
+    the recomputation allocates the rest. A slice takes its share of its microbatch's memory. The
     gradients of keys and values, to which slices add, are held for the whole microbatch, from its
     first backward pass to its last.
     """
@@ -101,7 +101,7 @@ _Change = tuple[float, float, Kind | None, bool, float]
 def _changes(
     row: tuple[Action, ...], amount: Amount, *, are_cut: bool
 ) -> dict[tuple[int, Kind], _Change]:
-    """Return how an action of each stage and kind of ``row`` changes the memory held."""
+    """Return how an action of each stage and kind in a rank's ``row`` changes the memory held."""
     on_stages = {(stage, kind) for stage, kind, _ in row}
     used = {(stage, held) for stage, kind in on_stages for held in RULES[kind].releases}
     changes = {}
@@ -124,18 +124,21 @@ def _changes(
 
 
 def kept_for_recompute(stage: int, microbatch: int, amount: Amount) -> float:
-    """Return the amount stored, per microbatch, for an activation that is recomputed: the stage's
-    input, and for a slice its keys and values, to which later slices attend in the meantime."""
+    """Return the memory stored per microbatch for an activation that is recomputed later.
+
+    This is the stage's input, and for a slice its keys and values, to which later slices attend in
+    the meantime.
+    """
     is_slice = isinstance(microbatch, Slice)
     return amount(Held.INPUT, stage) + (amount(Held.KEYS_VALUES, stage) if is_slice else 0.0)
 
 
 def in_microbatches(schedule: Schedule) -> Amount:
-    """Return the zero-bubble papers' measure: an activation counts 1/v from F to W (or B), and the
-    input gradient frees nothing.
+    """Return the function that counts memory in microbatches, as the zero-bubble papers do.
 
-    Logits do not count, as they belong to no layer; nor do messages, nor keys and values on top of
-    the activations. A stage's input counts a tenth.
+    With v chunks a rank, an activation counts 1/v from F to W (or B), and the input gradient frees
+    nothing. Logits do not count, as they belong to no layer; nor do messages, nor keys and values
+    on top of the activations. A stage's input counts a tenth of its activation.
     """
     share = 1 / schedule.placement.chunks
     none = dict.fromkeys((Held.LOGITS, Held.MESSAGE, Held.KEYS_VALUES), 0.0)
@@ -144,7 +147,7 @@ def in_microbatches(schedule: Schedule) -> Amount:
 
 
 def in_bytes(costs: Costs) -> Amount:
-    """Return the memory amount in bytes, by ``costs``."""
+    """Return the function that counts memory in bytes, by the bytes in ``costs``."""
     held_bytes, links = costs.held_bytes, costs.links
     assert held_bytes is not None
 
@@ -164,17 +167,19 @@ def in_bytes(costs: Costs) -> Amount:
 
 
 def _input_bytes(stage: int, activation: float, message: float) -> float:
-    """Return the bytes of the input of ``stage``: those of a message, or 0 for the first stage,
-    whose input is tokens. If the bytes of messages are not known, it is a share of the
-    activation."""
+    """Return the bytes of the input of ``stage``, which are those of a message.
+
+    They are 0 for the first stage, whose input is tokens. If the bytes of messages are not known,
+    they are taken as a share of the activation.
+    """
     return min(message if stage else 0.0, activation) if message else INPUT_SHARE * activation
 
 
 def bytes_for(limit: MemoryLimit, costs: Costs) -> Mapping[Held, tuple[float, ...]]:
-    """Return the bytes that ``costs`` must have for a limit in bytes.
+    """Return the bytes in ``costs``, which a memory limit in bytes requires.
 
     Raises:
-        ValueError: they have none.
+        ValueError: the costs have no bytes.
     """
     if costs.held_bytes is None:
         raise ValueError(
@@ -185,7 +190,7 @@ def bytes_for(limit: MemoryLimit, costs: Costs) -> Mapping[Held, tuple[float, ..
 
 
 def limited_amount(limit: MemoryLimit, schedule: Schedule, costs: Costs) -> tuple[Amount, float]:
-    """Return the amount to count memory in, and how much of it ``limit`` allows.
+    """Return the function that counts memory in the unit of ``limit``, and the amount allowed.
 
     Raises:
         ValueError: as `bytes_for`.
@@ -198,8 +203,9 @@ def limited_amount(limit: MemoryLimit, schedule: Schedule, costs: Costs) -> tupl
 
 
 def without_reserved(limit: MemoryLimit, microbatches: int, problem: Problem) -> MemoryLimit:
-    """Return the memory ``limit`` less the activations of ``microbatches`` further microbatches of
-    a rank, and less logits.
+    """Return the memory ``limit`` less the memory that vocabulary parallelism takes in addition.
+
+    That is the activations of ``microbatches`` further microbatches on a rank, and logits.
 
     Raises:
         ValueError: less than one microbatch is left.
@@ -229,8 +235,11 @@ def without_reserved(limit: MemoryLimit, microbatches: int, problem: Problem) ->
 
 
 def check_one_microbatch(problem: Problem) -> None:
-    """Raise ValueError if the memory limit is below one microbatch of some rank, which every
-    schedule holds there at once unless it copies activations to the host or recomputes them."""
+    """Raise ValueError if the memory limit is below one microbatch's activations on some rank.
+
+    Every schedule holds that much there, unless it copies activations to the host or recomputes
+    them.
+    """
     limit, options = problem.memory_limit, problem.options
     saves = options.activation_offload is not Offload.NONE or options.recompute != Recompute()
     if limit is None or saves or problem.slices.count > 1:
@@ -247,7 +256,7 @@ def check_one_microbatch(problem: Problem) -> None:
 
 
 def peaks(schedule: Schedule, amount: Amount) -> list[float]:
-    """Return the largest amount of memory that each rank holds."""
+    """Return the largest amount of memory that each rank of ``schedule`` holds."""
     return [peak(row, amount) for row in schedule.rows]
 
 
@@ -257,13 +266,13 @@ def peak(row: tuple[Action, ...], amount: Amount) -> float:
 
 
 def recomputed_share(schedule: Schedule) -> float:
-    """Return the share of the forward passes that are recomputed."""
+    """Return the share of the schedule's forward passes whose activations are recomputed."""
     kinds = [action.kind for row in schedule.rows for action in row]
     return sum(map(_RECOMPUTES.__contains__, kinds)) / sum(map(_MADE.__contains__, kinds))
 
 
 def peak_on_host(row: tuple[Action, ...], placement: Placement) -> float:
-    """Return the largest number of microbatches of a rank that are on the host at once."""
+    """Return how many microbatches of a rank's activations are on the host at most at one time."""
     now = most = 0.0
     for action in row:
         rule = RULES[action.kind]
@@ -274,9 +283,11 @@ def peak_on_host(row: tuple[Action, ...], placement: Placement) -> float:
 
 
 def most_on_host(row: tuple[Action, ...]) -> dict[tuple[int, Held], int]:
-    """Return the largest number of microbatches, or slices, that are on the host at once, by stage
-    and kind of memory. Each counts from the start of its copy to the host until the start of its
-    copy back."""
+    """Return the largest number of microbatches, or slices, on the host, by stage and kind of
+    memory.
+
+    Each counts from the start of its copy to the host until the start of its copy back.
+    """
     most: Counter[tuple[int, Held]] = Counter()
     now: Counter[tuple[int, Held]] = Counter()
     for action in row:

@@ -46,7 +46,7 @@ _Keys = tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.generic]]
 
 
 def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule``, which has its messages, with the actions of all ranks in one sequence.
+    """Return a schedule with messages, reordered so that all ranks follow one global sequence.
 
     The order is that of time, in a simulation in which no send waits for its receive to be posted:
 
@@ -72,8 +72,10 @@ def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _in_sequence(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
-    """Return the sort keys of nodes that give the global sequence. The two ends of a message share
-    a key, and so do all calls of a collective."""
+    """Return the sort keys of all actions that give the global sequence of passes and messages.
+
+    The two ends of a message share a key, and so do all calls of a collective.
+    """
     arrays = schedule.arrays
     starts, ends = _times(graph, schedule, costs, _LEAST_P2P_SHARE)
     kind, nodes = arrays.kind, arrays.numbers
@@ -91,12 +93,12 @@ def _in_sequence(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
 
 
 def _batched(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
-    """Return the keys for messages that share one communicator.
+    """Return the sort keys of all actions if messages share one communicator and move in batches.
 
     Two neighbours that send to each other at one time must swap in one batch. A rank receives the
     messages of a time after its own passes that end by then, right before it sends its own messages
-    of that time. A pair of passes sends both ways; it does this with each neighbour, one after the
-    other.
+    of that time. Two overlapped passes send both ways; they do this with each neighbour, one after
+    the other.
     """
     arrays, paired = schedule.arrays, schedule.paired
     _, ends = _times(graph, schedule, costs, least_share=0.0)
@@ -113,10 +115,10 @@ def _batched(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
 
 
 def _links(schedule: Schedule) -> Ints:
-    """Return for each message the number of its link; 0 for other actions. A link is a pair of
-    ranks of which one sends activations to the other.
+    """Return for each message the number of its link between two ranks; 0 for other actions.
 
-    A pair sends both ways at once, and each send swaps with a message in the other direction. All
+    A link is a pair of ranks of which one sends activations to the other. Two overlapped passes
+    send both ways at the same time, and each send swaps with a message in the other direction. All
     ranks take their links in one order; otherwise they would wait for one another.
     """
     arrays, placement = schedule.arrays, schedule.placement
@@ -135,8 +137,10 @@ def _links(schedule: Schedule) -> Ints:
 def _times(
     graph: Graph, schedule: Schedule, costs: Costs, least_share: float
 ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
-    """Return the start and the end of each node, in ticks; the two passes of a pair end together.
-    ``least_share`` is a share of the longest pass of a mean microbatch."""
+    """Return the start and the end of each action, in ticks; two overlapped passes end together.
+
+    ``least_share`` is the least time of a message, as a share of the longest pass.
+    """
     arrays, paired = schedule.arrays, schedule.paired
     actions = chain.from_iterable(arrays.examples)
     longest = max(costs.alike.of(action) for action in actions if is_compute(action))
@@ -160,6 +164,6 @@ def _times(
 
 
 def _made(arrays: ActionArrays, ends: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Return, for each node, the end of the latest pass of its rank at or before the node."""
+    """Return, for each action, the end of the latest pass on its rank up to that action."""
     latest = arrays.latest(IS_PASS[arrays.kind])
     return np.where(latest < 0, 0, ends[latest])

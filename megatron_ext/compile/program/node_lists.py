@@ -16,10 +16,10 @@ from megatron_ext.schedule.action_arrays import Ints
 
 @dataclass(frozen=True, eq=False)
 class NodeLists:
-    """A list of nodes for each node: the list of node n is ``nodes[bounds[n] : bounds[n + 1]]``
-    (CSR layout).
+    """A list of nodes for each node of a graph, in two numpy arrays (CSR layout).
 
-    (Python lists would take most of a program's memory and build time.)
+    The list of node n is ``nodes[bounds[n] : bounds[n + 1]]``. (Python lists would take most of a
+    program's memory and build time.)
     """
 
     bounds: NDArray[np.intp]
@@ -33,15 +33,17 @@ class NodeLists:
 
     @classmethod
     def of(cls, owners: Ints, nodes: Ints, count: int) -> NodeLists:
-        """Return ``count`` lists: each of ``nodes`` is in the list of its owner, in the given
-        order."""
+        """Return ``count`` lists, with each of ``nodes`` in the list of its entry in ``owners``."""
         bounds = np.zeros(count + 1, dtype=np.intp)
         np.cumsum(np.bincount(owners, minlength=count), out=bounds[1:])
         return cls(bounds, nodes[np.argsort(owners, kind="stable")])
 
     def joined(self, names: Ints, owners: Ints) -> tuple[Ints, Ints]:
-        """Concatenate the lists of ``owners``. Return two arrays of equal length: for each node the
-        entry of ``names`` for its owner, and the node itself."""
+        """Concatenate the lists of the nodes ``owners``.
+
+        Return two arrays of equal length: for each listed node the entry of ``names`` for its
+        owner, and the listed node itself.
+        """
         lengths = np.diff(self.bounds)[owners]
         starts = self.bounds[owners] - (np.cumsum(lengths) - lengths)
         places = np.repeat(starts, lengths) + np.arange(lengths.sum())
@@ -49,10 +51,10 @@ class NodeLists:
 
     @property
     def owners(self) -> Ints:
-        """For each of ``nodes``, the owner of the list that contains it."""
+        """For each entry of ``nodes``, the node whose list contains the entry."""
         return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.bounds))
 
     @property
     def inverse(self) -> NodeLists:
-        """The inverse lists: for each node, the owners of the lists that contain it."""
+        """The inverse lists: for each node, the nodes whose lists contain it."""
         return NodeLists.of(self.nodes, self.owners, len(self))

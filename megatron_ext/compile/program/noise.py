@@ -28,7 +28,7 @@ _TIMES = 2**23  # numbers in memory at once: 64 MiB of times
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise of passes: factors of their durations, none negative, whose mean is 1.
+    """Random variation of the durations of passes, by factors whose mean is 1.
 
     Attributes:
         passes: the standard deviation of a pass's factor, which is lognormal.
@@ -44,8 +44,8 @@ class Noise:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Quantiles of a step's duration: half of the steps, and nine in ten of them, take no
-    longer."""
+    """Quantiles of a step's duration: the median, and the duration that nine in ten steps stay
+    within."""
 
     median: float
     p90: float
@@ -53,8 +53,10 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class Spread:
-    """Spread of a step's simulated duration, in the unit of the costs; ``--json`` prints these
-    names."""
+    """Quantiles of a step's duration over random samples, in the unit of the costs.
+
+    ``--json`` prints the names of these fields.
+    """
 
     samples: int
     makespan: Quantiles
@@ -62,7 +64,7 @@ class Spread:
 
 
 def spread(program: Program, noise: Noise, samples: int = SAMPLES) -> Spread:
-    """Return the spread over ``samples`` steps of ``program`` with its own costs under
+    """Return quantiles of the step time of ``program`` over ``samples`` steps with random
     ``noise``."""
     arrays = program.as_run[0].arrays
     times = RankTimes(program)
@@ -80,9 +82,9 @@ def _quantiles(parts: list[Floats]) -> Quantiles:
 
 
 def factors_of(arrays: ActionArrays, noise: Noise, samples: int) -> Iterator[Floats]:
-    """Yield factors of durations for ``samples`` samples, as arrays of shape (samples, actions).
+    """Yield random factors of all actions' durations, as arrays of shape (samples, actions).
 
-    The samples come in batches that fit into memory; their size changes no factor.
+    The samples come in batches that fit into memory; the size of a batch changes no factor.
     """
     at_once = max(_TIMES // len(arrays), 1)
     passes = arrays.numbers[IS_PASS[arrays.kind]]

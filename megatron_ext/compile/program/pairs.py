@@ -18,9 +18,11 @@ from megatron_ext.schedule.schedule import Schedule
 
 
 def what_is_wrong(schedule: Schedule) -> tuple[str, list[Action]] | None:
-    """Return why the pairs of ``schedule`` are not possible, and the first offenders; None if the
-    two passes of each pair alone show no error. (A dependency through other ranks is a cycle of the
-    graph.)"""
+    """Return why two passes that ``schedule`` overlaps cannot overlap, and the offending actions.
+
+    None if no two of them show an error by themselves. (A dependency through other ranks is a cycle
+    of the graph of waits.)
+    """
     followers = {
         action: after for row in schedule.rows for action, after in pairwise((*row, None)) if action
     }
@@ -46,11 +48,11 @@ def what_is_wrong(schedule: Schedule) -> tuple[str, list[Action]] | None:
 
 
 def seconds_in_pairs(schedule: Schedule, costs: Costs) -> Iterator[tuple[int, float, float]]:
-    """Yield the number of each pair's forward pass, its share of the pair's seconds, and the
-    backward pass's.
+    """Yield, for each two overlapped passes, the number of the forward pass and the seconds of
+    both.
 
-    For the account, the two passes of a pair run one after the other, F first, in the proportion of
-    their seconds alone, so the work of a rank adds up.
+    For the account, the two passes run one after the other, F first, and split their joint seconds
+    in the proportion of their seconds alone, so the work of a rank adds up.
     """
 
     @cache

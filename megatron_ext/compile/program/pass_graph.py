@@ -25,12 +25,13 @@ from megatron_ext.schedule.schedule import Schedule
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PassGraph(Precedence):
-    """Graph of the passes of a schedule; two overlapped passes are one node. Other nodes take no
-    time.
+    """Graph of the passes of a schedule, without messages; two overlapped passes are one node.
+
+    Other nodes take no time.
 
     Attributes:
         nodes: the node of each pass.
-        lags: for each of ``before.nodes``, the seconds of the message between the two.
+        lags: for each of ``before.nodes``, the seconds of the message between the two nodes.
     """
 
     nodes: Ints
@@ -38,8 +39,7 @@ class PassGraph(Precedence):
 
 
 def pass_graph(schedule: Schedule, costs: Costs) -> PassGraph:
-    """Return the graph of the passes of ``schedule``, with messages that do not wait for one
-    another."""
+    """Return the graph of the passes of ``schedule``; messages are delays, and never queue."""
     arrays = schedule.arrays
     is_second = np.zeros(len(arrays), dtype=bool)
     is_second[schedule.paired + 1] = True
@@ -57,9 +57,11 @@ def pass_graph(schedule: Schedule, costs: Costs) -> PassGraph:
 
 
 def with_messages(schedule: Schedule, costs: Costs) -> tuple[Precedence, list[float]]:
-    """Return a graph of the passes of ``schedule`` followed by its messages, which wait for one
-    another on each channel, and the seconds of each node. Savings of adjacent or overlapping passes
-    do not count. Messages that take no time are no nodes."""
+    """Return a graph of the passes and messages of ``schedule``, and the seconds of each node.
+
+    The passes come first. The messages of a channel follow one another. Savings of adjacent or
+    overlapping passes do not count. Messages that take no time are no nodes.
+    """
     arrays = schedule.arrays
     (followers, previous), links = _within_ranks(schedule), _links(schedule, costs)
     at_once = links.seconds == 0
@@ -82,8 +84,11 @@ def with_messages(schedule: Schedule, costs: Costs) -> tuple[Precedence, list[fl
 
 
 def _within_ranks(schedule: Schedule) -> tuple[Ints, Ints]:
-    """Return passes with the previous pass on their rank, and passes with a pass that they need
-    although it comes after them on their rank, which cannot run."""
+    """Return passes, and for each a pass on its rank that it waits for.
+
+    That is the previous pass, or a pass that it depends on although it comes later (which
+    deadlocks).
+    """
     arrays = schedule.arrays
     followers = arrays.numbers[arrays.numbers > arrays.first]
     waits = [(followers, followers - np.int32(1))]
@@ -95,8 +100,11 @@ def _within_ranks(schedule: Schedule) -> tuple[Ints, Ints]:
 
 
 class _Links(NamedTuple):
-    """Arrays over messages: the pass that waits for the message, the pass that makes it, the
-    position of the send's kind in `KINDS`, and the seconds."""
+    """Arrays that describe messages: the pass that waits for the message and the pass that makes
+    it.
+
+    ``send`` is the position of the send's kind in `KINDS`, and ``seconds`` the time of the message.
+    """
 
     later: Ints
     earlier: Ints
@@ -140,8 +148,7 @@ def _links(schedule: Schedule, costs: Costs) -> _Links:
 
 
 def senders(action: Action, placement: Placement) -> Iterator[tuple[Action, Action]]:
-    """Yield the passes on other ranks whose output ``action`` may receive, with the sends of that
-    output."""
+    """Yield the passes on other ranks whose output ``action`` may receive, each with its send."""
     for _, choices in needed(action, placement):
         for receive in choices:
             if RULES[receive.kind].lane is Lane.RECEIVE:

@@ -14,7 +14,10 @@ from megatron_ext.schedule.action_arrays import IS_PASS, Floats
 
 
 class RankTimes:
-    """Start and end of each rank in samples of a step of ``program``, under its own costs."""
+    """Computes when each rank starts and ends in samples of a step of ``program``.
+
+    In a sample the passes take longer or shorter than in the program's own costs.
+    """
 
     def __init__(self, program: Program) -> None:
         schedule, self._graph = program.as_run
@@ -29,11 +32,10 @@ class RankTimes:
         self._passes = passes
 
     def of(self, factors: Floats) -> tuple[Floats, Floats]:
-        """Return, for each sample and rank, the start of its first pass and the end of its last
-        one.
+        """Return, for each sample and rank, the start of the first pass and the end of the last.
 
         Args:
-            factors: of the seconds of each action, by sample and action.
+            factors: factors on the seconds of each action, of shape (samples, actions).
         """
         seconds = self._seconds * factors
         first, last = self._passes[self._first], self._passes[self._last]

@@ -29,7 +29,7 @@ _FORWARD = KINDS.index(Kind.FORWARD)
 
 @dataclass(frozen=True, eq=False)
 class RepeatingPart:
-    """The period of a program.
+    """The part of a step's schedule that more microbatches only repeat.
 
     A longer step's schedule has the period once more, for microbatches L later, and its ending for
     microbatches L later. Each further period takes the same seconds d under two conditions. The
@@ -56,11 +56,11 @@ class RepeatingPart:
 
 
 def repeating_part(program: Program, periods: Sequence[int]) -> RepeatingPart | None:
-    """Return the repeating part of ``program`` with the first of ``periods`` (microbatches) that it
-    has.
+    """Return the repeating part of ``program``, with the first of the possible ``periods`` that
+    fits.
 
-    Return None if it has none of them, or if steps overlap or several ranks share a link to the
-    host, to which this account does not apply.
+    A period is a number of microbatches. Return None if none fits, or if steps overlap or several
+    ranks share a link to the host, to which this account does not apply.
     """
     problem = program.problem
     if problem.options.steps_overlap or links_of(program.graph, problem.costs):
@@ -76,7 +76,7 @@ def repeating_part(program: Program, periods: Sequence[int]) -> RepeatingPart | 
 
 
 class _Cuts:
-    """Actions of a program and their times, in which possible cuts are looked for."""
+    """Start and end times of a program's actions, in which a repeating part is looked for."""
 
     def __init__(self, program: Program) -> None:
         schedule, self._graph = program.as_run
@@ -90,8 +90,10 @@ class _Cuts:
         ]
 
     def at(self, microbatch: int, period: int) -> RepeatingPart | None:
-        """Return the repeating part between F of ``microbatch`` and F of the one ``period`` later;
-        None if these are no cuts."""
+        """Return the repeating part between F of ``microbatch`` and F of the one ``period`` later.
+
+        None if the actions between these two cuts do not repeat.
+        """
         arrays, numbers = self._arrays, self._arrays.table
         microbatches, first = period, microbatch * arrays.slices
         period = microbatches * arrays.slices  # the period in slices, if microbatches are sliced
@@ -129,9 +131,12 @@ class _Cuts:
         )
 
     def _is_done_alike(self, is_early: Flags, is_done: Flags, period: int) -> bool:
-        """Return whether the actions of ``is_done``, before the second cut, are those of
-        ``is_early``, before the first, for microbatches a ``period`` later, and all actions of the
-        first microbatches."""
+        """Return whether the actions before the second cut repeat those before the first cut.
+
+        They must be the same actions for microbatches a ``period`` later, and all actions of the
+        first microbatches. ``is_early`` flags the actions before the first cut, ``is_done`` those
+        before the second.
+        """
         numbers = self._arrays.table
         is_there = numbers >= 0
         early, done = (flags[numbers] & is_there for flags in (is_early, is_done))
@@ -140,8 +145,10 @@ class _Cuts:
         return bool(is_alike.all() and (done | ~is_there)[:, :period].all())
 
     def _follows_the_same(self, begins: Ints, ends: Ints, period: int) -> bool:
-        """Return whether each rank runs the same actions right before both cuts. As many actions
-        are compared as one microbatch, or slice, of the ``period`` has."""
+        """Return whether each rank runs the same actions right before both cuts of the schedule.
+
+        As many actions are compared as one microbatch, or slice, of the ``period`` has.
+        """
         arrays = self._arrays
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
             length = min(-((begin - end) // period), begin - int(arrays.first[begin]))
@@ -154,7 +161,7 @@ class _Cuts:
         return True
 
     def _crossing(self, is_source: Flags, is_waiting: Flags) -> Ints:
-        """Return the actions of one part for which actions of another wait."""
+        """Return the actions flagged by ``is_source`` for which actions of ``is_waiting`` wait."""
         sources, waiting = self._graph.before.nodes, self._owners
         return np.unique(sources[is_source[sources] & is_waiting[waiting]])
 
@@ -163,8 +170,8 @@ class _Cuts:
         return self._graph.before.owners
 
     def _moved(self, period: int) -> Ints:
-        """Return for each action the number of the same action of the microbatch ``period`` later;
-        -1 if there is none."""
+        """Return for each action the number of the same action ``period`` microbatches later, else
+        -1."""
         arrays = self._arrays
         microbatch = arrays.microbatch + np.int32(period)
         is_there = (microbatch >= 0) & (microbatch < arrays.table.shape[1])

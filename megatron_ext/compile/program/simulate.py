@@ -32,13 +32,13 @@ _SAME = 1e-9  # rounding error, as a share of a time
 
 
 def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -> Timeline:
-    """Return the timeline in which every action starts as soon as all it waits for on ``device``
-    has ended (`graph`).
+    """Return the predicted timeline of ``program``: every action starts as soon as it can.
 
-    A message takes its hop from the time when both ends are ready, a collective from the time when
-    all ranks are; messages of one channel follow one another. Megatron's own pipeline functions
-    post and await messages in their own order (`program.stock`), and ``device`` is then that of
-    parallel streams. The simulation is one pass over the actions.
+    It starts when all that it waits for on ``device`` has ended (`graph`). A message takes its
+    seconds from the time when both ends are ready, a collective from the time when all ranks are;
+    messages of one channel follow one another. Megatron's own pipeline functions post and await
+    messages in their own order (`Program.as_run`), and ``device`` is then that of parallel streams.
+    The simulation is one pass over the actions.
     """
     schedule, graph = program.as_run
     if device is not Device.PARALLEL:
@@ -48,7 +48,7 @@ def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -
 
 
 def simulate_steps(program: Program, costs: Costs, steps: int) -> tuple[Timeline, ...]:
-    """Simulate ``steps`` steps, one after the other on one clock.
+    """Simulate ``steps`` consecutive steps of ``program``; return their timelines on one clock.
 
     With post-validation a rank begins a step when it has ended its own part of the last one.
     Without it, all ranks wait for the slowest of them, as around a synchronous optimizer.
@@ -57,10 +57,10 @@ def simulate_steps(program: Program, costs: Costs, steps: int) -> tuple[Timeline
 
 
 def step_seconds(program: Program, costs: Costs) -> float:
-    """Return the seconds of a step in the long run: its makespan, or with post-validation about its
-    span.
+    """Return the seconds of a step of ``program`` in the long run.
 
-    (A rank that idles in the middle of its span may wait less if it begins later.)
+    This is the makespan, or with post-validation, where steps overlap, about the span. (A rank that
+    idles in the middle of its span may wait less if it begins later.)
     """
     if not program.problem.options.steps_overlap or program.problem.forward_only:
         return _makespan(program, costs)
@@ -78,7 +78,8 @@ def step_seconds(program: Program, costs: Costs) -> float:
 
 
 def _makespan(program: Program, costs: Costs) -> float:
-    """Return `Timeline.makespan` without making the events, for searches that need nothing else."""
+    """Return the seconds from the first start to the last end, for searches that need nothing
+    else."""
     schedule, graph = program.as_run
     starts, ends = map(np.array, times(graph, schedule, costs))
     is_pass = IS_PASS[schedule.arrays.kind]
@@ -86,8 +87,7 @@ def _makespan(program: Program, costs: Costs) -> float:
 
 
 def _one_after_the_other(program: Program, costs: Costs) -> Iterator[tuple[Timeline, list[float]]]:
-    """Yield the timelines of endless steps, with the time at which each rank is free for the
-    next."""
+    """Yield the timeline of each of endlessly many steps, and when each rank is free afterwards."""
     free = [0.0] * program.problem.ranks
     schedule, graph = program.as_run
     while True:
@@ -102,24 +102,26 @@ def _one_after_the_other(program: Program, costs: Costs) -> Iterator[tuple[Timel
 
 
 def simulate_unproved(schedule: Schedule, problem: Problem) -> Timeline:
-    """Simulate a schedule that is still being made, with its messages implied.
+    """Return the timeline of a schedule under construction, which has no messages yet.
 
-    Actions in a cyclic wait start at 0 and take no time.
+    Messages are inserted. Actions in a cyclic wait start at 0 and take no time.
     """
     schedule = communicate(schedule, problem)
     return _run(build_graph(schedule), schedule, problem.costs)
 
 
 def simulate_messages(schedule: Schedule, problem: Problem) -> Timeline:
-    """Simulate a schedule that has its messages and is not proved."""
+    """Return the predicted timeline of a schedule that has its messages but is not proved."""
     return _run(build_graph(schedule, problem.options.p2p), schedule, problem.costs)
 
 
 def _run(
     graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
 ) -> Timeline:
-    """Return the timeline of the actions in ``graph``. ``free`` is the earliest start of each rank,
-    if not 0."""
+    """Return the timeline of the actions in ``graph``, simulated under ``costs``.
+
+    ``free`` is the earliest start of each rank, if not 0.
+    """
     starts, ends = times(graph, schedule, costs, free)
     events = zip(graph.ranks.tolist(), graph.actions, starts, ends, strict=True)
     return Timeline(schedule, tuple(map(_event, events)))
@@ -128,7 +130,7 @@ def _run(
 def times(
     graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
 ) -> tuple[list[float], list[float]]:
-    """Return the start and the end of each node."""
+    """Return the simulated start and end of each node of ``graph``, in seconds."""
     lasts = seconds_of(graph, schedule, costs)
     links = links_of(graph, costs)
     earliest = [0.0] * len(lasts) if free is None else _earliest(graph, free)
@@ -138,7 +140,8 @@ def times(
 
 
 def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
-    """Return the seconds of each node of ``graph`` under ``costs``."""
+    """Return the seconds of each node of ``graph`` under ``costs``, with savings of adjacent
+    passes."""
     arrays = schedule.arrays
     lasts = arrays.of_each(costs.of, bool(costs.at_places))
     for node in arrays.numbers[graph.leaders != arrays.numbers].tolist():
@@ -170,7 +173,7 @@ def _earliest(graph: Graph, free: Sequence[float]) -> list[float]:
 
 
 def links_of(graph: Graph, costs: Costs) -> dict[int, object]:
-    """Return the link of each copy, by node, if its link is shared; empty if none is."""
+    """Return the host link of each copy, by node; empty if no copies have to share a link."""
     host = costs.host
     if host is None or not host.is_shared:
         return {}
@@ -182,8 +185,10 @@ def links_of(graph: Graph, costs: Costs) -> dict[int, object]:
 def take_turns(
     graph: Graph, lasts: list[float], links: Mapping[int, object], earliest: list[float]
 ) -> tuple[list[float], list[float]]:
-    """Return start and end times as `Graph.longest_paths` does, with copies that also wait until
-    their link is free. The copy that could start first goes first."""
+    """Return start and end times of all nodes, where copies to the host wait for a free link.
+
+    Otherwise times are as in `Graph.longest_paths`. The copy that could start first goes first.
+    """
     start, end = list(earliest), [0.0] * len(lasts)
     after = graph.before.inverse
     waiting: list[int] = np.diff(graph.before.bounds).tolist()

@@ -17,27 +17,28 @@ from megatron_ext.schedule.schedule import is_compute
 
 
 def settles_at(row: Sequence[Action]) -> int | None:
-    """Return the position of the wait for the verdict (SETTLE) in a rank's ``row``; None if it has
-    none."""
+    """Return the position of SETTLE, the wait for the last step's verdict, in a rank's ``row``, or
+    None."""
     return next((at for at, action in enumerate(row) if action.kind is Kind.SETTLE), None)
 
 
 def can_be_undone(action: Action, placement: Placement) -> bool:
-    """Return whether all results of ``action`` can be dropped: it is a forward pass without a loss,
-    or no pass."""
+    """Return whether all results of ``action`` can be dropped after a failed optimizer step.
+
+    This is so for a forward pass without a loss, and for an action that is no pass.
+    """
     if not is_compute(action):
         return True
     return RULES[action.kind].in_evaluation and not placement.is_last(action.stage)
 
 
 def latest_settling(rows: Sequence[Sequence[Action]], placement: Placement) -> list[int]:
-    """Return for each of ``rows`` the largest number of its first actions that can come before the
-    verdict.
+    """Return how many actions of each rank can run before the verdict on the last optimizer step.
 
     These are all that can be undone, as far as the other ends of their messages come before the
     verdict of their ranks too. (A receive whose message is not needed may stay behind alone.) The
-    union of two such choices is one too, so there is a largest: actions that do not fit are removed
-    until all fit.
+    union of two such choices is a choice too, so there is a largest: actions that do not fit are
+    removed until all fit.
     """
     lengths = [
         next((at for at, a in enumerate(row) if not can_be_undone(a, placement)), len(row))
@@ -64,8 +65,10 @@ def latest_settling(rows: Sequence[Sequence[Action]], placement: Placement) -> l
 def first_crossing(
     rows: Sequence[Sequence[Action]], placement: Placement
 ) -> tuple[Action, Action] | None:
-    """Return the first message of which one end comes before its rank's verdict and the other after
-    it; None if there is none."""
+    """Return the first message with one end before its rank's verdict and the other end after it.
+
+    The verdict tells whether the last optimizer step is valid. None if there is no such message.
+    """
     before: set[Action] = set()
     for row in rows:
         before.update(row[: settles_at(row)])
@@ -81,8 +84,10 @@ def first_crossing(
 
 
 def _other_ends(action: Action, placement: Placement) -> list[Action]:
-    """Return the actions of other ranks that must come before the verdict there, if ``action``
-    comes before it on its own rank."""
+    """Return the actions of other ranks that must come before their verdict if ``action`` does.
+
+    The verdict tells whether the last optimizer step is valid.
+    """
     rule = RULES[action.kind]
     if rule.lane is Lane.SEND:
         return [partner_of(action, placement)]

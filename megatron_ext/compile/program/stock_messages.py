@@ -37,9 +37,12 @@ from megatron_ext.schedule.stock_executor import StockExecutor
 
 
 def as_stock_runs(schedule: Schedule, executor: StockExecutor) -> tuple[Schedule, Graph] | None:
-    """Return ``schedule``, which has stock's order of passes, with messages and waits as
-    ``executor`` has them, and its graph. Return None if Megatron's loops do not have that order:
-    pairs gave the passes another one, or a group has fewer microbatches than there are ranks."""
+    """Return ``schedule`` with messages and waits as Megatron's own pipeline functions have them.
+
+    The second result is the graph of waits. Return None if Megatron's loops do not have the
+    schedule's order of passes: overlapping changed the order, or the microbatches of a group (those
+    that go through a chunk before the next chunk) are fewer than the ranks.
+    """
     placement, rows = schedule.placement, schedule.compute_rows
     if placement.chunks > 1 and _smallest_group(rows[0], placement) < placement.ranks:
         return None
@@ -59,8 +62,11 @@ def as_stock_runs(schedule: Schedule, executor: StockExecutor) -> tuple[Schedule
 
 
 def stock_pass_graph(schedule: Schedule, costs: Costs, executor: StockExecutor) -> PassGraph | None:
-    """Return the graph of the passes of ``schedule`` as ``executor`` runs them. Messages and waits
-    are further nodes, which take no time themselves. Return None as `as_stock_runs` does."""
+    """Return the graph of the passes of ``schedule`` as Megatron's own pipeline functions run them.
+
+    Messages and waits are further nodes, which take no time themselves. Return None as
+    `as_stock_runs` does.
+    """
     run = as_stock_runs(schedule, executor)
     if run is None:
         return None
@@ -86,9 +92,12 @@ def stock_pass_graph(schedule: Schedule, costs: Costs, executor: StockExecutor) 
 
 @dataclass(frozen=True)
 class _Program:
-    """Program of one rank under construction. Actions are named by their position in it.
+    """Program of one rank under construction, as Megatron's pipeline functions run it.
+
+    Actions are named by their position in it.
 
     Attributes:
+        actions: passes, messages and waits, in order.
         waits: for each action, the actions of the rank that hold it up.
         posts: sends and receives, as they are posted.
     """
@@ -100,19 +109,19 @@ class _Program:
     _holding: list[int] = field(default_factory=list)
 
     def run(self, *passes: Action) -> None:
-        """Run a pass, or two overlapped passes."""
+        """Add a pass, or two overlapped passes, to the rank's program."""
         for one in passes:
             place = self._add(one)
             self._holding[:] = [place]
 
     def post(self, *messages: Action | None) -> None:
-        """Post ``messages`` without waiting for any; None stands for no message."""
+        """Add posts of ``messages`` without waiting for any; None stands for no message."""
         for message in messages:
             if message is not None:
                 self.posts[message] = self._add(message)
 
     def wait(self, *messages: Action | None) -> None:
-        """Wait for ``messages`` that are posted."""
+        """Add waits for ``messages`` that are posted already; None stands for no message."""
         for message in messages:
             if message is None:
                 continue
@@ -122,7 +131,7 @@ class _Program:
                 self._holding[:] = [place]
 
     def exchange(self, *messages: Action | None) -> None:
-        """Post ``messages`` together, and wait for all of them."""
+        """Add posts of ``messages`` that move together, and waits for all of them."""
         self.post(*messages)
         self.wait(*messages)
 
@@ -134,14 +143,14 @@ class _Program:
 
 @dataclass(frozen=True)
 class _Passes:
-    """Passes of a rank as Megatron's loops count them.
+    """Passes of a rank as Megatron's pipeline functions count them.
 
     Attributes:
-        forwards, backwards: in their order.
-        first_forwards, first_backwards: those of the rank that the first, or the last, rank
-            receives from around the loop.
+        forwards, backwards: the rank's forward and backward passes, in order.
+        around: the last rank's forward passes and the first rank's backward passes, whose outputs
+            go around the loop of an interleaved schedule to the other end.
         warmup: number of forward passes before the first that a backward pass follows.
-        pairs: passes that run as one.
+        pairs: forward and backward passes that run as one.
     """
 
     placement: Placement
@@ -172,7 +181,7 @@ class _Passes:
 
     @property
     def remaining(self) -> int:
-        """Number of forward passes that are followed by a backward pass."""
+        """Number of the rank's forward passes that are followed by a backward pass."""
         return len(self.forwards) - self.warmup
 
     def sent(self, one: Action) -> Action | None:
@@ -180,7 +189,7 @@ class _Passes:
         return self._message(one, Kind.SEND_F if one.kind is Kind.FORWARD else Kind.SEND_B)
 
     def received(self, one: Action) -> Action | None:
-        """Return the receive of the tensor that the pass ``one`` takes; None if nothing is
+        """Return the receive of the tensor that a pass takes as input; None if nothing is
         received."""
         return self._message(one, Kind.RECV_F if one.kind is Kind.FORWARD else Kind.RECV_B)
 
@@ -189,12 +198,18 @@ class _Passes:
         return one._replace(kind=kind) if is_sent else None
 
     def next_input(self, number: int) -> Action | None:
-        """Return the receive that follows forward pass ``number``: the input of the next one, or on
-        the first rank what the last one has made by then (`recv_tensor_from_previous_stage`)."""
+        """Return the receive of an input that is posted with forward pass ``number``, or None.
+
+        This is the input of the next forward pass. The first rank receives instead what the last
+        rank has made by then (`recv_tensor_from_previous_stage`).
+        """
         return self._next(number, self.forwards, self.around[0], is_leading=self.rank == 0)
 
     def next_gradient(self, number: int) -> Action | None:
-        """Return the receive that follows backward pass ``number``, by the rule of `next_input`."""
+        """Return the receive of a gradient that is posted with backward pass ``number``, or None.
+
+        The rule is that of `next_input`.
+        """
         is_last = self.rank == self.placement.ranks - 1
         return self._next(number, self.backwards, self.around[1], is_leading=is_last)
 
@@ -222,8 +237,11 @@ def _parted(row: Sequence[Action]) -> tuple[tuple[Action, ...], tuple[Action, ..
 
 
 def _full_warmup(rank: int, forwards: Sequence[Action], placement: Placement) -> int:
-    """Return the number of warm-up forward passes, which no backward pass follows directly, if the
-    step has enough of them (`get_pp_rank_microbatches`)."""
+    """Return the number of warm-up forward passes in Megatron's `get_pp_rank_microbatches`.
+
+    A warm-up forward pass is not followed directly by a backward pass. The step may have fewer
+    forward passes.
+    """
     ahead, chunks = placement.ranks - 1 - rank, placement.chunks
     if chunks == 1:
         return ahead
@@ -231,14 +249,16 @@ def _full_warmup(rank: int, forwards: Sequence[Action], placement: Placement) ->
 
 
 def _group(forwards: Sequence[Action]) -> int:
-    """Return the number of microbatches that go through a chunk before those of the next chunk."""
+    """Return how many microbatches go through a model chunk before the next chunk's turn."""
     first = forwards[0].stage
     return next((n for n, one in enumerate(forwards) if one.stage != first), len(forwards))
 
 
 def _smallest_group(row: Sequence[Action], placement: Placement) -> int:
-    """Return the number of microbatches of the last group if it is incomplete, else of each
-    group."""
+    """Return how many microbatches go through a chunk in turn, in the smallest such group.
+
+    That is the last group if it is incomplete, else any group.
+    """
     forwards, _ = _parted(row)
     group = _group(forwards)
     return len(forwards) // placement.chunks % group or group
@@ -310,7 +330,7 @@ def _warm_up(program: _Program, passes: _Passes, executor: StockExecutor) -> Non
 
 
 def _steady(program: _Program, passes: _Passes) -> Action | None:
-    """Add the passes between warm-up and cool-down; return the send that is not waited for."""
+    """Add the passes of Megatron's interleaved steady state; return the send not waited for yet."""
     last_gradient: Action | None = None
     for number in range(passes.remaining):
         ahead = passes.warmup + number
@@ -360,7 +380,11 @@ def _flush(
 
 
 def _graph(schedule: Schedule, programs: Sequence[_Program], *, are_posted_alone: bool) -> Graph:
-    """Return the graph of waits of ``schedule``, given the ``programs`` of its ranks."""
+    """Return the graph of waits of ``schedule``, given the ``programs`` of its ranks.
+
+    ``are_posted_alone``: messages are posted one by one, so those between two ranks follow each
+    other.
+    """
     arrays, placement = schedule.arrays, schedule.placement
     first = [*map(int, np.cumsum([0, *(len(program.actions) for program in programs)]))]
     partners = partners_of(arrays, placement)

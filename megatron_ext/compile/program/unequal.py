@@ -26,17 +26,19 @@ PlaceCosts = dict[Kind, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class UnequalMicrobatches:
-    """Medians of makespans over several steps of unequal microbatches; ``--json`` prints these
-    names.
+    """Median makespans over several steps whose microbatches have unequal costs.
+
+    ``--json`` prints these names.
 
     Attributes:
-        steps: how many there were.
-        replicas: data-parallel replicas, of which the slowest counts.
-        arrival: with the microbatches in order of arrival.
-        ordered: with those of each replica in order, the largest in the middle.
-        dealt: with all of them dealt to the replicas by cost, too; that of ``ordered`` for one.
-        profile: as ``dealt``, under a program that was made for the mean costs of the places; None
-            if there is none.
+        steps: number of steps.
+        replicas: number of data-parallel replicas, of which the slowest counts.
+        arrival: makespan with the microbatches in order of arrival.
+        ordered: makespan with each replica's microbatches in order, the largest in the middle.
+        dealt: makespan with all microbatches also dealt to the replicas by cost; with one replica
+            that of ``ordered``.
+        profile: makespan as ``dealt``, under a program that was made for the mean costs of each
+            place in a step; None if there is none.
     """
 
     steps: int
@@ -48,12 +50,12 @@ class UnequalMicrobatches:
 
     @property
     def keeps_profile(self) -> bool:
-        """Whether the program for the microbatches' places is the better one."""
+        """Whether the program made for the mean costs of each place in a step is the faster one."""
         return self.profile is not None and self.profile < self.dealt
 
 
 class UnequalSteps:
-    """Steps of ``program`` with unequal microbatches.
+    """Times of steps of ``program`` whose microbatches have unequal costs.
 
     Args:
         expert_replicas: number of neighbouring data-parallel replicas that share experts: a pass
@@ -72,16 +74,18 @@ class UnequalSteps:
         self._times = RankTimes(program)
 
     def makespan(self, costs: Mapping[Kind, Floats], rows: NDArray[np.intp]) -> float:
-        """Return the makespan of the slowest replica. Arguments are those of `factors`."""
+        """Return the makespan of the slowest data-parallel replica. Arguments are as in
+        `factors`."""
         return self.slowest(self.factors(costs, rows))
 
     def factors(self, costs: Mapping[Kind, Floats], rows: NDArray[np.intp]) -> Floats:
-        """Return the factors of actions over their costs, by replica and action; a single row for
-        replicas that share experts.
+        """Return factors on the seconds of actions, by data-parallel replica and action.
+
+        Replicas that share experts have a single row.
 
         Args:
-            costs: of each microbatch of the step, over those for which the program was made, by
-                kind of pass; kinds that are not in it take what they do.
+            costs: by kind of pass, the cost of each microbatch of the step relative to the costs
+                for which the program was made; a missing kind of pass is not changed.
             rows: numbers of the microbatches of each replica, in order: a row per replica.
         """
         factors = np.ones((len(rows), len(self._microbatch)))
@@ -91,7 +95,8 @@ class UnequalSteps:
         return factors.reshape(-1, self._expert_replicas, factors.shape[1]).max(axis=1)
 
     def slowest(self, factors: Floats) -> float:
-        """Return the makespan of the slowest replica under ``factors``, a result of `factors`."""
+        """Return the makespan of the slowest data-parallel replica, given the result of
+        `factors`."""
         starts, ends = self._times.of(factors)
         return float((ends.max(axis=1) - starts.min(axis=1)).max())
 
@@ -100,8 +105,8 @@ def median_makespan(program: Program, steps: Sequence[Mapping[Kind, Floats]]) ->
     """Return the median of the makespans of ``steps`` with unequal microbatches.
 
     Args:
-        steps: by kind of pass, the costs of each microbatch over those of a mean one, an array of
-            replicas x places.
+        steps: by kind of pass, the costs of each microbatch relative to a mean one, an array of
+            shape (replicas, places in the step).
     """
     under, makespans = UnequalSteps(program), []
     for costs in steps:
@@ -113,8 +118,10 @@ def median_makespan(program: Program, steps: Sequence[Mapping[Kind, Floats]]) ->
 
 
 def profile_of(costs: Mapping[Kind, Floats], replicas: int) -> PlaceCosts:
-    """Return the mean, over several steps, of the longest of the replicas at each place of a step
-    whose microbatches are ordered and dealt, as `Costs.at_places`.
+    """Return the mean costs of each place in a step, for steps whose microbatches are reordered.
+
+    Microbatches are ordered with small ones at the ends, and dealt to the replicas. At each place
+    the longest of the replicas counts, averaged over steps. The form is that of `Costs.at_places`.
 
     Args:
         costs: as in `with_unequal_microbatches`.
@@ -137,12 +144,12 @@ def with_unequal_microbatches(
     *,
     expert_replicas: int = 1,
 ) -> UnequalMicrobatches:
-    """Return the makespans of steps of ``program`` whose microbatches cost ``costs``.
+    """Return median makespans of steps of ``program`` whose microbatches have unequal ``costs``.
 
     Args:
         costs: by kind of pass, a row per step, with the costs of the microbatches of all replicas
             as the sampler counts them: the k-th of replica d is number k x replicas + d.
-        for_profile: a program for the mean costs of the places (`profile_of`).
+        for_profile: a program for the mean costs of each place in a step (`profile_of`).
         expert_replicas: as in `UnequalSteps`.
     """
     steps = UnequalSteps(program, expert_replicas)

@@ -52,7 +52,7 @@ _SEAL = object()
 
 
 class InvalidSchedule(ValueError):
-    """Error about a schedule that must not run. ``actions`` are the first offenders."""
+    """Error about a schedule that must not run. ``actions`` are the first actions at fault."""
 
     def __init__(self, message: str, actions: Sequence[Action] = ()) -> None:
         super().__init__(message)
@@ -60,14 +60,18 @@ class InvalidSchedule(ValueError):
 
 
 class OverLimit(InvalidSchedule):
-    """A schedule that holds more than its memory limit allows. ``least`` is the least feasible
-    limit that its message names, in the unit of the memory limit."""
+    """Error about a schedule that holds more memory than its limit allows.
+
+    ``least`` is the least sufficient limit that its message names, in the unit of the memory limit.
+    """
 
     least = math.inf
 
     def naming(self, least: float, limit: MemoryLimit) -> OverLimit:
-        """Return this error with ``least``, a limit that another schedule meets, in place of the
-        limit that it names."""
+        """Return this error with ``least`` as the sufficient limit, if that is lower.
+
+        Another schedule of the family meets this limit.
+        """
         enough = f"{limit.at_least(least)} is enough for another of this family:"
         text = str(self).replace(_names(limit.at_least(self.least)), enough)
         other = OverLimit(text if least < self.least else str(self), self.actions)
@@ -81,7 +85,7 @@ def _names(least: str) -> str:
 
 @dataclass(frozen=True)
 class Program:
-    """A proved schedule: what `execute` and `simulate` accept. Only `prove` makes one.
+    """A proved schedule: `execute` and `simulate` accept nothing else, and only `prove` makes one.
 
     Attributes:
         known_order: the numbers of its actions, each after all it waits for on any `Device`; None
@@ -99,21 +103,25 @@ class Program:
 
     @cached_property
     def graph(self) -> Graph:
-        """Graph of waits between the program's actions."""
+        """Graph of which of the program's actions waits for which."""
         p2p = self.problem.options.p2p
         return build_graph(self.schedule, p2p, known_order=self.known_order)
 
     @cached_property
     def as_run(self) -> tuple[Schedule, Graph]:
-        """The schedule with its messages as its executor posts them, and its graph: those of the
-        program itself, unless Megatron's own pipeline functions run it (`Problem.executor`)."""
+        """The schedule with messages as its executor posts them, and its graph of waits.
+
+        They are the program's own, unless Megatron's pipeline functions run it
+        (`Problem.executor`).
+        """
         executor = self.problem.executor
         run = None if executor is None else as_stock_runs(self.schedule, executor)
         return (self.schedule, self.graph) if run is None else run
 
     @property
     def is_run_by_stock(self) -> bool:
-        """Whether Megatron's own pipeline functions run the program: `as_run` has their waits."""
+        """Whether Megatron's own pipeline functions run the program, with their waits
+        (`as_run`)."""
         return self.as_run[0] is not self.schedule
 
     @property
@@ -132,9 +140,9 @@ class Program:
 
 
 def check_compute(schedule: Schedule, problem: Problem) -> None:
-    """Check the part of the proof that applies to a schedule without messages.
+    """Check a schedule of compute passes without messages: the first part of the proof.
 
-    Transforms rely on it: their input is complete and every pass is in its place.
+    Transforms rely on it: their input is complete and every pass is on its stage's rank.
 
     Raises:
         InvalidSchedule: as `prove`.
@@ -153,21 +161,21 @@ def check_compute(schedule: Schedule, problem: Problem) -> None:
 
 
 def prove(schedule: Schedule, problem: Problem) -> Program:
-    """Check everything that could go wrong at run time, once, before anything runs.
+    """Check everything that could go wrong at run time, and return the schedule as a `Program`.
 
     All work is done exactly once and on its rank. The needs of an action come before it. Forward
     passes of all stages have one order, in which each stage reads its data. Sends and receives
     match pairwise in the order of their channel (batched: of their two ranks), and collectives have
     one order on all ranks. There is no cyclic wait (`graph`), even if everything that a rank has
-    posted blocks it. With post-validation, everything before the verdict can be undone
-    (`speculation`). Memory is within the limit.
+    posted blocks it. With post-validation, everything before the verdict on the last optimizer step
+    can be undone (`speculation`). Memory is within the limit.
 
     Args:
-        schedule: with its messages (`communication`).
-        problem: the problem that it should solve.
+        schedule: schedule with its messages (`communication`).
+        problem: the problem that the schedule should solve.
 
     Raises:
-        InvalidSchedule: naming the first offending actions, with the cycle if there is one.
+        InvalidSchedule: names the first offending actions, with the cycle if there is one.
     """
     check_compute(schedule, problem)
     _check_all_done_once(schedule, problem, set(Lane))
@@ -182,11 +190,10 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
 
 
 def within_limit(program: Program, problem: Problem) -> Program:
-    """Return ``program`` as one for ``problem``, which differs from the program's own at most in
-    its memory limit.
+    """Return ``program`` for ``problem``, which may differ from its own in the memory limit only.
 
     Raises:
-        InvalidSchedule: as `prove`.
+        InvalidSchedule: the program does not meet the memory limit.
     """
     before = program.problem
     if problem == before:
@@ -199,7 +206,11 @@ def within_limit(program: Program, problem: Problem) -> Program:
 
 
 def _check_acyclic(schedule: Schedule, p2p: P2P) -> Ints | None:
-    """Reject a schedule with a cyclic wait; return the order of nodes for `Program.known_order`."""
+    """Reject a schedule that would deadlock; return an order with each action after all it waits
+    for.
+
+    The order is that of `Program.known_order`; None if messages are batched.
+    """
     known_order, where = None, ""
     if p2p is P2P.BATCHED:
         # One queue adds no waits: an action that needs something later of this rank needs a message
@@ -221,7 +232,7 @@ def _check_acyclic(schedule: Schedule, p2p: P2P) -> Ints | None:
 
 
 def _named(cycle: Sequence[Action], schedule: Schedule) -> list[str]:
-    """Return the text of each action of ``cycle``; two overlapped passes have one text."""
+    """Return the text of each action of a cyclic wait; two overlapped passes have one text."""
     pairs = {action: overlapped for overlapped in schedule.pairs for action in overlapped}
     names = [name for name, _ in groupby(str(pairs.get(action, action)) for action in cycle)]
     return names[:-1] if len(names) > 1 and names[0] == names[-1] else names
@@ -273,7 +284,7 @@ def _check_slices(schedule: Schedule, problem: Problem) -> None:
 
 
 def _are_at_home(row: Sequence[Action], stages: Sequence[int], pieces: int) -> bool:
-    """Return whether all actions of a rank's ``row`` are of its stages, and of existing
+    """Return whether all actions of a rank's ``row`` are of its stages and of existing
     microbatches."""
     if not set(map(itemgetter(0), row)) <= set(stages):
         return False
@@ -284,8 +295,8 @@ def _are_at_home(row: Sequence[Action], stages: Sequence[int], pieces: int) -> b
 def _reject_microbatch(
     schedule: Schedule, problem: Problem, action: Action, row: Sequence[Action]
 ) -> NoReturn:
-    """Reject ``action`` of a microbatch that does not exist, and name the missing microbatch that
-    it seems to stand for, if there is one."""
+    """Reject an action whose microbatch does not exist, and name the one that is missing
+    instead."""
     expected = [action._replace(microbatch=k) for k in problem.forwards]
     missing = [other for other in expected if other not in row][:1]
     but = f"; {missing[0]} is missing" if missing else ""
@@ -300,8 +311,12 @@ def _reject_microbatch(
 def _required_work(
     schedule: Schedule, problem: Problem, lanes: set[Lane]
 ) -> dict[int, dict[Kind, Kind]]:
-    """Return the work of each stage per microbatch, with the kind of action that would do it: one
-    that the schedule uses, if there is one. Optional work (`Rule.all_or_none`) is included."""
+    """Return the passes that each stage must do for a microbatch, by the kind of action that does
+    it.
+
+    If the schedule uses one of several possible kinds (B for I), this is the one. Optional work
+    (`Rule.all_or_none`) is included.
+    """
     used = {kind for _, kind in schedule.arrays.stage_kinds}
     kinds = [kind for kind, rule in RULES.items() if rule.lane in lanes]
     kinds.sort(key=lambda kind: kind not in used)
@@ -315,15 +330,14 @@ def _required_work(
 
 
 def _is_required(kind: Kind, stage: int, problem: Problem) -> bool:
-    """Return whether an action of ``kind`` is required on ``stage``, at least for some
-    microbatches."""
+    """Return whether ``stage`` must have actions of ``kind``, at least for some microbatches."""
     if RULES[kind].repeats is not None and stage >= problem.options.recompute.first:
         return False
     return _belongs(kind, stage, problem)
 
 
 def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
-    """Return whether an action of ``kind`` may be on ``stage`` in a schedule for ``problem``."""
+    """Return whether ``stage`` may have actions of ``kind`` in a schedule for ``problem``."""
     option = RULES[kind].option
     if option and not problem.options.requests(option):
         return False
@@ -366,7 +380,7 @@ def _check_all_done_once(schedule: Schedule, problem: Problem, lanes: set[Lane])
 
 
 def _done(schedule: Schedule, problem: Problem) -> _Done:
-    """Return, by stage and kind of work, which microbatches ``schedule`` does.
+    """Return, by stage and kind of pass, for which microbatches ``schedule`` does the pass.
 
     Rejects work that is done twice or on a stage where it does not belong.
     """
@@ -383,8 +397,7 @@ def _done(schedule: Schedule, problem: Problem) -> _Done:
 
 
 def _reject_what_is_too_much(schedule: Schedule, problem: Problem) -> None:
-    """Reject the first action that is done twice, or that is on a stage where it does not
-    belong."""
+    """Reject the first action that is done twice, or that does not belong on its stage."""
     done = set()
     for action in chain.from_iterable(schedule.rows):
         stage, kind, microbatch = action
@@ -427,7 +440,7 @@ def _check_needs(schedule: Schedule) -> None:
 
 
 def _check_data_order(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> None:
-    """Check that all stages read the data of the microbatches, and of their slices, in one order.
+    """Check that all stages read the data of the microbatches, or of their slices, in one order.
 
     Each stage has a data iterator of its own. If two stages read in different orders, the hidden
     states of one microbatch meet the labels, masks or positions of another, and nothing fails.
@@ -493,12 +506,11 @@ def _check_channels(schedule: Schedule, p2p: P2P) -> None:
 
 
 def _ends_meet(schedule: Schedule, ends: int) -> bool:
-    """Return whether the k-th send and the k-th receive between two ranks are the two ends of one
-    message.
+    """Return whether the k-th send and the k-th receive between two ranks are one message.
 
     Args:
-        ends: how many entries of a `Channel` have to be equal for messages to share an order: 2
-            for sender and receiver, or all of them.
+        ends: how many entries of a `Channel` have to be equal for messages to share an order: 2 for
+            sender and receiver, or all of them.
     """
     arrays, placement = schedule.arrays, schedule.placement
     numbers: dict[tuple[object, ...], int] = {}
@@ -519,8 +531,10 @@ def _ends_meet(schedule: Schedule, ends: int) -> bool:
 
 
 def _check_collectives(schedule: Schedule) -> None:
-    """Check that each kind of collective, which has its own communicator, is called in one order on
-    all ranks."""
+    """Check that all ranks call each kind of collective in one order.
+
+    Each kind of collective has its own communicator.
+    """
     if not IS_COLLECTIVE[schedule.arrays.kind].any():
         return
     called: list[dict[Kind, list[Action]]] = [defaultdict(list) for _ in schedule.rows]
@@ -540,8 +554,11 @@ def _check_collectives(schedule: Schedule) -> None:
 
 
 def _check_speculation(schedule: Schedule) -> None:
-    """Reject a schedule with an action before a rank's verdict that cannot be undone on all ranks
-    together, or whose optimizer steps before the gradients are complete."""
+    """Reject a schedule that does too much before the verdict on the last optimizer step.
+
+    An action before a rank's verdict must be one that can be undone on all ranks together.
+    Optimizers must not step before the gradients are complete.
+    """
     placement = schedule.placement
     for row in schedule.rows:
         settles = settles_at(row)

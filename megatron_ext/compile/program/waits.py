@@ -47,8 +47,9 @@ _WAIT_FOR: dict[Kind, Kind] = {
 
 
 def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule``, which has its messages, with a wait for each send, and for each input to
-    a collective whose result the rank does not use.
+    """Return ``schedule``, which has its messages, with a wait for each send.
+
+    Inputs to collectives whose result the rank does not use are waited for too.
 
     Sends whose use a rank never learns of (those of the cool-down, and all of an evaluation) are
     waited for at the end. In an evaluation the oldest send is waited for sooner, once more than
@@ -100,8 +101,11 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _channel(action: Action, problem: Problem) -> Channel | Kind | None:
-    """Return the channel of a send, or the kind of a collective whose result the rank does not use,
-    which has a channel of its own; None for other actions."""
+    """Return the channel on which ``action`` gives a tensor away: a send, or part of a collective.
+
+    Each kind of collective whose result the rank does not use has a channel of its own. None for
+    other actions.
+    """
     lane = RULES[action.kind].lane
     if lane is Lane.SEND:
         return channel_of(action, problem.placement)
@@ -113,10 +117,11 @@ def _channel(action: Action, problem: Problem) -> Channel | Kind | None:
 
 
 def _in_order(known_at: list[int], given: Sequence[tuple[int, Channel | Kind | None, int]]) -> None:
-    """Lower the entries of ``known_at``: a rank that knows of a send knows of those before it on
-    the same channel, as messages of one channel complete in order.
+    """Lower the entries of ``known_at``, the action at which a rank knows that a send is complete.
 
-    Otherwise an output could be waited for after the gradient that follows from it has come.
+    A rank that knows of a send knows of those before it on the same channel, as messages of one
+    channel complete in order. Otherwise an output could be waited for after the gradient that
+    follows from it has come.
     """
     latest: dict[tuple[Channel | Kind | None, int], int] = {}
     for node, channel, rank in reversed(given):
@@ -125,24 +130,24 @@ def _in_order(known_at: list[int], given: Sequence[tuple[int, Channel | Kind | N
 
 
 def _in_step(graph: Graph, schedule: Schedule) -> list[int]:
-    """Return nodes in an order with each after all it waits for, as if every pass took one unit of
-    time."""
+    """Return all actions in an order with each after all it waits for, if each pass took one
+    unit."""
     is_pass = IS_PASS[schedule.arrays.kind]
     begins, _ = graph.longest_paths(is_pass.astype(float).tolist())
     return sorted(graph.order.tolist(), key=begins.__getitem__)
 
 
 def wait_of(send: Action) -> Action:
-    """Return the wait for the end of ``send``."""
+    """Return the action that waits for the end of the send (or collective) ``send``."""
     return Action(send.stage, _WAIT_FOR[send.kind], send.microbatch)
 
 
 def _known_by_batches(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
-    """Return for each of ``given`` the first pass of its rank, as a node, at which its completion
-    is known; the number of nodes if it never is.
+    """Return for each of the sends ``given`` the first pass at which its rank knows it is complete.
 
-    This is for batched messages: a send has completed when its batch has. A rank knows that once it
-    has used a message that it received in that batch or a later one.
+    The result is the number of nodes if the rank never knows. This is for batched messages: a send
+    has completed when its batch has. A rank knows that once it has used a message that it received
+    in that batch or a later one.
     """
     arrays = schedule.arrays
     batched = np.zeros(len(arrays), dtype=bool)
@@ -158,8 +163,10 @@ def _known_by_batches(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
 
 
 def _known_by_clocks(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
-    """Return the passes after which a message is known to have ended, for async messages: a pass
-    that needs the message has ended."""
+    """Return for each of the sends ``given`` the first pass at which its rank knows it is complete.
+
+    This is for async messages: the send has completed if a pass that needs the message has ended.
+    """
     arrays = schedule.arrays
     given, users = _users(schedule, graph, given)
     ranks, user_ranks = arrays.rank[given], arrays.rank[users]
@@ -174,14 +181,15 @@ def _known_by_clocks(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
 
 
 def _first(rising: Ints, wanted: Ints, nodes: Ints, never: int) -> Ints:
-    """Return, for each of ``wanted``, the first of ``nodes`` where ``rising`` is at least as large,
-    or ``never``."""
+    """Return, for each of ``wanted``, the first of ``nodes`` where ``rising`` is at least as large.
+
+    The result is ``never`` if there is none. ``rising`` is sorted.
+    """
     return np.append(nodes, np.int32(never))[np.searchsorted(rising, wanted)]
 
 
 def _users(schedule: Schedule, graph: Graph, given: Ints) -> tuple[Ints, Ints]:
-    """Return nodes of ``given``, and at the same positions passes, as nodes, that need their
-    messages."""
+    """Return sends of ``given``, and at the same positions the passes that need their messages."""
     arrays, before = schedule.arrays, graph.before
     kind = arrays.kind[before.nodes]
     is_use = IS_PASS[arrays.kind[before.owners]] & (IS_RECEIVE[kind] | IS_COLLECTIVE[kind])
@@ -192,13 +200,13 @@ def _users(schedule: Schedule, graph: Graph, given: Ints) -> tuple[Ints, Ints]:
 
 
 def _clocks(schedule: Schedule, graph: Graph, others: list[Ints]) -> list[tuple[Ints, Ints]]:
-    """Return for each rank those of its passes, as nodes, that learn about other ranks, and for
-    each pass the last pass of each of ``others[rank]`` that must have ended before it can start.
-    Passes that can never start are not included.
+    """Return for each rank its passes that learn about other ranks, with their vector clocks.
 
     A rank has a clock with one entry per rank: the last pass of that rank that must have ended by
-    now. An action that needs a message learns what its sender knew before the send, and one that
-    needs a collective what all ranks knew. The order of a channel gives no further knowledge.
+    now. The entries returned are those for the ranks in ``others``. An action that needs a message
+    learns what its sender knew before the send, and one that needs a collective what all ranks
+    knew. The order of a channel gives no further knowledge. Passes that can never start are not
+    included.
     """
     arrays, nodes = schedule.arrays, schedule.arrays.numbers
     kind = arrays.kind

@@ -22,7 +22,8 @@ from megatron_ext.schedule.schedule import Schedule
 
 
 def keep_forward(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule`` without the actions that only training needs."""
+    """Return ``schedule`` for an evaluation: without backward passes and all that only training
+    needs."""
     rows = tuple(
         tuple(action for action in row if RULES[action.kind].in_evaluation) for row in schedule.rows
     )
@@ -30,8 +31,11 @@ def keep_forward(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def drop_frozen_prefix(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule``, which has its messages and waits, without the backward passes of the
-    stages before `Problem.first_trained_stage`."""
+    """Return ``schedule`` without the backward passes of the first stages, which have no training.
+
+    ``schedule`` has its messages and waits. The stages are those before
+    `Problem.first_trained_stage`.
+    """
 
     def stays(action: Action) -> bool:
         return has_place(
@@ -49,8 +53,10 @@ def drop_frozen_prefix(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def without_backward(costs: Costs, first_trained_stage: int) -> Costs:
-    """Return ``costs`` with only F on the stages before ``first_trained_stage``, which store
-    nothing."""
+    """Return ``costs`` in which the stages before ``first_trained_stage`` have only forward passes.
+
+    These stages store nothing.
+    """
 
     def cut(figures: tuple[float, ...]) -> tuple[float, ...]:
         return (0.0,) * first_trained_stage + figures[first_trained_stage:]

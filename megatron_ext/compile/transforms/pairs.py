@@ -34,14 +34,14 @@ _TOLD_BY = 4  # microbatches a rank that are enough for a step to have all phase
 
 
 class _Policy(NamedTuple):
-    """Policy that decides which passes overlap.
+    """Rules by which a play through a schedule decides which passes overlap.
 
     Attributes:
-        patience: longest wait for the second of two passes, as a multiple of the time that their
-            pair saves.
-        moves_w: whether W move to where their rank has time; otherwise they stay about where they
-            were.
-        full_backward: whether a pair's backward pass is B.
+        patience: longest wait for the second of two passes, as a multiple of the time that
+            overlapping the two saves.
+        moves_w: whether W (weight gradients) move to where their rank has time; otherwise they stay
+            about where they were.
+        full_backward: whether the backward pass of two overlapped passes is B (I and W together).
     """
 
     patience: float
@@ -50,13 +50,14 @@ class _Policy(NamedTuple):
 
 
 def overlap_passes(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule``, which has passes only, with pairs; unchanged if it has pairs already.
+    """Return ``schedule``, which has passes only, with some forward and backward passes overlapped.
 
-    The passes are played through in the order of time, on each rank in the rank's own order. If the
-    next two passes of a rank could be a pair, the rank waits for the second for a limited time;
-    then the first runs alone. The result can run, since no pass has waited for a later one. Several
-    waiting times are tried, also where W go, and whether W run inside pairs (B instead of I and W).
-    The fastest result is used.
+    A schedule that has overlapped passes already is returned unchanged. The passes are played
+    through in the order of time, on each rank in the rank's own order. If the next two passes of a
+    rank could overlap, the rank waits for the second for a limited time; then the first runs alone.
+    The result can run, since no pass has waited for a later one. Several waiting times are tried,
+    also where W go, and whether W run inside overlapped passes (B instead of I and W). The fastest
+    result is used.
 
     Raises:
         ValueError: no F can run as one with a backward pass.
@@ -76,8 +77,10 @@ def overlap_passes(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _best_policy(schedule: Schedule, problem: Problem) -> _Policy | None:
-    """Return the policy whose schedule takes the least time; None if no policy overlaps any
-    passes."""
+    """Return the rules of overlapping whose schedule takes the least time.
+
+    None if no rules overlap any passes.
+    """
     splits = any(action.kind is _W for row in schedule.rows for action in row)
     choices = (False, True) if splits else (False,)
     policies = map(_Policy._make, product((0.0, 1.0, math.inf), choices, choices))
@@ -91,7 +94,7 @@ def _best_policy(schedule: Schedule, problem: Problem) -> _Policy | None:
 
 
 def _first_of(schedule: Schedule, problem: Problem) -> tuple[Schedule, Problem]:
-    """Return the first microbatches of a long step, which are enough to rank policies."""
+    """Return a step of fewer microbatches, enough to find the best rules of overlapping."""
     count = _TOLD_BY * problem.ranks
     if problem.microbatches <= 2 * count:
         return schedule, problem
@@ -100,8 +103,10 @@ def _first_of(schedule: Schedule, problem: Problem) -> tuple[Schedule, Problem]:
 
 
 def _with_assumed(costs: Costs) -> Costs:
-    """Return ``costs`` with an assumed saving of overlapped passes if they have none: the search
-    needs a gain, even if its size is unknown."""
+    """Return ``costs`` with an assumed saving of overlapped passes if they give none.
+
+    The search needs a gain, even if its size is unknown.
+    """
     if costs.overlap.savings:
         return costs
     forwards, backwards = costs.seconds[_F], costs.seconds[_I]
@@ -115,16 +120,16 @@ def _with_assumed(costs: Costs) -> Costs:
 
 @dataclass
 class _Rank:
-    """State of a rank while its passes are played through.
+    """State of one rank while the passes of a schedule are played through in time.
 
     Attributes:
-        order: its passes without W.
+        order: the rank's passes without W.
         due: for each W, the number of passes of ``order`` before it, and its own position among W.
-        allowed: the memory that it may hold.
-        row: the actions that it has done.
-        done: the number of passes of ``order`` that it has done.
-        free: the time since which it is free.
-        held: the memory that it holds.
+        allowed: the memory that the rank may hold.
+        row: the actions that the rank has done.
+        done: the number of passes of ``order`` that the rank has done.
+        free: the time since which the rank is free.
+        held: the memory that the rank holds.
         pending: W whose I is done, ordered by ``due``.
     """
 
@@ -139,8 +144,8 @@ class _Rank:
 
     @property
     def next_two(self) -> Row:
-        """The rank's next pass and the one behind it, F first, if the two could overlap; otherwise
-        its next pass alone."""
+        """The rank's next two passes, F first, if they could overlap; otherwise the next pass
+        alone."""
         first, *others = self.order[self.done : self.done + 2]
         if not others or (first.kind is _F) is (others[0].kind is _F):
             return (first,)
@@ -150,7 +155,7 @@ class _Rank:
 
 
 class _Playing:
-    """One play through a schedule's passes, which decides which of them overlap."""
+    """One simulated run through a schedule's passes, which decides which of them overlap."""
 
     def __init__(self, schedule: Schedule, problem: Problem, policy: _Policy) -> None:
         self.schedule, self.placement, self.policy = schedule, problem.placement, policy
@@ -182,7 +187,8 @@ class _Playing:
         self.turns: list[tuple[float, int]] = []
 
     def run(self) -> Schedule:
-        """Return the schedule with overlapped passes; unchanged if it would deadlock anyway."""
+        """Return the schedule with overlapped passes; unchanged if the schedule would deadlock
+        anyway."""
         for number in range(len(self.ranks)):
             self.offer(number)
         while any(rank.done < len(rank.order) for rank in self.ranks):
@@ -208,8 +214,11 @@ class _Playing:
             heapq.heappush(self.turns, (start, number))
 
     def first_that_waits(self) -> tuple[int, float, Row] | None:
-        """Return, if every rank waits for the second pass of a pair, the rank whose next pass can
-        start first, its start, and the pass, to run alone. Return None if none can start."""
+        """Return the rank, start and pass to run alone if every rank waits for a second pass.
+
+        A rank may wait for the second of two passes to overlap them. The rank whose next pass can
+        start first goes on. Return None if none can start.
+        """
         starts = [
             (self.start_of(rank, rank.order[rank.done]), number)
             for number, rank in enumerate(self.ranks)
@@ -220,8 +229,10 @@ class _Playing:
         return None if start == math.inf else (number, start, (rank.order[rank.done],))
 
     def turn_of(self, number: int) -> tuple[float, Row]:
-        """Return the time at which rank ``number`` can start its next pass, and that pass, or the
-        two that start together; inf if the time is not known yet."""
+        """Return when rank ``number`` can start its next pass, and that pass or the overlapped two.
+
+        The time is inf if it is not known yet.
+        """
         rank = self.ranks[number]
         if rank.done == len(rank.order):
             return math.inf, ()
@@ -248,13 +259,12 @@ class _Playing:
         return backward
 
     def start_of(self, rank: _Rank, action: Action) -> float:
-        """Return the earliest start of ``action``; inf if it is not known yet."""
+        """Return the earliest start of ``action`` on its rank; inf if it is not known yet."""
         key = _as(_I, action) if action.kind is _B else action
         return max(rank.free, self.there.get(key, math.inf))
 
     def play(self, number: int, start: float, passes: Row) -> None:
-        """Run the next of a rank's ``passes``, overlapped if there are two, with W before and
-        after."""
+        """Run the next one or two (overlapped) ``passes`` of a rank, with W before and after."""
         rank = self.ranks[number]
         while rank.pending and self.is_time_for_w(rank, start, passes):
             self.do_w(rank)
@@ -276,8 +286,11 @@ class _Playing:
             self.offer(other)
 
     def is_time_for_w(self, rank: _Rank, start: float, passes: Row) -> bool:
-        """Return whether the next W comes before ``passes``. It does if there is time for it, if
-        memory does not suffice without it, or if a later W of its stage is among them."""
+        """Return whether a rank's next W comes before its next ``passes``.
+
+        It does if there is time for it, if memory does not suffice without it, or if one of the
+        passes is a B, which would overtake a deferred W of its stage.
+        """
         w = rank.pending[0]
         if rank.free + self.seconds(w.stage, _W) <= start + self.slack:
             return True
@@ -296,8 +309,10 @@ class _Playing:
         rank.held += self.more_held(w)
 
     def pass_on(self, number: int, action: Action, end: float) -> int:
-        """Pass the output of ``action`` to the neighbouring stage. Return that stage's rank, or the
-        action's own rank if there is no such stage."""
+        """Pass the output of ``action`` to the neighbouring stage, and return that stage's rank.
+
+        If there is no such stage, return the action's own rank.
+        """
         stage, kind, k = action
         is_forward = kind is _F
         other = self.placement.next(stage) if is_forward else self.placement.previous(stage)
@@ -310,8 +325,8 @@ class _Playing:
         return to
 
     def has_memory_for(self, rank: _Rank, forward: Action) -> bool:
-        """Return whether the rank has enough memory for ``forward`` if only the pending W free any
-        before."""
+        """Return whether a rank has memory for the pass ``forward`` once its deferred W are
+        done."""
         if rank.allowed == math.inf:
             return True
         back = sum(map(self.given_back, rank.pending))
@@ -329,7 +344,7 @@ class _Playing:
 
 
 def _as(kind: Kind, action: Action) -> Action:
-    """Return the pass of ``kind`` for the same stage and microbatch."""
+    """Return the pass of another ``kind`` for the stage and microbatch of ``action``."""
     return Action(action.stage, kind, action.microbatch)
 
 
@@ -348,10 +363,10 @@ def _order_of(row: Row, policy: _Policy) -> tuple[Row, dict[Action, tuple[float,
 def _allowed_memory(
     schedule: Schedule, problem: Problem, policy: _Policy
 ) -> tuple[Amount, list[float]]:
-    """Return the unit of memory, and how much of it each rank may hold.
+    """Return the unit of memory, and how much of it each rank may hold while passes are overlapped.
 
     Without a limit, deferred W may hold as much as the schedule's peak, and a chunk more for the
-    second pass of a pair.
+    second of two overlapped passes.
     """
     if problem.memory_limit is not None:
         amount, allowed = limited_amount(problem.memory_limit, schedule, problem.costs)

@@ -29,8 +29,10 @@ _Made = tuple[int, int]  # stage and microbatch of an activation
 
 
 def recompute(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule``, which has compute actions only, with R actions that recompute
-    activations; unchanged if it has R already."""
+    """Return a schedule of compute actions with recomputation passes R, as the problem requests.
+
+    A schedule that has R already is returned unchanged.
+    """
     if any(RULES[action.kind].repeats for row in schedule.rows for action in row):
         return schedule
     requested = problem.options.recompute
@@ -51,7 +53,7 @@ def recompute(schedule: Schedule, problem: Problem) -> Schedule:
 
 @dataclass(frozen=True)
 class _RankMemory:
-    """Memory that a rank may hold, in the unit of ``amount``."""
+    """Memory that a rank may hold, and the function ``amount`` that counts it."""
 
     amount: Amount
     allowed: float
@@ -60,8 +62,10 @@ class _RankMemory:
         return fits(peak(row, self.amount), self.allowed)
 
     def change(self, action: Action, recomputed: Collection[_Made]) -> tuple[float, float]:
-        """Return the memory that ``action`` allocates at its start, and the memory that it frees at
-        its end."""
+        """Return the memory that ``action`` allocates at its start, and that it frees at its end.
+
+        ``recomputed`` are the activations that are recomputed later.
+        """
         stage, kind, microbatch = action
         rule = RULES[kind]
         takes = sum(self.amount(held, stage) for held in rule.acquires)
@@ -77,8 +81,11 @@ class _RankMemory:
 
 
 def _fitting(row: Row, memory: _RankMemory, problem: Problem) -> Row:
-    """Return a rank's ``row`` with the fewest passes of R (recompute) that keep its peak within
-    ``memory``. If no number suffices, return it with R for all activations."""
+    """Return a rank's ``row`` with the fewest recomputations R that keep its peak within
+    ``memory``.
+
+    If no number suffices, all activations are recomputed.
+    """
     made = _longest_waiting_first(row, problem)
 
     def with_first(count: int) -> Row:
@@ -90,15 +97,20 @@ def _fitting(row: Row, memory: _RankMemory, problem: Problem) -> Row:
 
 
 def _made(row: Row, problem: Problem) -> list[_Made]:
-    """Return the stage and microbatch of each activation of ``row`` for a backward pass."""
+    """Return the stage and microbatch of each activation that a rank's ``row`` stores.
+
+    Stages without training store none.
+    """
     trained = problem.first_trained_stage
     return [(a.stage, a.microbatch) for a in row if a.kind is Kind.FORWARD and a.stage >= trained]
 
 
 def _longest_waiting_first(row: Row, problem: Problem) -> list[_Made]:
-    """Return the activations of ``row`` in the order in which to recompute them: the stages first
-    whose activations wait the longest. Within a stage, the first n microbatches are for any n
-    evenly spread over the step."""
+    """Return the activations of a rank's ``row`` in the order in which to recompute them.
+
+    The stages whose activations wait the longest come first. Within a stage, the first n
+    microbatches are for any n evenly spread over the step.
+    """
     place = {
         (action.stage, kind, action.microbatch): at
         for at, action in enumerate(row)
@@ -112,7 +124,8 @@ def _longest_waiting_first(row: Row, problem: Problem) -> list[_Made]:
 
 
 def _with_recompute(row: Row, recomputed: Collection[_Made]) -> Row:
-    """Return ``row`` with R right before the backward pass of each activation in ``recomputed``."""
+    """Return a rank's ``row`` with R before the backward pass of each activation in
+    ``recomputed``."""
     new_row: list[Action] = []
     for action in row:
         is_backward = Kind.BACKWARD_INPUT in RULES[action.kind].covers
@@ -125,7 +138,8 @@ def _with_recompute(row: Row, recomputed: Collection[_Made]) -> Row:
 def _with_w_in_time(
     row: Sequence[Action], memory: _RankMemory, recomputed: Collection[_Made]
 ) -> Row:
-    """Return ``row`` with some W moved before a pass that otherwise has too little memory."""
+    """Return a rank's ``row`` with some W moved before a pass that otherwise has too little
+    memory."""
     later = [action for action in row if action.kind is Kind.BACKWARD_WEIGHT]
     done: dict[Action, None] = {}  # in order
     held = 0.0

@@ -17,10 +17,10 @@ from megatron_ext.schedule.problem import VocabularyParallel
 
 
 def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel) -> Costs:
-    """Return ``costs`` with embedding and output layer moved from the first and the last stage to
-    shards, one with the first stage of each rank.
+    """Return ``costs`` with embedding and output layer split into a shard on each rank.
 
-    If ``costs`` do not give them separately, they stay where they are and the shards cost nothing.
+    The shards belong to the first stage of each rank. If ``costs`` do not give embedding and output
+    layer separately, these stay where they are and the shards cost nothing.
     """
     assert how is not VocabularyParallel.NONE and costs.unpartitioned is None
     layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()

@@ -20,7 +20,7 @@ from megatron_ext.schedule.timeline import Timeline
 
 
 def fold(copies: TwoCopies) -> Schedule:
-    """Return the schedule of one copy that ``copies`` runs twice, on half as many ranks.
+    """Return the schedule of one model copy that a two-copy schedule runs twice, on half the ranks.
 
     Raises:
         ValueError: a rank and its opposite do not run the same passes with the copies exchanged.
@@ -36,8 +36,10 @@ def fold(copies: TwoCopies) -> Schedule:
 
 
 def unfold(schedule: Schedule) -> TwoCopies:
-    """Return ``schedule``, on a V or several one after the other, as two copies of half a V each:
-    the inverse of `fold`.
+    """Return a one-copy schedule on a V or wave as a schedule of two model copies; inverse of
+    `fold`.
+
+    Each copy has half a V, and the ranks are doubled.
 
     Args:
         schedule: a schedule of one copy, on p/2 ranks, with its open end on the last rank.
@@ -72,10 +74,11 @@ def _pass_at(copies: TwoCopies, rank: int, number: int) -> str:
 
 
 def unfolded(timeline: Timeline) -> Timeline:
-    """Return ``timeline`` with both copies of its folded schedule, for drawing: each pass on its
-    rank and on the opposite rank. The stages of copy 1 are numbered after those of copy 0.
+    """Return a folded schedule's ``timeline`` with both model copies, for drawing.
 
-    Two copies have one hop more at the turn, which ``timeline`` does not have.
+    Each pass is on its rank and on the opposite rank. The stages of copy 1 are numbered after those
+    of copy 0. Two copies have one more message between ranks at the turn, which ``timeline`` does
+    not have.
     """
     copies = unfold(timeline.schedule)
     stages, ranks = len(copies.rank_of), copies.ranks

@@ -18,7 +18,7 @@ from megatron_ext.schedule.action import Action, Rows
 
 @dataclass(frozen=True)
 class TwoCopies:
-    """Schedule of two copies of a model, which holds every stage twice.
+    """Schedule of two copies of a model, which holds every stage on two ranks.
 
     Attributes:
         name: name of the schedule.
@@ -40,26 +40,31 @@ class TwoCopies:
         return 1 + max(action.microbatch for row in self.rows for action in row)
 
     def copy_of(self, rank: int, stage: int) -> int:
-        """Return the number of the copy whose ``stage`` is on ``rank``."""
+        """Return the number, 0 or 1, of the model copy whose ``stage`` is on ``rank``."""
         return int(self.rank_of[stage] != rank)
 
     def rank_with(self, copy: int, stage: int) -> int:
-        """Return the rank that has ``stage`` of the model copy ``copy``."""
+        """Return the rank that has ``stage`` of the model copy with number ``copy``."""
         rank = self.rank_of[stage]
         return self.ranks - 1 - rank if copy else rank
 
 
 def holds_two_copies(rows: Sequence[Sequence[Action]]) -> bool:
-    """Return whether a table has every stage on two opposite ranks, r and p-1-r. With an odd p,
-    stages may also be on the middle rank alone, its own opposite; `from_rows` refuses that."""
+    """Return whether a schedule table with p ranks has every stage on two ranks, r and p-1-r.
+
+    With an odd p, stages may also be on the middle rank alone, its own opposite; `from_rows`
+    refuses that.
+    """
     ranks_of_stages = _ranks_of_stages(rows).values()
     opposite = all(ranks == {len(rows) - 1 - rank for rank in ranks} for ranks in ranks_of_stages)
     return opposite and any(len(ranks) == 2 for ranks in ranks_of_stages)
 
 
 def copies_to_csv(copies: TwoCopies) -> str:
-    """Return ``copies`` as CSV in PyTorch's grammar, one line per rank. The microbatches of copy 1
-    are numbered after those of copy 0."""
+    """Return a schedule of two model copies as CSV in PyTorch's grammar, one line per rank.
+
+    The microbatches of copy 1 are numbered after those of copy 0.
+    """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(
         [
@@ -75,8 +80,9 @@ def copies_to_csv(copies: TwoCopies) -> str:
 
 
 def from_rows(rows: Rows, name: str) -> TwoCopies:
-    """Return the schedule in a table that `holds_two_copies`. Its microbatches may be numbered from
-    0 in each copy, or through both copies.
+    """Return the two-copy schedule in the rows of a table for which `holds_two_copies` is true.
+
+    Its microbatches may be numbered from 0 in each copy, or through both copies.
 
     Raises:
         ValueError: the number of ranks is odd, or the copies differ in their number of
@@ -124,9 +130,11 @@ def _ranks_of_stages(rows: Sequence[Sequence[Action]]) -> dict[int, set[int]]:
 
 
 def _ranks_of_first_copy(rows: Rows) -> tuple[int, ...]:
-    """Return the rank of each stage of copy 0, which begins on the lower rank. The next stage is on
-    the next rank in the copy's direction. If it is not there, the copy turns, and the stage is on
-    the nearer of its ranks."""
+    """Return the rank of each stage of model copy 0, which begins on the lower rank.
+
+    The next stage is on the next rank in the copy's direction. If it is not there, the copy turns,
+    and the stage is on the nearer of its ranks.
+    """
     ranks_of = _ranks_of_stages(rows)
     rank, step = min(ranks_of[0]), 1
     of_copy = [rank]
