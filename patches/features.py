@@ -115,7 +115,7 @@ FEATURES = (
     ),
     Feature(
         "reductions of gradients that start before the step ends",
-        ("megatron.core.distributed.param_and_grad_buffer",),
+        ("megatron.core.distributed.param_and_grad_buffer.started_reductions",),
         lambda resolved: True,
     ),
     Feature(

@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from megatron_ext.patches.megatron.core.distributed import param_and_grad_buffer
+from megatron_ext.patches.megatron.core.distributed.param_and_grad_buffer import started_reductions
 from tests.helpers.callers import small_config
 from tests.helpers.ranks import run_ranks, values
 
@@ -42,7 +42,7 @@ def means_after_a_failed_step(instances: int) -> list[list[float]]:
             use_distributed_optimizer=instances > 1,
             num_distributed_optimizer_instances=instances,
         )
-        with apply([*cpu.patches(), *param_and_grad_buffer.patches(PipelineConfig())]):
+        with apply([*cpu.patches(), *started_reductions.patches(PipelineConfig())]):
             model = DistributedDataParallel(
                 small_config(2, 1), settings, torch.nn.Linear(8, 1, bias=False)
             )
