@@ -59,12 +59,15 @@ class Feature:
         return [patch for module in modules for patch in module.patches(config)]
 
 
-def _in_a_folder(part: FeatureRefusals) -> Feature:
+def _in_a_folder(
+    part: FeatureRefusals, wanted: Callable[[ResolvedSpec], bool] | None = None
+) -> Feature:
     """Return the table's entry for ``part``, a feature in a folder of megatron_ext/features.
 
-    The folder's own condition decides which configurations get the patches.
+    The folder's own condition, and ``wanted`` of the schedule, decide which configurations get the
+    patches.
     """
-    return Feature(part.name, part.patches, None, part.may_be_on)
+    return Feature(part.name, part.patches, wanted, part.may_be_on)
 
 
 # Features whose patches have work after the last step.
@@ -118,6 +121,7 @@ FEATURES = (
         ("megatron.core.distributed.param_and_grad_buffer.started_reductions",),
         lambda resolved: True,
     ),
+    _in_a_folder(TRACE_REFUSALS, lambda resolved: True),
     Feature(
         "datasets on all ranks that read them",
         (

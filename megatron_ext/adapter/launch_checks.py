@@ -125,7 +125,7 @@ def check_schedule(
     those of a race's other contenders; none under Megatron's own schedule. Return None if
     ``attempt`` has noted why there are none."""
     if config.schedule is None:
-        attempt("trace", lambda: check_features(args, config))
+        attempt("features", lambda: check_features(args, config))
         return [], {}
     programs = attempt("schedule", lambda: check_parsed_arguments(args, config, prove))
     if programs is None:

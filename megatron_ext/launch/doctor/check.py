@@ -531,7 +531,7 @@ def _check_watching(report: Report, args: Any, config: PipelineConfig) -> None:
         return
     why = why_unseen(args.pipeline_model_parallel_size, args)
     if why is not None:
-        report.add(Severity.REMARK, "trace", f"nothing of Megatron's step will be seen: {why}")
+        report.add(Severity.REMARK, "watching", f"nothing of Megatron's step will be seen: {why}")
 
 
 def _predict(

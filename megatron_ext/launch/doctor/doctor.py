@@ -36,7 +36,7 @@ ON_ROCM = (
 
 
 # Settings with which all patches are checked if no schedule is requested.
-_WITH_ALL_PATCHES = PipelineConfig.parse(schedule="zb-h1", trace="traces", trace_iters="1:2")
+_WITH_ALL_PATCHES = PipelineConfig.parse(schedule="zb-h1")
 
 
 class State(StrEnum):

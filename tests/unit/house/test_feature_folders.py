@@ -39,7 +39,7 @@ AT_MOST = {
     "profile": 4,
     "race": 2,
     "shared_prompts": 1,
-    "trace": 10,
+    "trace": 7,
     "vocabulary": 5,
 }
 LOOKED_AT = ("adapter", "runtime", "compile", "commands", "viz", "observe", "launch", "config.py")

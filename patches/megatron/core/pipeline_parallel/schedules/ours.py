@@ -85,16 +85,4 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             reason="this function frees an output that has been sent",
             signature="(out, deallocate_pipeline_outputs=False)",
         ),
-        *(_traces_rely_on() if config.trace else ()),
-    )
-
-
-def _traces_rely_on() -> tuple[Patch, ...]:
-    return (
-        expect(
-            "megatron.core.distributed.param_and_grad_buffer:"
-            "_ParamAndGradBucketGroup.start_grad_sync",
-            reason="a trace times a reduction by the handle that this function stores",
-            digests={"0.18": "9be2e10242ba", "0.19, 0.20": "e907e263929d"},
-        ),
     )
