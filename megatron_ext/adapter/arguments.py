@@ -40,11 +40,13 @@ _PATTERNS = (PATTERN, "hybrid_override_pattern")
 
 
 def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
-    """Set the schedule's virtual stages in ``args``, not validated yet, unless ``args`` set some
-    already. The virtual stages of a hybrid model are in its layer pattern.
+    """Set the schedule's virtual stages in ``args``, which Megatron has not validated yet.
+
+    Virtual stages that ``args`` set already stay. A hybrid model has its virtual stages in its
+    layer pattern.
 
     Raises:
-        ValueError: the pattern has other stages.
+        ValueError: the layer pattern has another number of stages than the schedule.
     """
     ranks = args.pipeline_model_parallel_size
     if ranks < 2:
@@ -62,8 +64,11 @@ def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
 
 
 def _divided(pattern: str, args: Any, resolved: ResolvedSpec) -> str:
-    """Return ``pattern`` with a separator after each stage. Megatron itself splits a pattern
-    without separators over ranks."""
+    """Return the hybrid layer ``pattern`` with a separator after each stage of the schedule.
+
+    A pattern without separators is returned unchanged if each rank has one stage: Megatron itself
+    splits it over ranks.
+    """
     placement = resolved.place(args.pipeline_model_parallel_size)
     if placement.chunks == 1 and SEGMENT_END not in pattern:
         return pattern
@@ -85,10 +90,10 @@ def check_parsed_arguments(args: Any, config: PipelineConfig, prove: Prove) -> l
     """Refuse settings of ``config`` that do not work with Megatron's parsed ``args``.
 
     Args:
-        prove: makes the programs.
+        prove: proves a program for each problem.
 
     Returns:
-        As `programs`.
+        The programs of the schedule, one for each number of microbatches that steps will have.
 
     Raises:
         ValueError: a setting conflicts with the schedule, or no program exists for these sizes and
@@ -122,9 +127,9 @@ def _check_evaluation(args: Any, config: PipelineConfig) -> None:
 
 
 def prove_without_search(resolved: ResolvedSpec, problems: Sequence[Problem]) -> list[Program]:
-    """Return programs of ``resolved`` which show that ``problems`` can be solved, without a search.
+    """Return programs of ``resolved`` that can be proved for ``problems`` without a search.
 
-    If ``resolved`` needs a search, the programs are those of its substitute without a search. A
+    If ``resolved`` needs a search, the programs are those of its substitute that needs none. A
     problem that the substitute cannot solve is omitted: only the search can tell whether it has a
     program, unless no schedule has one.
 
@@ -147,8 +152,10 @@ def prove_without_search(resolved: ResolvedSpec, problems: Sequence[Problem]) ->
 
 
 def search_for_first(resolved: ResolvedSpec, problems: Sequence[Problem]) -> list[Program]:
-    """Return programs of ``resolved``. The first one is exactly as it will run, for callers that
-    report its figures.
+    """Return programs of ``resolved`` for ``problems``, the first one exactly as it will run.
+
+    The first program may need a search, for callers that report its figures. The others are proved
+    without one.
 
     Raises:
         ValueError: as `place_output_layer`.
@@ -158,8 +165,10 @@ def search_for_first(resolved: ResolvedSpec, problems: Sequence[Problem]) -> lis
 
 
 def other_programs(args: Any, config: PipelineConfig, prove: Prove) -> dict[str, list[Program]]:
-    """Return, after `check_parsed_arguments`, the programs of further schedules under which steps
-    may run, by schedule, as `programs` does. ``prove`` makes them.
+    """Return, by schedule, the programs of further schedules under which steps may run, as in a
+    race.
+
+    Called after `check_parsed_arguments`. ``prove`` makes the programs.
 
     Raises:
         ValueError: a schedule has no program for these sizes and limits, or would change results.
@@ -173,7 +182,7 @@ def other_programs(args: Any, config: PipelineConfig, prove: Prove) -> dict[str,
 
 
 def check_settings(args: Any, config: PipelineConfig) -> None:
-    """Refuse settings that conflict with the schedule, as far as no program is needed to tell.
+    """Refuse Megatron's settings that conflict with the schedule, before any program is made.
 
     Raises:
         ValueError: a setting conflicts with the schedule.
@@ -195,7 +204,7 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
 
 
 def check_features(args: Any, config: PipelineConfig) -> None:
-    """Refuse settings that conflict with a feature, as far as no program is needed to tell.
+    """Refuse Megatron's settings that conflict with a feature, before any program is made.
 
     Raises:
         ValueError: a setting conflicts with a feature.
@@ -205,17 +214,17 @@ def check_features(args: Any, config: PipelineConfig) -> None:
 
 
 def check_microbatches(args: Any, config: PipelineConfig) -> None:
-    """Refuse data that do not go with a feature, as far as Megatron's ``args`` tell.
+    """Refuse training data that do not work with a feature, as far as Megatron's ``args`` tell.
 
     Raises:
-        ValueError: they do not go with it.
+        ValueError: the data do not work with a feature.
     """
     for feature in features_of(config, args):
         feature.check_microbatches(args, config)
 
 
 def check_files(args: Any, config: PipelineConfig) -> None:
-    """Refuse files that a launch with ``args`` cannot read.
+    """Refuse files of our flags that a launch with ``args`` cannot read.
 
     Raises:
         ValueError: a file is missing, or not what a feature needs.
@@ -225,15 +234,15 @@ def check_files(args: Any, config: PipelineConfig) -> None:
 
 
 def remarks_on(args: Any, config: PipelineConfig) -> list[LaunchRemark]:
-    """Return what a user should know who launches with validated ``args``."""
+    """Return remarks of all features for a user who launches with validated ``args``."""
     return [remark for feature in features_of(config, args) for remark in feature.remarks(args)]
 
 
 def complete_arguments(args: Any, config: PipelineConfig) -> None:
-    """Set what the features of ``config`` need in validated ``args``.
+    """Set the values that the features of ``config`` need in Megatron's validated ``args``.
 
     Raises:
-        ValueError: ``args`` do not go with a feature.
+        ValueError: ``args`` do not work with a feature.
     """
     for feature in features_of(config, args):
         feature.complete_arguments(args, config)
@@ -245,11 +254,10 @@ def programs(
     prove: Prove = search_for_first,
     stock: StockExecutor | None = None,
 ) -> list[Program]:
-    """Return the programs of ``config``'s schedule, for the numbers of microbatches that steps will
-    have.
+    """Return the schedule's programs, one for each number of microbatches that steps will have.
 
     Args:
-        prove: makes the programs.
+        prove: proves a program for each problem.
         stock: how Megatron runs the schedule, if Megatron itself runs it.
 
     Raises:
@@ -272,14 +280,16 @@ def _programs_of(
 def problems(
     args: Any, config: PipelineConfig, stock: StockExecutor | None = None
 ) -> list[Problem]:
-    """Return the problems of all numbers of microbatches that steps will have, that of the steps
-    with most samples first.
+    """Return a problem for each number of microbatches that steps will have.
+
+    The problem of the steps with most samples comes first.
 
     Args:
-        stock: as in `programs`.
+        stock: how Megatron runs the schedule, if Megatron itself runs it.
 
     Raises:
-        ValueError: as `programs`, as far as no program is needed to tell.
+        ValueError: the schedule cannot be made for these sizes, as far as that is known without a
+            program.
     """
     placement = config.resolved_spec.place(args.pipeline_model_parallel_size)
     job, speeds = of_arguments(args, placement), config.rank_speeds
@@ -304,11 +314,13 @@ def _refuse_saving_tied_prediction(args: Any) -> None:
 
 
 def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None = None) -> None:
-    """Set the padded vocabulary of validated ``args`` to that of a run whose tokenizer has so many
-    ``tokens``. If that is None, ``--vocab-size`` counts; without one it stays unknown.
+    """Set the padded vocabulary size of validated ``args``, as Megatron would pad ``tokens``.
+
+    ``tokens`` is the tokenizer's number of tokens; if it is None, ``--vocab-size`` counts, and
+    without that flag the size stays unknown.
 
     Raises:
-        ValueError: it cannot be split over the ranks as ``config`` requires.
+        ValueError: the vocabulary cannot be split over the ranks as ``config`` requires.
     """
     complete_arguments(args, config)
     tokens = args.vocab_size if tokens is None else tokens
@@ -318,11 +330,10 @@ def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None = No
 
 
 def _refuse_checkpoints_of_one_placement(args: Any, placement: Placement) -> None:
-    """Refuse checkpoints whose optimizer states Megatron would load into other stages without our
-    plugin.
+    """Refuse to save optimizer states that Megatron without megatron_ext would load into other
+    stages.
 
-    If the first stage is on another rank, the sizes differ, and Megatron reports the mismatch
-    itself.
+    If the first stage is not on rank 0, sizes differ, and Megatron reports the mismatch itself.
     """
     if placement.in_turn or placement.rank_of[0] != 0:
         return

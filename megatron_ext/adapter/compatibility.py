@@ -28,10 +28,12 @@ _NO_OPTIONS = ScheduleOptions()
 
 
 def refuse(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions = _NO_OPTIONS) -> None:
-    """Raise ValueError for the first of ``settings`` that does not work with ``resolved`` and
-    ``options``.
+    """Raise ValueError for the first setting of Megatron that the schedule or its options refuse.
 
-    ``settings`` are Megatron's parsed arguments or a TransformerConfig.
+    Args:
+        settings: Megatron's parsed arguments or a TransformerConfig.
+        resolved: the schedule's spec.
+        options: options of the schedule.
     """
     placement = resolved.place(settings.pipeline_model_parallel_size)
     _refuse_placement(resolved, placement)
@@ -81,7 +83,8 @@ def refuse_order(settings: Any, schedule: Schedule) -> None:
     """Raise ValueError if ``schedule`` breaks an order of microbatches that Transformer Engine
     needs.
 
-    Only a schedule file can break it: our families run the microbatches in one order in all passes.
+    Only a user's schedule file can break it: the schedules that megatron_ext generates run the
+    microbatches in one order in all passes.
     """
     if captures(settings):
         _refuse_capture_order(schedule)
@@ -97,7 +100,7 @@ def refuse_order(settings: Any, schedule: Schedule) -> None:
 
 
 def _refuse_capture_order(schedule: Schedule) -> None:
-    """Refuse orders in which a stage's k-th CUDA graph is not that of microbatch k."""
+    """Refuse a schedule in which the k-th CUDA graph of a stage is not that of microbatch k."""
     if not _in_order(schedule, Kind.BACKWARD_INPUT):
         return  # the schedule is an evaluation's, which uses no CUDA graphs
     for row, stages in zip(schedule.rows, schedule.placement.stages_of, strict=True):
@@ -111,8 +114,11 @@ def _refuse_capture_order(schedule: Schedule) -> None:
 
 
 def _refuse_first_weight_gradient(schedule: Schedule) -> None:
-    """Refuse schedules in which a stage's first weight gradient is not of its first forward pass:
-    Transformer Engine overwrites ``main_grad`` with that one and adds the others."""
+    """Refuse a schedule whose first W of a stage is not for the microbatch of the stage's first F.
+
+    Transformer Engine overwrites ``main_grad`` with the weight gradients of that microbatch, and
+    adds those of all others.
+    """
     forwards = _in_order(schedule, Kind.FORWARD)
     for stage, (first, *_) in _in_order(schedule, Kind.BACKWARD_WEIGHT).items():
         begun = forwards[stage][0].microbatch
@@ -126,8 +132,11 @@ def _refuse_first_weight_gradient(schedule: Schedule) -> None:
 
 
 def _refuse_recompute_order(schedule: Schedule) -> None:
-    """Refuse recomputes in another order than the forward passes, which put their FP8 scales into a
-    queue."""
+    """Refuse a schedule that recomputes microbatches in another order than its forward passes.
+
+    With delayed FP8 scaling each forward pass puts its scales into a queue, and recomputes take
+    them in that order.
+    """
     forwards = _in_order(schedule, Kind.FORWARD)
     for stage, backwards in _in_order(schedule, Kind.BACKWARD_INPUT).items():
         for forward, backward in zip(forwards[stage], backwards, strict=True):
@@ -141,7 +150,7 @@ def _refuse_recompute_order(schedule: Schedule) -> None:
 
 
 def _in_order(schedule: Schedule, kind: Kind) -> dict[int, list[Action]]:
-    """Return the passes of each stage that include ``kind``."""
+    """Return, by stage, its passes that include ``kind`` (a full backward includes I and W)."""
     passes = defaultdict(list)
     for action in (action for row in schedule.compute_rows for action in row):
         if kind in RULES[action.kind].covers:
@@ -154,7 +163,8 @@ def _with_chunks(resolved: ResolvedSpec, chunks: int) -> str:
 
 
 def _refuse_placement(resolved: ResolvedSpec, placement: Placement) -> None:
-    """Refuse placements that Megatron does not support; only a schedule file can have one."""
+    """Refuse a placement that Megatron does not support; only a user's schedule file can have
+    one."""
     counts = [len(stages) for stages in placement.stages_of]
     if len(set(counts)) > 1:
         raise ValueError(

@@ -27,10 +27,10 @@ from megatron_ext.schedule.placement import Placement
 
 
 def rates_in_file(path: Path, layers: Sequence[int | None]) -> Rates | None:
-    """Return the rates per layer type in the costs file ``path``, to estimate stages of ``layers``
-    layers.
+    """Return the rates per layer type in the costs file ``path``, to estimate the costs of stages.
 
-    Return None if the file has no rates per layer type, or has the costs of such stages directly.
+    None is returned if the file has no rates per layer type, or directly has the costs of stages
+    with as many ``layers``.
 
     Raises:
         ValueError: the file is not a costs file, or was measured on another GPU than this one.
@@ -43,8 +43,7 @@ def rates_in_file(path: Path, layers: Sequence[int | None]) -> Rates | None:
 
 
 def equal_costs(placement: Placement) -> Costs:
-    """Return equal costs for F, I and W of every stage, for a model about which nothing is
-    known."""
+    """Return costs that are equal for F, I and W of every stage, for a model of unknown work."""
     return uniform(placement, 1.0, 1.0, 1.0, origin="taken as equal")
 
 
@@ -72,15 +71,19 @@ def execution(settings: Any, sequence: int, micro_batch: int) -> Execution:
 
 
 def hidden_in_pairs(settings: Any, measured: Rates | None = None) -> str:
-    """Return the share of the time of experts' messages, in words, that passes in pairs are assumed
-    to hide under ``settings``, on this machine's GPU or on the ``measured`` one."""
+    """Return, in words, the share of experts' all-to-all time that overlapped passes are assumed to
+    hide.
+
+    The share depends on ``settings`` and on the GPU: that of this machine, or the ``measured`` one.
+    """
     run = replace(execution(settings, sequence=1, micro_batch=1), overlap=OVERLAP)
     share = Fraction(hidden_share(run, measured or rates(run.precision))).limit_denominator(10)
     return {2: "half", 3: "a third", 6: "a sixth"}[share.denominator]
 
 
 def rates(precision: Precision) -> Rates:
-    """Return the approximate rates at ``precision`` of a device of this machine."""
+    """Return approximate rates (of compute and memory) of this machine's GPU or CPU at
+    ``precision``."""
     if not torch.cuda.is_available():
         return CPU
     gpu = gpu_named(torch.cuda.get_device_name())

@@ -22,8 +22,10 @@ _SHORT = 128
 
 
 def masks_are_applied(settings: Any) -> bool:
-    """Return whether the layers of ``settings``, Megatron's arguments or a config by their names,
-    apply a mask of documents, if they get one."""
+    """Return whether a model's layers apply a mask that keeps documents of a sample apart.
+
+    ``settings`` are Megatron's arguments, or a config with the same names.
+    """
     is_made = all(
         getattr(settings, name, True)
         for name in ("create_attention_mask_in_dataloader", "create_attention_mask")
@@ -39,7 +41,8 @@ def _has_windows_only(settings: Any) -> bool:
 
 
 def _is_fused(settings: Any) -> bool:
-    """Return whether Megatron takes its fused softmax (`FusedScaleMaskSoftmax`)."""
+    """Return whether Megatron uses its fused softmax (`FusedScaleMaskSoftmax`), which ignores
+    masks."""
     is_half = any(getattr(settings, name, False) for name in ("fp16", "bf16"))
     is_plain = getattr(settings, "softmax_type", "vanilla") == "vanilla"
     if not (getattr(settings, "masked_softmax_fusion", False) and is_half and is_plain):
@@ -52,8 +55,10 @@ def _is_fused(settings: Any) -> bool:
 
 
 def why_documents_mix(args: Any) -> str | None:
-    """Return why tokens attend to other documents, under any schedule with the stages of validated
-    ``args``; None if they do not."""
+    """Return why tokens attend to other documents of their sample; None if they do not.
+
+    The reason holds for any schedule with the stages of the validated ``args``.
+    """
     stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
     if not args.reset_attention_mask or stages <= 2 or not masks_are_applied(args):
         return None

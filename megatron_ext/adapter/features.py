@@ -45,16 +45,24 @@ FEATURES: tuple[type[TrainingHooks], ...] = (
 
 
 def features_of(ours: PipelineConfig, settings: Any) -> list[type[TrainingHooks]]:
-    """Return the features that a training with ``ours``, our settings, has. ``settings`` are
-    Megatron's arguments or its config of a model."""
+    """Return the hooks of each feature that a training with these settings has.
+
+    ``ours`` are the settings of megatron_ext; ``settings`` are Megatron's arguments or its config
+    of a model.
+    """
     return [feature for feature in FEATURES if feature.is_on(ours, settings)]
 
 
 def requested_options(
     ours: PipelineConfig, settings: Any, microbatches: int | None = None
 ) -> dict[str, Any]:
-    """Return the options of a schedule that ``settings``, Megatron's arguments or a config, request
-    for a step of so many ``microbatches``; if that is None, for all steps of a launch."""
+    """Return the schedule options that Megatron's settings request for a step, by name.
+
+    Args:
+        ours: the settings of megatron_ext.
+        settings: Megatron's arguments, or a config.
+        microbatches: the number of microbatches of the step; None for all steps of a launch.
+    """
     requested: dict[str, Any] = {}
     for feature in features_of(ours, settings):
         requested |= feature.requested_options(settings, microbatches)

@@ -21,7 +21,7 @@ _BATCHED = (
 
 
 def say_unverified(device: torch.device, problem: Problem) -> None:
-    """Log one line before a run of ``problem`` on GPUs, until figures of such runs are
+    """Log one line before a first run on several GPUs, until measurements of such runs are
     published."""
     if device.type != "cuda" or HAS_FIGURES:
         return

@@ -54,8 +54,8 @@ def refuse_counts(args: Any) -> None:
 
 
 def refuse_sizes(args: Any) -> None:
-    """Raise ValueError if the sizes in ``args``, which Megatron has validated, do not fit
-    together."""
+    """Raise ValueError if sizes in ``args`` conflict, although Megatron's validation accepted
+    them."""
     _refuse_layout(args)
     for frequency in _FREQUENCIES:
         if frequency.matters(args):
@@ -66,8 +66,11 @@ def refuse_sizes(args: Any) -> None:
 
 
 def refuse_stock_steps(args: Any) -> None:
-    """Raise ValueError if Megatron's own interleaved schedule refuses the number of microbatches of
-    a step of validated ``args``, in the first one that has it."""
+    """Raise ValueError if Megatron's own interleaved schedule refuses a step's number of
+    microbatches.
+
+    Checked are the training steps and the evaluations of validated ``args``.
+    """
     ranks, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     if chunks is None:
         return
@@ -94,8 +97,11 @@ def refuse_stock_steps(args: Any) -> None:
 
 
 def refuse_layout(layout: str, ranks: int, layers: int, depths: int | None) -> None:
-    """Raise ValueError, with Megatron's reason, if Megatron refuses ``layout`` for so many
-    pipeline ``ranks``, ``layers`` and ``depths`` of multi-token prediction."""
+    """Raise ValueError, with Megatron's reason, if Megatron refuses the pipeline ``layout``.
+
+    The layout must fit the pipeline ``ranks``, the ``layers`` and the ``depths`` of multi-token
+    prediction.
+    """
     try:
         PipelineParallelLayerLayout(layout, ranks).validate_layer_layout(layers, depths)
     except (AssertionError, IndexError, NotImplementedError) as error:
@@ -115,8 +121,8 @@ class _Frequency:
     """Argument that says which layers are of a kind: every n-th, or a list with a number a layer.
 
     Attributes:
-        setting: its name.
-        matters: tells whether the layers of ``args`` depend on it.
+        setting: name of the argument.
+        matters: tells whether the layers of ``args`` depend on the argument.
         takes_more: whether a list may go on after the last layer.
     """
 
@@ -125,7 +131,7 @@ class _Frequency:
     takes_more: bool = False
 
     def refuse(self, args: Any) -> None:
-        """Raise ValueError if the argument does not say of which kind each layer is."""
+        """Raise ValueError if the argument does not tell the kind of every layer."""
         value = getattr(args, self.setting)
         flag = argument_flag(self.setting)
         if value == 0:

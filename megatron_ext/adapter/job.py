@@ -39,7 +39,8 @@ Listener = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers of a job by Megatron's arguments, and how a microbatch runs through them."""
+    """Layers of a training job as Megatron's arguments give them, and how a microbatch runs
+    them."""
 
     model: Model
     stages: tuple[Stage, ...]
@@ -48,12 +49,12 @@ class Layers:
 
 @dataclass(frozen=True)
 class Trained:
-    """The trained part of a model. Only the built model knows what is frozen.
+    """Shares of a model that are trained. Only the built model knows what is frozen.
 
     Attributes:
         matrices: for each stage, the trained share of its layers' matrices.
         reached: the share of the first stage's layers that needs gradients.
-        head: whether the output layer is trained.
+        output_layer: whether the output layer is trained.
     """
 
     matrices: tuple[float, ...]
@@ -73,7 +74,7 @@ class Job:
     """Training job from which costs are estimated.
 
     Attributes:
-        name: the class of the model, for people.
+        name: the model's class, named in messages.
         counts: the number of layers of each stage; None for a stage without known layers.
         layers: None if the work of some layer is not known.
         context_parallel: ranks that share each sequence.
@@ -96,7 +97,7 @@ class Job:
 
 
 def of_arguments(args: Any, placement: Placement, stages: Sequence[Stage] | None = None) -> Job:
-    """Return the job that Megatron's parsed ``args`` describe.
+    """Return the training job that Megatron's parsed ``args`` describe.
 
     Args:
         stages: the layers of each stage; None splits the layers as Megatron's options do.
@@ -143,10 +144,11 @@ def of_built(
     ranks: int,
     stride: int,
 ) -> Job:
-    """Return the job of a built model with the chunk ``per_stage`` on each stage.
+    """Return the training job of a model that is built already.
 
     Args:
-        config: of the model, Megatron's or the caller's own.
+        config: Megatron's config of the model, or the caller's own.
+        per_stage: sizes of the model chunk on each stage.
         sequence: tokens of a sample.
         micro_batch: samples of a microbatch.
         ranks, stride: as in `Job`.
@@ -180,13 +182,13 @@ def job_costs(
     tell: Listener | None = None,
     speeds: RankSpeeds | None = None,
 ) -> Costs:
-    """Return the costs of a microbatch of ``job``: measured, given or estimated, according to
-    ``source``.
+    """Return the costs of a microbatch of ``job``: measured, read from a file or estimated, as
+    ``source`` says.
 
     Args:
         slices: the number of slices of a sequence.
-        tell: receives a line about what the estimate ignores.
-        speeds: speeds of the pipeline ranks; None if they are alike.
+        tell: receives a line about parts of the model that the estimate ignores.
+        speeds: speeds of the pipeline ranks; None if all are equally fast.
 
     Raises:
         ValueError: ``source`` cannot be parsed, or there are more or fewer ``speeds`` than ranks.
@@ -214,10 +216,10 @@ def job_costs(
 
 
 def basis_of(job: Job) -> Basis | None:
-    """Return the basis of `job_costs`' estimate, if the time of each layer can be derived from
-    measured stages.
+    """Return the basis for deriving each layer's time from measured stages; None if that is
+    impossible.
 
-    They cannot if the language model has frozen parts, or if there are others outside of it than an
+    It is impossible if the language model has frozen parts, or if parts outside it are more than an
     encoder on the first stage.
     """
     layers = job.layers
@@ -234,8 +236,8 @@ def basis_of(job: Job) -> Basis | None:
 def _estimated(
     job: Job, slices: int, measured: Rates | None = None, tell: Listener | None = None
 ) -> Costs:
-    """Return the estimated costs of a job; equal ones for F, I and W of every stage if its layers
-    are not known."""
+    """Return estimated costs of a job; equal costs for F, I and W of all stages if layers are
+    unknown."""
     layers = job.layers
     if layers is None:
         if tell is not None:
@@ -262,7 +264,7 @@ def _estimated(
 def _layers_built(
     config: Any, per_stage: Sequence[ChunkSize], sequence: int, micro_batch: int, ranks: int
 ) -> Layers | None:
-    """Return the layers of a built model; None if they are not Megatron's, or not known."""
+    """Return the layers of a built model; None if they are unknown or not Megatron's."""
     counts = [size.layers for size in per_stage if size.layers is not None]
     is_megatrons = isinstance(config, TransformerConfig)
     if not is_megatrons or len(counts) < len(per_stage) or not any(counts):

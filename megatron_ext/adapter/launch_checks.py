@@ -30,10 +30,10 @@ from megatron_ext.schedule.placement import line, loop
 
 
 class Attempt(Protocol):
-    """Runs a check of a command about ``subject``, and returns its result.
+    """Function that runs one check of a launch command, about ``subject``, and returns its result.
 
-    ``fix`` says what to do if the check refuses with a ValueError. ``right`` words the result; ""
-    is not worth a word.
+    ``fix`` says what to do if the check refuses with a ValueError. ``right`` puts the result into
+    words; an empty text is not reported.
     """
 
     def __call__[T](
@@ -48,15 +48,19 @@ class Attempt(Protocol):
 def raising[T](
     subject: str, work: Callable[[], T], fix: str = "", right: Callable[[T], str] | None = None
 ) -> T | None:
-    """Run a check of a launch whose refusal ends all checks."""
+    """Run one check of a launch command. A refusal is raised, so that it ends all checks."""
     return work()
 
 
 def validated(
     args: Any, config: PipelineConfig, validate: Callable[[Any], Any], *, tells: bool = False
 ) -> Any:
-    """Return ``args``, completed by Megatron's ``validate``, with the schedule's virtual stages and
-    without the settings that the schedule implements. If it ``tells``, these are logged.
+    """Return Megatron's ``args``, validated, with the schedule's virtual stages.
+
+    Settings that the schedule implements itself are switched off, and logged if ``tells``.
+
+    Args:
+        validate: Megatron's own validation, which completes the arguments.
 
     Raises:
         ValueError: sizes are impossible, or cannot be split over the schedule's stages.
@@ -78,8 +82,11 @@ def validated(
 
 
 def _suggest_layout(args: Any, config: PipelineConfig) -> None:
-    """Raise ValueError with a layout that works if the layers of ``args``, which Megatron refuses,
-    cannot be split evenly over the stages."""
+    """Raise ValueError that suggests a layout if the layers of ``args`` do not split evenly over
+    stages.
+
+    Called after Megatron has refused the arguments.
+    """
     ranks, chunks = args.pipeline_model_parallel_size, getattr(args, CHUNKS) or 1
     placement = loop(ranks, vpp=chunks) if chunks > 1 else line(ranks)
     if config.schedule is not None:
@@ -96,14 +103,14 @@ def check_batches(
     check_recipe: Callable[[], object] | None = None,
     tokenizer: Callable[[object], str] | None = None,
 ) -> bool:
-    """Check the vocabulary and the microbatches of validated ``args``. Return whether the number of
-    microbatches is known.
+    """Check vocabulary and microbatches of validated ``args``; return whether their number is
+    known.
 
     Args:
         settle_vocabulary: pads the vocabulary as ``config`` requires.
         check_recipe: checks the config of Megatron-Bridge that ``args`` were read from; None for a
-            command.
-        tokenizer: words the result of ``settle_vocabulary``.
+            launch command.
+        tokenizer: puts the result of ``settle_vocabulary`` into words.
     """
     attempt("tokenizer", settle_vocabulary, right=tokenizer)
     if check_recipe is None:
@@ -121,9 +128,13 @@ def check_batches(
 def check_schedule(
     args: Any, config: PipelineConfig, prove: Prove, attempt: Attempt = raising
 ) -> tuple[list[Program], dict[str, list[Program]]] | None:
-    """Check the schedule of ``config``, after `check_batches`. Return its programs, and by schedule
-    those of a race's other contenders; none under Megatron's own schedule. Return None if
-    ``attempt`` has noted why there are none."""
+    """Check the schedule of ``config``, and return its programs and, by schedule, those of
+    contenders.
+
+    Contenders are the other schedules of a race; Megatron's own schedule has no programs. The
+    result is None if ``attempt`` has reported why there are no programs. `check_batches` must have
+    run.
+    """
     if config.schedule is None:
         attempt("features", lambda: check_features(args, config))
         return [], {}

@@ -24,21 +24,20 @@ _BEFORE_DEPTHS = "/"  # separates the main layers from those of multi-token pred
 
 
 def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
-    """Return the number of transformer layers of each stage, by Megatron's options for uneven
-    splits.
+    """Return the number of transformer layers of each stage, as Megatron's options split them.
 
     - ``pipeline_model_parallel_layout``: its i-th segment is stage i.
+    - A hybrid model's pattern: its i-th segment is stage i.
     - ``account_for_{embedding,loss}_in_pipeline_split``: each counts as a layer of its stage.
-    - The i-th segment of a hybrid model's pattern is stage i, too.
-    - The layers of the first and the last "pipeline stage" are those of the first and last rank,
-      split over its chunks, if Megatron itself places the stages so (lines and loops); otherwise
-      those of the first and the last stage.
+    - The options for the first and the last "pipeline stage" count the layers of the first and the
+      last rank, split over the rank's chunks, if Megatron itself places the stages so (lines and
+      loops). Otherwise they count the layers of the first and the last stage.
 
     Args:
         settings: Megatron's parsed arguments, or a TransformerConfig not yet initialised.
 
     Raises:
-        ValueError: the layers do not divide; the message names a layout that works.
+        ValueError: the layers cannot be split evenly; the message names a layout that works.
     """
     if settings.pipeline_model_parallel_layout is not None:
         layout = settings.pipeline_model_parallel_layout
@@ -70,19 +69,22 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
 
 
 def is_stock_placement(placement: Placement) -> bool:
-    """Return whether a placement is one of Megatron's own: a line or a loop."""
+    """Return whether ``placement`` is Megatron's own: linear, or interleaved (a loop)."""
     return placement.rank_of == tuple(range(placement.ranks)) * placement.chunks
 
 
 def pattern_segments(pattern: str) -> list[str]:
-    """Return the pipeline segments of a hybrid model's ``pattern``, which has one symbol per layer:
-    ``M*`` and ``M-`` for ``M*|M-``."""
+    """Return the pipeline segments of a hybrid model's ``pattern``, which has one symbol per layer.
+
+    For example, ``M*|M-`` has the segments ``M*`` and ``M-``.
+    """
     return pattern.partition(_BEFORE_DEPTHS)[0].split(SEGMENT_END)
 
 
 def segments_of_stages(pattern: str, placement: Placement, schedule: str) -> list[str]:
-    """Return the segment of ``pattern`` for each stage; a pattern without separators is split
-    evenly.
+    """Return the segment of a hybrid model's ``pattern`` for each stage.
+
+    A pattern without separators is split evenly.
 
     Raises:
         ValueError: the number of segments is not the number of stages of ``schedule``.
@@ -104,8 +106,10 @@ def segments_of_stages(pattern: str, placement: Placement, schedule: str) -> lis
 
 
 def stages_of_layout(layout: Any) -> int:
-    """Return the number of stages of ``layout``: text, a list with an entry a stage, or Megatron's
-    object for one."""
+    """Return the number of stages of the pipeline ``layout``.
+
+    ``layout`` is a text, a list with an entry for each stage, or Megatron's object.
+    """
     return len(_segments_of(layout))
 
 
@@ -117,7 +121,8 @@ def _segments_of(layout: Any) -> list[Any]:
 
 
 def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
-    """Return the numbers of layers that Megatron's options set for single stages, by stage."""
+    """Return, by stage, the numbers of layers that Megatron's options set for the first and last
+    ones."""
     given = {}
     for end, alternatives in zip((0, -1), zip(ENDS_IN_CONFIGS, ENDS, strict=True), strict=True):
         values: list[int | None] = [getattr(settings, name, None) for name in alternatives]
@@ -131,14 +136,17 @@ def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
 
 
 def prediction_depths(settings: Any) -> int:
-    """Return the depths of multi-token prediction: how many tokens beyond the next one are
-    predicted."""
+    """Return the number of multi-token prediction layers, each of which predicts one token
+    further."""
     return settings.mtp_num_layers or 0
 
 
 def depths_of_stages(settings: Any) -> list[int] | None:
-    """Return the depths of multi-token prediction on each stage of the layout in ``settings``; None
-    without a layout: all are on the last stage."""
+    """Return the number of multi-token prediction layers on each stage of the layout in
+    ``settings``.
+
+    None means that there is no layout: all these layers are on the last stage.
+    """
     layout = getattr(settings, "pipeline_model_parallel_layout", None)
     if layout is None:
         return None
@@ -146,11 +154,11 @@ def depths_of_stages(settings: Any) -> list[int] | None:
 
 
 def refuse_prediction_on_first_rank(settings: Any, placement: Placement) -> None:
-    """Raise ValueError if multi-token prediction is on the first rank of a loop, but not on the
-    first stage.
+    """Raise ValueError if multi-token prediction is on the first rank, but not on the first stage.
 
-    Megatron takes that rank for the first stage's, whose embedding it initialises and whose
-    gradients it sums; the copy of multi-token prediction stays zero.
+    Concerned are Megatron's own placements, where that rank of an interleaved schedule has several
+    stages. Megatron takes the rank for the first stage's: it initialises the embedding there and
+    sums its gradients, and the copy of multi-token prediction stays zero.
     """
     if not is_stock_placement(placement):
         return
@@ -166,18 +174,21 @@ def refuse_prediction_on_first_rank(settings: Any, placement: Placement) -> None
 
 
 def layout_of(layers: Sequence[int], depths: int) -> str:
-    """Return Megatron's text of a layout with ``layers`` layers per stage, and ``depths`` of
-    multi-token prediction on the last stage: ``Ett|tt|tt|ttmL``."""
+    """Return Megatron's text of a layout with the given ``layers`` per stage, such as
+    ``Ett|tt|ttmL``.
+
+    ``depths`` multi-token prediction layers (``m``) are on the last stage.
+    """
     return "E" + "|".join("t" * count for count in layers) + "m" * depths + "L"
 
 
 def even_layout_text(layers: int, stages: int, depths: int) -> str:
-    """Return the text of the most even layout."""
+    """Return Megatron's text of the layout that splits ``layers`` over ``stages`` most evenly."""
     return layout_of(even_layer_counts(layers, stages), depths)
 
 
 def even_layer_counts(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each stage if these are as equal as possible: the first stages
-    have one more."""
+    """Return the number of layers of each stage in the most even split: the first ones may have one
+    more."""
     per_stage, more = divmod(layers, stages)
     return [per_stage + (stage < more) for stage in range(stages)]

@@ -40,10 +40,10 @@ _FP8 = 2.0  # bytes of a weight in FP8 with one scale for each matrix
 def model_bytes_of_ranks(
     args: Any, placement: Placement, vocabulary: VocabularyParallel = VocabularyParallel.NONE
 ) -> list[ModelBytes] | None:
-    """Return the bytes of each pipeline rank, without stored activations; None if layers are not
-    known.
+    """Return the bytes of model state on each pipeline rank, without stored activations.
 
-    ``args`` are validated and have their padded vocabulary (None counts as no vocabulary).
+    None means that the work of some layer is not known. ``args`` are validated and have their
+    padded vocabulary; None counts as no vocabulary.
 
     Raises:
         ValueError: the layers cannot be split over the stages.
@@ -57,8 +57,11 @@ def model_bytes_of_ranks(
 
 
 def checkpoint_bytes(args: Any, placement: Placement) -> float | None:
-    """Return the approximate bytes of a checkpoint on disk (the model once, and its optimizer
-    states); None if layers are not known."""
+    """Return the approximate bytes of a checkpoint on disk; None if layers are not known.
+
+    A checkpoint has the weights once, and the optimizer states unless ``args`` have
+    --no-save-optim.
+    """
     model = describe(args)
     if not model.is_known:
         return None
@@ -71,7 +74,7 @@ def checkpoint_bytes(args: Any, placement: Placement) -> float | None:
 
 
 def state_of(args: Any) -> TrainingState:
-    """Return the types and the sharding of each parameter's state under the validated ``args``."""
+    """Return how each parameter's weight, gradient and optimizer states are stored and sharded."""
     instances = args.num_distributed_optimizer_instances
     tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     of_experts = tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
@@ -92,16 +95,15 @@ def state_of(args: Any) -> TrainingState:
 
 
 def quantized_bytes(recipe: str) -> float:
-    """Return the bytes of a matrix element in 8 bits under Megatron's ``fp8_recipe``, or in 4 for
-    "fp4"."""
+    """Return the bytes of a matrix element under Megatron's ``fp8_recipe``, or under "fp4"."""
     return _QUANTIZED.get(recipe, _FP8)
 
 
 def _matrix_bytes(args: Any) -> float | None:
     """Return the bytes of an element of layers' matrices if they are quantised, else None.
 
-    The quantised matrices may exist alone, or in addition to 16-bit ones, since a step casts the
-    latter once for all its microbatches.
+    Quantised matrices may replace the 16-bit ones, or exist in addition: a step casts 16-bit
+    matrices once for all its microbatches.
     """
     quantized = None
     if getattr(args, "fp4", None):
@@ -114,11 +116,11 @@ def _matrix_bytes(args: Any) -> float | None:
 
 
 def _optimizer_bytes(args: Any) -> float:
-    """Return the bytes of a parameter's states on a GPU: Adam's two moments, and a master copy for
-    16-bit parameters.
+    """Return the bytes of one parameter's optimizer states on a GPU.
 
-    With the precision-aware optimizer each state has its own type, and for a master copy in fp32
-    Transformer Engine stores only the bits that bf16 lacks.
+    They are Adam's two moments, and a master copy for 16-bit parameters. With the precision-aware
+    optimizer each state has its own type, and Transformer Engine stores only the bits of an fp32
+    master copy that bf16 lacks.
     """
     moments = 2 * _FP32
     master = _FP32 if args.params_dtype.itemsize < _FP32 else 0

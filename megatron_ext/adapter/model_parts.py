@@ -21,22 +21,23 @@ _MATRICES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """Size of a model chunk.
+    """Sizes of a model chunk (the part of the model on one stage), and which parts are trained.
 
     Attributes:
         model: the class of the model.
-        layers: transformer layers of its language model; None if it has no known one.
-        rows: rows of its output layer, 0 without one.
+        layers: number of transformer layers; None if the chunk has no known language model.
+        rows: rows of the output layer; 0 without an output layer.
         parameters: elements of all parameters.
-        other_parameters: elements of the parameters outside its language model.
+        other_parameters: elements of the parameters outside the language model.
         symbols: layer symbols of a hybrid model, as in its pattern.
-        head_is_looked_up: result of the function of that name.
-        trained_matrices: trained share of its layers' matrices, from 0 to 1.
-        reached: share of its layers that need gradients, from 0 to 1, if nothing before the chunk
-            is trained: the layers from the first trained one on.
-        head_is_trained: whether its output layer is trained, if it has one.
-        unkept: names of its layers' matrices whose inputs are not saved.
-        settings: Megatron's arguments that its language model has, but no TransformerConfig.
+        head_is_looked_up: whether the output layer uses the embedding table of this stage.
+        trained_matrices: trained share of the elements in the layers' matrices, from 0 to 1.
+        reached: share of the layers, from 0 to 1, from the first trained layer on: they need
+            gradients if nothing before the chunk is trained.
+        head_is_trained: whether the output layer is trained; true without one.
+        unkept: names of the layers' matrices that are frozen, so that their inputs are not saved.
+        settings: Megatron's arguments that the language model knows and its TransformerConfig
+            lacks.
     """
 
     model: str
@@ -54,8 +55,11 @@ class ChunkSize:
 
 
 def language_model(chunk: torch.nn.Module) -> Any | None:
-    """Return the module in ``chunk`` that has Megatron's layers (a GPTModel or similar), however
-    wrapped."""
+    """Return the module in ``chunk`` that has Megatron's layers, such as a GPTModel; None without
+    one.
+
+    Wrappers (DDP, mixed precision, multimodal models) are removed.
+    """
     model: Any = chunk
     while (inner := _first_within(model, _WITHIN)) is not None:
         model = inner
@@ -63,8 +67,10 @@ def language_model(chunk: torch.nn.Module) -> Any | None:
 
 
 def find_output_layer(chunk: torch.nn.Module) -> Any | None:
-    """Return the module in ``chunk`` that makes the logits, found by its name in Megatron's
-    models."""
+    """Return the output layer in ``chunk``, which computes the logits; None without one.
+
+    It is found by its name in Megatron's models.
+    """
     for name, module in (language_model(chunk) or chunk).named_modules():
         if name.rpartition(".")[2] == "output_layer":
             return module
@@ -77,19 +83,21 @@ def predicts_further(chunk: torch.nn.Module) -> bool:
 
 
 def shifts_tokens(chunk: torch.nn.Module) -> bool:
-    """Return whether ``chunk`` shifts tokens or labels by a position: it has the layers of
-    multi-token prediction, or its losses."""
+    """Return whether ``chunk`` shifts tokens or labels by a position, for multi-token prediction.
+
+    The chunk has the layers of multi-token prediction, or computes their losses.
+    """
     model: Any = language_model(chunk)
     depths: int = getattr(getattr(model, "config", None), "mtp_num_layers", None) or 0
     return predicts_further(chunk) or (depths > 0 and model.post_process is True)
 
 
 def head_is_looked_up(chunk: torch.nn.Module) -> bool:
-    """Return whether the output layer of ``chunk`` uses the embedding table of the same stage, as
-    in tied multi-token prediction.
+    """Return whether the output layer of ``chunk`` uses the embedding table of the same stage.
 
-    Autograd sums the gradients of both uses. A W pass would add the output layer's gradient
-    separately, so its costs must say that it has none.
+    This is so with tied multi-token prediction. Autograd sums the gradients of both uses of the
+    table, while a W pass would add the output layer's gradient separately; so the output layer has
+    no W.
     """
     model = language_model(chunk)
     is_tied: bool = getattr(model, "share_embeddings_and_output_weights", False)
@@ -97,7 +105,7 @@ def head_is_looked_up(chunk: torch.nn.Module) -> bool:
 
 
 def unused_heads(chunks: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
-    """Return the unused weights of output layers of ``chunks`` that use the embedding's table
+    """Return the unused weights of output layers in ``chunks`` that use the embedding table
     instead."""
     output_layers = [find_output_layer(chunk) for chunk in chunks if head_is_looked_up(chunk)]
     return frozenset(
@@ -113,15 +121,15 @@ def is_trained(chunk: torch.nn.Module) -> bool:
 def may_lose_gradients(chunk: torch.nn.Module) -> bool:
     """Return whether trained weights of ``chunk`` may get no gradient if its input requires none.
 
-    Megatron's recompute computes no gradients then (torch's reentrant checkpointing); of an unknown
-    model this is not known.
+    Megatron's recompute (torch's reentrant checkpointing) then computes no gradients. For an
+    unknown model the answer is true.
     """
     config = getattr(language_model(chunk), "config", None)
     return getattr(config, "recompute_granularity", "unknown") is not None
 
 
 def chunk_size(chunk: torch.nn.Module) -> ChunkSize:
-    """Return the size of one rank's ``chunk``."""
+    """Return the sizes of one rank's ``chunk`` of the model."""
     model = language_model(chunk)
     output_layer = find_output_layer(chunk)
     rows = getattr(output_layer, "output_size_per_partition", 0)
@@ -167,8 +175,11 @@ def _reached(chunk: torch.nn.Module, model: Any | None) -> float:
 
 
 def _unkept(layers: torch.nn.Module) -> frozenset[str]:
-    """Return the `_MATRICES` that are frozen in all ``layers`` and have no adapter: an adapter is
-    within the module that replaces its matrix, and uses the same input."""
+    """Return the names in `_MATRICES` whose matrices are frozen and without adapter in all
+    ``layers``.
+
+    An adapter is within the module that replaces its matrix, and uses the same input.
+    """
     kept: dict[str, bool] = {}
     for path, module in layers.named_modules():
         name = path.rpartition(".")[2]
@@ -195,7 +206,7 @@ def _elements(weights: Iterable[Tensor]) -> int:
 
 
 def _trained(weights: Iterable[Tensor]) -> float:
-    """Return the trained share of ``weights``, from 0 to 1 (1 if there are none)."""
+    """Return the trained share of the elements of ``weights``, from 0 to 1; 1 if there are none."""
     weights = list(weights)
     trained = _elements(weight for weight in weights if weight.requires_grad)
     return trained / _elements(weights) if weights else 1.0

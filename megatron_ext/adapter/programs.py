@@ -64,7 +64,7 @@ RequestedOptions = Callable[[Any, int], Mapping[str, Any]]
 
 
 def log_program(program: Program) -> None:
-    """Log what a new ``program`` promises, and its costs."""
+    """Log the figures that a new ``program`` promises, and at level DEBUG its costs."""
     log_single_rank(logger, logging.INFO, summarize(program))
     costs = format_costs(program.problem.costs)
     log_single_rank(logger, logging.DEBUG, f"costs of each stage: {costs}")
@@ -72,13 +72,13 @@ def log_program(program: Program) -> None:
 
 @dataclass(frozen=True)
 class StepKey:
-    """Key of a step's program; costs and memory limit are the job's.
+    """Key of the program that a step runs; costs and memory limit are the same for the whole job.
 
     Attributes:
-        schedule: that is followed in it.
-        shape: of its microbatches.
-        microbatches: their number.
-        forward_only: whether it is an evaluation.
+        schedule: text of the schedule's spec.
+        shape: micro-batch size and sequence length.
+        microbatches: number of microbatches.
+        forward_only: whether the step is an evaluation.
         first_trained_stage: the first stage with backward passes.
         varies: whether sequences have different lengths.
     """
@@ -96,9 +96,9 @@ class _Comparison:
     """Comparison of the ranks' programs by their digests.
 
     Attributes:
-        key: its name in torch's store.
+        key: name of the comparison in torch's store.
         fault: ranks that differ, in words.
-        remedy: what a user does about them.
+        remedy: what a user does about ranks that differ.
     """
 
     key: str
@@ -106,7 +106,7 @@ class _Comparison:
     remedy: str
 
     def check(self, schedule: str, digests: Mapping[int, str]) -> None:
-        """Raise RuntimeError unless all ``digests``, by global rank, are equal."""
+        """Raise RuntimeError unless all ``digests`` of programs, by global rank, are equal."""
         ranks: dict[str, list[int]] = defaultdict(list)
         for rank, digest in sorted(digests.items()):
             ranks[digest].append(rank)
@@ -128,14 +128,14 @@ _WHEN_RUN = _Comparison(
 
 
 class Programs:
-    """Programs by a step's shape and number of microbatches, built on first use.
+    """Programs of a training, built on first use for each shape and number of microbatches.
 
     Attributes:
-        resolved_spec: the schedule that is followed now.
-        costs: by shape.
-        bases: basis of each shape's estimate, on global rank 0 of a training that measures; None if
-            measured costs cannot be split by layer type.
-        described: makes the job of each shape that this rank has seen.
+        resolved_spec: the schedule that steps follow now.
+        costs: seconds and bytes of passes, by shape of the microbatches.
+        bases: on global rank 0 of a training that measures costs, the basis of the estimate for
+            each shape; None if measured costs cannot be split by layer type.
+        described: makes the description of the job for each shape that this rank has seen.
     """
 
     def __init__(
@@ -145,10 +145,11 @@ class Programs:
         *,
         is_stock: bool = False,
     ) -> None:
-        """Initialise the programs; none is built yet.
+        """Initialise the collection of programs; none is built yet.
 
         Args:
-            requested_options: returns the options that a config of Megatron's requests of a step.
+            requested_options: returns the schedule options that a config of Megatron's requests for
+                a step.
             is_stock: Megatron's own pipeline functions run the programs.
         """
         self._config = config
@@ -174,8 +175,11 @@ class Programs:
         self.described: dict[BatchShape, Callable[[], Job]] = {}
 
     def shape(self, config: Any, micro_batch: int, sequence: int) -> BatchShape:
-        """Return the shape by which programs of such steps are distinguished: each shape has its
-        own costs if they are measured."""
+        """Return the key under which steps share measured costs: (micro-batch size, sequence
+        length).
+
+        None if costs are not measured, or if sequence lengths vary.
+        """
         measures = self._config.costs.profile is not None
         return (micro_batch, sequence) if measures and not config.variable_seq_lengths else None
 
@@ -191,16 +195,15 @@ class Programs:
         microbatches: int,
         forward_only: bool,
     ) -> None:
-        """Set the costs of ``shape``. One rank reads or estimates them for all, from its pipeline's
-        sizes.
+        """Set the costs of ``shape``, which one rank reads or estimates for all ranks.
 
         In a training step this also fixes the number of microbatches for which the schedule is
         searched: global rank 0's ``microbatches``.
 
-        Global rank 0 does the work in the first step, and in the first training step after
-        evaluations, which may have had sequences of another length: these calls are collective over
-        the world. Another shape than rank 0's may occur in a single pipeline only, and goes through
-        torch's store.
+        Global rank 0 computes the costs in the first step, and in the first training step after
+        evaluations, whose sequences may have had another length: these calls are collective over
+        the world. A shape that rank 0 does not have may occur in a single pipeline, so its costs go
+        through torch's store.
         """
         if shape in self.costs and (forward_only or self._searched_for is not None):
             return
@@ -237,8 +240,11 @@ class Programs:
         sequence: int,
         micro_batch: int,
     ) -> Callable[[], Job]:
-        """Return a function that describes the job by the sizes of its stages. Collective over
-        ``pipeline``. A rank that is alone knows the other stages by Megatron's arguments only."""
+        """Return a function that describes the training job by the sizes of its stages.
+
+        Collective over ``pipeline``. A rank that runs alone in a rehearsal knows the other stages
+        by Megatron's arguments only.
+        """
         placement = self.resolved_spec.place(pipeline.size())
         if is_alone():
             return partial(of_arguments, training_global("_GLOBAL_ARGS"), placement)
@@ -256,7 +262,8 @@ class Programs:
         )
 
     def _told_by_the_first(self, shape: BatchShape, work: Callable[[], Costs]) -> Costs:
-        """Return the costs that ``work`` computes on one rank, the first that needs ``shape``."""
+        """Return the costs that ``work`` computes on the first rank that needs costs of
+        ``shape``."""
         store = store_of_all()
         if store is None:
             return work()
@@ -264,7 +271,7 @@ class Programs:
         return run_on_leader(costs_store, dist.get_rank(), f"the costs of shape {shape}", work)
 
     def _set_costs(self, shape: BatchShape, costs: Costs) -> None:
-        """Set the costs of ``shape``, and drop its programs, which were made with other costs."""
+        """Set the costs of ``shape``, and drop its programs, which were built with other costs."""
         self.costs[shape] = costs
         self._times_set[shape] += 1
         for programs in (self._programs, self._for_places):
@@ -274,13 +281,13 @@ class Programs:
     def first_trained_stage(
         self, pipeline: dist.ProcessGroup, models: list[torch.nn.Module]
     ) -> int:
-        """Return the first stage with trained parameters; 0 if none has any.
+        """Return the number of the first stage with trained parameters; 0 if there is none.
 
         Collective over ``pipeline`` the first time that ``models``, this rank's chunks, take a
-        training step. A rank that is alone rehearses models that are trained as a whole.
+        training step. A rank that runs alone rehearses models that are trained as a whole.
 
         Raises:
-            ValueError: parameters that were frozen then are trained now.
+            ValueError: parameters that were frozen in the first step are trained now.
         """
         stages = self.resolved_spec.place(pipeline.size()).stages_of
         if is_alone():
@@ -314,8 +321,11 @@ class Programs:
         forward_only: bool = False,
         first_trained_stage: int = 0,
     ) -> StepKey:
-        """Return the key of such a step's program under the present schedule. ``config`` is
-        Megatron's."""
+        """Return the key of the program for a step with these properties, under the present
+        schedule.
+
+        ``config`` is Megatron's config of the model.
+        """
         return StepKey(
             self.resolved_spec.spec,
             shape,
@@ -326,7 +336,7 @@ class Programs:
         )
 
     def known(self, key: StepKey) -> Program | None:
-        """Return the program for the step ``key`` if it has been built."""
+        """Return the program for the step ``key``; None if it is not built yet."""
         if key in self._for_places:
             return self._for_places[key]
         program = self._programs.pop(key, None)
@@ -335,7 +345,7 @@ class Programs:
         return program
 
     def are_measured(self, shape: BatchShape) -> bool:
-        """Return whether the costs of ``shape`` are measured."""
+        """Return whether the costs of microbatches of ``shape`` were measured in this training."""
         return shape in self._measured
 
     def make(
@@ -345,11 +355,10 @@ class Programs:
         key: StepKey,
         before: Program | None = None,
     ) -> Program:
-        """Build the program of the step ``key``, of the schedule that is followed now. The first
-        call is collective over the world.
+        """Build the program of the step ``key``, for the schedule that steps follow now.
 
-        ``config`` is Megatron's. ``before`` is a program with other costs, whose order is retained
-        if it is better.
+        The first call is collective over the world. ``config`` is Megatron's. ``before`` is a
+        program with other costs, whose order of passes is retained if it is better.
 
         Raises:
             InvalidSchedule: no program fits the memory limit.
@@ -383,15 +392,18 @@ class Programs:
         return program
 
     def forget(self, program: Program) -> None:
-        """Drop ``program``, which does not run: it is rebuilt and checked if it is needed again."""
+        """Drop ``program``. It is rebuilt and compared between ranks if a step needs it again
+        later."""
         for programs in (self._programs, self._for_places):
             for key in [key for key, known in programs.items() if known is program]:
                 del programs[key]
 
     def _spec_for(self, key: StepKey) -> ResolvedSpec:
-        """Return the schedule for the step ``key``. It is a substitute without a search if the
-        search was for another number of microbatches, or in an evaluation, which gains nothing by a
-        search."""
+        """Return the resolved spec for the step ``key``, with or without a search.
+
+        A substitute without a search serves evaluations, which gain nothing by a search, and steps
+        with another number of microbatches than that which was searched for.
+        """
         microbatches = key.microbatches
         if key.forward_only:
             return self.resolved_spec.without_search
@@ -412,9 +424,11 @@ class Programs:
         return self._made_longer_or_shorter(self.resolved_spec.without_search)
 
     def _made_longer_or_shorter(self, resolved: ResolvedSpec) -> ResolvedSpec:
-        """Return ``resolved`` with the result of an earlier search for another number of
-        microbatches, extended or shortened, if there is one of enough microbatches. All ranks
-        derive the same schedule from it."""
+        """Return ``resolved``, made to reuse an earlier search for another number of microbatches.
+
+        The schedule found is extended or shortened if it has enough microbatches. All ranks derive
+        the same schedule from it.
+        """
 
         def build(problem: Problem) -> Schedule:
             known = self._found.get(_but_for_length(resolved, problem))
@@ -423,7 +437,7 @@ class Programs:
         return replace(resolved, build=build)
 
     def _placed(self, resolved: ResolvedSpec, problem: Problem) -> Program:
-        """Return the program of ``resolved`` for ``problem``.
+        """Return the program of ``resolved`` for ``problem``, with its output layer placed.
 
         If ``resolved`` needs a search, one rank of the job searches for all ranks with the same
         problem, and each other rank proves the result.
@@ -450,10 +464,11 @@ class Programs:
         return found_here[0] if found_here else prove_built(result.schedule, result.problem)
 
     def check_swap(self, pipeline: dist.ProcessGroup, key: StepKey, program: Program) -> None:
-        """Compare ``program``, which the training step ``key`` is about to run, with those of the
-        other ranks, in the first such step after programs were swapped.
+        """Compare ``program`` with the other ranks' in the first step ``key`` after programs were
+        swapped.
 
-        A rank that swaps later would run other orders than its neighbours, and could wait forever.
+        A rank that swaps programs a step later would run other orders than its neighbours, and
+        could wait forever.
 
         Raises:
             RuntimeError: another rank runs a different program.
@@ -470,11 +485,12 @@ class Programs:
         pipeline: dist.ProcessGroup,
         comparison: _Comparison = _WHEN_BUILT,
     ) -> None:
-        """Raise RuntimeError if another rank has a different program for such a step.
+        """Raise RuntimeError if another rank has a different program for the step ``key``.
 
-        All ranks take part the first time, and those of one shape compare. Later digests go through
-        torch's store: separate pipelines may have other numbers of microbatches, and none waits for
-        another that will not come. Without a store the ranks of a pipeline compare theirs.
+        The first call is a collective of all ranks, in which ranks with the same shape are
+        compared. Later digests go through torch's store: separate pipelines may have different
+        numbers of microbatches, and a collective would wait for a pipeline that does not come.
+        Without a store only the ranks of ``pipeline`` are compared.
         """
         store = store_of_all()
         if not self._has_compared:
@@ -506,10 +522,10 @@ class Programs:
         costs: Costs,
         before: Program,
     ) -> Program:
-        """Rebuild the program of ``before``'s training steps with the new ``costs`` of ``shape``,
-        on all ranks from the same step on.
+        """Rebuild the program of training steps with new ``costs`` of ``shape``.
 
-        The order is retained if it is better. Raises as `make`.
+        All ranks call this before the same step. ``before`` is the program so far; its order of
+        passes is retained if it is better. Raises as `make`.
         """
         self._set_costs(shape, costs)
         self._measured.add(shape)
@@ -534,16 +550,18 @@ class Programs:
         measured: MeasuredPlaces,
         now: Program,
     ) -> ForPlaces | None:
-        """Make a program for microbatches whose cost depends on their place in the step, on all
-        ranks from the same step on, and run it if it is better in the steps ``measured``.
+        """Make a program for microbatches whose cost depends on their place in the step.
 
-        Steps with another number of microbatches, and evaluations, keep their programs.
+        All ranks call this before the same step. The program is run from then on if it takes less
+        time than ``now`` in the steps ``measured``. Steps with another number of microbatches, and
+        evaluations, keep their programs.
 
         Args:
             now: the program of the training steps of ``shape``, for equal microbatches.
 
         Returns:
-            None if there is nothing to search for (`program_for_places`).
+            The simulated times under both programs; None if there is nothing to search for
+                (`program_for_places`).
 
         Raises:
             RuntimeError: the ranks have built different programs.
@@ -583,26 +601,29 @@ class Programs:
 
 @dataclass(frozen=True)
 class ForPlaces:
-    """Simulated seconds of measured steps: the median under the program for equal microbatches, and
-    under the one for their places."""
+    """Median of the simulated seconds of measured steps, under two programs.
+
+    ``equal``: the program for equal microbatches. ``places``: the program for microbatches whose
+    cost depends on their place in the step.
+    """
 
     equal: float
     places: float
 
     @property
     def is_better(self) -> bool:
-        """Whether the program for the microbatches' places takes less time."""
+        """Whether the program for unequal microbatches takes less time than that for equal ones."""
         return self.places < self.equal
 
 
 @dataclass(frozen=True)
 class _Result:
-    """Result of a search, for the ranks that have not searched.
+    """Result of a search for a schedule, sent to the ranks that have not searched.
 
     Attributes:
-        schedule: schedule of the program, with its messages.
-        problem: solved by ``schedule``, with the costs of its passes.
-        passes: rows from which other numbers of microbatches are built, as in `Programs._found`.
+        schedule: schedule of the program, including its messages.
+        problem: the problem that ``schedule`` solves.
+        passes: schedules from which those for other numbers of microbatches are derived.
     """
 
     schedule: Schedule
@@ -613,8 +634,10 @@ class _Result:
 def _search(
     resolved: ResolvedSpec, problem: Problem
 ) -> tuple[Program, dict[tuple[str, str], Schedule]]:
-    """Return the program of ``resolved``, and the passes that can be extended or shortened. If the
-    search takes long, a log line says how to avoid it."""
+    """Return the program of ``resolved``, and the passes from which other lengths can be derived.
+
+    If the search takes long, a log line says how to avoid it.
+    """
     passes: dict[tuple[str, str], Schedule] = {}
 
     def build(problem: Problem) -> Schedule:
@@ -637,8 +660,7 @@ def _search(
 
 
 def _but_for_length(resolved: ResolvedSpec, problem: Problem) -> tuple[str, str]:
-    """Return a key of ``resolved`` and ``problem`` that does not depend on the number of
-    microbatches."""
+    """Return a key of ``resolved`` and ``problem`` that ignores the number of microbatches."""
     return resolved.spec, repr(replace(problem, microbatches=1))
 
 

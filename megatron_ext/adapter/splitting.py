@@ -28,12 +28,13 @@ from megatron_ext.runtime.weight_gradients import Lent, is_owned, queue
 
 @dataclass(frozen=True)
 class Split:
-    """Split of the backward pass on one rank in one step: which weight gradients wait for W.
+    """Split of the backward pass in one step on one rank: which weight gradients wait for W passes.
 
     Attributes:
-        waits: whether there are W passes.
-        hooks: the gradients of its parameters do not wait for W, since only I runs hooks.
-        at_once: weights of split layers whose gradients nevertheless do not wait for W.
+        waits: whether the step has W passes.
+        hooks: the caller's hooks; gradients of the parameters that they depend on do not wait for
+            W, because only I runs hooks.
+        at_once: further weights whose gradients are computed in I, although their layers are split.
         separate_weights: weights that have passes of their own.
         is_lent: tells whether a tensor's memory is overwritten before W.
     """
@@ -51,8 +52,8 @@ def split_of(
     """Return the split of a step of ``program``, which features may change further.
 
     Args:
-        waits: whether there are W passes.
-        reads_hooks: whether hooks of the caller's on ``models`` count.
+        waits: whether the step has W passes.
+        reads_hooks: whether the caller's hooks on ``models`` matter.
     """
     hooks = callers_hooks(models) if reads_hooks else CallersHooks()
     if waits:
@@ -62,8 +63,10 @@ def split_of(
 
 
 def _head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
-    """Return the weight of the output layer, on the rank that has it. (A pipeline's last stage has
-    its own copy, tied or not.)"""
+    """Return the output layer's weight on the rank that has this layer; empty on other ranks.
+
+    The last stage has its own copy of the weight, tied or not.
+    """
     model = language_model(models[-1])
     if model is not None and head_is_looked_up(models[-1]):
         weight = model.shared_embedding_or_output_weight()
@@ -74,8 +77,10 @@ def _head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
 
 @contextlib.contextmanager
 def splitting(split: Split) -> Iterator[None]:
-    """Context in which split layers know whether W passes will follow. The queue is empty
-    afterwards, even after an error."""
+    """Context in which layers split their backward pass by ``split`` if W passes follow.
+
+    The queue of weight gradients is empty afterwards, even after an error.
+    """
     queue.splitting = split.waits
     queue.at_once = split.at_once | split.hooks.parameters | split.hooks.of_modules
     queue.is_lent = split.is_lent

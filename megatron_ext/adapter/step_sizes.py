@@ -18,11 +18,11 @@ from megatron.core.num_microbatches_calculator import (
 
 @dataclass(frozen=True)
 class StepSize:
-    """Steps of a training with the same number of microbatches.
+    """Steps of a training that have the same number of microbatches.
 
     Attributes:
         batch: samples of a step, on all replicas.
-        share: of the samples of the training.
+        share: part of the training's samples that these steps have, from 0 to 1.
     """
 
     batch: int
@@ -34,7 +34,7 @@ def count_microbatches(args: Any) -> int:
     """Return the number of microbatches of the first step of validated ``args``.
 
     Raises:
-        ValueError: batches do not divide; the text is Megatron's.
+        ValueError: the batch cannot be split into microbatches; the text is Megatron's.
     """
     replicas, decreases = args.data_parallel_size, args.decrease_batch_size_if_needed
     kind, batch = ConstantNumMicroBatchesCalculator, {"global_batch_size": args.global_batch_size}
@@ -55,8 +55,10 @@ def count_microbatches(args: Any) -> int:
 
 
 def step_sizes(args: Any) -> list[StepSize]:
-    """Return the step sizes of a training with validated ``args``, first the size with most
-    samples."""
+    """Return the step sizes of a training with validated ``args``, sorted by their samples.
+
+    The size whose steps have most samples comes first.
+    """
     samples: dict[int, float] = {}
     for batch, count in _samples_of_batches(args):
         samples[batch] = samples.get(batch, 0) + count
@@ -72,8 +74,10 @@ def main_size(args: Any) -> StepSize:
 
 
 def evaluated_microbatches(args: Any) -> int | None:
-    """Return the number of microbatches of an evaluation's steps; None if a training with validated
-    ``args`` evaluates nothing."""
+    """Return the number of microbatches of an evaluation's steps; None without evaluations.
+
+    ``args`` are Megatron's validated arguments.
+    """
     if not (args.eval_iters or args.full_validation):
         return None
     at_once = args.eval_micro_batch_size * args.data_parallel_size
@@ -82,7 +86,7 @@ def evaluated_microbatches(args: Any) -> int | None:
 
 
 def _samples_of_batches(args: Any) -> list[tuple[int, float]]:
-    """Return each size of a global batch with the number of samples that are trained in it."""
+    """Return (size of the global batch, number of samples trained with it) for each batch size."""
     if args.step_batch_size_schedule is None:
         return [(args.global_batch_size, 1)]
     parse = StepBatchsizeNumMicroBatchesCalculator._parse_schedule

@@ -30,8 +30,8 @@ def tied_weights(
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
     """Return the first and the last stage's copy of the embedding, among the chunks of this rank.
 
-    Return None if the last stage has no copy, if this rank lacks either, or if the model has no
-    embedding that Megatron knows: it checks ``pre_process`` first.
+    None is returned if the last stage has no copy, if this rank lacks one of the two stages, or if
+    Megatron does not know the model's embedding (it checks ``pre_process`` first).
     """
     if len(model) < 2:
         return None
@@ -49,11 +49,11 @@ def tied_weights(
 
 
 def equalize_copies(model: Sequence[torch.nn.Module]) -> None:
-    """Copy the first stage's embedding to all copies. Collective over the embedding group, if
-    multi-token prediction is on a rank of its own.
+    """Copy the first stage's embedding to all its copies.
 
-    Megatron takes the last chunk of the first stage's rank for the one with the copy: where it
-    builds the model, multi-token prediction gets that chunk's table.
+    Megatron takes the last chunk of the first stage's rank for the one with the copy, so on a rank
+    of its own multi-token prediction gets that chunk's table when the model is built. Collective
+    over the embedding group, if multi-token prediction is on a rank of its own.
     """
     with torch.no_grad():
         for chunk, table in _shared_tables(model):
@@ -70,8 +70,10 @@ def equalize_copies(model: Sequence[torch.nn.Module]) -> None:
 def _shared_tables(
     model: Sequence[torch.nn.Module],
 ) -> Iterator[tuple[Any, torch.nn.Parameter]]:
-    """Yield the chunks of this rank that look up tokens, with their tables, if they do so on two
-    ranks."""
+    """Yield the chunks of this rank that look up tokens, with their embedding tables.
+
+    None is yielded unless two ranks share the embedding.
+    """
     for chunk in model:
         language: Any = language_model(chunk)
         looks_up = getattr(language, "pre_process", False) or predicts_further(chunk)
@@ -81,8 +83,10 @@ def _shared_tables(
 
 
 def refuse_different_copies(pipeline: dist.ProcessGroup, model: Sequence[torch.nn.Module]) -> None:
-    """Raise ValueError if the copies on the ranks of ``pipeline`` differ. Collective over
-    ``pipeline``."""
+    """Raise ValueError if copies of the embedding on the ranks of ``pipeline`` differ.
+
+    Collective over ``pipeline``.
+    """
     tables = [*(tied_weights(model) or ()), *(table for _, table in _shared_tables(model))]
     sums = {_checksum(table) for table in tables}
     if len(set().union(*gather(pipeline, sums))) > 1:
@@ -97,9 +101,11 @@ def refuse_different_copies(pipeline: dist.ProcessGroup, model: Sequence[torch.n
 def _refuse_copy_without_group(
     pipeline: dist.ProcessGroup, model: Sequence[torch.nn.Module], resolved: ResolvedSpec
 ) -> None:
-    """Raise ValueError if multi-token prediction on this rank has a copy of the embedding, and the
-    embedding group of its chunk lacks the first stage's rank: Megatron would sum the gradients of
-    neither, and the copies would part in silence."""
+    """Raise ValueError if a copy of the embedding is not in one group with the first stage's rank.
+
+    The copy is that of multi-token prediction on this rank. Megatron would not sum the gradients of
+    the two copies, and they would silently diverge.
+    """
     placement = resolved.place(pipeline.size())
     first = dist.get_process_group_ranks(pipeline)[placement.rank_of[0]]
     for chunk in model:
@@ -116,7 +122,8 @@ def _refuse_copy_without_group(
 
 
 class CopiedEmbeddingHooks(TrainingHooks):
-    """Copy of the embedding for multi-token prediction, on a rank that Megatron's group has."""
+    """Check that the copy of the embedding for multi-token prediction is in Megatron's embedding
+    group."""
 
     @override
     @classmethod
@@ -130,7 +137,8 @@ class CopiedEmbeddingHooks(TrainingHooks):
 
 
 class MovedFirstStageHooks(TrainingHooks):
-    """Copies of the embedding on other ranks than Megatron's own."""
+    """Check that the copies of the embedding are equal, if the first stage is not on the first
+    rank."""
 
     @override
     @classmethod
@@ -147,10 +155,10 @@ def _checksum(table: torch.Tensor) -> int:
 
 
 def embedding_ranks(settings: Any, placement: Placement) -> list[int]:
-    """Return the pipeline ranks that have a copy of the embedding, on a ``placement`` with both
-    ends on one rank: that rank, and the one of multi-token prediction on an earlier stage.
+    """Return the pipeline ranks that have a copy of the embedding, under a V or wave schedule.
 
-    ``settings`` are Megatron's arguments or a TransformerConfig.
+    They are the rank of the first and last stage, and that of multi-token prediction on an earlier
+    stage. ``settings`` are Megatron's arguments or a TransformerConfig.
     """
     depths = depths_of_stages(settings) or []
     predicting = [stage for stage, count in enumerate(depths) if count]
@@ -163,8 +171,11 @@ def check_embedding_group(
     resolved: ResolvedSpec,
     settings: Any,
 ) -> None:
-    """Raise ValueError if ``group`` has ranks without a copy of the embedding, or if one of several
-    ranks with a copy is not in it. ``settings`` as in `embedding_ranks`."""
+    """Raise ValueError unless the embedding ``group`` has exactly the ranks with a copy of the
+    embedding.
+
+    A rank without a copy may be in no group. ``settings`` as in `embedding_ranks`.
+    """
     if pipeline.size() == 1:
         return
     ranks = [] if group is None else dist.get_process_group_ranks(group)

@@ -17,7 +17,7 @@ _PACKING = ("sft", "dataloader_inter_document_masking")  # since 0.19
 
 
 def current_iteration() -> int | None:
-    """Return the iteration as Megatron's log will count it; None if its training loop does not
+    """Return the iteration as Megatron's log counts it; None if Megatron's training loop does not
     run."""
     iteration: int | None = getattr(training_global("_GLOBAL_ARGS"), "curr_iteration", None)
     return None if iteration is None else iteration + 1
@@ -29,13 +29,12 @@ def log_interval() -> int:
 
 
 def line_interval() -> int:
-    """Return the interval, in iterations, of Megatron's log line; 10 if its training loop does not
-    run."""
+    """Return the interval, in iterations, of Megatron's log line; 10 without its training loop."""
     return getattr(training_global("_GLOBAL_ARGS"), "log_interval", 10)
 
 
 def has_writers() -> bool:
-    """Return whether Megatron's last rank writes to TensorBoard or W&B; the same on all ranks."""
+    """Return whether Megatron's last rank writes to TensorBoard or W&B; equal on all ranks."""
     return getattr(training_global("_GLOBAL_ARGS"), "tensorboard_dir", None) not in (None, "")
 
 
@@ -46,13 +45,16 @@ def packs_microbatches() -> bool:
 
 
 def restarts_in_process() -> bool:
-    """Return whether all ranks train again in the same processes after a failure."""
+    """Return whether ranks train anew in the same processes after a failure
+    (--inprocess-restart)."""
     return getattr(training_global("_GLOBAL_ARGS"), "inprocess_restart", False) is True
 
 
 def ramps_up_to(microbatches: int) -> bool:
-    """Return whether Megatron's growing batch size now has this number of microbatches, as many
-    steps will."""
+    """Return whether Megatron's growing batch size now has this number of microbatches.
+
+    Many steps will then have the same number.
+    """
     calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     constant = num_microbatches_calculator.ConstantNumMicroBatchesCalculator
     if calculator is None or isinstance(calculator, constant):
@@ -61,13 +63,15 @@ def ramps_up_to(microbatches: int) -> bool:
 
 
 def checkpoint_folder(args: Any, name: str) -> Path | None:
-    """Return Megatron's folder of checkpoints to ``load`` or ``save``, if it was given and is one
-    of a file system: an address such as ``msc://bucket`` is none."""
+    """Return the folder in which Megatron's ``args`` load or save checkpoints; None without one.
+
+    ``name`` is ``load`` or ``save``. An address such as ``msc://bucket`` is no folder.
+    """
     folder = getattr(args, name, None)
     return None if folder is None or "://" in str(folder) else Path(folder)
 
 
 def training_global(name: str) -> Any:
-    """Return a global variable of Megatron's training; None if that is not imported or
-    initialised."""
+    """Return a global variable of Megatron's training; None if there is no training in this
+    process."""
     return getattr(sys.modules.get("megatron.training.global_vars"), name, None)

@@ -14,8 +14,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Untried:
-    """Setting that is not refused. ``setting`` is its name in Megatron's arguments, ``is_on`` tells
-    whether a value is meant, ``text`` says how far it has been tried."""
+    """Setting of Megatron that is allowed, but has not been tried with our schedules.
+
+    ``setting`` is its name in Megatron's arguments, ``is_on`` tells whether a value is concerned,
+    and ``text`` says how far the setting has been tried.
+    """
 
     setting: str
     is_on: Callable[[Any], bool]

@@ -15,25 +15,29 @@ _MOST_BYTES = 50  # most bytes of the file that names the latest iteration
 
 
 def folder_name(iteration: str) -> str:
-    """Return the name of the folder of ``iteration``, as Megatron writes it."""
+    """Return the name of the folder that Megatron writes for a checkpoint of ``iteration``."""
     return iteration if iteration == "release" else f"iter_{int(iteration):07d}"
 
 
 def iteration_in(tracker: Path) -> str:
-    """Return the iteration that the file ``tracker`` names, or the beginning of its other
-    contents."""
+    """Return the iteration in the file ``tracker``, which Megatron writes next to its checkpoints.
+
+    At most 50 bytes are read, in case the file has other contents.
+    """
     with tracker.open("rb") as file:
         return file.read(_MOST_BYTES).decode(errors="replace").strip()
 
 
 def is_iteration(text: str) -> bool:
-    """Return whether ``text`` names an iteration."""
+    """Return whether ``text`` names an iteration of a checkpoint: a number, or "release"."""
     return text == "release" or (text.isascii() and text.isdecimal())
 
 
 def loading_flag(args: Any) -> str | None:
-    """Return the flag of the checkpoint that a training loads: ``--pretrained-checkpoint`` if
-    ``--load`` has nothing to resume. None if it loads none."""
+    """Return the flag of the checkpoint that a training loads; None if it loads none.
+
+    The flag is ``--pretrained-checkpoint`` if that is given and ``--load`` has nothing to resume.
+    """
     resumes = args.load is not None and (Path(args.load) / TRACKER).exists()
     if args.pretrained_checkpoint is not None and not resumes:
         return "--pretrained-checkpoint"
@@ -41,8 +45,11 @@ def loading_flag(args: Any) -> str | None:
 
 
 def iteration_to_load(folder: str, step: int | None) -> Path | None:
-    """Return the folder of the checkpoint that ``--load`` takes from ``folder``, which is that of
-    ``step`` if given; None if it does not exist."""
+    """Return the folder of the iteration that ``--load`` takes from ``folder``; None if there is
+    none.
+
+    ``step`` is the value of ``--ckpt-step``; None takes the latest iteration.
+    """
     tracker = Path(folder) / TRACKER
     if not tracker.is_file():
         return None

@@ -67,9 +67,11 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True)
 class LoadJudgement:
-    """Outcome, the reason, and the flag or the step that helps; empty if nothing has to be done.
+    """Judgement of a checkpoint: the outcome of loading it, the reason, and what the user should
+    do.
 
-    ``remark`` says what Megatron does in silence with a checkpoint that it loads.
+    ``fix`` names the flag or the step that helps; it is empty if nothing has to be done. ``remark``
+    says what Megatron does silently with a checkpoint that it loads.
     """
 
     outcome: Outcome
@@ -84,11 +86,11 @@ class LoadJudgement:
 
 @dataclass(frozen=True)
 class Command:
-    """Launch command that loads a checkpoint.
+    """Launch command that loads a checkpoint, with what must fit the checkpoint.
 
     Attributes:
         args: Megatron's validated arguments.
-        placement: the ranks of the stages.
+        placement: the rank of each stage.
         divided: whether the vocabulary is sharded over all pipeline ranks.
         scheduler: state of a new learning-rate schedule; None: not compared.
     """
@@ -102,8 +104,11 @@ class Command:
 def command_of(
     args: Any, config: PipelineConfig, scheduler: Mapping[str, Any] | None = None
 ) -> Command:
-    """Return the command of validated ``args`` and our settings, under Megatron's own schedule if
-    these name none."""
+    """Return the launch command with validated ``args`` and our settings, to be compared with a
+    checkpoint.
+
+    If our settings name no schedule, the placement is that of Megatron's own schedule.
+    """
     placement = _placement(args, None)
     if config.schedule is not None:
         placement = config.resolved_spec.place(args.pipeline_model_parallel_size)
@@ -112,7 +117,7 @@ def command_of(
 
 
 class DoesNotLoad(ValueError):
-    """Error: the command does not load the checkpoint; ``fix`` says what helps."""
+    """Error: the launch command does not load the checkpoint; ``fix`` says what helps."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason)
@@ -120,7 +125,7 @@ class DoesNotLoad(ValueError):
 
 
 def judge_loading(command: Command, *, flag: str = "--load") -> LoadJudgement:
-    """Return the judgement of the checkpoint that ``flag`` of the ``command`` names."""
+    """Return the judgement of the checkpoint that ``flag`` names in the launch ``command``."""
     args = command.args
     folder = args.load if flag == "--load" else args.pretrained_checkpoint
     path = None
@@ -146,9 +151,9 @@ def judge_loading(command: Command, *, flag: str = "--load") -> LoadJudgement:
 def judge_saved(
     saved: SavedTraining, command: Command, name: str, *, starts_anew: bool
 ) -> LoadJudgement:
-    """Return the judgement of ``saved``, which errors call ``name``.
+    """Return whether ``command`` loads the checkpoint ``saved``, which errors call ``name``.
 
-    ``starts_anew``: whether nothing but the weights is taken, as for --finetune.
+    ``starts_anew``: whether only the weights are loaded, as with --finetune.
     """
     args = command.args
     if saved.args is None:
@@ -232,8 +237,8 @@ def _check_states(saved: SavedTraining, command: Command, found: list[ModelDiffe
 
 
 def check_stages(saved: SavedTraining, command: Command) -> None:
-    """Raise DoesNotLoad if optimizer states of ``saved`` fit only stages that the ``command`` does
-    not have."""
+    """Raise DoesNotLoad if optimizer states of ``saved`` need stages that ``command`` does not
+    have."""
     if not _fits_one_placement(saved):
         return
     for text in _moves(saved, command):
@@ -310,7 +315,7 @@ def _is_mixed(args: Any) -> bool:
 
 
 def _moves(saved: SavedTraining, command: Command) -> Iterator[str]:
-    """Yield the reasons why stages are on other ranks, or divided differently, than when they were
+    """Yield reasons why stages have other ranks or other layers than when the checkpoint was
     saved."""
     before, args = saved.args, command.args
     then, now = saved.metadata.get(RANK_OF_STAGE), list(command.placement.rank_of)
@@ -352,8 +357,7 @@ def _ranks(rank_of_stage: list[int] | None, divided: bool) -> str:
 
 
 def _placement(args: Any, rank_of_stage: list[int] | None) -> Placement:
-    """Return the placement of the stages of a saved run: Megatron's own if the checkpoint names no
-    ranks."""
+    """Return the placement of a saved run's stages; Megatron's own if ``rank_of_stage`` is None."""
     if rank_of_stage is not None:
         return Placement("saved", tuple(rank_of_stage))
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
@@ -362,7 +366,7 @@ def _placement(args: Any, rank_of_stage: list[int] | None) -> Placement:
 
 @dataclass(frozen=True)
 class _Part:
-    """Part of the model on one stage."""
+    """Part of the model on one stage: layers, embedding, multi-token prediction, output layer."""
 
     layers: range
     embedding: bool
@@ -387,7 +391,7 @@ def _layers(layers: range) -> str:
 
 
 def _held(args: Any, placement: Placement) -> list[tuple[_Part, ...]]:
-    """Return the parts of the model that each rank holds, one for each chunk."""
+    """Return, for each pipeline rank, the parts of the model on its stages."""
     counts = layers_of_stages(args, placement)
     last = len(counts) - 1
     depths = [0] * last + [getattr(args, "mtp_num_layers", None) or 0]
@@ -409,8 +413,12 @@ def _parts(parts: tuple[_Part, ...]) -> str:
 
 
 def _check_buffers(saved: SavedTraining, args: Any) -> None:
-    """Check what else lays out the buffers that states were saved in: types, the rows of the
-    vocabulary, and the buckets of gradients on the first pipeline rank."""
+    """Raise DoesNotLoad if optimizer states were saved in buffers that the command lays out
+    differently.
+
+    The layout depends on the parameters' types, the rows of the vocabulary, and the sizes of the
+    gradient buckets on the first pipeline rank.
+    """
     before = saved.args
     types = [(one.params_dtype, _gradients(one)) for one in (before, args)]
     texts = [f"{weights} with gradients in {gradients}" for weights, gradients in types]
@@ -445,7 +453,7 @@ def _gradients(args: Any) -> Any:
 
 
 def _bucket(args: Any) -> int | None:
-    """Return the elements after which a bucket of the first pipeline rank ends; None: never."""
+    """Return the number of elements after which a gradient bucket ends; None if it never ends."""
     if not args.overlap_grad_reduce:
         return None
     replicas = args.data_parallel_size * args.context_parallel_size
@@ -453,7 +461,7 @@ def _bucket(args: Any) -> int | None:
 
 
 def _first_buffer(saved: SavedTraining) -> list[int]:
-    """Return the elements of the buckets of the first rank's first buffer."""
+    """Return the numbers of elements in the buckets of the first rank's first gradient buffer."""
     prefix = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0."
     return [
         shape[0]
@@ -463,7 +471,7 @@ def _first_buffer(saved: SavedTraining) -> list[int]:
 
 
 def _check_equal_arguments(saved: Any, args: Any) -> None:
-    """Check the arguments that Megatron's `check_checkpoint_args` requires to be the same."""
+    """Raise DoesNotLoad if an argument differs that Megatron's `check_checkpoint_args` compares."""
     names = ["num_layers", "hidden_size", "num_attention_heads"]
     if args.vocab_file:
         names += ["max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type"]

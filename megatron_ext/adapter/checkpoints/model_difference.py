@@ -16,8 +16,11 @@ from megatron_ext.cost_model.model import Model
 
 
 class Change(enum.Enum):
-    """Changes of a model's tensors relative to a checkpoint's: other shapes; the model has more;
-    the checkpoint has more."""
+    """Kinds of difference between a model and a checkpoint.
+
+    ``SHAPE``: a tensor has another shape. ``MORE``: the model has more tensors. ``LESS``: the
+    checkpoint has more tensors.
+    """
 
     SHAPE = enum.auto()
     MORE = enum.auto()
@@ -26,7 +29,7 @@ class Change(enum.Enum):
 
 @dataclass(frozen=True)
 class ModelDifference:
-    """Difference between two models: the flag that makes it, and its values."""
+    """Difference between a checkpoint's model and a command's: a flag, and its value in each."""
 
     flag: str
     change: Change
@@ -82,8 +85,11 @@ _PARTS: tuple[tuple[str, Callable[[Model], Any]], ...] = (
 
 
 def model_differences(saved: Any, args: Any) -> Iterator[ModelDifference]:
-    """Yield how the tensors of the model of ``args`` differ from those of the arguments ``saved``;
-    shapes of the vocabulary excepted, which Megatron lets differ."""
+    """Yield the differences between the tensors of two models, given by their arguments.
+
+    ``saved`` are the checkpoint's arguments, ``args`` the command's. Megatron lets the vocabulary's
+    shapes differ, so they are not compared.
+    """
     before, now = describe(saved), describe(args)
     yield from _of_layers(saved, args, before, now)
     for flag, value in _SIZES:
@@ -114,8 +120,10 @@ def _difference(flag: str, saved: Any, wanted: Any, *, is_size: bool) -> Iterato
 
 
 def _of_layers(saved: Any, args: Any, before: Model, now: Model) -> Iterator[ModelDifference]:
-    """Yield the difference of the layers. Equal layers are saved as one tensor, others layer by
-    layer."""
+    """Yield the difference between the layers of two models.
+
+    Megatron saves layers of one kind as one tensor, and others layer by layer.
+    """
     layers = [[layer.replace("w", "*") for layer in model.layers] for model in (before, now)]
     if len(layers[0]) != len(layers[1]):
         yield ModelDifference("--num-layers", Change.SHAPE, len(layers[0]), len(layers[1]))

@@ -36,8 +36,10 @@ _CONTAINERS: dict[tuple[str, str], Any] = {
 
 
 class OpaqueObject:
-    """Object in a pickle whose class is not imported: the ``args`` to make it, and its
-    attributes."""
+    """Object in a pickle whose class is not imported.
+
+    The object has the ``args`` with which it was created, and its attributes.
+    """
 
     args: tuple[Any, ...] = ()
 
@@ -86,7 +88,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Timed:
-    """File that ends a reader which takes too long. A pickle is read in pieces of 64 KiB."""
+    """File whose reads fail after a deadline, so that a hostile pickle cannot occupy its reader.
+
+    A pickle is read in pieces of 64 KiB.
+    """
 
     def __init__(self, file: IO[bytes], deadline: float) -> None:
         self._file, self._deadline = file, deadline
@@ -111,10 +116,10 @@ class _Timed:
 
 
 def read_pickle(path: Path) -> Any:
-    """Return the object in the pickle at ``path``.
+    """Return the object in the pickle at ``path``, without importing the classes that it names.
 
     Raises:
-        ValueError: it cannot be read; the text says why.
+        ValueError: the pickle cannot be read; the text says why.
     """
     _check_size(path.stat().st_size)
     with path.open("rb") as file:
@@ -122,10 +127,10 @@ def read_pickle(path: Path) -> Any:
 
 
 def read_saved(data: bytes | Path) -> Any:
-    """Return what torch.save wrote into ``data``, with None for each tensor's contents.
+    """Return the object that torch.save wrote into ``data``, with None in place of tensor contents.
 
     Raises:
-        ValueError: it cannot be read; the text says why.
+        ValueError: ``data`` cannot be read; the text says why.
     """
     try:
         with zipfile.ZipFile(data if isinstance(data, Path) else io.BytesIO(data)) as archive:

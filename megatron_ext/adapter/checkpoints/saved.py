@@ -22,13 +22,14 @@ _LARGEST_COMMON = 2**28  # Largest common state file in bytes; Megatron's has so
 
 @dataclass(frozen=True)
 class SavedTraining:
-    """Saved training, as far as it must be known to load it.
+    """Metadata of a checkpoint, which tell whether a launch can load it.
 
     Attributes:
-        args: Megatron's arguments of the run that saved it; None: it has none.
-        metadata: how its optimizer states are saved, and on which ranks our schedules had stages.
-        scheduler: the state of the learning-rate schedule; None: it has none.
-        sizes: the shape of each tensor by its name; empty: not read.
+        args: Megatron's arguments of the run that saved the checkpoint; None if there are none.
+        metadata: the format of the optimizer states, and the rank of each stage if one of our
+            schedules placed the stages.
+        scheduler: the state of the learning-rate schedule; None if there is none.
+        sizes: the shape of each tensor by its name; empty if not read.
     """
 
     args: Any
@@ -38,15 +39,15 @@ class SavedTraining:
 
 
 class Incomplete(ValueError):
-    """Error: no command loads the checkpoint, since a part of it is missing."""
+    """Error: no command can load the checkpoint, because a part of the checkpoint is missing."""
 
 
 def read(folder: Path) -> SavedTraining:
-    """Read what the checkpoint in ``folder``, the folder of an iteration, says of itself.
+    """Read the metadata of the checkpoint in ``folder``, the folder of one iteration.
 
     Raises:
-        Incomplete: a part is missing, as after a copy that was interrupted.
-        ValueError: it is of another format, or cannot be read; the text says why.
+        Incomplete: a part is missing, for example after an interrupted copy.
+        ValueError: the checkpoint has another format, or cannot be read; the text says why.
     """
     try:
         _check_format(folder)
@@ -93,8 +94,7 @@ def _check_format(folder: Path) -> None:
 
 
 def _index(folder: Path) -> Any:
-    """Return the index of a checkpoint's tensors, after a check that the files exist which it
-    names."""
+    """Return the index of a checkpoint's tensors, after checking that the files it names exist."""
     index = read_pickle(folder / _INDEX)
     ends: dict[str, int] = {}
     for _, place in _places(index):
@@ -110,7 +110,7 @@ def _index(folder: Path) -> Any:
 
 
 def _places(index: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each entry of the index with its place in a file."""
+    """Yield, for each entry of a checkpoint's index, its name and its place in a file."""
     storage = getattr(index, "storage_data", None)
     for key, place in storage.items() if isinstance(storage, dict) else ():
         if isinstance(getattr(place, "relative_path", None), str):
@@ -118,8 +118,10 @@ def _places(index: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _common(folder: Path, index: Any) -> Any:
-    """Return the checkpoint's state that all ranks share. Before Megatron 0.19 it has a file of its
-    own."""
+    """Return the part of a checkpoint's state that all ranks share.
+
+    Before Megatron 0.19 this part has a file of its own.
+    """
     if (folder / _COMMON).is_file():
         return read_saved(folder / _COMMON)
     places = [place for name, place in _places(index) if name.startswith(f"{_COMMON_KEY}/")]

@@ -16,14 +16,14 @@ from megatron_ext.config import PipelineConfig
 
 @dataclass(frozen=True)
 class FeatureRefusals:
-    """Answers of one feature about launches.
+    """Facts about one feature that are known before torch is imported.
 
     Attributes:
-        may_be_on: whether a launch of a config may have the feature, as far as our settings tell.
+        may_be_on: whether a launch may have the feature, judged by our settings alone.
         name: the name under which doctor lists its patches.
         patches: the modules of patches that only this feature needs, below megatron_ext.patches.
-        groups: what it refuses of Megatron's settings.
-        handled: those that it implements.
+        groups: Megatron's settings that the feature refuses.
+        handled: Megatron's settings that the feature implements.
     """
 
     may_be_on: Callable[[PipelineConfig], bool]

@@ -17,10 +17,10 @@ class HandledSetting:
     """Setting of Megatron that our code handles itself: a switch, or a number that is 0 when off.
 
     Attributes:
-        setting: its name in arguments and configs.
-        text: what we do instead, or what remains of its effect.
+        setting: its name in Megatron's arguments and configs.
+        text: what our code does instead, or which effect remains.
         by: whether our settings implement it.
-        stays: whether it is left on.
+        stays: whether the setting stays on.
     """
 
     setting: str

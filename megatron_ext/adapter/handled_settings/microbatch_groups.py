@@ -15,11 +15,11 @@ _SETTING = "microbatch_group_size_per_vp_stage"
 
 
 def with_megatrons_group(resolved: ResolvedSpec, settings: Any) -> ResolvedSpec:
-    """Return ``resolved`` with the group size of ``settings``: the number of microbatches that a
-    rank runs consecutively in a virtual stage.
+    """Return ``resolved`` with the microbatch group size that Megatron's ``settings`` request.
 
-    ``settings`` are Megatron's arguments or a config. ``resolved`` stays as it is if they set no
-    other group size than the default, or if its schedule has no groups.
+    The group size is the number of microbatches that a rank runs consecutively in one virtual
+    stage. ``settings`` are Megatron's arguments or a config. ``resolved`` stays unchanged if
+    ``settings`` have the default group size, or if its schedule has no groups.
 
     Raises:
         ValueError: ``resolved`` has another group size.

@@ -27,14 +27,14 @@ def _always(settings: Any) -> bool:
 
 @dataclass(frozen=True)
 class RefusedSetting:
-    """Setting of Megatron that does not work with our schedules.
+    """Setting of Megatron that our schedules or one of our features refuse.
 
     Attributes:
         setting: its name in Megatron's arguments and configs.
         unsupported: tells whether a value is refused; not called if the setting does not exist.
-        remedy: what to write instead.
-        by: tells which schedules refuse it.
-        matters: tells whether the setting has an effect, given all the others.
+        remedy: what the user should write instead.
+        by: tells whether a schedule refuses the setting.
+        matters: tells whether the setting has an effect, given all other settings.
     """
 
     setting: str
@@ -47,8 +47,7 @@ class RefusedSetting:
 def drop(
     setting: str, why: str = "", by: Callable[[ResolvedSpec], bool] = every_schedule
 ) -> RefusedSetting:
-    """Return the refusal of a switch whose flag has the setting's name: the user should drop the
-    flag."""
+    """Return the refusal of a switch of Megatron, whose remedy is to drop its flag."""
     flag = argument_flag(setting)
     return RefusedSetting(setting, bool, f"drop {flag}: {why}" if why else f"drop {flag}", by)
 
@@ -86,15 +85,14 @@ Requested = Callable[[Any, ResolvedSpec, ScheduleOptions], str | None]
 
 @dataclass(frozen=True)
 class RefusalGroup:
-    """Refusals of one feature.
+    """Megatron's settings that one feature refuses, and the request that switches the feature on.
 
     Attributes:
-        name: the part of docs/compatibility.md that lists them.
+        name: heading in docs/compatibility.md that lists the refusals.
         refusals: the refused settings.
-        requested: returns the flags that request the feature, with which errors begin.
+        requested: returns the flags that request the feature; errors begin with these flags.
         settings, options: an example of a request.
-        check_placement: refuses a schedule, by its placement, with options that request the
-            feature.
+        check_placement: refuses a schedule whose placement does not work with the feature.
     """
 
     name: str
@@ -108,7 +106,8 @@ class RefusalGroup:
 
 
 def by_option(name: str) -> Requested:
-    """Return the request of a feature that is an option of the schedule among our settings."""
+    """Return a function that recognizes the request of a feature by the schedule option
+    ``name``."""
 
     def requested(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str | None:
         value = getattr(options, name)
@@ -119,5 +118,5 @@ def by_option(name: str) -> Requested:
 
 
 def by_schedule(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str:
-    """Return the request of what every launch with a schedule of ours has."""
+    """Return the flag that requests our schedule, for refusals that hold under every schedule."""
     return f"{flag('schedule')} {resolved.spec}"

@@ -53,8 +53,11 @@ HANDLED_SETTINGS = (
 
 
 def apply_handled_settings(settings: Any, config: PipelineConfig, *, tells: bool = True) -> None:
-    """Switch off in ``settings`` (Megatron's arguments or a config) the settings that ``config``
-    implements. If it ``tells``, log each once per process on global rank 0."""
+    """Switch off Megatron's settings that ``config`` implements itself.
+
+    ``settings`` are Megatron's arguments or a config, changed in place. If ``tells``, global rank 0
+    logs each setting once per process.
+    """
     for entry in HANDLED_SETTINGS:
         if getattr(settings, entry.setting, False) and entry.by(config):
             if tells:

@@ -24,11 +24,11 @@ from megatron_ext.runtime.recorder import Recorder
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """Training step on one rank, run by our runtime or by Megatron's own.
+    """Training step on one rank as observers see it, run by our runtime or by Megatron.
 
     Attributes:
         pipeline: process group of the pipeline's ranks.
-        program: its passes, in the order in which they run.
+        program: the step's passes, in the order in which they run.
         recorder: records when each pass runs.
     """
 
@@ -39,10 +39,10 @@ class ObservedStep:
 
 @dataclass(frozen=True)
 class StocksStep(ObservedStep):
-    """Training step of Megatron's own on one rank.
+    """Training step on one rank that Megatron's own schedule runs.
 
     Attributes:
-        parts: what its stages are made of; None: not known.
+        parts: the parts of the model on each stage; None if not known.
     """
 
     parts: ModelParts | None
@@ -50,15 +50,15 @@ class StocksStep(ObservedStep):
 
 @dataclass(frozen=True)
 class Step(ObservedStep):
-    """Training step of ours on one rank.
+    """Training step on one rank that our runtime runs.
 
     Attributes:
-        call: Megatron's call for it.
-        connections: to the other ranks.
-        shape: shape of its microbatches.
+        call: Megatron's call of the schedule function for this step.
+        connections: connections to the other pipeline ranks.
+        shape: micro-batch size and sequence length.
         boundary: the tensor that passes between stages, with its shape.
         split: the weight gradients that wait for W passes.
-        hooks: of the features that have a part in the step.
+        hooks: the hooks of the features that take part in the step.
     """
 
     call: Call
@@ -76,14 +76,13 @@ class StepObserver[Seen: ObservedStep]:
     """
 
     def begin(self, step: Seen) -> None:
-        """Hook that runs before the passes of a step."""
+        """Observe that a step is about to run its passes."""
 
     def end(self, step: Seen) -> None:
-        """Hook that runs after the passes and the reductions of a step, but not after a step that
-        has failed."""
+        """Observe that a step has run its passes and reductions; not called if the step failed."""
 
     def finish(self, iteration: int) -> None:
-        """Hook that runs when the training has ended with ``iteration``."""
+        """Observe that the training has ended with ``iteration``."""
 
 
 # Observers of every training step of this process, ours or Megatron's own. A rehearsal adds one.

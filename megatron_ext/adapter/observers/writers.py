@@ -17,8 +17,12 @@ def log_step(
     seconds: tuple[float, float],
     more: Mapping[str, float] | None = None,
 ) -> None:
-    """Write a step's bubble share and seconds, each as (predicted, measured), and the figures in
-    ``more`` by name, to the writers that exist."""
+    """Write a step's figures to Megatron's TensorBoard and W&B writers, as far as they exist.
+
+    Args:
+        bubble_shares, seconds: the step's bubble share and duration, each as (predicted, measured).
+        more: further figures by name.
+    """
     figures: dict[str, float] = {}
     for name, (predicted, measured) in (
         ("pipeline/bubble share", bubble_shares),

@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def make_folder(folder: Path, name: str) -> None:
-    """Make ``folder`` if it is not there. Raise ValueError, which calls it ``name``, if that
-    fails."""
+    """Create ``folder`` unless it exists. Raises ValueError, which calls it ``name``, on
+    failure."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

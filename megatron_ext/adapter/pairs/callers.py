@@ -24,8 +24,11 @@ _WORD = "return_schedule_plan"
 
 
 def takes_plans(forward_step_func: Callable[..., Any]) -> bool:
-    """Return whether ``forward_step_func`` can return a schedule plan. If not, a warning is logged
-    once, and overlapped passes run sequentially."""
+    """Return whether ``forward_step_func`` can return a Megatron schedule plan, as overlap
+    requires.
+
+    If not, a warning is logged once, and passes that should overlap run sequentially.
+    """
     parameters = inspect.signature(forward_step_func).parameters
     if _WORD in parameters or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
@@ -47,8 +50,11 @@ def _say_that_nothing_hides(name: str) -> None:
 
 
 def refuse_unplanned(call: Call) -> None:
-    """Raise ValueError if Megatron has no schedule plans for the model of ``call``, or for its
-    caller."""
+    """Raise ValueError if passes of ``call`` cannot overlap, as Megatron has no schedule plans for
+    them.
+
+    The reason is the model, its frozen parameters, or a caller's own process groups.
+    """
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError(
             f"{FLAG} does not go with process groups of the caller's own: Megatron asks its global "

@@ -21,7 +21,8 @@ from megatron_ext.config import PipelineConfig
 
 
 class OverlapHooks(TrainingHooks):
-    """Hooks for overlapped passes, whose stages run Megatron's schedule plans."""
+    """Hooks for overlapped forward and backward passes, whose stages run Megatron's schedule
+    plans."""
 
     @override
     @classmethod

@@ -31,10 +31,11 @@ def flags_given(settings: Any) -> tuple[str, ...]:
 
 
 def with_requested_pairs(options: ScheduleOptions, settings: Any) -> ScheduleOptions:
-    """Return the schedule ``options`` with overlapped passes if ``settings`` request them.
+    """Return the schedule ``options`` with overlapped passes if Megatron's ``settings`` request
+    them.
 
     Raises:
-        ValueError: they conflict with another option in ``options``.
+        ValueError: overlapped passes conflict with another option in ``options``.
     """
     if not requests_pairs(settings):
         return options

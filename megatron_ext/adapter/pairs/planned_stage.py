@@ -41,13 +41,16 @@ _NO_BACKWARD: _Arguments = {
 
 
 class PlannedStage(ModelStage):
-    """Model chunk during one training step. In an evaluation it runs plain passes. So does a chunk
-    without layers, whose plan would return its input as its output.
+    """Model chunk during one training step, which runs Megatron's schedule plans so that passes
+    overlap.
 
-    The plan, and the loss function's node, are attributes of the output from F to its backward
-    pass. Weight gradients wait in our queue: the nodes' own backward_dw does nothing, since the
-    layers are built without delay_wgrad_compute. While both passes run, the queue's key is the
-    backward pass's; the forward pass puts nothing there.
+    Plain passes run in an evaluation, and in a chunk without layers, whose plan would return its
+    input as its output.
+
+    The plan and the loss function's node are attributes of the output from F to its backward pass.
+    Weight gradients wait in our queue: the nodes' own backward_dw does nothing, since the layers
+    are built without delay_wgrad_compute. While both passes run, the queue's key is the backward
+    pass's; the forward pass puts nothing into the queue.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -95,9 +98,12 @@ class PlannedStage(ModelStage):
         return self._end_backward(microbatch, dx)
 
     def _compute_weights_within(self, microbatch: int) -> None:
-        """Make the plan of an overlapped B compute weight gradients where Megatron does with
-        delay_wgrad_compute: the experts' during the forward pass's dispatch, the others' after
-        their layer."""
+        """Let the plan of an overlapped full backward (B) compute weight gradients between its
+        layers.
+
+        The order is Megatron's with delay_wgrad_compute: experts' weight gradients during the
+        forward pass's dispatch, all others after their layer.
+        """
         _, output = self._between[microbatch]
         plan: Any = output.schedule_plan  # type: ignore[attr-defined]  # Megatron's
         for layer in map(plan.get_layer, range(plan.num_layers())):
@@ -107,8 +113,12 @@ class PlannedStage(ModelStage):
                     node.bwd_dw_callables = [_WeightsSoFar(self._number, microbatch)]
 
     def _step(self, forward: _Arguments, backward: _Arguments) -> tuple[Any, Any, Tensor | None]:
-        """Return the output and the number of tokens of the forward pass, and the input's
-        gradient."""
+        """Run a forward or a backward pass, or an overlapped pair of passes.
+
+        Returns:
+            The output of the forward pass, its number of tokens, and the gradient of the backward
+                pass's input; None for a pass that does not run.
+        """
         return combined_forward_backward_step(**forward, **backward, config=self._config)
 
     def _forward_of(self, microbatch: int, x: Tensor | None) -> _Arguments:
@@ -155,8 +165,8 @@ class PlannedStage(ModelStage):
 
 
 class _WeightsSoFar:
-    """Callable of a plan's node that computes the weight gradients which its modules have
-    deferred."""
+    """Callable of a plan's node that computes the deferred weight gradients of the node's
+    modules."""
 
     def __init__(self, stage: int, microbatch: int) -> None:
         self._key = stage, microbatch
@@ -166,14 +176,19 @@ class _WeightsSoFar:
         queue.run_so_far(*self._key)
 
     def parameters(self) -> tuple[()]:
-        """Return no parameters, so that the node calls no hooks: the queue adds weight gradients
-        itself."""
+        """Return no parameters, so that the node calls no gradient hooks.
+
+        Our queue adds the weight gradients itself.
+        """
         return ()
 
 
 def _used_here(tensors: Iterable[Tensor]) -> None:
-    """Tell the allocator that the current stream, which sends ``tensors`` or computes W from them,
-    uses them: some were allocated on the all-to-all's stream."""
+    """Tell torch's allocator that the current stream uses ``tensors``.
+
+    Some were allocated on the all-to-all's stream, and this stream sends them or computes W from
+    them.
+    """
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream())

@@ -27,8 +27,11 @@ def dtype_of(tensor: torch.Tensor) -> str:
 
 
 def digest(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Return the digest of ``piece``, whose elements are in ``tensor``: an int64 on the tensor's
-    device."""
+    """Return the digest of ``piece``, part of a tensor, as an int64 on the device of ``tensor``.
+
+    ``tensor`` has the elements of the piece. Digests of all pieces of a tensor add up to its
+    digest.
+    """
     bits = bits_of(tensor)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), _BLOCK):
@@ -42,8 +45,10 @@ def digest(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def _places(piece: Piece, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Return the indices in a flattened tensor of the elements ``start`` to ``stop`` of its
-    flattened shard."""
+    """Return the places of a shard's elements in the whole flattened tensor.
+
+    ``piece`` is the shard, and ``start`` to ``stop`` are the elements of the flattened shard.
+    """
     inside = torch.arange(start, stop, dtype=torch.int64, device=device)
     if piece.shape == piece.global_shape:
         return inside

@@ -34,8 +34,8 @@ NamedTensor = tuple[Piece, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements ``start`` to ``stop`` of a flattened parameter, and the ``piece`` of a tensor that
-    they are."""
+    """Elements ``start`` to ``stop`` of a flattened parameter, with their piece of a named
+    tensor."""
 
     start: int
     stop: int
@@ -44,7 +44,7 @@ class _Part:
 
 
 class NamedTensors:
-    """Named tensors of a model and its optimizer, as ``setup_model_and_optimizer`` returns them.
+    """Tensors of a model and its optimizer, by the names that a torch_dist checkpoint gives them.
 
     Raises:
         ValueError: the model has no names in torch_dist.
@@ -79,14 +79,14 @@ class NamedTensors:
                 self._others.append((part.piece, entry.data))
 
     def parameters(self) -> Iterator[NamedTensor]:
-        """Yield the model's parameters, and the buffers that it saves."""
+        """Yield the named pieces of the model's parameters, and of the buffers that a checkpoint
+        has."""
         for parameter, parts in self._parts.items():
             yield from _cut(parts, _plain(parameter), "", 0)
         yield from self._others
 
     def optimizer_states(self) -> Iterator[NamedTensor]:
-        """Yield the main parameters and the optimizer's states of each, as far as they are on this
-        rank."""
+        """Yield the named pieces of the main parameters and optimizer states on this rank."""
         for optimizer, is_copy in self._optimizers:
             if hasattr(optimizer, "model_param_group_index_map"):
                 states = _divided_states(optimizer)
@@ -99,9 +99,11 @@ class NamedTensors:
 
 @contextlib.contextmanager
 def _without_output_layer(chunk: torch.nn.Module) -> Iterator[None]:
-    """Replace a method in the context, for sharded_state_dict to work on a last stage with tied
-    embeddings and multi-token prediction: Megatron asserts there that the output layer has no
-    weight of its own, but it has one, which is unused."""
+    """Let sharded_state_dict of ``chunk`` work with tied embeddings and multi-token prediction.
+
+    On such a last stage Megatron asserts that the output layer has no weight of its own, but it has
+    an unused one. A method of the model is replaced within the context.
+    """
     model: Any = language_model(chunk)
     if not head_is_looked_up(chunk):
         yield
@@ -128,8 +130,11 @@ def _is_copy_without_dp(part: _Part) -> bool:
 def _steppers(
     optimizer: Any, is_copy: Callable[[_Part], bool] = _is_copy
 ) -> Iterator[tuple[Any, Callable[[_Part], bool]]]:
-    """Yield the optimizers in nested chains that step, each with a function that tells which of its
-    states are copies of another rank's."""
+    """Yield the optimizers within chained ones, each with a function that recognizes its copied
+    states.
+
+    A copied state is one that another rank has, too.
+    """
     if isinstance(optimizer, LayerWiseDistributedOptimizer):
         # The optimizer states of a parameter are on one data-parallel rank.
         is_copy = _is_copy_without_dp
@@ -147,10 +152,11 @@ def _steppers(
 
 
 def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[_Part]:
-    """Yield the places in torch_dist of a parameter's elements.
+    """Yield the parts of a parameter, with the names and places that a torch_dist checkpoint gives
+    them.
 
-    Tensors saved separately, such as the two halves of a gated linear layer, are views of the
-    parameter. If they are not, the local shard gets a name of its own.
+    Tensors that are saved separately, such as the two halves of a gated linear layer, are views of
+    the parameter. If they are no views, the local shard gets a name of its own.
     """
     if isinstance(entry, ShardedTensor):
         yield _part(entry, 0)
@@ -209,8 +215,7 @@ def _cut(
     start: int,
     is_copy: Callable[[_Part], bool] = _is_copy,
 ) -> Iterator[NamedTensor]:
-    """Yield ``tensor``, the elements of a flattened parameter from ``start`` on, in named
-    pieces."""
+    """Yield ``tensor``, elements of a flattened parameter from ``start`` on, as named pieces."""
     flat = tensor.detach().reshape(-1)
     if tensor.dim() == 0:  # a step counter is whole on each rank that has a part of the parameter
         piece = replace(
@@ -241,7 +246,7 @@ def _cut(
 
 
 def _plain(parameter: torch.Tensor) -> torch.Tensor:
-    """Return Transformer Engine's quantized parameters dequantized, and others as they are."""
+    """Return ``parameter``, dequantized if Transformer Engine has quantized it."""
     if type(parameter) in (torch.Tensor, torch.nn.Parameter):
         return parameter
     return parameter.dequantize() if hasattr(parameter, "_quantizer") else parameter

@@ -25,11 +25,12 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class ParityRecorder:
-    """Records ``iterations`` iterations into ``folder``.
+    """Recorder of a training's results: losses, norms and tensors of some iterations.
 
     Raises:
-        ValueError: the rank has recorded there before, the folder cannot be written to, or the
-            model has no names in torch_dist; raised by ``begin``, before anything is trained.
+        ValueError: the rank has recorded into ``folder`` before, the folder cannot be written to,
+            or the model has no names in torch_dist; raised by ``begin``, before anything is
+            trained.
     """
 
     def __init__(self, folder: Path, iterations: int) -> None:
@@ -38,8 +39,11 @@ class ParityRecorder:
         self._last = 0
 
     def begin(self, model: Any, optimizer: Any, args: Any) -> None:
-        """Start before the first iteration. ``args`` are Megatron's, and are changed to end the
-        training."""
+        """Start to record before the first iteration.
+
+        ``args`` are Megatron's arguments. They are changed so that the training saves nothing, and
+        ends after the recorded iterations.
+        """
         first = int(args.iteration)
         iterations = min(self._iterations, (args.train_iters or 0) - first)
         if iterations < 1:
@@ -63,8 +67,8 @@ class ParityRecorder:
         self._writer.iteration(first, {}, digests(self._tensors.parameters()))
 
     def iteration(self, iteration: int, losses: Mapping[str, Any], norm: Any, skipped: int) -> None:
-        """Record Megatron's log of an iteration, and the digests of this rank's tensors after
-        it."""
+        """Record what Megatron logs of an iteration, and digests of this rank's tensors after the
+        iteration."""
         figures = {
             "losses": {name: logged_loss(value) for name, value in losses.items()},
             "norm": None if norm is None else float(norm),
@@ -73,8 +77,10 @@ class ParityRecorder:
         self._writer.iteration(iteration, figures, digests(self._now()))
 
     def _now(self) -> Iterator[NamedTensor]:
-        """Yield the tensors that are final after an iteration; parameters that the next step still
-        gathers are not."""
+        """Yield the tensors that are final after an iteration.
+
+        Parameters are not, if the next step gathers them from the optimizer.
+        """
         if not self._gathers:
             yield from self._tensors.parameters()
         yield from self._tensors.optimizer_states()
@@ -83,7 +89,8 @@ class ParityRecorder:
         return iteration >= self._last
 
     def end(self) -> None:
-        """Record the tensors themselves, after the last iteration, with all parameters gathered."""
+        """Record the contents of all tensors after the last iteration, when parameters are
+        gathered."""
         self._writer.end(
             (piece, memoryview(bits_of(tensor).cpu().numpy()).cast("B"))
             for tensors in (self._tensors.parameters(), self._tensors.optimizer_states())
@@ -93,7 +100,10 @@ class ParityRecorder:
 
 
 def digests(tensors: Iterator[NamedTensor]) -> dict[Piece, int]:
-    """Return the digest of each piece. Digests on one device are copied to the host together."""
+    """Return the digest of each piece of ``tensors``.
+
+    Digests on one device are copied to the host together.
+    """
     pieces: list[Piece] = []
     values: list[torch.Tensor] = []
     for piece, tensor in tensors:
@@ -110,15 +120,17 @@ def digests(tensors: Iterator[NamedTensor]) -> dict[Piece, int]:
 
 
 def logged_loss(value: Any) -> float:
-    """Return a reduced loss as Megatron logs it: a tensor, or a sum with its count."""
+    """Return a reduced loss as Megatron logs it; ``value`` is a tensor, or a sum with its count."""
     if isinstance(value, torch.Tensor) and value.numel() == 2:
         return float(value[0] / value[1])
     return float(value)
 
 
 def plain_arguments(args: Any) -> dict[str, Any]:
-    """Return Megatron's arguments without secrets: plain values and lists of plain values
-    unchanged, others as text."""
+    """Return Megatron's arguments without secrets, by name, as values that JSON can have.
+
+    Plain values and lists of plain values stay as they are; all others become text.
+    """
     return {name: _plain(value) for name, value in sorted(without_secrets(vars(args)).items())}
 
 
@@ -131,8 +143,11 @@ def _plain(value: Any) -> Any:
 
 
 def give_up(error: ValueError) -> NoReturn:
-    """End this rank, which may be the only one that knows the error; its launcher ends the other
-    ranks."""
+    """End this rank with exit code 2 and the ``error`` on stderr; the launcher ends the other
+    ranks.
+
+    The rank may be the only one that knows the error.
+    """
     rank = os.environ.get("RANK", "0")
     sys.stderr.write(f"megatron_ext: error on rank {rank}: {error}\n")
     raise SystemExit(2)

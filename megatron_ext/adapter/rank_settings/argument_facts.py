@@ -29,8 +29,10 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class RankSetting(enum.StrEnum):
-    """Classes of Megatron's arguments: compared between ranks by their value, by whether they are
-    given, or not at all."""
+    """Classes of Megatron's arguments, by how they are compared between ranks.
+
+    ``DECIDES``: by value. ``PATH``: by whether they are given. ``MAY_DIFFER``: not at all.
+    """
 
     DECIDES = "decides"
     PATH = "paths"
@@ -39,7 +41,7 @@ class RankSetting(enum.StrEnum):
 
 @functools.cache
 def known_settings() -> Mapping[str, RankSetting]:
-    """Return the class of each of Megatron's arguments that has one, by name."""
+    """Return, by name, how each known argument of Megatron's is compared between ranks."""
     tables = tomllib.loads(Path(__file__).with_name("rank_arguments.toml").read_text())
     return {
         name: setting
@@ -50,8 +52,10 @@ def known_settings() -> Mapping[str, RankSetting]:
 
 
 def argument_facts(arguments: Mapping[str, Any]) -> dict[str, Fact]:
-    """Return the facts of Megatron's ``arguments`` that ranks compare, without our flags, which are
-    facts already."""
+    """Return the facts in Megatron's ``arguments`` that ranks compare, by flag.
+
+    Our own flags are not among them: they are compared as settings.
+    """
     ours = {flag(field.name) for field in fields(PipelineConfig)}
     return {
         argument_flag(name): fact
@@ -62,10 +66,11 @@ def argument_facts(arguments: Mapping[str, Any]) -> dict[str, Fact]:
 
 
 def model_facts(config: Any, model: Any) -> dict[str, Fact]:
-    """Return the facts of a caller's ``config`` of ``model``; none if it is no dataclass.
+    """Return the facts that ranks compare in a caller's ``config`` of ``model``; none if it is no
+    dataclass.
 
-    Fields that Megatron-Core declares decide; those of a caller's own class are remarks. Models of
-    different classes may have different configs.
+    Fields that Megatron-Core declares must be equal; a difference in a field of the caller's own
+    class is only a remark. Models of different classes may have different configs.
     """
     if not is_dataclass(config):
         return {}
@@ -89,7 +94,7 @@ def model_facts(config: Any, model: Any) -> dict[str, Fact]:
 
 
 def _fact(name: str, value: Any, setting: RankSetting | None) -> Fact | None:
-    """Return the fact of an argument; None if ranks may differ in it."""
+    """Return the comparable fact of an argument; None if ranks may differ in the argument."""
     if setting is RankSetting.MAY_DIFFER:
         return None
     text = _without_paths(value) if setting is RankSetting.PATH else _words(value)
@@ -107,7 +112,8 @@ def _words(value: Any) -> str:
 
 
 def _without_paths(value: Any) -> str:
-    """Return whether ``value`` is given, with the weights of data sets: ``0.3 given 0.7 given``."""
+    """Return whether the path ``value`` is given, with data set weights, as in ``0.3 given 0.7
+    given``."""
     words = value if isinstance(value, list | tuple) else [value] if value else []
     return " ".join(map(_weight_or_given, map(str, words))) or "not given"
 
@@ -120,6 +126,7 @@ def _weight_or_given(word: str) -> str:
 
 
 def _is_code(value: Any) -> bool:
-    """Return whether ``value`` is a function or an object that works, such as timers."""
+    """Return whether ``value`` is a function, or an object without comparable text, such as
+    timers."""
     items = value if isinstance(value, list | tuple) else [value]
     return any(callable(item) or _ADDRESS.search(repr(item)) for item in items)

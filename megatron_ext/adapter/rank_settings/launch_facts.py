@@ -35,11 +35,12 @@ PATIENCE = timedelta(minutes=5)
 
 
 def refuse_other_launches(config: PipelineConfig) -> None:
-    """Raise ValueError unless all ranks of the world are launched alike. Collective over the world.
+    """Raise ValueError unless all ranks of the world have equal launch settings.
 
-    A rank without our settings does not take part. The others wait for half of the timeout of
-    torch's process group, so that it is named before its own collectives fail, but at least
-    `PATIENCE`. Nothing is compared if torch has no store (MPI), or no other process.
+    Collective over the world, except for ranks without our settings, which do not take part. The
+    other ranks wait for half of the timeout of torch's process group, and at least `PATIENCE`, so
+    that such a rank is named before its own collectives fail. Nothing is compared if torch has no
+    store (MPI), or no other process.
     """
     store, facts = store_of_all(), launch_facts(config) | argument_facts(_megatrons_arguments())
     if store is not None:
@@ -49,8 +50,11 @@ def refuse_other_launches(config: PipelineConfig) -> None:
 
 
 def refuse_other_models(config: Any, model: Any) -> None:
-    """Raise ValueError unless all ranks of the world have the same settings of ``model``, as far as
-    they were not arguments of Megatron's, which are compared before. Collective over the world."""
+    """Raise ValueError unless all ranks of the world have equal settings of ``model``.
+
+    Megatron's arguments are compared earlier; if there are any, nothing is compared here.
+    Collective over the world.
+    """
     store = store_of_all()
     if store is None or _megatrons_arguments():
         return
@@ -61,7 +65,7 @@ def refuse_other_models(config: Any, model: Any) -> None:
 
 
 def _megatrons_arguments() -> Mapping[str, Any]:
-    """Return Megatron's arguments; none if its training loop does not run."""
+    """Return Megatron's arguments by name; none if Megatron's own training loop does not run."""
     args = training_global("_GLOBAL_ARGS")
     return {} if args is None else vars(args)
 
@@ -72,13 +76,12 @@ def _timeout() -> timedelta:
 
 
 def patience(timeout: timedelta) -> timedelta:
-    """Return how long to wait for the slowest rank at a start, given the ``timeout`` of a
-    collective."""
+    """Return how long a start waits for the slowest rank; ``timeout`` is that of a collective."""
     return min(timeout, max(PATIENCE, timeout / 2))
 
 
 def launch_facts(config: PipelineConfig) -> dict[str, Fact]:
-    """Return the settings, files and versions of this rank, by readable names."""
+    """Return the settings, files and versions of this rank that must be equal on all, by name."""
     facts = {
         flag(setting.name): Fact(_words(getattr(config, setting.name)))
         for setting in fields(config)

@@ -35,8 +35,11 @@ _cuts = partial(running_slice.kept, "cuts of the batch", list[None])
 
 
 def connect_sharing(ranks: dist.ProcessGroup) -> None:
-    """Run one all-gather over ``ranks``, which share sequences, before the first step: NCCL
-    connects then, and not within a pass while messages are posted. Collective over ``ranks``."""
+    """Run one all-gather over ``ranks``, which share sequences by context parallelism.
+
+    NCCL then connects before the first step, and not within a pass while messages are posted.
+    Collective over ``ranks``.
+    """
     if ranks.size() > 1:
         device = torch.cuda.current_device()
         gathered = torch.zeros(ranks.size(), device=device)
@@ -46,8 +49,10 @@ def connect_sharing(ranks: dist.ProcessGroup) -> None:
 def cut_by_slices(
     original: Callable[..., dict[str, Any]], batch: dict[str, Any], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """Replacement of get_batch_on_this_cp_rank for a running slice: return this rank's parts of all
-    slices.
+    """Return this context-parallel rank's parts of all slices of the sequences in ``batch``.
+
+    Wraps get_batch_on_this_cp_rank of Megatron, which runs unchanged if no slice of a sequence is
+    running.
 
     Raises:
         ValueError: sequences are packed, or have another length than the step's.
@@ -76,8 +81,11 @@ def cut_by_slices(
 
 
 def refuse_other_cuts(position_ids: Tensor | None) -> None:
-    """Raise ValueError unless the tokens of the model's call were cut by `cut_by_slices`: otherwise
-    the training would be silently wrong."""
+    """Raise ValueError unless the model's tokens were cut by `cut_by_slices` for context
+    parallelism.
+
+    Otherwise the training would be silently wrong.
+    """
     if not _cuts():
         raise ValueError(
             f"{_FLAG} with context parallelism needs a forward_step_func that cuts its batch with "

@@ -19,7 +19,8 @@ from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 
 def predict(original: Callable[..., Any], block: Any, *, embedding: Any, **kwargs: Any) -> Any:
-    """Run MultiTokenPredictionBlock's forward for the running slice, if there is one."""
+    """Run MultiTokenPredictionBlock's forward for the running slice of a sequence, if there is
+    one."""
     if (span := running_slice.span) is not None:
         kwargs |= whole_call.arguments("input_ids", "position_ids")
         embedding = partial(_look_up, embedding, span)
@@ -27,8 +28,11 @@ def predict(original: Callable[..., Any], block: Any, *, embedding: Any, **kwarg
 
 
 def embed(original: Callable[..., Any], layer: Any, **kwargs: Any) -> Any:
-    """MultiTokenPredictionLayer's _get_embeddings, which shifts tokens within each document of a
-    pack."""
+    """Run MultiTokenPredictionLayer's _get_embeddings, which shifts tokens, for a slice of a
+    sequence.
+
+    Tokens are shifted within each document of a packed sequence.
+    """
     if running_slice.span is not None:
         kwargs |= whole_call.arguments("packed_seq_params")
     return original(layer, **kwargs)
@@ -40,7 +44,7 @@ def make_losses(
     compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
     **kwargs: Any,
 ) -> Tensor:
-    """Replacement of process_mtp_loss for the running slice, if there is one."""
+    """Run Megatron's process_mtp_loss for the running slice of a sequence, if there is one."""
     compute = compute_language_model_loss
     if (span := running_slice.span) is not None:
         kwargs |= whole_call.arguments("labels", "loss_mask", "input_ids", "packed_seq_params")
@@ -56,7 +60,10 @@ def count_right(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Replacement of _compute_mtp_acceptance_counts for the running slice, if there is one."""
+    """Count accepted multi-token predictions of the running slice of a sequence, if there is one.
+
+    Wraps Megatron's _compute_mtp_acceptance_counts.
+    """
     if (span := running_slice.span) is not None:
         labels, mask = (tensor[:, span.begin : span.end] for tensor in (labels, mask))
     return original(logits, labels, mask, *args, **kwargs)
@@ -70,6 +77,7 @@ def _look_up(embedding: Any, span: Span, input_ids: Tensor, position_ids: Tensor
 def _compare(
     compute: Callable[[Tensor, Tensor], Tensor], span: Span, labels: Tensor, logits: Tensor
 ) -> Tensor:
-    """Return losses [b, s] of the whole sequence; ``logits`` has the slice's tokens only."""
+    """Return losses [b, s] of whole sequences, which are 0 outside the slice that ``logits`` belong
+    to."""
     losses = compute(labels[:, span.begin : span.end], logits)
     return pad(losses, (span.begin, span.length - span.end))

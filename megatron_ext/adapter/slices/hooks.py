@@ -30,7 +30,7 @@ from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 
 class SlicesHooks(TrainingHooks):
-    """Hooks for slices, whose stages run a microbatch slice by slice."""
+    """Hooks for slices of sequences, whose stages run a microbatch slice by slice."""
 
     needs_callers_hooks = True
 

@@ -42,7 +42,7 @@ def refuse_unknown(models: Sequence[torch.nn.Module]) -> None:
 
 
 def mixing_layers(model: GPTModel) -> list[Any]:
-    """Return the layers of ``model``, those of multi-token prediction too."""
+    """Return the transformer layers of ``model``, including those of multi-token prediction."""
     predicting = getattr(getattr(model, "mtp", None), "layers", ())
     return [*model.decoder.layers, *(getattr(layer, _OF_PREDICTION, None) for layer in predicting)]
 
@@ -61,7 +61,10 @@ def _known_attention() -> list[Callable[..., Any]]:
 
 
 def unknown_mixer(layer: Any, known: Sequence[Callable[..., Any]]) -> str | None:
-    """Return the class of the module that mixes tokens in ``layer``; None if it is ``known``."""
+    """Return the class of the module that mixes tokens in ``layer``; None if it handles slices.
+
+    ``known`` has the forward functions of attention modules that work on slices of a sequence.
+    """
     for name in ("self_attention", "cross_attention"):
         attention = getattr(layer, name, None)
         if isinstance(attention, IdentityOp):

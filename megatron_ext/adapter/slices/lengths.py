@@ -16,14 +16,13 @@ from megatron_ext.schedule.problem import Problem
 
 
 def spans_of(program: Program, settings: Any, tokens: int, rank: int = 0) -> tuple[Span, ...]:
-    """Return the slices of a sequence of ``tokens`` in ``program``; empty if microbatches are
-    whole.
+    """Return the slices into which ``program`` cuts sequences of ``tokens``; empty if it cuts none.
 
     ``settings`` are Megatron's arguments or a TransformerConfig. ``rank`` is this rank's number
-    among the ranks that share a sequence.
+    among the context-parallel ranks that share a sequence.
 
     Raises:
-        ValueError: the sequence cannot be cut like this.
+        ValueError: the sequence cannot be cut into slices of suitable lengths.
     """
     problem = program.problem
     if problem.slices.count == 1:
@@ -33,14 +32,19 @@ def spans_of(program: Program, settings: Any, tokens: int, rank: int = 0) -> tup
 
 
 def lengths_in(problem: Problem, settings: Any, tokens: int) -> tuple[int, ...]:
-    """Return the tokens of each slice of a sequence of ``tokens``. Arguments and errors as in
-    `spans_of`."""
+    """Return the number of tokens of each slice of a sequence of ``tokens``.
+
+    Arguments and errors are those of `spans_of`.
+    """
     return problem.slice_lengths(tokens, _multiple(settings))
 
 
 def _multiple(settings: Any) -> int:
-    """Return the number of tokens of which a slice's length must be a multiple: context- and
-    sequence-parallel ranks share the slice, and quantised operands need whole blocks of rows."""
+    """Return the number of tokens of which the length of a slice of a sequence must be a multiple.
+
+    Context- and sequence-parallel ranks share a slice evenly, and quantised operands need whole
+    blocks of rows.
+    """
     ranks: int = settings.context_parallel_size
     if settings.sequence_parallel:
         ranks *= settings.tensor_model_parallel_size
@@ -53,7 +57,10 @@ def _multiple(settings: Any) -> int:
 
 
 def lengths_passed_on(boundary: Boundary, of_slices: Sequence[Span]) -> tuple[int, ...]:
-    """Return the first dimension of the tensor between stages, by slice: the tokens on a rank."""
+    """Return, for each slice of a sequence, the first dimension of the tensor sent between stages.
+
+    The dimension is the slice's number of tokens on one rank.
+    """
     assert boundary.shape is not None
     ranks = of_slices[0].length // boundary.shape[0]
     return tuple((span.end - span.begin) // ranks for span in of_slices)

@@ -33,13 +33,15 @@ _UNTRIED = (
 
 
 class WholeCall:
-    """Arguments of the caller's call of the model, while one slice of it runs."""
+    """Arguments of a caller's call of the model for a whole microbatch, while a slice of it
+    runs."""
 
     def __init__(self) -> None:
         self._arguments: dict[str, Any] = {}
 
     def arguments(self, *names: str) -> dict[str, Any]:
-        """Return the whole arguments of the call with these ``names``; None for those not given."""
+        """Return the arguments with these ``names`` for the whole microbatch; None for missing
+        ones."""
         return {name: self._arguments.get(name) for name in names}
 
     @contextlib.contextmanager
@@ -55,7 +57,8 @@ whole_call = WholeCall()
 
 
 def call_with_slice(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``original``, GPTModel's forward, for the running slice, if there is one.
+    """Call ``original``, GPTModel's forward, for the running slice of the sequences, if there is
+    one.
 
     Raises:
         ValueError: an argument is not known to work with slices.
@@ -70,7 +73,7 @@ def call_with_slice(original: Callable[..., Any], model: Any, *args: Any, **kwar
 
 
 def cut_to_slice(given: dict[str, Any], span: Span) -> dict[str, Any]:
-    """Return the arguments in ``given`` that have a part for the slice ``span``, cut to that part.
+    """Return the arguments in ``given`` that differ for the slice ``span``, each cut to the slice.
 
     Raises:
         ValueError: as `call_with_slice`.
@@ -95,8 +98,10 @@ def cut_to_slice(given: dict[str, Any], span: Span) -> dict[str, Any]:
 
 
 def _cut_mask(mask: Tensor, span: Span) -> Tensor:
-    """Return the part of ``mask``, [.., queries, keys], for the slice's queries and their visible
-    keys."""
+    """Return the part of an attention ``mask`` for a slice's queries and all keys that they see.
+
+    ``mask`` is [.., queries, keys].
+    """
     queries, keys = mask.shape[-2:]
     _check_length("attention_mask", queries, span.length // span.ranks)
     _check_length("attention_mask", keys, span.length)

@@ -32,7 +32,7 @@ _PACK = "pack"  # key under which the pack of the running microbatch is stored
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Documents of one packed microbatch.
+    """Documents of one packed microbatch, a row in which they follow each other.
 
     Attributes:
         borders: tokens at which the documents begin, and at which the last one ends, its padding
@@ -54,8 +54,8 @@ class PackedDocuments:
         return self.lengths != _differences(self.borders)
 
     def part(self, documents: slice, begin: int, end: int) -> PackedDocuments:
-        """Return the tokens from ``begin`` to ``end`` (exclusive) of ``documents`` as a pack of
-        their own."""
+        """Return the tokens ``begin`` to ``end`` (exclusive) of ``documents`` as a pack of their
+        own."""
         begins = self.borders[documents]
         borders = (*begins, self.borders[documents.stop])
         return PackedDocuments(
@@ -69,11 +69,11 @@ class PackedDocuments:
 
 @dataclass(frozen=True)
 class AttendedPart:
-    """Part of a pack that a slice attends to, with the borders of its documents.
+    """Part of a pack that a slice of it attends to, with the borders of its documents.
 
     Attributes:
-        begin: its first token; it ends where the slice does.
-        params: Megatron's parameters of its documents. Borders of queries count from the slice's
+        begin: first token of the part; the part ends where the slice ends.
+        params: Megatron's parameters of the documents. Borders of queries count from the slice's
             begin, borders of keys from ``begin``.
     """
 
@@ -82,7 +82,7 @@ class AttendedPart:
 
 
 def read_pack(params: PackedSeqParams, tokens: int) -> PackedDocuments:
-    """Return the documents in a row of ``tokens``. Waits for the device.
+    """Return the documents in a packed row of ``tokens``. Waits for the device.
 
     Raises:
         ValueError: the row has another length, or ``params`` describe no documents in a row.
@@ -114,10 +114,10 @@ def read_pack(params: PackedSeqParams, tokens: int) -> PackedDocuments:
 
 
 def as_one_document(params: PackedSeqParams, span: Span) -> PackedSeqParams:
-    """Return ``params`` for the layers that run the slice ``span``, and store the microbatch's pack
-    for `attended_part` and `places_in_documents`.
+    """Return ``params`` by which layers take the slice ``span`` of a packed row for one document.
 
-    The longest document stays the pack's: rotary frequencies are computed up to its length.
+    The row's documents are stored for `attended_part` and `places_in_documents`. The longest
+    document stays that of the row: rotary frequencies are computed up to its length.
 
     Raises:
         ValueError: as `read_pack`.
@@ -134,19 +134,19 @@ def as_one_document(params: PackedSeqParams, span: Span) -> PackedSeqParams:
 
 
 def longest_document() -> int:
-    """Return the number of tokens of the longest document of the running slice's pack."""
+    """Return the number of tokens of the longest document in the running microbatch's packed
+    row."""
     pack, _ = _running_pack()
     return pack.longest
 
 
 def places_in_documents(span: Span) -> Tensor:
-    """Return the place of each token of the running slice ``span`` in its own document: int64
-    [tokens]."""
+    """Return the place of each token of the slice ``span`` in its own document: int64 [tokens]."""
     return running_slice.kept((_PACK, "places", span), partial(_places, span, *_running_pack()))
 
 
 def attended_part(span: Span) -> AttendedPart:
-    """Return what the running slice ``span`` attends to."""
+    """Return the part of the packed row that the running slice ``span`` attends to."""
     return running_slice.kept((_PACK, "attended", span), partial(_attended, span, *_running_pack()))
 
 
@@ -194,13 +194,12 @@ def _differences(borders: Sequence[int]) -> tuple[int, ...]:
 
 
 def _on_device(numbers: Sequence[int], params: PackedSeqParams) -> Tensor:
-    """Return ``numbers`` as an int32 tensor on the device of those in ``params``, without
-    waiting."""
+    """Return ``numbers`` as int32 on the device of the borders in ``params``, without waiting."""
     on_host = torch.tensor(numbers, dtype=torch.int32)
     return on_host.to(params.cu_seqlens_q.device, non_blocking=True)
 
 
 def _shown(borders: Sequence[int]) -> str:
-    """Return the first and last of ``borders`` as text."""
+    """Return ``borders`` as text; of many only the first four and the last three."""
     listed = [*map(str, borders)]
     return ", ".join(listed if len(listed) <= 8 else [*listed[:4], "...", *listed[-3:]])

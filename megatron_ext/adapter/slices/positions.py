@@ -24,9 +24,12 @@ def begin_at_slice(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``original``, which returns the positions from ``offset`` on, for the running slice, if
-    there is one. The call is marked as packed for context-parallel ranks: they would take a part
-    from the front and one from the back otherwise."""
+    """Return rotary positions by ``original``, beginning at the running slice's first token.
+
+    Without a running slice of a sequence nothing changes. For context-parallel ranks the call is
+    marked as packed: each rank would otherwise take a part from the sequence's front and one from
+    its back.
+    """
     span = running_slice.span
     if span is not None and kwargs.get("packed_seq"):
         length = max(length, longest_document())
@@ -39,8 +42,10 @@ def begin_at_slice(
 
 
 def _in_documents(made: Any, span: Span) -> Any:
-    """Return the rows of ``made``, a tensor or a tuple with some, by the place of the slice's
-    tokens in their documents."""
+    """Return the rows of ``made`` for the slice's tokens, by their places in their documents.
+
+    ``made`` is a tensor with a row for each position, or a tuple with some such tensors.
+    """
     if isinstance(made, tuple):
         return tuple(_in_documents(part, span) for part in made)
     return made[places_in_documents(span)] if isinstance(made, Tensor) else made

@@ -21,7 +21,8 @@ from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 
 class _Router:
-    """Router and loss that are being computed; a flag says whether tokens are only counted."""
+    """State of the router that is running: the router, its loss, and whether tokens are only
+    counted."""
 
     def __init__(self) -> None:
         self.now: tuple[Any, str] = (None, "")
@@ -48,7 +49,7 @@ _router = _Router()
 
 
 class _Balance:
-    """Tokens and scores of one router's loss in one microbatch, by slice, summed by expert."""
+    """Tokens and scores of each expert, by slice, for one router's loss in one microbatch."""
 
     def __init__(self) -> None:
         self.tokens: dict[Span, Tensor] = {}
@@ -61,7 +62,8 @@ class _Balance:
 
 
 def _sum(by_slice: Mapping[Span, Tensor]) -> Tensor:
-    """Return the sum over slices in sequence order, in whatever order they were computed."""
+    """Return the sum of ``by_slice`` in the order of the sequence, whatever the order of
+    computation."""
     order = sorted(by_slice, key=lambda span: span.begin)
     return torch.stack([by_slice[span] for span in order]).sum(0)
 
@@ -85,12 +87,11 @@ class _BalancingLoss(torch.autograd.Function):
 def count_first(
     original: Callable[..., Any], router: Any, logits: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a router, and count the tokens and scores of a slice that will be recomputed with
-    gradients.
+    """Run a router; in a first forward pass whose slice is recomputed, count its tokens and scores.
 
     Recomputed layers compute their losses in a second forward pass, within a slice's backward pass,
-    when earlier slices have not recomputed yet. The tokens and scores of the whole microbatch are
-    therefore counted in the first forward pass.
+    when earlier slices of the sequence are not yet recomputed. The tokens and scores of the whole
+    microbatch are therefore counted in the first forward pass, which runs without gradients.
     """
     made = original(router, logits, *args, **kwargs)
     is_first = running_slice.span is not None and router.training and not torch.is_grad_enabled()
@@ -108,7 +109,10 @@ def count_first(
 
 
 def making(name: str) -> Callable[..., Any]:
-    """Return a wrapper of the router's method that computes its loss ``name``."""
+    """Return a wrapper of the router's method that computes its auxiliary loss ``name``.
+
+    The wrapper notes which router's loss is being computed.
+    """
 
     def make(original: Callable[..., Any], router: Any, *args: Any, **kwargs: Any) -> Any:
         with _router.making(router, name):
@@ -127,7 +131,10 @@ def balance(
     moe_aux_loss_coeff: float,
     **more: Any,
 ) -> Tensor:
-    """Replacement of switch_load_balancing_loss_func for the running slice, if there is one."""
+    """Return a router's balancing loss, computed over a whole microbatch that runs slice by slice.
+
+    Wraps Megatron's switch_load_balancing_loss_func, which runs unchanged if no slice is running.
+    """
     span = running_slice.span
     if span is None:
         return original(
@@ -156,8 +163,10 @@ def attach(
     valid_token_count: int | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Router's attach_and_log_load_balancing_loss: a loss that is scaled by the number of tokens is
-    scaled by the whole microbatch's."""
+    """Attach a router's loss, scaled by the tokens of the whole microbatch instead of one slice's.
+
+    Wraps TopKRouter.attach_and_log_load_balancing_loss.
+    """
     if _router.counts:
         return activation
     if (span := running_slice.span) is not None:
@@ -169,7 +178,7 @@ def attach(
 def z_loss(
     original: Callable[..., Tensor], logits: Tensor, z_loss_coeff: float, **more: Any
 ) -> Tensor:
-    """Return the running slice's share of z_loss_func, which is a mean over tokens."""
+    """Return the running slice's share of a router's z-loss, which is a mean over tokens."""
     loss = original(logits, z_loss_coeff, **more)
     span = running_slice.span
     if span is None:
@@ -183,5 +192,5 @@ def z_loss(
 
 
 def _tokens_of_sequence(tokens: int, span: Span) -> int:
-    """Return the tokens of the sequence whose slice ``span`` has ``tokens``."""
+    """Return the number of tokens of the whole sequence, whose slice ``span`` has ``tokens``."""
     return tokens * span.length // (span.end - span.begin)

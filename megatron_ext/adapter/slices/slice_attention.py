@@ -23,8 +23,10 @@ from megatron_ext.runtime.slices.running_slice import running_slice
 
 
 class MaskOfPacks(enum.Enum):
-    """Masks of Transformer Engine for packed queries and keys that Megatron's AttnMaskType lacks;
-    Megatron passes the name on."""
+    """Mask of Transformer Engine that Megatron's AttnMaskType lacks, for packed queries and keys.
+
+    Megatron passes the mask's name on to Transformer Engine.
+    """
 
     padding_causal_bottom_right = enum.auto()
 
@@ -39,9 +41,10 @@ def attend_locally(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """DotProductAttention's forward for the running slice, if there is one.
+    """Run DotProductAttention's forward for the running slice of a sequence, if there is one.
 
-    ``attention_mask``, if given, is the slice's, [.., queries, keys up to its end].
+    The slice's queries attend to the keys of all tokens up to its end. ``attention_mask``, if
+    given, is the slice's: [.., queries, keys up to its end].
     """
     span = running_slice.span
     if span is None:
@@ -69,7 +72,10 @@ def attend_with_transformer_engine(
     packed_seq_params: PackedSeqParams | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """TEDotProductAttention's forward for the running slice, if there is one."""
+    """Run TEDotProductAttention's forward for the running slice of a sequence, if there is one.
+
+    The slice's queries attend to the keys of all tokens up to its end.
+    """
     span = running_slice.span
     begin = 0
     kind: enum.Enum = attn_mask_type
@@ -100,15 +106,18 @@ def attend_with_transformer_engine(
 
 @lru_cache(maxsize=64)
 def bottom_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return a mask of the keys hidden from the last ``queries`` tokens: bool [1, 1, queries,
-    keys]."""
+    """Return the causal mask of the last ``queries`` of ``keys`` tokens: bool [1, 1, queries,
+    keys].
+
+    True hides a key from a query.
+    """
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return visible.logical_not()[None, None]
 
 
 @contextlib.contextmanager
 def _by_given_mask(softmax: Any) -> Iterator[None]:
-    """Context in which ``softmax`` applies the mask it is given: its own causal mask is square."""
+    """Context in which ``softmax`` applies the mask that it is given, not its own square one."""
     kind = softmax.attn_mask_type
     softmax.attn_mask_type = AttnMaskType.arbitrary
     try:
@@ -119,8 +128,10 @@ def _by_given_mask(softmax: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_context_parallelism(layer: Any) -> Iterator[None]:
-    """Context in which Transformer Engine's ``layer`` uses keys and values as they are: they
-    already include those of all ranks that share the sequence."""
+    """Context in which Transformer Engine's ``layer`` runs without context parallelism.
+
+    The keys and values already include those of all ranks that share the sequence.
+    """
     group = layer.cp_group
     layer.cp_group = None
     try:

@@ -20,8 +20,8 @@ from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 
 def knows_places() -> bool:
-    """Return whether Megatron's sparse attention can be told where its queries are, as since
-    0.19."""
+    """Return whether Megatron's sparse attention accepts the positions of its queries (since
+    0.19)."""
     folder = "megatron.core.transformer.experimental_attention_variant"
     try:
         masking: Any = importlib.import_module(f"{folder}.dsa_masking")
@@ -40,7 +40,10 @@ def attend_sparsely(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """DSAttention's forward for the running slice, if there is one."""
+    """Run DSAttention's forward for the running slice of a sequence, if there is one.
+
+    The slice's queries attend to chosen keys of all tokens up to its end.
+    """
     span = running_slice.span
     if span is None:
         return original(layer, query, key, value, *args, **kwargs)
@@ -63,8 +66,12 @@ def index(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """DSAIndexer's forward_before_topk: queries and weights of the running slice, if there is one,
-    and keys of all tokens up to its end."""
+    """Return queries, keys and weights of Megatron's sparse attention indexer before it chooses
+    keys.
+
+    For the running slice of a sequence, if there is one, the keys are those of all tokens up to its
+    end.
+    """
     query, key, weights = original(indexer, *args, **kwargs)
     if running_slice.span is not None:
         (key,) = running_slice.attended(indexer, (key,))
@@ -72,7 +79,10 @@ def index(
 
 
 def mask_by_places(original: Callable[..., Any], *, device: torch.device, **kwargs: Any) -> Any:
-    """Replacement of build_dsattention_forward_mask for the running slice, if there is one."""
+    """Return the mask of sparse attention, with the running slice's positions, if there is one.
+
+    Wraps Megatron's build_dsattention_forward_mask.
+    """
     if (span := running_slice.span) is not None:
         places = torch.arange(span.begin, span.end, device=device)
         kwargs["nonpacked_query_positions"] = places
@@ -81,8 +91,11 @@ def mask_by_places(original: Callable[..., Any], *, device: torch.device, **kwar
 
 @contextlib.contextmanager
 def _share_of_loss(config: Any, span: Span) -> Iterator[None]:
-    """Context in which the indexer's loss weighs as much as ``span`` in its sequence. A loss per
-    token is a sum already."""
+    """Context in which the sparse attention indexer's loss is weighted by the share of slice
+    ``span``.
+
+    The weight is the slice's share of its sequence. A loss that is summed over tokens needs none.
+    """
     coefficient = config.dsa_indexer_loss_coeff
     if coefficient and not config.calculate_per_token_loss:
         config.dsa_indexer_loss_coeff = coefficient * (span.end - span.begin) / span.length

@@ -56,12 +56,12 @@ class Call(StepCall):
 
     @property
     def varies_by(self) -> str | None:
-        """Setting, in words, that makes shapes of messages unknown before they arrive; None if they
-        are known.
+        """Setting, in words, that hides message shapes until messages arrive; None if shapes are
+        known.
 
         With several chunks per rank Megatron uses ``seq_length`` and ignores
-        ``decoder_seq_length``, and with one chunk it uses the latter. If they differ, the caller
-        may mean either.
+        ``decoder_seq_length``; with one chunk it uses ``decoder_seq_length``. If they differ, the
+        caller may mean either.
         """
         if self.config.variable_seq_lengths:
             return "variable_seq_lengths"
@@ -71,13 +71,16 @@ class Call(StepCall):
 
     @property
     def tokens_shape(self) -> tuple[int, int]:
-        """Shape [b, s] of a microbatch's tokens on this rank, which has its context-parallel
-        share."""
+        """Shape [b, s] of a microbatch's tokens on this rank, with its context-parallel share of
+        s."""
         return self.micro_batch_size, self.seq_length // self.context_parallel_size
 
     def boundary(self) -> Boundary:
-        """Return the shape and type of the tensor that passes between stages; if the shape varies,
-        the largest. Behind multi-token prediction it has the hidden states of all depths."""
+        """Return the shape and type of the tensor that passes between stages.
+
+        If the shape varies, it is the largest. After a multi-token prediction layer the tensor also
+        has the hidden states of that layer and all earlier ones.
+        """
         shapes = schedules.get_tensor_shapes(
             seq_length=self.seq_length,
             micro_batch_size=self.micro_batch_size,
@@ -101,8 +104,11 @@ def refuse_call(
     p2p_communicator: P2PCommunicator | None,
     pg_collection: Any,
 ) -> None:
-    """Raise ValueError for the first argument or setting of a call that does not go with ``ours``,
-    our settings."""
+    """Raise ValueError for the first argument or setting that conflicts with ``ours``.
+
+    ``ours`` are the settings of megatron_ext, ``config`` is Megatron's, and the other arguments are
+    those of a call of Megatron's schedule function.
+    """
     for resolved in ours.resolved_specs:
         refuse(config, resolved, ours.options)
     if adjust_tensor_shapes_fn is not None:
@@ -120,8 +126,11 @@ def refuse_call(
 
 
 def refuse_chunks(ours: PipelineConfig, call: Call) -> None:
-    """Raise ValueError unless there is one chunk and one iterator for each stage of this rank, or
-    if multi-token prediction is where Megatron cannot have it."""
+    """Raise ValueError unless a call has a model chunk and a data iterator for each stage of this
+    rank.
+
+    Also raised if multi-token prediction is on a stage where Megatron cannot have it.
+    """
     resolved = ours.resolved_spec
     placement = resolved.place(call.pipeline.size())
     refuse_prediction_on_first_rank(call.config, placement)
@@ -141,8 +150,7 @@ def refuse_chunks(ours: PipelineConfig, call: Call) -> None:
 
 
 def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
-    """Raise ValueError if the shapes of messages vary but ``ours``, our settings, need a fixed
-    one."""
+    """Raise ValueError if message shapes vary, but our settings ``ours`` require a fixed shape."""
     if call.varies_by is None:
         return
     if _limit_needs_unknown_bytes(ours, call):
@@ -160,7 +168,7 @@ def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
 
 
 def refuse_varying_shapes(call: Call, option: str) -> None:
-    """Raise ValueError if the shapes of messages vary and the option of a feature requires a fixed
+    """Raise ValueError if message shapes vary, but the feature with the setting ``option`` needs
     one."""
     if call.varies_by is not None:
         raise ValueError(
@@ -170,8 +178,10 @@ def refuse_varying_shapes(call: Call, option: str) -> None:
 
 
 def _limit_needs_unknown_bytes(ours: PipelineConfig, call: Call) -> bool:
-    """Return whether the limit is in bytes, but those of a microbatch are not known, as the caller
-    gives a size of one token instead of real lengths (verl does)."""
+    """Return whether the memory limit is in bytes, but the bytes of a microbatch are not known.
+
+    A caller such as verl gives a size of one token instead of real lengths.
+    """
     if ours.memory_limit is None or not ours.costs.is_estimate:
         return False
     limit = parse_limit(ours.memory_limit, call.pipeline.size(), call.num_microbatches)
@@ -181,8 +191,10 @@ def _limit_needs_unknown_bytes(ours: PipelineConfig, call: Call) -> bool:
 def groups_of(
     p2p_communicator: P2PCommunicator | None, pg_collection: Any
 ) -> tuple[dist.ProcessGroup, Any]:
-    """Return the pipeline's process group and the other groups: those given, or Megatron's defaults
-    if the caller gives none."""
+    """Return the pipeline's process group and the collection of all other groups.
+
+    They are the caller's, or Megatron's defaults if the caller gives none.
+    """
     if p2p_communicator is not None:
         return p2p_communicator.pp_group, pg_collection
     # Megatron 0.18 lacks `_build_default_pg_collection`; all groups of parallel_state serve as

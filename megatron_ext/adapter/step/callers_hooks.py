@@ -28,8 +28,8 @@ class CallersHooks:
 
     Attributes:
         parameters: parameters with hooks on their own gradients.
-        of_modules: parameters within modules whose backward passes have hooks. In stock's order the
-            gradients have been added when these run.
+        of_modules: parameters within modules whose backward passes have hooks. In stock Megatron
+            their gradients have been added when the hooks run.
     """
 
     parameters: frozenset[Tensor] = frozenset()
@@ -37,7 +37,7 @@ class CallersHooks:
 
 
 def callers_hooks(models: Sequence[torch.nn.Module]) -> CallersHooks:
-    """Return the parameters on which the hooks depend that ``models`` have now."""
+    """Return the parameters on which the caller's present hooks on ``models`` depend."""
     modules = [module for model in models for module in model.modules()]
     trained = {
         parameter
@@ -51,7 +51,7 @@ def callers_hooks(models: Sequence[torch.nn.Module]) -> CallersHooks:
 
 
 def _runs_hooks_everywhere() -> bool:
-    """Return whether torch runs hooks in the backward passes of all modules of the process."""
+    """Return whether torch has hooks on the backward passes of all modules of the process."""
     tables = module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks
     return any(len(table) > 0 for table in tables)
 
@@ -61,7 +61,7 @@ def _has_backward_hooks(module: torch.nn.Module) -> bool:
 
 
 def tell_of_hooks(models: Sequence[torch.nn.Module], hooks: CallersHooks) -> None:
-    """Log once that weights of ``models`` have no W, because of ``hooks``."""
+    """Log once that some weights of ``models`` have no W pass, because ``hooks`` depend on them."""
     hooked = hooks.parameters | hooks.of_modules
     named = (item for model in models for item in model.named_parameters()) if hooked else ()
     weights = [name for name, parameter in named if parameter in hooked and parameter.dim() > 1]
@@ -77,8 +77,10 @@ _said: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDic
 
 
 def say_once(model: torch.nn.Module, text: str, level: int = logging.INFO) -> None:
-    """Log ``text`` on one of the ranks that have ``model``, unless a text of that level was logged
-    for the model before."""
+    """Log ``text`` for ``model``, unless a text of the same ``level`` was logged for it before.
+
+    Only one of the ranks that have the model logs it.
+    """
     said = _said.setdefault(model, set())
     if level in said:
         return

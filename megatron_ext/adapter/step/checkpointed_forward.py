@@ -24,7 +24,7 @@ from megatron_ext.runtime.parameter_hooks import Hook, HooksByNumber, without_ho
 
 
 class CheckpointedForward:
-    """Whether the model is now running a forward pass that will be recomputed."""
+    """Flag: whether the model is now running a forward pass that will be recomputed."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -38,8 +38,7 @@ RandomStates = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class RecomputeInputs:
-    """Inputs of a recompute: the call of the model to repeat, and the random states at that
-    call."""
+    """Inputs of a recompute: the model call to repeat, and the random states at that call."""
 
     call: ModelCall
     random_states: RandomStates
@@ -49,10 +48,10 @@ class RecomputeInputs:
 def checkpointing(is_quantised: bool) -> Iterator[RandomStates]:
     """Context of a forward pass that will be recomputed; yields the random states at its beginning.
 
-    As in Megatron's own recompute it has no gradients, and Transformer Engine's context for it.
-    Without gradients routers count no tokens and no auxiliary losses, so R does. Where Megatron
-    checks another condition than whether gradients are enabled, patches check
-    `checkpointed_forward`.
+    As in Megatron's own recompute the pass has no gradients, and runs in Transformer Engine's
+    context for recompute. Without gradients routers count no tokens and compute no auxiliary
+    losses; the recompute (R) does. Where Megatron does not check whether gradients are enabled,
+    patches check `checkpointed_forward`.
     """
     checkpointed_forward.is_on = True
     try:
@@ -63,12 +62,13 @@ def checkpointing(is_quantised: bool) -> Iterator[RandomStates]:
 
 
 class CheckpointedCall(RepeatableCall):
-    """Repeatable call whose first run is a checkpointed forward.
+    """Model call that is run once without gradients in F, and repeated with gradients in R.
 
-    Megatron recomputes layers, and hooks of the caller's on the modules around them run once, with
-    gradients. Here the whole stage runs twice. Nothing needs what the stage with the loss computes
-    in F (``has_loss``), so these hooks run in R alone there. Elsewhere F's output depends on them,
-    and a stage that has such hooks runs once, in F, except its decoder (`recomputed_decoder`).
+    Megatron recomputes layers, and the caller's hooks on the modules around them run once, with
+    gradients. Here the whole stage runs twice. On the stage with the loss (``has_loss``) nothing
+    needs the result of F, so these hooks run in R alone. On other stages the output of F depends on
+    them, and a stage with such hooks runs once, in F, except for its decoder
+    (`recomputed_decoder`).
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class CheckpointedCall(RepeatableCall):
 
     @property
     def recompute_inputs(self) -> RecomputeInputs:
-        """Inputs of the recompute, available after the model's call."""
+        """Inputs that the recompute needs, available after the model's call."""
         return RecomputeInputs(self.call, self._random_states)
 
     @contextlib.contextmanager
@@ -98,16 +98,18 @@ class CheckpointedCall(RepeatableCall):
 
 
 def hooked_around_layers(model: torch.nn.Module) -> list[str]:
-    """Return the names of the modules around the layers of ``model`` whose forward pass has hooks
-    of the caller's."""
+    """Return the names of modules around the layers of ``model`` with forward hooks of the
+    caller's."""
     around = _around_layers(model)
     hooked = {name: None for name, table in around if any(map(_is_callers, table.values()))}
     return list(hooked)
 
 
 def _around_layers(model: torch.nn.Module) -> Iterator[tuple[str, HooksByNumber]]:
-    """Yield the hooks on the forward pass of each module that Megatron's own recompute does not
-    include, with the module's name, and the hooks of all modules."""
+    """Yield the forward hooks of each module outside the layers, with the module's name.
+
+    Megatron's own recompute does not include these modules. Hooks on all modules come first.
+    """
     yield "all modules", module_hooks._global_forward_pre_hooks
     yield "all modules", module_hooks._global_forward_hooks
     yield from _around_layers_of(type(model).__name__, model)
@@ -133,15 +135,18 @@ def _is_callers(hook: Hook) -> bool:
 
 @contextlib.contextmanager
 def recomputing(random_states: RandomStates, is_quantised: bool) -> Iterator[None]:
-    """Run the enclosed block with ``random_states``; the current ones are restored afterwards."""
+    """Run the enclosed recompute with ``random_states``, and restore the current ones
+    afterwards."""
     with random._fork_rng(), _recompute(is_quantised, is_recompute=True):
         random._set_all_rng_states(*random_states)
         yield
 
 
 def _recompute(is_quantised: bool, *, is_recompute: bool) -> AbstractContextManager[None]:
-    """Return Transformer Engine's context for a recomputed forward pass: in the first run weights
-    are also quantised for the backward pass."""
+    """Return Transformer Engine's context for a forward pass that is, or will be, recomputed.
+
+    In the first run weights are also quantised for the backward pass.
+    """
     if not is_quantised:
         return contextlib.nullcontext()
     return random.activation_recompute_forward(

@@ -37,8 +37,8 @@ class Connections:
 
     Attributes:
         p2p: connection for messages between stages.
-        recorder: notified of every pass and wait.
-        device: of this rank.
+        recorder: recorder that is notified of every pass and wait.
+        device: device of this rank.
         ctas: thread blocks (CTAs) that a communicator may use; None: NCCL decides.
         host_memory: account of the host memory that activations take.
     """
@@ -50,8 +50,10 @@ class Connections:
     host_memory: HostMemory = field(default_factory=HostMemory)
 
     def transport(self, program: Program, boundary: Boundary) -> Messages:
-        """Return the transport for the messages of one step. If shapes vary, collective over the
-        pipeline the first time."""
+        """Return the transport for the messages of one step of ``program``.
+
+        If shapes vary, the first call is collective over the pipeline.
+        """
         if isinstance(self.p2p, PipelineGroup):
             assert boundary.shape is not None
             return BatchedTransport(self.p2p, boundary, program, self.recorder)
@@ -63,8 +65,10 @@ class Connections:
 def connect(
     config: PipelineConfig, program: Program, pipeline: dist.ProcessGroup, recorder: Recorder
 ) -> Connections:
-    """Connect the ranks of ``pipeline``, whose first step runs ``program``. Collective over the
-    pipeline."""
+    """Connect the ranks of ``pipeline`` for messages between stages, before the first step.
+
+    ``program`` is that of the first step. Collective over the pipeline.
+    """
     device = torch.device(torch.cuda.current_device())
     if dist.get_rank() == 0:
         say_unverified(device, program.problem)
@@ -78,7 +82,7 @@ def connect(
 
 
 def refuse_after_failure(recorder: Recorder) -> None:
-    """Raise RuntimeError if this rank has failed, before it was connected."""
+    """Raise RuntimeError if this rank failed before it was connected to the other ranks."""
     if recorder.has_failed:
         raise closed(recorder.rank)
 
@@ -88,14 +92,16 @@ def connect_token_shifts(
     context_parallel: dist.ProcessGroup,
     recorder: Recorder | None = None,
 ) -> None:
-    """Connect the ranks of ``context_parallel`` as passes of ``models``, a rank's chunks, will use
-    it. Collective over the group if the models have multi-token prediction, as all its ranks then
-    do; with a ``recorder``, which is told of the wait, in any case.
+    """Connect the ranks of ``context_parallel`` for the token shifts of multi-token prediction.
 
-    Its forward passes shift tokens and labels by one position, and the ranks that share a sequence
-    exchange the tokens at their borders. Megatron does that over the default group, on which NCCL
-    makes a communicator for two ranks at their first message: within a pass, while messages of the
-    pipeline are posted. So one message is exchanged here, where all other connections are made.
+    Forward passes of multi-token prediction shift tokens and labels by one position, and the ranks
+    that share a sequence exchange the tokens at their borders. Megatron does so over the default
+    group, on which NCCL makes a communicator for two ranks at their first message: within a pass,
+    while messages of the pipeline are posted. So one message is exchanged here, where all other
+    connections are made.
+
+    Collective over the group if the ``models`` have multi-token prediction, as all its ranks then
+    do; with a ``recorder``, which is told of the wait, in any case.
     """
     if context_parallel.size() == 1:
         return

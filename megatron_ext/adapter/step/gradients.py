@@ -19,10 +19,10 @@ from megatron_ext.adapter.step.model_stage import ModelStage, overlaps_reduction
 
 @contextlib.contextmanager
 def no_grad_sync(call: Call) -> Iterator[None]:
-    """Hold back the reductions that backward hooks would start before W has run.
+    """Hold back, in this context, the gradient reductions that backward hooks would start before W.
 
-    If its caller gives no ``no_sync_func``, Megatron counts gradients instead; W's come without
-    hooks.
+    If the caller gives no ``no_sync_func``, Megatron would start a reduction after counting
+    gradients, and W adds gradients without hooks.
     """
     given = call.config.no_sync_func
     functions = given if isinstance(given, list) else [given]
@@ -36,7 +36,8 @@ def no_grad_sync(call: Call) -> Iterator[None]:
 
 
 def _refuse_reduction_by_hooks(call: Call, no_sync_functions: Sequence[Any]) -> None:
-    """Raise ValueError if backward hooks of a wrapper other than Megatron's would reduce gradients.
+    """Raise ValueError if hooks of a wrapper other than Megatron's would reduce gradients too
+    early.
 
     Megatron's schedules leave ``no_sync_func`` before the last microbatch's backward pass, whose
     hooks then reduce. W passes run no hooks; Megatron's own wrapper is told when they are done.
@@ -56,8 +57,8 @@ def _refuse_reduction_by_hooks(call: Call, no_sync_functions: Sequence[Any]) -> 
 
 
 def token_count(call: Call, stages: Sequence[ModelStage]) -> torch.Tensor | None:
-    """Return the number of tokens by which Megatron scales gradients after the passes; None if it
-    does not."""
+    """Return the number of tokens by which Megatron scales gradients; None if it does not scale
+    them."""
     if call.config.finalize_model_grads_func is None or not call.config.calculate_per_token_loss:
         return None
     return torch.stack([stage.tokens for stage in stages]).sum(dtype=torch.int)
@@ -66,7 +67,7 @@ def token_count(call: Call, stages: Sequence[ModelStage]) -> torch.Tensor | None
 def finalize_gradients(call: Call, tokens: torch.Tensor | None) -> None:
     """Finalize the gradients as Megatron does after the passes of a training step.
 
-    First calls the caller's ``grad_sync_func``, for chunks whose reduction Megatron does not
+    The caller's ``grad_sync_func`` is called first, for chunks whose reduction Megatron does not
     overlap.
     """
     given = call.config.grad_sync_func

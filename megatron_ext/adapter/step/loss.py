@@ -25,15 +25,14 @@ def loss_with_gradient(
     call: StepCall,
     losses: list[Any],
 ) -> tuple[Tensor | None, Tensor]:
-    """Compute the loss as Megatron does after a last stage's forward pass, and its gradient by
-    ``output``.
+    """Compute the loss of a microbatch as Megatron does, and its gradient by ``output``.
 
     Loss masks, token counts, scaling and logging are Megatron's own.
 
     Args:
-        output: of the last stage, for the whole microbatch.
-        loss_func: the caller's, for this microbatch.
-        losses: the reported loss is appended to it.
+        output: output of the last stage for the whole microbatch.
+        loss_func: the caller's loss function for this microbatch.
+        losses: list to which the reported loss is appended.
 
     Returns:
         The gradient of the scaled loss by ``output`` (None in an evaluation), and the number of

@@ -43,10 +43,10 @@ class StepCall:
 
 
 class ModelStage:
-    """Model chunk during one step.
+    """Model chunk during one step, which runs its passes by Megatron's forward and backward steps.
 
-    ``w_is_next`` are the microbatches whose W its rank runs directly after their I. ``recomputed``
-    are the microbatches that have an R.
+    ``w_is_next``: microbatches whose W the rank runs directly after their I. ``recomputed``:
+    microbatches whose activations are recomputed by a pass R.
     """
 
     _takes_slices = False
@@ -66,8 +66,11 @@ class ModelStage:
         has_loss: bool,
         first_trained_stage: int = 0,
     ) -> None:
-        """Initialise the stage. ``first_trained_stage`` is the first stage that is not frozen;
-        earlier stages have no backward pass."""
+        """Initialise the stage for one step.
+
+        ``first_trained_stage`` is the first stage that is not frozen; earlier stages have no
+        backward pass.
+        """
         self._number = number
         self._model = model
         self._config = config
@@ -119,7 +122,7 @@ class ModelStage:
     def _forward_but_decoder(
         self, run: Callable[..., Any], microbatch: int, x: Tensor | None, is_first: bool
     ) -> Tensor:
-        """Run F with gradients, except for the decoder, which R recomputes with gradients."""
+        """Run F with gradients, except for the decoder, which R recomputes with gradients later."""
         decoder = RecomputedDecoder(self._decoder, self._is_quantised)
         with decoder.checkpointed():
             output, tokens = self._run(
@@ -153,9 +156,11 @@ class ModelStage:
         self._between[microbatch] = (x, output)
 
     def _begin_forward(self, x: Tensor | None) -> bool:
-        """Begin F on ``x``, and return whether it is the stage's first F of the step. Values
-        derived from the weights once per step, such as FP8 copies, are computed then: a schedule
-        file may begin with any microbatch."""
+        """Begin F on the input ``x``; return whether it is the stage's first F of the step.
+
+        Values derived from the weights once per step, such as FP8 copies, are computed in the first
+        F, whatever microbatch a schedule begins with.
+        """
         is_first, self._has_begun = not self._has_begun, True
         if x is not None and self._asks_gradient:
             x.requires_grad_()
@@ -173,8 +178,10 @@ class ModelStage:
         is_first: bool = False,
         has_loss: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Run Megatron's forward_step; return the output and the number of tokens. Appends to
-        ``losses``."""
+        """Run Megatron's forward_step, and return the output and the number of tokens.
+
+        The reported loss is appended to ``losses``.
+        """
         call = self._call
         output, tokens = schedules.forward_step(
             forward_step_func,
@@ -204,8 +211,8 @@ class ModelStage:
         return output, tokens
 
     def _forget_input(self) -> None:
-        """Reset the model's input: Megatron's model would keep it, and its gradient, alive until
-        the next F."""
+        """Reset the model's input, so that the input and its gradient are freed before the next
+        F."""
         get_attr_wrapped_model(self._model, "set_input_tensor")([None])
 
     def output_sent(self, microbatch: int) -> None:
@@ -244,7 +251,8 @@ class ModelStage:
         queue.run(self._number, microbatch)
 
     def forget(self) -> None:
-        """Discard what the stage's F have counted and stored in this step."""
+        """Discard the losses, token counts and tensors that this stage has stored in the step so
+        far."""
         self._between.clear()
         self._checkpointed.clear()
         self._decoders.clear()
@@ -253,9 +261,9 @@ class ModelStage:
         self.tokens.zero_()
 
     def gradients_complete(self) -> None:
-        """Start the chunk's data-parallel reduction, if Megatron overlaps it.
+        """Start the chunk's data-parallel reduction, if Megatron overlaps it with passes.
 
-        With ``force_all_reduce`` it is left to finalize_model_grads, which handles that option.
+        With ``force_all_reduce``, finalize_model_grads of Megatron reduces instead.
         """
         if self._call.force_all_reduce or not overlaps_reduction(self._model):
             return
@@ -272,16 +280,16 @@ class ModelStage:
 
 
 def overlaps_reduction(model: Any) -> bool:
-    """Return whether the data-parallel reduction of ``model`` runs during later passes."""
+    """Return whether Megatron overlaps the data-parallel reduction of ``model`` with later
+    passes."""
     return getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False)
 
 
 def _watch_reduction(model: Any, reduction: RecordedReduction) -> None:
-    """Notify ``reduction`` when the reduction just started by ``model.start_grad_sync()``
-    completes.
+    """Record in ``reduction`` when the gradient reduction that was just started completes.
 
-    If a work does not signal completion, the time is that at which Megatron's wait for it returned.
-    With several optimizer instances Megatron stores no handle, and the time stays unknown.
+    If a work does not signal completion, the time is when Megatron's wait for it returns. With
+    several optimizer instances Megatron stores no handle, and the time stays unknown.
     """
     for group in [*model.bucket_groups, *model.expert_parallel_bucket_groups]:
         handle = group.grad_reduce_handle
@@ -293,7 +301,7 @@ def _watch_reduction(model: Any, reduction: RecordedReduction) -> None:
 
 
 class _Awaited:
-    """Wrapper of a handle that Megatron waits for, such as a gradient reduction's."""
+    """Wrapper of a handle that Megatron waits for, which records when the wait has returned."""
 
     def __init__(self, handle: Any, reduction: RecordedReduction) -> None:
         self._handle = handle

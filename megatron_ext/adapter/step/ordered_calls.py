@@ -23,15 +23,16 @@ MicrobatchCost = Callable[[Any], float]
 def order_microbatches(
     forward_backward: ScheduleFunction, cost: MicrobatchCost
 ) -> ScheduleFunction:
-    """Return ``forward_backward``, a schedule function of Megatron's, with the most costly
-    microbatches of each training step in the middle.
+    """Return a schedule function that runs each training step's most costly microbatches in the
+    middle.
 
-    A call reads its ``num_microbatches`` items from each iterator before its first pass, and holds
-    them in host memory. The ranks of a replica agree on one order, collectively: of the first rank
-    that has data. Results come back in the order of arrival. With ``forward_only`` nothing changes.
+    ``forward_backward`` is Megatron's schedule function. A call reads its ``num_microbatches``
+    items from each iterator before its first pass, and holds them in host memory. The ranks of a
+    replica agree, collectively, on the order of the first rank that has data. Results come back in
+    the order of arrival. With ``forward_only`` nothing changes.
 
     Args:
-        cost: of an item of the iterator, in any unit: tokens, or squared lengths.
+        cost: returns the cost of an item of the iterator in any unit: tokens, or squared lengths.
     """
 
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -55,11 +56,11 @@ def order_microbatches(
 
 
 def reversed_microbatches(forward_backward: ScheduleFunction) -> ScheduleFunction:
-    """Return ``forward_backward``, a schedule function of Megatron's, with the microbatches of each
-    training step in reverse order, so that all sums over them are added in another order.
+    """Return a schedule function that runs each training step's microbatches in reverse order.
 
-    A call reads its ``num_microbatches`` items from each iterator before its first pass. Its
-    results are in the order of the passes.
+    So all sums over microbatches are added in another order. ``forward_backward`` is Megatron's
+    schedule function. A call reads its ``num_microbatches`` items from each iterator before its
+    first pass. Its results are in the order of the passes.
     """
 
     def call(**keywords: Any) -> Any:
@@ -72,8 +73,10 @@ def reversed_microbatches(forward_backward: ScheduleFunction) -> ScheduleFunctio
 
 
 def _microbatches(keywords: Mapping[str, Any]) -> list[list[Any] | None]:
-    """Read the microbatches of a schedule function's call from each of its iterators; None for an
-    iterator that is None."""
+    """Read a call's microbatches from each of its data iterators; None for a missing iterator.
+
+    ``keywords`` are those of a schedule function's call.
+    """
     given, number = keywords["data_iterator"], keywords["num_microbatches"]
     iterators = given if isinstance(given, list) else [given]
     return [
@@ -85,8 +88,8 @@ def _microbatches(keywords: Mapping[str, Any]) -> list[list[Any] | None]:
 def _arranged(
     keywords: Mapping[str, Any], read: Sequence[list[Any] | None], order: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the ``keywords`` of a schedule function's call whose iterators give the ``read``
-    microbatches in ``order``."""
+    """Return ``keywords`` of a schedule function's call, with the ``read`` microbatches in
+    ``order``."""
     arranged = [
         None if items is None else iter([items[place] for place in order]) for items in read
     ]
@@ -95,8 +98,10 @@ def _arranged(
 
 
 def _of_first(costs: list[float] | None, groups: Any) -> list[float] | None:
-    """Return the microbatch ``costs`` of the first rank of this replica that has some. Collective
-    over the pipeline, then over the ranks that share its stages."""
+    """Return the microbatch ``costs`` of this replica's first rank that has read data.
+
+    Collective over the pipeline, then over the ranks that share its stages.
+    """
     if groups is None:
         members = [
             parallel_state.get_pipeline_model_parallel_group(),

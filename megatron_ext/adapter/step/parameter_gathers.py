@@ -18,22 +18,28 @@ from megatron_ext.schedule.action import Action, Kind
 
 
 class ParameterGathers:
-    """Parameter gathers of one step on one rank."""
+    """Starts of the distributed optimizer's parameter gathers in one step on one rank."""
 
     def __init__(self, starts: Mapping[int, Callable[[], None]]) -> None:
-        """Initialise the gathers. ``starts`` has the functions that start those of each stage, in
-        the order in which stages begin; empty if the step has no gathers to start."""
+        """Initialise the gathers of a step.
+
+        ``starts`` has, by stage, a function that starts the stage's gathers, in the order in which
+        stages begin. It is empty if the step has no gathers to start.
+        """
         self._order = list(starts)
         self._starts = list(starts.values())
         self._started = 0
 
     def begin(self) -> None:
-        """Start the first parameter gathers, before the passes."""
+        """Start the gathers of the first two stages of this rank, before the passes."""
         self._start(2)
 
     def stage_begins(self, stage: int) -> None:
-        """Start the next parameter gathers, before the first forward pass of ``stage``. If a step
-        restarts, started gathers are not repeated."""
+        """Start the gathers of the stage after ``stage``, before the first forward pass of
+        ``stage``.
+
+        If a step restarts, gathers that have started are not repeated.
+        """
         if self._starts:
             self._start(self._order.index(stage) + 2)
 
@@ -46,7 +52,8 @@ class ParameterGathers:
 def parameter_gathers(
     config: Any, chunks: Mapping[int, torch.nn.Module], row: Sequence[Action], forward_only: bool
 ) -> ParameterGathers:
-    """Return the gathers of a step in which a rank runs ``row`` on its ``chunks``, by stage.
+    """Return the parameter gathers of a step in which a rank runs ``row`` on its ``chunks``, by
+    stage.
 
     Callers remove the function from the config and restore it between steps, so each step reads it.
     """

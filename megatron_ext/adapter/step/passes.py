@@ -20,7 +20,7 @@ from megatron_ext.schedule.schedule import followed_by_own_w, recomputed
 
 
 def run_passes(step: Step) -> list[ModelStage]:
-    """Run all passes of a step, and return its stages."""
+    """Run all passes of a step on this rank, and return the rank's stages."""
     call, program, hooks = step.call, step.program, step.hooks
     boundary, iterators = step.boundary, call.iterators
     if call.varies_by is not None:
@@ -44,7 +44,7 @@ def run_passes(step: Step) -> list[ModelStage]:
 
 
 def _numbers(step: Step) -> tuple[int, ...]:
-    """Return the stages of this rank, by chunk."""
+    """Return the numbers of this rank's stages, in the order of its chunks."""
     return step.program.schedule.placement.stages_of[step.call.pipeline.rank()]
 
 

@@ -27,10 +27,11 @@ from megatron_ext.config import PipelineConfig
 
 
 class PipelineStep:
-    """Function that runs steps under one configured schedule, for one training after another.
+    """Schedule function with Megatron's interface, for one training after another in a process.
 
     Attributes:
-        first_step: the first one, compared with Megatron's own if the user allows unknown sources.
+        first_step: the first step, which is compared with Megatron's own if the user allows unknown
+            sources.
     """
 
     def __init__(self, config: PipelineConfig) -> None:
@@ -56,7 +57,7 @@ class PipelineStep:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
-        """Run one step, with the arguments and the result of Megatron's schedule functions."""
+        """Run one step; arguments and result are those of Megatron's schedule functions."""
         arguments = dict(locals())
         del arguments["self"]
         models = model if isinstance(model, list) else [model]
@@ -95,12 +96,12 @@ class PipelineStep:
         return self.first_step.run(call, arguments, self._current_training().run)
 
     def finish(self, iteration: int) -> None:
-        """End the training after ``iteration``."""
+        """Tell the observers of the current training that it ends after ``iteration``."""
         if self._training is not None:
             self._training.finish(iteration)
 
     def interrupt(self) -> None:
-        """Note that other work takes place between two steps and belongs to neither."""
+        """Note that other work, such as a checkpoint save, takes place between two steps."""
         if self._training is not None:
             self._training.interrupt()
 

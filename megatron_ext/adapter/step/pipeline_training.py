@@ -64,7 +64,7 @@ class PipelineTraining:
         return self._has_ended or self._world is not dist.group.WORLD
 
     def end(self) -> None:
-        """Release everything of this training: its process groups are gone, or about to be
+        """Release everything of this training, as its process groups are gone or about to be
         destroyed."""
         self._has_ended = True
         recorder, self._recorder, self._connections = self._recorder, None, None
@@ -81,12 +81,12 @@ class PipelineTraining:
             observer.finish(iteration)
 
     def interrupt(self) -> None:
-        """Note that other work takes place between two steps and belongs to neither."""
+        """Note that other work, such as a checkpoint save, takes place between two steps."""
         for feature in self._hooks.values():
             feature.interrupt()
 
     def run(self, call: Call) -> list[Any]:
-        """Run one step, and return what Megatron's schedule functions return."""
+        """Run one step, and return the losses as Megatron's schedule functions do."""
         hooks = self._hooks_for(call)
         for feature in hooks:
             feature.check_call(call)
@@ -128,7 +128,7 @@ class PipelineTraining:
             return _evaluate(step) if call.forward_only else self._train(step)
 
     def _hooks_for(self, call: Call) -> list[TrainingHooks]:
-        """Return the hooks of the features that a step with ``call`` has."""
+        """Return the hooks of the features that take part in a step with ``call``."""
         features = features_of(self._config, call.config)
         for feature in features:
             if feature not in self._hooks:
@@ -222,8 +222,11 @@ class PipelineTraining:
         return program
 
     def _check_models(self, call: Call, hooks: Sequence[TrainingHooks]) -> None:
-        """Check the models of ``call`` when they come for the first time: a process may train more
-        than one, such as an actor and a critic. Collective over the pipeline then."""
+        """Check the models of ``call`` when they come for the first time.
+
+        A process may train more than one model, such as an actor and a critic. The first check of a
+        model is collective over the pipeline.
+        """
         if call.models[0] in self._checked:
             return
         with self._heard_if_it_fails("the check of a model"):
@@ -236,15 +239,17 @@ class PipelineTraining:
     def _heard_if_it_fails(
         self, where: str, kind: type[BaseException] = BaseException
     ) -> AbstractContextManager[None]:
-        """Context in which an error of this ``kind`` ends the other ranks too, if the ranks are
+        """Context in which an error of this ``kind`` also ends the other ranks, once ranks are
         connected."""
         if self._connections is None:
             return contextlib.nullcontext()
         return heard_if_it_fails(self._connections.recorder, where, kind)
 
     def _begin(self, pipeline: dist.ProcessGroup) -> Recorder:
-        """Watch this rank, and listen for failures of others, before anything is connected. Then
-        the ranks of ``pipeline`` exchange who they are; collective over them."""
+        """Watch this rank, and listen for failures of other ranks, before anything is connected.
+
+        Then the ranks of ``pipeline`` exchange their identities; collective over them.
+        """
         recorder = self._recorder = Recorder.before_exchange(pipeline)
         Watchdog(recorder).start()
         if not restarts_in_process():  # otherwise the restarting wrapper reports failures

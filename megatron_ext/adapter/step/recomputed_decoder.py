@@ -31,9 +31,12 @@ from megatron_ext.adapter.step.checkpointed_forward import (
 def decoder_to_recompute(
     stage: int, model: torch.nn.Module, config: Any, *, takes_slices: bool
 ) -> Any | None:
-    """Return the decoder of ``model``, the stage's chunk, if it is recomputed alone: if there are
-    hooks around its layers, which would run twice. One line says so if it cannot be, as with
-    slices, whose last stage would store logits."""
+    """Return the decoder of ``model``, a stage's chunk, if it is to be recomputed alone, else None.
+
+    It is if the caller has hooks around its layers, which would run twice if the whole stage were
+    recomputed. A warning is logged if the decoder cannot be recomputed alone, as with slices of
+    sequences, whose last stage would store logits.
+    """
     hooked = hooked_around_layers(model)
     if not hooked:
         return None
@@ -50,7 +53,7 @@ def decoder_to_recompute(
 
 
 class RecomputedDecoder:
-    """Decoder of a recomputed stage, for one microbatch."""
+    """Decoder (transformer layers) of a stage, recomputed for one microbatch."""
 
     def __init__(self, decoder: Any, is_quantised: bool) -> None:
         self._decoder = decoder
@@ -61,7 +64,8 @@ class RecomputedDecoder:
 
     @contextlib.contextmanager
     def checkpointed(self) -> Iterator[None]:
-        """Run the stage's F in this context, which makes the decoder a recomputed node."""
+        """Context in which the stage's F runs, with the decoder as a recomputed node of its
+        graph."""
         attributes = vars(self._decoder)
         kept = {"forward": attributes["forward"]} if "forward" in attributes else {}
         self._forward = self._decoder.forward
@@ -73,18 +77,19 @@ class RecomputedDecoder:
             attributes.update(kept)
 
     def recompute(self) -> None:
-        """Run R: run the decoder a second time, with gradients."""
+        """Run the decoder a second time, with gradients, in the recompute pass R."""
         with recomputing(self._random_states, self._is_quantised):
             self._output = self._run(self._input)
 
     def first(self) -> Tensor:
-        """Return the decoder's output, without gradients."""
+        """Return the decoder's output in F, computed without gradients."""
         with checkpointing(self._is_quantised) as self._random_states:
             # A decoder without layers returns its input itself.
             return self._run(self._input.detach())
 
     def backward(self, dy: Tensor) -> Tensor | None:
-        """Run the decoder's backward pass, and return the gradient of its input."""
+        """Run the decoder's backward pass with the output's gradient, and return its input's
+        gradient."""
         torch.autograd.backward(self._output, dy)
         return self._input.grad
 

@@ -22,7 +22,7 @@ _FORWARD = inspect.signature(GPTModel.forward)
 
 @dataclass(frozen=True)
 class ModelCall:
-    """Call of the model by a forward_step_func: its arguments, and the loss function that was
+    """Call of the model by a forward_step_func: the arguments, and the loss function it
     returned."""
 
     args: tuple[Any, ...]
@@ -31,18 +31,20 @@ class ModelCall:
 
     @property
     def named(self) -> dict[str, Any]:
-        """Arguments of the call by their names in GPTModel.forward."""
+        """Arguments of the recorded model call, by their names in GPTModel.forward."""
         return _FORWARD.bind(None, *self.args, **self.kwargs).arguments
 
     def repeat(self, data_iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
-        """Repeat the call, with the interface of a forward_step_func."""
+        """Call ``model`` with the recorded arguments; the interface is that of a
+        forward_step_func."""
         return model(*self.args, **self.kwargs), self.loss_func
 
 
 class RepeatableCall:
-    """Wrapper of a forward_step_func that records its call of the model.
+    """Wrapper of a forward_step_func that records its call of the model, so that it can be
+    repeated.
 
-    ``flag`` is the option that needs it, for errors.
+    ``flag`` is the option that needs the wrapper, named in errors.
     """
 
     def __init__(self, forward_step_func: Callable[..., Any], flag: str) -> None:
@@ -53,10 +55,10 @@ class RepeatableCall:
         self._loss_func: Any = None
 
     def __call__(self, data_iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
-        """Call the wrapped function.
+        """Call the wrapped forward_step_func, and record its call of the model.
 
-        Raises ValueError unless it calls the model exactly once and returns its output: repeating
-        the model's call alone would not do the same otherwise.
+        Raises ValueError unless the function calls the model exactly once and returns the model's
+        output: otherwise a repeated call of the model alone would give another result.
         """
         with ExitStack() as hooks, ExitStack() as within:
 
@@ -91,7 +93,7 @@ class RepeatableCall:
         return ModelCall(args, kwargs, self._loss_func)
 
     def _around(self) -> AbstractContextManager[None]:
-        """Return the context in which the model runs."""
+        """Return the context in which the model is called; subclasses override it."""
         return contextlib.nullcontext()
 
     def _refuse_gradients(self, given: tuple[Any, ...]) -> None:

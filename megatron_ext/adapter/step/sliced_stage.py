@@ -26,7 +26,7 @@ from megatron_ext.schedule.action import Slice, slices_of
 
 
 class SlicedStage(ModelStage):
-    """Model chunk during one step, whose passes run `Slice`s."""
+    """Model chunk during one step whose microbatches run slice by slice of their sequences."""
 
     _takes_slices = True
 
@@ -39,9 +39,12 @@ class SlicedStage(ModelStage):
         has_loss: bool,
         **more: Any,
     ) -> None:
-        """Initialise the stage. ``spans`` are the slices of a whole sequence, ``hooked`` the
-        parameters of this rank with hooks of the caller's. ``joins_weights``: the W of a
-        microbatch's slices follow each other, the first slice's last."""
+        """Initialise the stage for one step.
+
+        ``spans`` are the slices of a whole sequence, ``hooked`` the parameters of this rank with
+        hooks of the caller's. ``joins_weights``: the W passes of a microbatch's slices follow each
+        other, and the first slice's comes last.
+        """
         super().__init__(*args, has_loss=False, **more)
         self._spans = spans
         self._joins_weights = joins_weights
@@ -148,8 +151,8 @@ class SlicedStage(ModelStage):
 def _add_all_gradients(model: torch.nn.Module) -> None:
     """Make Transformer Engine add all weight gradients of this step to ``main_grad``.
 
-    It overwrites ``main_grad`` with the gradient of the step's first forward pass. With slices,
-    that is not the first gradient. (Quantised weights need to know the first forward pass.)
+    It would overwrite ``main_grad`` with the gradient of the step's first forward pass, and with
+    slices that is not the first gradient. (Quantised weights need to know the first forward pass.)
     """
     for module in model.modules():
         if hasattr(module, "is_first_microbatch"):

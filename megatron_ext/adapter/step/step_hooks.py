@@ -23,48 +23,54 @@ StageClass = Callable[..., ModelStage]  # a class or function with the arguments
 
 
 class StepHooks:
-    """Hooks of one feature in one step, which may be an evaluation.
+    """Hooks by which one feature takes part in one step, which may be an evaluation.
 
     Attributes:
         ends: tensors that the first and the last stage exchange with the feature.
-        context: what the feature does around single passes.
+        context: work of the feature before and after single passes.
     """
 
     ends: PipelineEnds | None = None
     context: PassContext | None = None
 
     def split(self, split: Split) -> Split:
-        """Return which weight gradients wait for W, given those of other features."""
+        """Return ``split``, changed if this feature needs other weight gradients to wait for W
+        passes."""
         return split
 
     def iterators(self, iterators: list[Any]) -> list[Any]:
-        """Return the data iterators that the step reads from, one per chunk."""
+        """Return the data iterators that the step reads from, one per chunk; by default
+        unchanged."""
         return iterators
 
     def boundary(self, boundary: Boundary) -> Boundary:
-        """Return shape and type of the tensor that passes between stages."""
+        """Return shape and type of the tensor that passes between stages; by default unchanged."""
         return boundary
 
     def stage_class(self, number: int) -> StageClass | None:
-        """Return the class of stage ``number``; None: as without this feature."""
+        """Return the class of stage ``number``; None if the feature needs no class of its own."""
         return None
 
     def owners(self, stages: Mapping[int, ModelStage], boundary: Boundary) -> Sequence[Owner]:
-        """Return the owners of the feature's kinds of action. `ends` and `context` are read
-        afterwards."""
+        """Return the owners, which run the feature's kinds of action.
+
+        `ends` and `context` are read after this call.
+        """
         return ()
 
     def around(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of all passes, which begins when parameters are being gathered."""
+        """Return the context in which all passes run; it is entered after parameter gathers have
+        started."""
         return contextlib.nullcontext()
 
     def after_passes(self, tokens: Tensor) -> Tensor | None:
-        """Return the ``tokens`` by which to scale gradients; None if they are scaled later."""
+        """Return the ``tokens`` by which gradients are scaled; None if the feature scales them
+        later."""
         return tokens
 
 
 def one_of[T](hooks: Iterable[StepHooks], given_by: Callable[[StepHooks], T | None]) -> T | None:
-    """Return the one result that is not None: at most one feature may give one."""
+    """Return the one result of ``given_by`` that is not None; at most one feature may have one."""
     given = {
         type(feature).__name__: value
         for feature in hooks

@@ -22,17 +22,18 @@ from megatron_ext.observe.launch_remark import LaunchRemark
 
 
 class CannotRun(ValueError):
-    """Raised for a program that this rank cannot run, although it is proved."""
+    """Error: this rank cannot run a program, although the program is proved."""
 
 
 class TrainingHooks:
-    """Hooks of one feature in one training, made at the first step that has the feature.
+    """Hooks by which one feature takes part in a training; created at the first step with the
+    feature.
 
     Attributes:
         trains_first_stage: whether the first stage has backward passes although its chunk may have
             no trained parameter.
         needs_callers_hooks: whether steps have to know the hooks that the caller has put on
-            parameters, also where no backward pass is split.
+            parameters, even if no backward pass is split.
     """
 
     trains_first_stage = False
@@ -44,82 +45,101 @@ class TrainingHooks:
 
     @classmethod
     def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
-        """Return whether a training with ``ours``, our settings, has the feature. ``settings`` are
-        Megatron's arguments, or its config of the model."""
+        """Return whether a training with these settings has the feature.
+
+        ``ours`` are the settings of megatron_ext; ``settings`` are Megatron's arguments, or its
+        config of the model.
+        """
         raise NotImplementedError
 
     @classmethod
     def complete_arguments(cls, args: Any, ours: PipelineConfig) -> None:
-        """Set what the feature needs in Megatron's validated ``args``.
+        """Set the values that the feature needs in Megatron's validated ``args``.
 
         Raises:
-            ValueError: they do not go with the feature.
+            ValueError: ``args`` do not work with the feature.
         """
 
     @classmethod
     def check_arguments(cls, args: Any, ours: PipelineConfig) -> None:
-        """Refuse Megatron's validated ``args`` that do not go with the feature, as far as no
-        program is needed to tell."""
+        """Refuse Megatron's validated ``args`` that conflict with the feature.
+
+        Called before any program is made.
+        """
 
     @classmethod
     def check_microbatches(cls, args: Any, ours: PipelineConfig) -> None:
-        """Refuse Megatron's validated ``args`` whose data do not go with the feature. Callers that
-        have a config of their own give the arguments about data only."""
+        """Refuse Megatron's validated ``args`` whose training data do not work with the feature.
+
+        Callers with a config of their own give only the arguments about data.
+        """
 
     @classmethod
     def check_files(cls, ours: PipelineConfig) -> None:
-        """Refuse files that the feature reads in a launch, and that a plan does not need."""
+        """Refuse unreadable files that the feature needs in a launch; a plan does not call this."""
 
     @classmethod
     def remarks(cls, args: Any) -> Sequence[LaunchRemark]:
-        """Return what a user should know who launches with Megatron's validated ``args``."""
+        """Return remarks of this feature for a user who launches with Megatron's validated
+        ``args``."""
         return ()
 
     @classmethod
     def check_program(cls, args: Any, program: Program) -> None:
-        """Refuse a ``program`` that does not go with the feature in a training with Megatron's
-        ``args``."""
+        """Refuse a ``program`` that does not work with the feature under Megatron's ``args``."""
 
     @classmethod
     def other_programs(
         cls, args: Any, ours: PipelineConfig, make: Callable[[ResolvedSpec], list[Program]]
     ) -> Mapping[str, list[Program]]:
-        """Return programs that ``make`` builds of schedules under which steps of a launch may run
-        in addition to that of ``ours``, by schedule; the first of each is of the largest step.
+        """Return the programs of further schedules under which steps of a launch may run, by
+        schedule.
+
+        ``make`` builds them. The first program of each schedule is that of the largest step.
 
         Raises:
-            ValueError: there is none for Megatron's ``args``, or it would change the results.
+            ValueError: a schedule has no program for Megatron's ``args``, or would change the
+                results.
         """
         return {}
 
     @classmethod
     def requested_options(cls, settings: Any, microbatches: int | None) -> Mapping[str, Any]:
-        """Return options of a schedule that ``settings``, Megatron's arguments or a config, request
-        for a step of so many ``microbatches``; if that is None, for all steps of a launch."""
+        """Return the schedule options that Megatron's ``settings`` request for the feature, by
+        name.
+
+        ``settings`` are Megatron's arguments or a config. ``microbatches`` is the number in the
+        step; None stands for all steps of a launch.
+        """
         return {}
 
     def observers(self) -> Sequence[StepObserver[Step]]:
-        """Return the feature's observers of training steps."""
+        """Return the feature's observers of training steps that our runtime runs."""
         return ()
 
     @classmethod
     def stock_observers(cls, ours: PipelineConfig) -> Sequence[StepObserver[ObservedStep]]:
-        """Return the feature's observers of training steps that Megatron's own functions run under
-        ``ours``, our settings."""
+        """Return the feature's observers of training steps that Megatron's own functions run.
+
+        ``ours`` are the settings of megatron_ext.
+        """
         return ()
 
     def check_call(self, call: Call) -> None:
-        """Refuse a call of Megatron's schedule function that does not go with the feature."""
+        """Refuse a call of Megatron's schedule function that does not work with the feature."""
 
     def check_models(self, call: Call) -> None:
-        """Refuse models of ``call`` that do not go with the feature; they are used for the first
-        time. Collective over the pipeline."""
+        """Refuse models of ``call`` that do not work with the feature, when they are first used.
+
+        Collective over the pipeline.
+        """
 
     def check_new_program(self, call: Call) -> None:
-        """Refuse a ``call`` that does not go with the feature before a program is made for it."""
+        """Refuse a ``call`` that does not work with the feature, before a program is made for
+        it."""
 
     def before_evaluation(self) -> None:
-        """Hook that runs before an evaluation begins."""
+        """Called before an evaluation begins."""
 
     def choose_schedule(
         self,
@@ -130,30 +150,34 @@ class TrainingHooks:
     ) -> None:
         """Select the schedule of the training step that begins now, whose costs are known.
 
-        ``make`` builds its program, which ``connections`` then prepares for; None before the first
-        step. Collective over the world at steps that all ranks know.
+        ``make`` builds the schedule's program, and ``connections`` prepares for it; None before the
+        first step. Collective over the world at steps that all ranks know.
         """
 
     def connect(self, call: Call, program: Program, connections: Connections) -> None:
-        """Connect ranks for the feature, before the first step. Collective over the pipeline."""
+        """Connect ranks for the feature's communication, before the first step.
+
+        Collective over the pipeline.
+        """
 
     def expect(self, program: Program, connections: Connections) -> None:
         """Prepare the feature for steps of ``program``.
 
         Raises:
-            CannotRun: this rank cannot run it.
+            CannotRun: this rank cannot run the program.
         """
 
     def log_lines(self, call: Call) -> Sequence[str]:
-        """Return the feature's lines for the log when a new program is trained."""
+        """Return lines for the log that the feature adds when a new program is trained."""
         return ()
 
     def begin(self, call: Call, program: Program, connections: Connections) -> StepHooks | None:
-        """Return the hooks of a step that begins now; None if the feature has no part in it."""
+        """Return the feature's hooks for a step that begins now; None if it has no part in the
+        step."""
         return None
 
     def interrupt(self) -> None:
-        """Note that other work takes place between two steps and belongs to neither."""
+        """Note that other work, such as a checkpoint save, takes place between two steps."""
 
     def end(self) -> None:
-        """Release all that the feature has: the process groups of the training are gone."""
+        """Release all that the feature holds, because the training's process groups are gone."""

@@ -42,7 +42,10 @@ _VARIATION = 10  # Largest difference from stock, as a multiple of that between 
 
 
 class FirstStep:
-    """First training step under ``ours``. ``stock`` is Megatron's function that would run it."""
+    """Runner of the first training step, which compares our schedule's results with Megatron's own.
+
+    ``ours`` are our settings. ``stock`` is the function of Megatron that would run the step.
+    """
 
     def __init__(self, ours: PipelineConfig) -> None:
         self._ours = ours
@@ -52,11 +55,14 @@ class FirstStep:
     def run(
         self, call: Call, arguments: Mapping[str, Any], run: Callable[[Call], list[Any]]
     ) -> list[Any]:
-        """Return the result of ``run`` for ``call``, compared with that of Megatron's own function
-        for ``arguments`` if this is the first training step. Collective over the world then.
+        """Return the result of ``run`` for ``call``; in the first training step compared with
+        Megatron's.
+
+        ``arguments`` are those for Megatron's own function. The comparison is collective over the
+        world.
 
         Raises:
-            ValueError: they differ.
+            ValueError: losses or gradients differ.
         """
         if self._is_over or call.forward_only or self.stock is None:
             return run(call)
@@ -121,13 +127,15 @@ def _why_not_repeatable(call: Call) -> str | None:
 
 
 def _arguments(name: str) -> Any:
-    """Return an argument of Megatron's training; None for callers that have none."""
+    """Return the argument ``name`` of Megatron's training; None for callers without arguments."""
     return getattr(training_global("_GLOBAL_ARGS"), name, None)
 
 
 def _saved_now() -> str | None:
-    """Return the name of an interval after which Megatron saves what passes of this step computed;
-    None without one."""
+    """Return the name of an interval by which Megatron saves values computed in this step.
+
+    None means that Megatron saves nothing of this step.
+    """
     step = current_iteration() or 1
     for name in (
         "save_activations_interval",
@@ -185,8 +193,11 @@ def _compared(
 
 
 def _difference(a: Tensor, b: Tensor | None) -> float:
-    """Return the largest difference of two tensors; infinity if there is no second one like the
-    first, or if only one of two values is finite. In fp16 gradients of the first steps overflow."""
+    """Return the largest difference of two tensors.
+
+    It is infinity if ``b`` is missing or has another shape, or if only one of two values is finite.
+    In fp16, gradients of the first steps overflow.
+    """
     if b is None or a.shape != b.shape:
         return math.inf
     if not a.numel():
@@ -197,7 +208,7 @@ def _difference(a: Tensor, b: Tensor | None) -> float:
 
 
 def _results(models: Sequence[torch.nn.Module], losses: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the gradients of ``models``, a rank's chunks, and its ``losses``, with their names."""
+    """Yield names and values of the ``losses``, and of the gradients of a rank's ``models``."""
     for chunk, model in enumerate(models):
         for name, weight in model.named_parameters():
             if weight.requires_grad:
@@ -211,7 +222,7 @@ def _results(models: Sequence[torch.nn.Module], losses: Any) -> Iterator[tuple[s
 
 
 class _Replayed:
-    """Data iterator whose microbatches can be read again."""
+    """Data iterator whose microbatches can be read a second time, after `rewind`."""
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
@@ -220,7 +231,7 @@ class _Replayed:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no iterator: the stage reads nothing."""
+        """Whether there is no iterator, because the stage reads no data."""
         return self._iterator is None
 
     def __iter__(self) -> _Replayed:
@@ -237,7 +248,8 @@ class _Replayed:
 
 
 class _State:
-    """State before a step, besides gradients: random numbers, and what routers count."""
+    """State of models before a step, without gradients: random states and buffers, such as counts
+    of routers."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._models = models
@@ -247,7 +259,7 @@ class _State:
         ]
 
     def restore(self) -> None:
-        """Restore it, with gradients of zero and nothing to log."""
+        """Restore the state, zero the gradients, and drop values that Megatron would log."""
         on_host, on_device, tracked = self._random
         # Megatron changes this dictionary in place, so a copy is restored.
         random._set_all_rng_states(on_host, on_device, dict(tracked))
@@ -264,7 +276,7 @@ class _State:
 
 
 def _forget_packed_lengths() -> None:
-    """Drop the lengths of packed sequences, which Megatron's training adds up for its TFLOP/s."""
+    """Drop the lengths of packed sequences that Megatron's training adds up for its TFLOP/s."""
     counting: Any = sys.modules.get("megatron.training.training")
     if getattr(counting, "_seqlen_stats_active", False):
         counting._seqlen_stats_in_iteration.zero_()
@@ -276,6 +288,10 @@ def _bucket_groups(model: Any) -> list[Any]:
 
 
 def _wrapped(model: Any) -> torch.nn.Module:
-    """Return the module in Megatron's DistributedDataParallel, which calls its own buffers so."""
+    """Return the module in Megatron's DistributedDataParallel ``model``, whose buffers are the
+    model's.
+
+    The wrapper itself calls its gradient buffers ``buffers``.
+    """
     module: torch.nn.Module = model.module
     return module

@@ -23,7 +23,10 @@ _TOWER = "vision tower"
 
 
 def model_parts_of(basis: Basis) -> ModelParts | None:
-    """Return the parts of the model of ``basis``; None if a tower of it is not known."""
+    """Return the model's parts with their estimated seconds; None if its vision tower is unknown.
+
+    ``basis`` is the basis of the estimate.
+    """
     model, execution, rates = basis.model, basis.execution, basis.rates
     if basis.has_tower and model.tower is None:
         return None

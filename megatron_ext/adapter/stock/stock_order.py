@@ -14,8 +14,10 @@ from megatron.core.pipeline_parallel import schedules
 
 
 def family_of(function: Callable[..., Any], config: Any, ranks: int, chunks: int) -> str:
-    """Return the spec of our schedule with the order in which ``function`` runs the model's
-    ``config``."""
+    """Return the spec of our schedule that has the order of passes of Megatron's ``function``.
+
+    ``config`` is Megatron's config of the model.
+    """
     if function is schedules.forward_backward_pipelining_without_interleaving:
         return "1f1b"
     group = config.microbatch_group_size_per_vp_stage
@@ -24,10 +26,10 @@ def family_of(function: Callable[..., Any], config: Any, ranks: int, chunks: int
 
 
 def why_unseen(ranks: int, settings: Any) -> str | None:
-    """Return why the passes of Megatron's own step on ``ranks`` pipeline ranks cannot be observed,
-    or None.
+    """Return why passes of Megatron's own step cannot be observed; None if they can.
 
-    ``settings`` are Megatron's parsed arguments or a TransformerConfig.
+    ``ranks`` is the number of pipeline ranks; ``settings`` are Megatron's parsed arguments or a
+    TransformerConfig.
     """
     if ranks == 1:
         return (

@@ -15,10 +15,10 @@ from megatron_ext.schedule.placement import Placement
 
 
 class StockPasses:
-    """Passes of one step on one rank.
+    """Passes that Megatron's own schedule runs in one step on one rank, as they are recorded.
 
-    A forward pass gets its chunk and microbatch as arguments. A backward pass does not: it belongs
-    to the forward pass whose output it gets.
+    A forward pass gets its chunk and microbatch as arguments. A backward pass does not: it is
+    matched with the forward pass whose output it gets.
     """
 
     def __init__(self, recorder: Recorder, placement: Placement) -> None:
@@ -28,7 +28,7 @@ class StockPasses:
         self._forwards: dict[int, Action] = {}
 
     def forward(self, run: Callable[[], Any], chunk: int, microbatch: int) -> Any:
-        """Record a forward pass and return the result of ``run``, an output and its number of
+        """Record a forward pass, and return the result of ``run``: an output and its number of
         tokens."""
         action = Action(self._stages[chunk], Kind.FORWARD, microbatch)
         result = self._run(run, action)
@@ -36,7 +36,7 @@ class StockPasses:
         return result
 
     def backward(self, run: Callable[[], Any], output: Any) -> Any:
-        """Record the backward pass of ``output`` and return the result of ``run``."""
+        """Record the backward pass of ``output``, and return the result of ``run``."""
         forward = self._forwards.pop(id(output), None)
         if forward is None:  # the forward pass was not observed; a trace reports it as missing
             return run()
@@ -56,7 +56,8 @@ _watching: StockPasses | None = None
 
 @contextmanager
 def watching(passes: StockPasses) -> Iterator[None]:
-    """Context in which ``passes`` records all calls."""
+    """Context in which ``passes`` records all calls of Megatron's forward_step and
+    backward_step."""
     global _watching
     _watching = passes
     try:
@@ -66,7 +67,7 @@ def watching(passes: StockPasses) -> Iterator[None]:
 
 
 def watched_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wrapper of Megatron's forward_step, or of its replacement."""
+    """Run Megatron's forward_step (``original``), recorded while a step is watched."""
     if _watching is None:
         return original(*args, **kwargs)
     chunk, microbatch = kwargs.get("vp_stage") or 0, kwargs["current_microbatch"]
@@ -74,7 +75,7 @@ def watched_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def watched_backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wrapper of Megatron's backward_step, or of its replacement."""
+    """Run Megatron's backward_step (``original``), recorded while a step is watched."""
     if _watching is None:
         return original(*args, **kwargs)
     output = kwargs["output_tensor"] if "output_tensor" in kwargs else args[1]

@@ -41,7 +41,8 @@ from megatron_ext.runtime.recorder import Recorder
 
 @dataclass(frozen=True)
 class StockStep:
-    """Stand-in for ``function``, one of Megatron's pipeline functions."""
+    """Stand-in for ``function``, a pipeline function of Megatron's, that lets observers see its
+    steps."""
 
     function: Callable[..., Any]
     stock: WatchedStock
@@ -53,12 +54,13 @@ class StockStep:
         return self.stock.current_training().run(self.function, arguments)
 
     def finish(self, iteration: int) -> None:
-        """End the training after ``iteration``."""
+        """Tell the observers that the training ends after ``iteration``."""
         self.stock.current_training().finish(iteration)
 
 
 class WatchedStock:
-    """Megatron's pipeline functions in this process, for one training after another."""
+    """Observation of Megatron's pipeline functions in this process, for one training after
+    another."""
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
@@ -75,7 +77,7 @@ class WatchedStock:
 
 
 class StockTraining:
-    """Observed steps of one training."""
+    """Observed steps of one training under Megatron's own pipeline functions."""
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
@@ -97,7 +99,7 @@ class StockTraining:
         return self._world is not dist.group.WORLD
 
     def run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """Run one training step, and return the result of ``function`` with these ``arguments``."""
+        """Run one training step by ``function``, seen by observers, and return its result."""
         step = self._step(function, arguments)
         if step is None:
             return function(**arguments)
@@ -113,7 +115,7 @@ class StockTraining:
         return result
 
     def finish(self, iteration: int) -> None:
-        """Finish after the last iteration, ``iteration``."""
+        """Tell the observers that the training ends after ``iteration``."""
         if self._recorder is None:  # no step was observed, and the log says why
             return
         for observer in self._observers:
@@ -154,7 +156,10 @@ class StockTraining:
         models: list[Any],
         arguments: dict[str, Any],
     ) -> Program:
-        """Return the program with Megatron's order. The first call is collective over the world."""
+        """Return the program that has the order of passes of Megatron's ``function``.
+
+        The first call is collective over the world.
+        """
         spec = family_of(function, config, pipeline.size(), len(models))
         if spec not in self._programs:
             config_of_order = replace(self._config, schedule=spec)

@@ -18,8 +18,10 @@ from megatron_ext.schedule.kinds import RULES, Where
 
 
 def graphed_passes(row: Sequence[Action]) -> list[Action]:
-    """Return the passes of ``row``, a rank's, that run captured modules: F, and I or B. (A captured
-    module has no separate W.)"""
+    """Return the passes of a rank's ``row`` that run captured modules: F, and I or B.
+
+    A captured module has no separate W.
+    """
     return [
         action
         for action in row
@@ -29,7 +31,11 @@ def graphed_passes(row: Sequence[Action]) -> list[Action]:
 
 
 def capture_order(row: Sequence[Action], stages: Sequence[int]) -> list[int]:
-    """Return the order to capture for ``row`` on a rank whose chunks are ``stages``."""
+    """Return the order in which CUDA graphs are captured for a rank's ``row``.
+
+    An entry c is a forward pass of the rank's chunk c (counted from 1), -c a backward pass.
+    ``stages`` are the stages of the chunks.
+    """
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages, start=1)}
     return [
         chunk_of[action.stage] if action.kind is Kind.FORWARD else -chunk_of[action.stage]
@@ -46,9 +52,9 @@ def check_capture(
     """Refuse an ``order`` from which Transformer Engine would make wrong graphs.
 
     Args:
-        order: its `_order`.
+        order: the order that Transformer Engine is given (its ``_order``).
         row: the actions of the rank.
-        stages: its chunks.
+        stages: the stages of the rank's chunks.
         layers: number of captured layers in each chunk; one each by default.
 
     Raises:
@@ -61,7 +67,8 @@ def check_capture(
 
 
 def _check_graphs(order: Sequence[float], passes: Sequence[Action], stages: Sequence[int]) -> None:
-    """Check that each pass is captured in its place, and counted as its microbatch's."""
+    """Raise ValueError unless the order captures each pass in its place, as its own
+    microbatch's."""
     for entry in order:
         if entry % 1:
             raise ValueError(
@@ -101,7 +108,7 @@ def _check_graphs(order: Sequence[float], passes: Sequence[Action], stages: Sequ
 def check_buffers(
     order: Sequence[float], passes: Sequence[Action], stages: Sequence[int], layers: Sequence[int]
 ) -> None:
-    """Check that no pass finds its input buffers overwritten since its forward pass."""
+    """Raise ValueError if a pass finds its input buffers overwritten since its forward pass."""
     buffer_of = input_buffers(order, layers)
     written: dict[int, Action] = {}
     for action in passes:
@@ -118,7 +125,7 @@ def check_buffers(
 
 
 def input_buffers(order: Sequence[float], layers: Sequence[int]) -> dict[tuple[int, int, int], int]:
-    """Return the input buffer of each chunk, microbatch (as counted) and layer.
+    """Return the input buffer of each (chunk, microbatch, layer), microbatches counted per chunk.
 
     This repeats Transformer Engine's allocation for graphs of one shape: a backward pass frees one
     buffer per layer of its chunk, those of the oldest forward pass, and the next forward pass takes

@@ -18,13 +18,16 @@ _WHOLE_LAYERS = frozenset({"attn", "mlp", "moe", "moe_router", "moe_preprocess",
 
 
 def captures(settings: Any) -> bool:
-    """Return whether ``settings``, Megatron's arguments or a config, request per-layer graphs."""
+    """Return whether Megatron's arguments or config ``settings`` request per-layer CUDA graphs."""
     return getattr(settings, "cuda_graph_impl", None) == IMPLEMENTATION
 
 
 def captured_parts(settings: Any) -> frozenset[str]:
-    """Return the captured parts of layers, by Megatron's names (attn, mlp, moe, moe_router,
-    moe_preprocess, mamba): all of them if whole layers are captured."""
+    """Return the parts of layers that are captured in CUDA graphs, by Megatron's names.
+
+    The names are attn, mlp, moe, moe_router, moe_preprocess and mamba; all of them stand for whole
+    layers.
+    """
     if not captures(settings):
         return frozenset()
     named = getattr(settings, "cuda_graph_modules", None)
@@ -43,7 +46,7 @@ def _names(parts: Any) -> Iterable[str]:
 
 
 def left_to_w(settings: Any) -> str:
-    """Return one line about the weight gradients that wait for W passes when graphs are used."""
+    """Return one line that tells which weight gradients wait for W passes despite CUDA graphs."""
     parts = captured_parts(settings)
     routed = getattr(settings, "num_experts", None) or getattr(settings, "num_moe_experts", None)
     left = [] if "attn" in parts else ["attention"]
@@ -62,7 +65,7 @@ def left_to_w(settings: Any) -> str:
 
 
 def captured_parameters(chunks: Iterable[torch.nn.Module]) -> set[Tensor]:
-    """Return the parameters of ``chunks`` that are in graphs now."""
+    """Return the parameters of ``chunks`` whose modules are captured in CUDA graphs now."""
     return {
         parameter
         for chunk in chunks

@@ -23,7 +23,7 @@ from megatron_ext.runtime.weight_gradients import Lent
 
 
 class LayerGraphsHooks(TrainingHooks):
-    """Steps in the order in which graphs were captured."""
+    """Hooks that check that steps run in the order in which layers' CUDA graphs were captured."""
 
     @override
     @classmethod

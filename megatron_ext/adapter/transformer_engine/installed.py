@@ -16,7 +16,7 @@ OLDEST = (2, 8)  # oldest version whose own delayed weight gradients fit these p
 def can_split() -> bool:
     """Return whether a Transformer Engine is installed whose layers can defer weight gradients.
 
-    One that cannot be imported counts as not installed, as for Megatron.
+    One that cannot be imported counts as not installed, as Megatron counts it, too.
     """
     try:
         version = importlib.metadata.version("transformer_engine")

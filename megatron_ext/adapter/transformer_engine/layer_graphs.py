@@ -21,7 +21,8 @@ from megatron_ext.schedule.action import Action
 
 
 class LayerGraphs:
-    """State of the graphs of this process's training."""
+    """State of the per-layer CUDA graphs of this process's training: their order and their
+    memory."""
 
     def __init__(self) -> None:
         self._order: list[int] | None = None  # capture order of the latest training step
@@ -34,8 +35,10 @@ class LayerGraphs:
         stages: Sequence[int],
         models: Iterable[torch.nn.Module],
     ) -> Lent:
-        """Check a training step that runs ``row`` on ``models``, the chunks ``stages``, before it
-        begins.
+        """Check the order of a training step before it begins, against that of the captured CUDA
+        graphs.
+
+        The step runs ``row`` on ``models``, the chunks of ``stages``.
 
         Returns:
             A function that tells whether a tensor is in the memory of graphs.
@@ -65,8 +68,10 @@ class LayerGraphs:
         return self._memory.holds
 
     def order(self, chunks: int, microbatches: int) -> list[int]:
-        """Return the order in which to capture graphs now: that of the latest training step, for
-        the first ``chunks`` of this rank. (A vision tower is in the first one.)
+        """Return the order in which to capture CUDA graphs now: that of the latest training step.
+
+        Only entries of the first ``chunks`` of this rank are returned. (A vision tower is in the
+        first one.)
 
         Raises:
             ValueError: there has been no step, or it had another number of ``microbatches``.
@@ -87,21 +92,23 @@ class LayerGraphs:
         return [entry for entry in self._order if abs(entry) <= chunks]
 
     def forget(self) -> None:
-        """Forget the graphs: the training is over."""
+        """Drop the state of the CUDA graphs, because the training is over."""
         self._order = self._captured = self._memory = None
 
 
 class GraphMemory:
-    """Set of memory ranges."""
+    """Set of memory ranges, those of CUDA graphs."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Each of ``ranges`` is a first address and the first address after the range."""
+        """Initialise the set from (first address, first address after the range) of each range."""
         self._ranges = sorted(ranges)
         self._starts = [start for start, _ in self._ranges]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` begins in one of the ranges. (A quantised tensor has no memory
-        of its own, and is created where it is used, in no graph.)"""
+        """Return whether ``tensor`` begins in one of the ranges.
+
+        A quantised tensor has no memory of its own; it is created where it is used, in no graph.
+        """
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return False
         address = tensor.data_ptr()
@@ -110,7 +117,7 @@ class GraphMemory:
 
 
 def graph_memory() -> list[tuple[int, int]]:
-    """Return the memory reserved for CUDA graphs: torch's private pools."""
+    """Return the address ranges that torch reserves for CUDA graphs: its private pools."""
     return [
         (segment["address"], segment["address"] + segment["total_size"])
         for segment in torch.cuda.memory_snapshot()
