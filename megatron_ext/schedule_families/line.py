@@ -23,9 +23,10 @@ from megatron_ext.schedule.schedule import Schedule
     aliases=("ScheduleGPipe",),
 )
 def gpipe(problem: Problem) -> Schedule:
-    """All forwards, then all backwards. Bubble (p-1)(F+I+W), peak m microbatches.
+    """GPipe: all forward passes, then all backward passes.
 
-    With slices it is TeraPipe (Li et al. 2021, arXiv:2102.07988), which chooses their lengths.
+    On p ranks with m microbatches: bubble (p-1)(F+I+W), peak memory m microbatches. With slices of
+    the sequence it is TeraPipe (Li et al. 2021, arXiv:2102.07988), which chooses their lengths.
 
     With p = 3, m = 2:
 
@@ -52,14 +53,13 @@ def gpipe(problem: Problem) -> Schedule:
     aliases=("Schedule1F1B",),
 )
 def one_forward_one_backward(problem: Problem, *, eager: str = "auto") -> Schedule:
-    """Forward and backward passes alternate as soon as there is a gradient.
+    """1F1B: forward and backward passes alternate as soon as there is a gradient.
 
-    Bubble (p-1)(F+I+W) as in `gpipe`, but rank r holds only p-r microbatches.
-
-    With k slices it is Seq1F1B (Sun et al. 2024, arXiv:2406.03488): a rank starts with k-1 more
-    forwards, as the last slice of a microbatch goes back first. Bubble (p-1)(F+I+W)/k; rank r holds
-    (p-1-r+k)/k microbatches. With ``eager=yes`` rank r starts with p-1-r more forwards, which hides
-    hops; with slices, costs and memory limit decide that (``auto``).
+    On p ranks: bubble (p-1)(F+I+W) as in `gpipe`, but rank r holds only p-r microbatches. With k
+    slices of the sequence it is Seq1F1B (Sun et al. 2024, arXiv:2406.03488): a rank starts with k-1
+    more forwards, as the last slice of a microbatch goes back first. Bubble (p-1)(F+I+W)/k; rank r
+    holds (p-1-r+k)/k microbatches. With ``eager=yes`` rank r starts with p-1-r more forwards, which
+    hides the time of messages; by default (``eager=auto``) slices, costs and memory limit decide.
 
     With p = 3, m = 3:
 

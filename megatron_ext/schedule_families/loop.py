@@ -37,13 +37,15 @@ from megatron_ext.search.weight_gradient_filling import (
     keeps_pairs=True,
 )
 def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
-    """Megatron's interleaved 1F1B, action for action. ``group`` (0: p) is its microbatch group size
-    per virtual stage. Bubble (p-1)(F+I+W)/v; peak (v-1)*group + 2p-1 chunks, or all m microbatches.
+    """Megatron's interleaved 1F1B, action for action.
 
-    With k slices the groups consist of slices: bubble (p-1)(F+I+W)/(vk). It is then Seq1F1B-I (Sun
-    et al. 2024, arXiv:2406.03488), whose original warm-up makes ranks wait for one another if k >
-    p. If k is a multiple of p, it is SlimPipe (Li et al. 2025, arXiv:2504.14519), with one
-    microbatch a group.
+    ``group`` (by default p) is the microbatch group size per virtual stage. On p ranks with v
+    chunks: bubble (p-1)(F+I+W)/v; peak (v-1)*group + 2p-1 chunks, or all m microbatches.
+
+    With k slices of the sequence the groups consist of slices: bubble (p-1)(F+I+W)/(vk). It is then
+    Seq1F1B-I (Sun et al. 2024, arXiv:2406.03488), whose original warm-up makes ranks wait for one
+    another if k > p. If k is a multiple of p, it is SlimPipe (Li et al. 2025, arXiv:2504.14519),
+    with one microbatch a group.
 
     With p = 2, m = 2:
 
@@ -65,8 +67,10 @@ def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
     aliases=("ScheduleLoopedBFS", "LoopedBFS", "layered-accumulation", "modular-pipeline"),
 )
 def breadth_first(problem: Problem) -> Schedule:
-    """All microbatches go through a chunk before the next chunk, so that its parameters are
-    gathered and its gradients reduced only once. Bubble (p-1)(F+I+W)/v, peak m microbatches.
+    """All microbatches go through a model chunk before any goes through the next chunk.
+
+    The parameters of a chunk are therefore gathered, and its gradients reduced, only once. On p
+    ranks with v chunks and m microbatches: bubble (p-1)(F+I+W)/v, peak m microbatches.
 
     With p = 2, m = 2:
 
@@ -89,12 +93,12 @@ def breadth_first(problem: Problem) -> Schedule:
     takes_slices=True,
 )
 def units(problem: Problem, *, u: int = 0) -> Schedule:
-    """Breadth-first in units of ``u`` microbatches, with the backward pass split and W in the gaps:
-    a chunk's parameters are gathered once a unit and direction.
+    """Breadth-first in units of ``u`` microbatches, with W split off and placed in the gaps.
 
-    A unit holds u microbatches, and W of the previous unit may wait: peak at most 2u, and within
-    the memory limit. u = 0 stands for p, or p/k with k slices. With a limit it stands for the
-    fastest of three sizes: the largest that fits, two thirds of it, and half of it.
+    A chunk's parameters are gathered once for each unit and direction. A unit holds u microbatches,
+    and W of the previous unit may wait, so the peak is at most 2u microbatches, and within the
+    memory limit. u = 0 stands for p, or p/k with k slices of the sequence. With a limit it stands
+    for the fastest of three sizes: the largest that fits, two thirds of it, and half of it.
 
     With p = 2, m = 2:
 
@@ -116,7 +120,7 @@ def units(problem: Problem, *, u: int = 0) -> Schedule:
 
 
 def _within(problem: Problem) -> list[int]:
-    """Return sizes of a unit, in microbatches, to try within the memory limit, the largest
+    """Return the sizes of a unit, in microbatches, to try within the memory limit, largest
     first."""
     memory = memory_of(problem)
     most = problem.microbatches
@@ -128,8 +132,10 @@ def _within(problem: Problem) -> list[int]:
 
 
 def _units(problem: Problem, u: int, backward: Kind) -> Rows:
-    """Return the units of a step: each runs ``u`` microbatches, or slices, through all chunks of a
-    rank and back."""
+    """Return the rows of a breadth-first schedule in units of ``u`` microbatches or slices.
+
+    A unit runs its microbatches through all chunks of a rank, and back.
+    """
     orders = problem.orders
     units_of = list(zip(*(batched(order, u) for order in orders), strict=True))
     return tuple(
@@ -160,9 +166,10 @@ def _units(problem: Problem, u: int, backward: Kind) -> Rows:
     keeps_pairs=True,
 )
 def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
-    """The order of `interleaved` with the backward pass split and W deferred into the bubbles.
-    Every rank may hold as much for that as the first rank's peak. At equal costs and m >= 2p the
-    makespan's bubble is (p-1)F/v.
+    """The order of `interleaved` (1F1B) with W split off and deferred into the bubbles.
+
+    Every rank may hold as much memory for deferred W as the first rank's peak. At equal costs and m
+    >= 2p microbatches on p ranks with v chunks, the makespan's bubble is (p-1)F/v.
 
     With p = 3, m = 3:
 
@@ -186,11 +193,12 @@ def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
     takes_slices=True,
 )
 def gis(problem: Problem, *, group: int = 0) -> Schedule:
-    """Generalized interleaving: a rank is (v-1)*group + p - r passes ahead, and W fill the bubbles.
+    """Generalized interleaved schedule: fewer warm-up passes than 1F1B's, and W fill the bubbles.
 
-    Groups of g = ``group`` (0: p) in [ceil(p/2), p]: peak (v-1)g + p chunks. Bubble (p-1)(F+I-W)/v;
-    the paper defers no W and has (p-1)(F+I)/v. At equal costs and with m a multiple of g, a smaller
-    g adds (p-g)(v-1)(F+I-W)/v.
+    Rank r of p, with v chunks, is (v-1)*group + p - r passes ahead. Groups have g = ``group`` (by
+    default p) microbatches, from ceil(p/2) to p: peak (v-1)g + p chunks. Bubble (p-1)(F+I-W)/v; the
+    paper defers no W and has (p-1)(F+I)/v. At equal costs and with m a multiple of g, a smaller g
+    adds (p-g)(v-1)(F+I-W)/v.
 
     With p = 3, m = 3:
 
@@ -213,7 +221,7 @@ def gis(problem: Problem, *, group: int = 0) -> Schedule:
     takes_slices=True,
 )
 def gis_h(problem: Problem) -> Schedule:
-    """`gis` with the smallest groups, g = ceil(p/2): the least memory.
+    """The interleaved schedule `gis` with the smallest groups, ceil(p/2) of p: the least memory.
 
     With p = 3, m = 3:
 
@@ -241,8 +249,10 @@ def gis_h(problem: Problem) -> Schedule:
     keeps_pairs=True,
 )
 def loop_auto(problem: Problem) -> Schedule:
-    """Least makespan within the memory limit (without a limit: p microbatches), with the backward
-    pass split; with post-validation, least span. The passes are in no groups, so any m is possible.
+    """Searched schedule on a loop: the least makespan within the memory limit, with W split off.
+
+    Without a limit, memory is limited to p microbatches. With post-validation the least span is
+    searched. The passes are in no groups, so any number of microbatches is possible.
 
     Raises:
         ValueError: nothing on this placement fits into the limit.
@@ -285,7 +295,7 @@ def _interleaved(name: str, problem: Problem, group: int, backward: Kind) -> Row
 
 
 def _rounded_to_microbatches(problem: Problem, passes: int) -> int:
-    """Return ``passes``, rounded up to the number of passes of whole microbatches."""
+    """Return the number ``passes`` of a slice each, rounded up to those of whole microbatches."""
     slices = problem.slices.count
     return slices * -(-passes // slices)
 
@@ -305,8 +315,10 @@ def _pieces(problem: Problem) -> str:
 
 
 def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: Kind) -> Rows:
-    """Return rows that alternate one forward and one backward pass, with ``ahead[r]`` forward
-    passes before rank r's first backward pass."""
+    """Return rows that alternate one forward and one backward pass in interleaved order.
+
+    Rank r runs ``ahead[r]`` forward passes before its first backward pass.
+    """
     there, back = (list(batched(o, group)) for o in (problem.forwards, problem.backwards))
     rows = []
     for stages, lead in zip(problem.placement.stages_of, ahead, strict=True):
@@ -328,8 +340,10 @@ def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: K
 
 
 def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule:
-    """Return ``order`` with its W filled in. They may use as much memory as the rank that needs
-    most without them."""
+    """Return the ranks' ``order`` of F and I with W filled into the gaps.
+
+    W may use as much memory as the rank that needs most without deferred W.
+    """
     ahead = 0.0
     for row in order:
         held = 0.0
@@ -342,8 +356,9 @@ def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule
 
 
 def _filled(name: str, problem: Problem, order: Rows, microbatches: float) -> TimedOrder:
-    """Return ``order`` with its W filled in, within ``microbatches`` or the memory of the order
-    itself, and within the limit.
+    """Return the ranks' ``order`` of F and I with W filled into the gaps, within memory.
+
+    Each rank may hold ``microbatches``, or the need of the order itself, within the memory limit.
 
     Raises:
         ValueError: the order itself does not fit into the limit.

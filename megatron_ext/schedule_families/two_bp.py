@@ -22,9 +22,9 @@ from megatron_ext.schedule.schedule import Schedule
     takes_slices=True,
 )
 def two_bp(problem: Problem, *, base: str = "1f1b") -> Schedule:
-    """The order of ``base`` (1f1b or gpipe) with I in place of B, and all W after it.
+    """The order of ``base`` (1f1b or gpipe) with I in place of B, and all W at the end.
 
-    Bubble (p-1)(F+I), peak m microbatches.
+    On p ranks with m microbatches: bubble (p-1)(F+I), peak memory m microbatches.
 
     With p = 3, m = 3:
 

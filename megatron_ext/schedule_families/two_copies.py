@@ -26,8 +26,10 @@ from megatron_ext.schedule.schedule import Schedule
     takes_slices=True,
 )
 def chimera(problem: Problem) -> Schedule:
-    """Units of p microbatches, one after the other. Bubble (p-1)(B + (m/p-1)(B-F)) if m is a
-    multiple of p and B >= F; peak p microbatches.
+    """Chimera, folded to one model copy on a V: units of p microbatches, one after the other.
+
+    On p ranks: bubble (p-1)(B + (m/p-1)(B-F)) if the number of microbatches m is a multiple of p
+    and B >= F; peak p microbatches.
 
     With p = 2, m = 2:
 
@@ -40,7 +42,7 @@ def chimera(problem: Problem) -> Schedule:
 
 
 def two_waves(ranks: int) -> Placement:
-    """Return the placement of two V's, one after the other: 4 chunks a rank."""
+    """Return the placement of two V's one after the other, with 4 chunks on each of ``ranks``."""
     return wave(ranks, waves=2)
 
 
@@ -52,7 +54,9 @@ def two_waves(ranks: int) -> Placement:
     takes_slices=True,
 )
 def bitpipe(problem: Problem) -> Schedule:
-    """Chimera's order on two V's, four chunks a rank: half its bubble, peak p microbatches.
+    """BitPipe, folded to one model copy: Chimera's order on two V's, four chunks a rank.
+
+    On p ranks the bubble is half of Chimera's, and the peak is p microbatches.
 
     With p = 2, m = 2:
 
@@ -65,14 +69,15 @@ def bitpipe(problem: Problem) -> Schedule:
 
 
 def _units(name: str, problem: Problem) -> Schedule:
-    """Return the schedule in which a microbatch goes through all stages and back, a slot each. In a
-    unit of p microbatches the next microbatch starts two slots later. The next unit starts when a
-    rank has had all passes of one. No two passes of a rank share a slot, so the slots give their
-    order.
+    """Return the folded Chimera schedule: each pass of a microbatch has a time slot.
 
-    Slices follow the same rule as microbatches, but their way back is delayed by the slices behind
-    them in the microbatch, and a unit has whole microbatches. Passes that share a slot then do not
-    depend on one another.
+    A microbatch goes through all stages and back, a slot each. In a unit of p microbatches the next
+    microbatch starts two slots later. The next unit starts when a rank has had all passes of one
+    unit. No two passes of a rank share a slot, so the slots give their order.
+
+    Slices of a sequence follow the same rule as microbatches, but their way back is delayed by the
+    slices behind them in the microbatch, and a unit has whole microbatches. Passes that share a
+    slot then do not depend on one another.
     """
     placement, p, slices = problem.placement, problem.ranks, problem.slices.count
     of_unit = slices * -(-p // slices)

@@ -39,10 +39,11 @@ Pass = tuple[int, Kind]  # chunk, kind
     keeps_pairs=True,
 )
 def zb_v(problem: Problem) -> Schedule:
-    """No bubble in the span if F, I and W cost the same; (p-1)F/2 in the makespan, as the first
-    microbatch has to reach the last rank. Peak p microbatches, as 1F1B's.
+    """ZB-V: F, I and W of a rank's two chunks alternate; at equal costs no rank idles in between.
 
-    With k slices, each chunk starts with k-1 more forwards: peak (p+k-1)/k microbatches.
+    If F, I and W cost the same, the span has no bubble, and the makespan's is (p-1)F/2, as the
+    first microbatch has to reach the last of p ranks. Peak memory p microbatches, as 1F1B's. With k
+    slices of the sequence, each chunk starts with k-1 more forwards: peak (p+k-1)/k microbatches.
 
     With p = 2, m = 3:
 
@@ -84,10 +85,10 @@ def zb_v(problem: Problem) -> Schedule:
     takes_slices=True,
 )
 def v_half(problem: Problem) -> Schedule:
-    """Half of 1F1B's memory: peak (p+2)//2 microbatches. At equal costs the steady phase has no
-    bubble.
+    """V-Half: half of 1F1B's memory on a V, with a peak of (p+2)//2 microbatches on p ranks.
 
-    The first chunk's F and the second's I move along the V at two slots a rank, the others at one.
+    At equal costs the steady phase has no bubble. The first chunk's F and the second's I move along
+    the V at two slots a rank, the other passes at one.
 
     With p = 3, m = 2:
 
@@ -114,10 +115,10 @@ def v_half(problem: Problem) -> Schedule:
     takes_slices=True,
 )
 def v_min(problem: Problem) -> Schedule:
-    """The least memory: peak (p+4)//3 microbatches. Every pass directly follows the one that it
-    depends on.
+    """V-Min: the least memory on a V, with a peak of (p+4)//3 microbatches on p ranks.
 
-    If F, I and W differ in cost, each rank waits for the slowest kind at every step.
+    Every pass directly follows the pass that it depends on. If F, I and W differ in cost, each rank
+    waits for the slowest kind at every step.
 
     With p = 4, m = 2:
 
@@ -139,11 +140,11 @@ def v_min(problem: Problem) -> Schedule:
 
 @family("1f1b-v", v, source=f"{_CONTROLLABLE_MEMORY}, 1F1B-V", takes_slices=True)
 def one_forward_one_backward_v(problem: Problem) -> Schedule:
-    """1F1B on a V with unsplit backward passes: two thirds of its memory, peak 2p//3 + 1
-    microbatches.
+    """1F1B on a V, backward passes unsplit: two thirds of 1F1B's memory.
 
-    Forwards directly follow one another. So do backwards, but after every third there are three
-    more slots; otherwise they would collide with the forwards.
+    The peak on p ranks is 2p//3 + 1 microbatches. Forwards directly follow one another. So do
+    backwards, but after every third there are three more slots; otherwise they would collide with
+    the forwards.
 
     With p = 2, m = 3:
 
@@ -175,12 +176,12 @@ def one_forward_one_backward_v(problem: Problem) -> Schedule:
     keeps_pairs=True,
 )
 def dualpipe_v(problem: Problem) -> Schedule:
-    """F of one chunk alternates with B of the other; W is separate if it fills a gap. Peak p + 1/2
-    microbatches.
+    """DualPipe-V: F of one chunk alternates with B of the other; W is separate if it fills a gap.
 
-    The original runs a compound of F and B. Here these are two passes, and each sends when it is
-    done, not when both are. With k slices, each chunk starts with k-1 more forwards. The steps are
-    numbered as in DualPipe's source (dualpipe.py); its zero bubble (zb) is the split backward.
+    The peak on p ranks is p + 1/2 microbatches. The original runs a compound of F and B. Here these
+    are two passes, and each sends when it is done, not when both are. With k slices of the
+    sequence, each chunk starts with k-1 more forwards. The steps are numbered as in DualPipe's
+    source (dualpipe.py); its zero bubble (zb) is the split backward.
 
     With p = 2, m = 3:
 
@@ -224,7 +225,7 @@ def dualpipe_v(problem: Problem) -> Schedule:
 def _from_device_passes(
     name: str, problem: Problem, passes: Callable[[int], Iterator[Pass]], least: int
 ) -> Schedule:
-    """Return the schedule whose ``passes`` are given for the paper's devices, with microbatches in
+    """Return the V schedule whose ``passes`` are given for the paper's devices, in microbatch
     order.
 
     With fewer than ``least`` microbatches, or slices, it is the schedule of ``least`` without the
@@ -248,8 +249,10 @@ def _from_device_passes(
 
 
 def _pieces(problem: Problem, least: int) -> int:
-    """Return the number of microbatches, or slices, of ``problem``, increased by whole microbatches
-    to at least ``least``."""
+    """Return the number of microbatches (or slices), increased to at least ``least``.
+
+    Slices are added by whole microbatches.
+    """
     slices = problem.slices.count
     return problem.pieces + slices * max(-(-(least - problem.pieces) // slices), 0)
 
@@ -257,17 +260,22 @@ def _pieces(problem: Problem, least: int) -> int:
 def _per_stage(
     p: int, chunk_0: Callable[[int], int], chunk_1: Callable[[int], int]
 ) -> tuple[int, ...]:
-    """Return one figure for each stage, given one for each chunk on the paper's device i."""
+    """Return one figure for each stage of a V, given functions of the paper's device number.
+
+    ``chunk_0`` gives the figures of the first chunks, ``chunk_1`` those of the second.
+    """
     return (*map(chunk_0, range(p)), *map(chunk_1, reversed(range(p))))
 
 
 def _from_block(
     name: str, problem: Problem, starts: dict[Kind, tuple[int, ...]], peak: int
 ) -> Schedule:
-    """Return the schedule of a building block, with a peak of at most ``peak`` microbatches.
+    """Return the V schedule that repeats a building block, with a peak of at most ``peak``
+    microbatches.
 
-    With slices a block is that of one slice: its backward pass comes later by the distance of the
-    last slice of its microbatch from the first.
+    The block, ``starts``, is the slot of each pass of one microbatch. With slices it is that of one
+    slice: its backward pass comes later by the distance of the last slice of its microbatch from
+    the first.
     """
     slices = problem.slices.count
     later = (slices - 1) * _INTERVAL
@@ -305,9 +313,11 @@ def _from_block(
     at_once=partial(best_known, "v-auto"),
 )
 def v_auto(problem: Problem) -> Schedule:
-    """Least makespan within the memory limit (without a limit: p microbatches, as ZB-V needs, or
-    with slices the need of 1F1B); with post-validation, least span. If recompute has to fit into
-    the limit, R is placed too, except with slices.
+    """Searched schedule on a V: the least makespan within the memory limit, with W split off.
+
+    Without a limit, memory is limited to p microbatches on p ranks, as ZB-V needs, or with slices
+    to the need of 1F1B. With post-validation the least span is searched. If recompute has to fit
+    into the limit, the search places R too, except with slices.
 
     Raises:
         ValueError: no V schedule fits into the limit.

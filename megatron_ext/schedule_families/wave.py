@@ -27,12 +27,12 @@ _SLOTS = {Kind.FORWARD: 1, Kind.FULL_BACKWARD: 2}
     takes_slices=True,
 )
 def hanayo(problem: Problem) -> Schedule:
-    """1F1B along a snake of ``waves`` V's with unsplit backward passes: forward and backward
-    alternate, the oldest first.
+    """Hanayo: 1F1B along a snake of ``waves`` V's, with unsplit backward passes.
 
-    If a rank has no pass of the kind whose turn it is, it runs the other kind. At most 2p
-    microbatches are under way at a time; fewer would not keep all ranks busy, and the peak is well
-    below 2p. Passes are laid out as if a chunk's F took one slot and its B two.
+    Forward and backward passes alternate, those of the oldest microbatch first. If a rank has no
+    pass of the kind whose turn it is, it runs the other kind. At most 2p microbatches are under way
+    on p ranks; fewer would not keep all ranks busy, and the peak is well below 2p. Passes are laid
+    out as if a chunk's F took one slot and its B two.
 
     With p = 2, m = 3, waves = 1:
 
@@ -110,8 +110,11 @@ def _other_kind(kind: Kind) -> Kind:
     at_once=partial(best_known, "wave-auto"),
 )
 def wave_auto(problem: Problem) -> Schedule:
-    """Return the schedule with the least makespan within the memory limit (by default p
-    microbatches), with a split backward pass; with post-validation, that with the least span.
+    """Searched schedule on several V's: the least makespan within the memory limit, with W split
+    off.
+
+    Without a limit, memory is limited to p microbatches on p ranks. With post-validation the least
+    span is searched.
 
     Raises:
         ValueError: nothing on this placement fits into the limit.

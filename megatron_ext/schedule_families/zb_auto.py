@@ -43,7 +43,9 @@ _ACTIONS = 100_000
 
 
 def line_at_once(problem: Problem) -> Schedule:
-    """Return the best of one trial and the published schedules, within `zb_auto`'s limit.
+    """Return a good schedule with one stage a rank without a search, within `zb_auto`'s limit.
+
+    It is the best of one trial and of the published schedules.
 
     Raises:
         ValueError: as `zb_auto`.
@@ -64,10 +66,10 @@ def line_at_once(problem: Problem) -> Schedule:
     at_once=line_at_once,
 )
 def zb_auto(problem: Problem) -> Schedule:
-    """The least makespan found within the memory limit, or without a limit within 2p microbatches,
-    twice 1F1B's peak. With post-validation, the least makespan or the least span, whichever gives
-    the shorter step.
+    """Zero-bubble schedule, one stage a rank: the least makespan found within the memory limit.
 
+    Without a limit, memory is limited to 2p microbatches on p ranks, twice 1F1B's peak. With
+    post-validation, it is the least makespan or the least span, whichever gives the shorter step.
     It never takes longer than any other schedule of this placement within the limit.
 
     With p = 3, m = 5:
@@ -90,9 +92,11 @@ def zb_auto(problem: Problem) -> Schedule:
 
 
 def _packed(best: Schedule, problem: Problem, memory: Memory) -> Schedule:
-    """Return ``best``, or the shortest packing of it and of published schedules, if shorter.
+    """Return the schedule ``best``, or the packing of it or of a published schedule, if that is
+    shorter.
 
-    The trials vary only the leads, which is far from optimal if slices have little memory.
+    The trials vary only how far ranks run ahead, which is far from optimal if slices have little
+    memory.
     """
     limit = problem.memory_limit or MemoryLimit(microbatches=2 * problem.held_by_1f1b)
     unlimited, shop = (
@@ -113,7 +117,7 @@ def _packed(best: Schedule, problem: Problem, memory: Memory) -> Schedule:
 
 
 def _step(schedule: Schedule, problem: Problem) -> float:
-    """Return the seconds of a step under ``schedule``."""
+    """Return the seconds of a training step under ``schedule``."""
     return step_seconds(complete(schedule, problem), problem.costs)
 
 
@@ -127,7 +131,7 @@ def _step(schedule: Schedule, problem: Problem) -> float:
     takes_slices=True,
 )
 def zb_1p(problem: Problem) -> Schedule:
-    """`zb_auto` within p microbatches, 1F1B's peak (also with slices), for the least span.
+    """ZB-1p: as `zb_auto`, within p microbatches (1F1B's peak, also with slices); least span.
 
     With p = 3, m = 4:
 
@@ -152,11 +156,12 @@ def zb_1p(problem: Problem) -> Schedule:
     takes_slices=True,
 )
 def zb_2p(problem: Problem, *, paper_count: bool = False) -> Schedule:
-    """`zb_auto` within 2p microbatches, for the least span: bubble near 0 at nearly equal costs.
+    """ZB-2p: as `zb_auto`, within 2p microbatches on p ranks, for the least span.
 
-    The paper counts the memory that I frees, about half of a microbatch there, and allows an extra
-    forward. ``zb-2p:paper_count=true`` counts in this way if the user gives no limit. The peak from
-    F to W, as it is measured elsewhere, then exceeds 2p, up to m.
+    At nearly equal costs the bubble is near 0. The paper counts the memory that I frees, about half
+    of a microbatch there, and allows an extra forward. ``zb-2p:paper_count=true`` counts in this
+    way if the user gives no limit. The peak from F to W, as it is measured elsewhere, then exceeds
+    2p, up to the number of microbatches.
 
     With p = 3, m = 6:
 
@@ -200,8 +205,10 @@ def _best(
     by_span: bool,
     trials: int | None = None,
 ) -> Schedule:
-    """Return the best of the first ``trials`` trials, or of all, and of the schedules of ``others``
-    that fit."""
+    """Return the best schedule of a search's ``trials`` and of the families ``others`` that fit.
+
+    All trials are made if ``trials`` is None.
+    """
     need = [memory.of(stage) for stage in range(problem.ranks)]
     limit = problem.memory_limit
     for rank in range(problem.ranks):
@@ -258,11 +265,11 @@ def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[TimedOr
 
 
 class _GreedyOrder:
-    """F and I of each rank in the order in which they become possible, I first.
+    """F and I of each rank in the order in which they become possible, I before F.
 
     Rank r has at most ``ahead[r]`` microbatches, or slices, between F and I. W are done if the
-    memory limit requires it, or if nothing else comes before they end. They take time, but are not
-    in the result.
+    memory limit requires it, or if nothing else comes before they end. W take time, but are not in
+    the result.
     """
 
     def __init__(self, problem: Problem, memory: Memory, ahead: Sequence[int]) -> None:
@@ -314,7 +321,7 @@ class _GreedyOrder:
         return rows
 
     def _next(self, rank: int, now: float) -> Kind | None:
-        """Return the kind of pass that ``rank`` runs next; None if it waits."""
+        """Return the kind of pass (F, I or W) that ``rank`` runs next; None if it waits."""
         f, i, w = (done[rank] for done in self._done.values())
         m, full = self._pieces, self._full[rank]
         there, back = self._there, self._back

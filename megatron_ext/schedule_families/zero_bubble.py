@@ -22,13 +22,12 @@ from megatron_ext.schedule.schedule import Schedule
     takes_slices=True,
 )
 def zb_h1(problem: Problem, *, eager: str = "auto") -> Schedule:
-    """1F1B's order with W deferred: rank r starts its weight gradients r microbatches late.
+    """ZB-H1: 1F1B's order with W deferred: rank r starts its weight gradients r microbatches late.
 
-    Each I sends its gradient earlier, and the remaining W fill the cool-down. Peak p microbatches
-    on every rank, as on 1F1B's first rank; bubble (p-1)(F+I-W).
-
-    With k slices: bubble (p-1)(F+I-W)/k, peak (p-1+k)/k microbatches on every rank. ``eager`` is as
-    in `1f1b`: rank r then holds (p-1-r)/k microbatches more.
+    Each I sends its gradient earlier, and the remaining W fill the cool-down. On p ranks: peak p
+    microbatches on every rank, as on 1F1B's first rank; bubble (p-1)(F+I-W). With k slices of the
+    sequence: bubble (p-1)(F+I-W)/k, peak (p-1+k)/k microbatches on every rank. ``eager`` is as in
+    `1f1b`: rank r then holds (p-1-r)/k microbatches more.
 
     With p = 3, m = 4:
 
@@ -57,11 +56,11 @@ def zb_h1(problem: Problem, *, eager: str = "auto") -> Schedule:
     takes_slices=True,
 )
 def zb_h2(problem: Problem) -> Schedule:
-    """Twice as far ahead as `zb_h1`, so at equal costs no rank idles from its first pass to
-    its last: 2(p-r)-1 forwards before the first I, weight gradients 2r microbatches late.
+    """ZB-H2: twice as far ahead as `zb_h1`, so at equal costs no rank idles between its passes.
 
-    Peak 2p-1 microbatches on every rank. With at least as many microbatches, the span's bubble is
-    (p-1)(F+I-2W), and the makespan's is the larger of that and (p-1)F.
+    Rank r of p runs 2(p-r)-1 forwards before the first I, and weight gradients 2r microbatches
+    late. Peak 2p-1 microbatches on every rank. With at least as many microbatches, the span's
+    bubble is (p-1)(F+I-2W), and the makespan's is the larger of that and (p-1)F.
 
     With p = 3, m = 6:
 
@@ -77,8 +76,12 @@ def zb_h2(problem: Problem) -> Schedule:
 
 
 def _row(problem: Problem, rank: int, *, ahead: int, late: int) -> Iterator[Action]:
-    """Yield a rank's row: ``ahead`` forward passes before the first I (with k slices, k-1 more),
-    then one of each, with W ``late`` microbatches, or slices, later."""
+    """Yield the passes of one rank of a zero-bubble schedule, with I and W split.
+
+    ``ahead`` forward passes come before the first I (with k slices of the sequence, k-1 more), then
+    F and I alternate, each I followed by the W of the microbatch (or slice) ``late`` places
+    earlier.
+    """
     forwards, backwards = problem.forwards, problem.backwards
     warmup = ahead - 2 + problem.slices.count
     # The warm-up has forward passes only.
