@@ -48,9 +48,9 @@ from megatron_ext.search.recompute_search import search_with_recompute
 
 
 def best_schedule(name: str, problem: Problem) -> Schedule:
-    """Return the best schedule found for ``problem``, as one of the family ``name``.
+    """Return the best schedule that a search finds for ``problem``, or has found and stored before.
 
-    Without a memory limit, the limit is 1F1B's peak.
+    ``name`` is the searching family. Without a memory limit, the limit is 1F1B's peak.
 
     Raises:
         ValueError: not even one microbatch at a time fits into the limit, or bytes are not known.
@@ -71,7 +71,7 @@ def best_schedule(name: str, problem: Problem) -> Schedule:
 
 
 def best_known(name: str, problem: Problem) -> Schedule:
-    """Return the best schedule without a search, for which only some plans are packed.
+    """Return a good schedule without a search: the best known one, or a quick packing of it.
 
     Raises:
         ValueError: as `best_schedule`.
@@ -93,19 +93,22 @@ def best_known(name: str, problem: Problem) -> Schedule:
 
 
 def _limited(problem: Problem) -> Problem:
-    """Return ``problem`` with a memory limit, 1F1B's peak by default, for training. An evaluation
-    runs the forwards of the training schedule, so its search is the same."""
+    """Return ``problem`` with a memory limit (by default 1F1B's peak), and for training.
+
+    An evaluation runs the forwards of the training schedule, so its search is the same.
+    """
     limit = problem.memory_limit or MemoryLimit(microbatches=problem.held_by_1f1b)
     return replace(problem, memory_limit=limit, forward_only=False)
 
 
 def _key(problem: Problem, effort_name: str) -> str:
-    """Return a text of everything that a found schedule depends on, as key of the cache."""
+    """Return a text of everything that a found schedule depends on, as the key of the cache."""
     return f"{effort_name}\n{problem!r}"
 
 
 def _stored(name: str, problem: Problem, effort_name: str) -> Schedule | None:
-    """Return the stored schedule of an earlier search, if it is sound."""
+    """Return the schedule that an earlier search stored for ``problem``, if it can still be
+    proved."""
     text = disk_cache.load(name, _key(problem, effort_name))
     if text is None:
         return None
@@ -120,8 +123,10 @@ def _stored(name: str, problem: Problem, effort_name: str) -> Schedule | None:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Candidate of a search: its rows, made on demand, and the seconds of a step if messages block
-    nothing."""
+    """Candidate for a search's result: a function that makes its rows, and the seconds of its step.
+
+    The seconds assume that messages do not block ranks.
+    """
 
     # Makes the rows on demand: this is slow for a long step, and few are needed.
     rows: Callable[[], Rows]
@@ -136,13 +141,16 @@ class _Chosen:
 
 
 def searched(name: str, problem: Problem, how: Effort) -> Schedule:
-    """Return the result of `best_schedule` by a new search. The limit must suffice for a
-    microbatch."""
+    """Return the schedule that a new search finds, as `best_schedule` does but without the cache.
+
+    The memory limit must suffice for a microbatch.
+    """
     return _passes(name, _searched(name, problem, how).program)
 
 
 def searched_briefly(name: str, problem: Problem) -> Schedule:
-    """Return the schedule that `searched` finds in about a second. It is not stored."""
+    """Return the schedule that a search of about a second finds for ``problem``; it is not
+    stored."""
     return searched(name, problem, effort().brief)
 
 
@@ -171,7 +179,7 @@ def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
 def _searched_with_recompute(
     name: str, problem: Problem, how: Effort, shop: JobShop, least: float
 ) -> _Chosen:
-    """Search as `_searched` does, with recompute allowed."""
+    """Search for the best schedule in which activations may be recomputed, after one without."""
     without = _searched(name, problem.with_options(recompute=Recompute()), how)
     if without.seconds <= least:
         return without
@@ -186,7 +194,7 @@ def _searched_with_recompute(
 def _at_most(
     seconds: float, candidates: Sequence[_Candidate], problem: Problem
 ) -> Sequence[_Candidate]:
-    """Return the candidates whose step may take no more than ``seconds``."""
+    """Return the candidates of a search whose step may take no more than ``seconds``."""
     if _may_take_less(problem):
         return candidates
     return [candidate for candidate in candidates if candidate.seconds <= seconds * _ROUNDED]
@@ -196,20 +204,24 @@ _ROUNDED = 1.001  # largest factor by which rounding to whole ticks changes cost
 
 
 def _plans_of_shorter_step(problem: Problem, how: Effort) -> Iterator[Starts]:
-    """Yield plans that repeat the middle of the best schedule for the fewest microbatches with a
-    middle. That search packs more plans for the same effort."""
+    """Yield plans for a long step, made by repeating the middle of a shorter step's schedule.
+
+    The shorter step has the fewest microbatches with a middle. Its search packs more plans for the
+    same effort.
+    """
     fewer = replace(problem, microbatches=with_middle(problem))
     best, *_ = search(job_shop_of(fewer), how=how)
     yield from plans_from(best.starts, problem.pieces, problem.slices.count)
 
 
 def _passes(name: str, program: Program) -> Schedule:
-    """Return the schedule of ``program`` without messages."""
+    """Return the schedule of ``program`` with its compute passes only."""
     return replace(program.schedule, name=name, rows=program.schedule.compute_rows)
 
 
 def _known_with_recompute(problem: Problem) -> list[Rows]:
-    """Return the schedules that need no search, with R if they exceed the limit without."""
+    """Return schedules that need no search, with recomputation R if they exceed the memory
+    limit."""
     alone = problem.with_options(recompute=Recompute())
     rows = dict.fromkeys([*_known(alone), *_known(replace(alone, memory_limit=None))])
     schedules = (Schedule("", problem.placement, of_ranks) for of_ranks in rows)
@@ -217,7 +229,7 @@ def _known_with_recompute(problem: Problem) -> list[Rows]:
 
 
 def _known(problem: Problem) -> list[Rows]:
-    """Return the schedules that need no search. Some of them may exceed the memory limit."""
+    """Return schedules of the placement that need no search; some may exceed the memory limit."""
     rows = [_one_at_a_time(problem)]
     for resolved in on_placement(problem.placement):
         if problem.slices.count > 1 and not resolved.traits.takes_slices:
@@ -244,8 +256,10 @@ def _starts_of_each(all_rows: Sequence[Rows], shop: JobShop) -> list[Starts]:
 def _candidates(
     all_rows: Sequence[Rows], all_starts: Sequence[Starts], shop: JobShop
 ) -> list[_Candidate]:
-    """Return a candidate for each of ``all_rows``, whose passes start at ``all_starts``, the
-    shortest step first."""
+    """Return a candidate of the search for each of ``all_rows``, the shortest step first.
+
+    ``all_starts`` are the start times of the passes in these rows.
+    """
     both = zip(all_rows, all_starts, strict=True)
     candidates = [_Candidate(partial(_same, rows), _seconds(s, shop)) for rows, s in both]
     return sorted(candidates, key=lambda candidate: candidate.seconds)
@@ -258,7 +272,7 @@ def _same(rows: Rows) -> Rows:
 def _packed_candidates(
     packed: Sequence[Packed], shop: JobShop, problem: Problem
 ) -> list[_Candidate]:
-    """Return a candidate for each of the ``packed`` plans, the shortest step first."""
+    """Return a candidate of the search for each packed plan, the shortest step first."""
     candidates = [
         _Candidate(
             partial(rows_of, result.starts, problem.placement, orders=problem.orders),
@@ -270,12 +284,13 @@ def _packed_candidates(
 
 
 def _seconds(starts: Starts, shop: JobShop) -> float:
-    """Return the seconds of a step whose passes start at ``starts``."""
+    """Return the seconds of a step whose passes start at the ticks ``starts``."""
     return (end_of(starts, shop) - max(shop.tails)) * shop.tick
 
 
 def _recompute_candidates(all_rows: Sequence[Rows], problem: Problem) -> list[_Candidate]:
-    """Return a candidate for each of ``all_rows``, which may have R, in their order."""
+    """Return a candidate of the search for each of ``all_rows``, which may recompute
+    activations."""
     placement, m = problem.placement, problem.microbatches
     candidates = []
     for rows in all_rows:
@@ -285,11 +300,12 @@ def _recompute_candidates(all_rows: Sequence[Rows], problem: Problem) -> list[_C
 
 
 def _best_of(name: str, candidates: Sequence[_Candidate], problem: Problem) -> _Chosen | None:
-    """Return the sound candidate of least cost; of equal ones the first. None if none is sound.
+    """Return the candidate whose proved program has the shortest step; None if none can be proved.
 
-    Messages cost time, so a candidate that is no faster without them need not be simulated.
-    (Exceptions: if steps overlap, a rank that idles in the middle of its span may begin its step
-    later; and a W right behind its I may take less time than plans count.)
+    Of equal ones the first is taken. Messages cost time, so a candidate that is no faster without
+    them need not be simulated. (Exceptions: if steps overlap, a rank that idles in the middle of
+    its span may begin its step later; and a W right behind its I may take less time than plans
+    count.)
     """
     best: _Chosen | None = None
     may_take_less = _may_take_less(problem)
@@ -307,7 +323,10 @@ def _best_of(name: str, candidates: Sequence[_Candidate], problem: Problem) -> _
 
 
 def _may_take_less(problem: Problem) -> bool:
-    """Return whether a step may take less time than plans count, as they do without messages."""
+    """Return whether a step may take less time than the search's plans count.
+
+    Steps that overlap may, and passes whose W directly follows I.
+    """
     return problem.options.steps_overlap or any(problem.costs.passes.fused_backward_saving)
 
 
@@ -318,7 +337,8 @@ def _is_within_limit(schedule: Schedule, problem: Problem) -> bool:
 
 
 def _proved(schedule: Schedule, problem: Problem) -> Program | None:
-    """Return the program of ``schedule``; None if it is not sound or exceeds the limit."""
+    """Return the proved program of ``schedule``; None if it is invalid or exceeds the memory
+    limit."""
     try:
         program = complete(schedule, problem)
     except ValueError:
@@ -327,7 +347,7 @@ def _proved(schedule: Schedule, problem: Problem) -> Program | None:
 
 
 def _one_at_a_time(problem: Problem) -> Rows:
-    """Return the rows that run one microbatch at a time. No schedule needs less memory."""
+    """Return rows that run one microbatch at a time, the schedule of least memory."""
 
     def passes(stages: Sequence[int], k: int) -> Iterator[Action]:
         parts = problem.parts(k)
@@ -344,8 +364,10 @@ def _one_at_a_time(problem: Problem) -> Rows:
 
 
 def _check_limit(name: str, problem: Problem) -> None:
-    """Raise ValueError if the memory limit does not suffice for one microbatch at a time, or bytes
-    are not known."""
+    """Raise ValueError if the memory limit is too small for one microbatch at a time.
+
+    It is also raised if the limit is in bytes and the costs have none.
+    """
     limit, placement = problem.memory_limit, problem.placement
     assert limit is not None
     if limit.bytes is None:

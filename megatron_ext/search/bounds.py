@@ -19,10 +19,10 @@ from megatron_ext.search.weight_gradient_filling import Memory, memory_of
 
 
 def lower_bound(problem: Problem, splits_backward: bool) -> float:
-    """Return a lower bound of the makespan of all schedules on ``problem``'s placement within its
-    memory limit, or of the time of a step if steps overlap.
+    """Return a lower bound of a step's seconds, for all schedules on the problem's placement.
 
-    A rank is idle at these times:
+    The schedules must be within the memory limit. The seconds are the makespan, or the time of a
+    step if steps overlap. A rank is idle at these times:
 
     - before its first I. The first microbatch has to reach it, and to come back to it from the last
       stage; until then the rank can only run F, of as many microbatches as memory holds.
@@ -36,7 +36,8 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     back (`_least_held`).
 
     With offload or recompute the memory limit adds nothing to the bound. With slices, or with
-    microbatches that differ, the bound only counts that the first of them has to reach each rank.
+    microbatches that differ, the bound only counts that the first microbatch has to reach each
+    rank.
     """
     if problem.slices.count > 1 or problem.costs.at_places:
         return _of_differing(problem)
@@ -99,7 +100,8 @@ def _of_differing(problem: Problem) -> float:
 
 
 def _memory(problem: Problem) -> Memory:
-    """Return the memory limits of the ranks; none with offload or recompute, which free memory."""
+    """Return the memory limits of the ranks; infinite with offload or recompute, which free
+    memory."""
     stays = problem.with_options(activation_offload=Offload.NONE, recompute=Recompute())
     return memory_of(problem if stays == problem else replace(stays, memory_limit=None))
 
@@ -107,8 +109,10 @@ def _memory(problem: Problem) -> Memory:
 def _most_work(
     seconds: tuple[float, ...], held: Held, rank: int, problem: Problem, memory: Memory
 ) -> float:
-    """Return the most seconds of passes whose ``held`` memory fits into ``rank`` at the same
-    time."""
+    """Return the most seconds of passes whose memory ``rank`` can hold at the same time.
+
+    ``held`` is the kind of memory that each pass holds.
+    """
     memory_left, most = memory.allowed[rank], 0.0
     needs = {stage: memory.amount(held, stage) for stage in problem.placement.stages_of[rank]}
     best_first = sorted(needs, key=lambda s: seconds[s] / needs[s] if needs[s] else math.inf)
@@ -122,12 +126,11 @@ def _most_work(
 def _least_held(
     rank: int, backward: Sequence[float], problem: Problem, memory: Memory, splits_backward: bool
 ) -> float:
-    """Return the least seconds that ``rank`` takes from its first pass to its last, by the memory
-    that it must hold over time.
+    """Return a lower bound of the seconds that ``rank`` needs, from the memory that it must hold.
 
     A stage holds the activation of a microbatch from the start of F until the microbatch has been
     to the last stage and back, and the inputs of W until W is done. If the previous stage is on the
-    same rank, as at the turn of a V, its I and this W cannot both come at once, so one of the
+    same rank, as at the turn of a V, its I and this W cannot run at the same time, so one of the
     stages holds its memory for longer. Memory times seconds, summed over stages and microbatches,
     is at most the rank's limit times the seconds to be found.
 
@@ -162,8 +165,8 @@ def _least_held(
 
 
 def _there_and_back(stage: int, backward: Sequence[float], problem: Problem) -> float:
-    """Return the seconds from the start of F on ``stage`` to the end of I there, for one
-    microbatch."""
+    """Return the seconds from the start of a microbatch's F on ``stage`` to the end of its I
+    there."""
     placement, costs = problem.placement, problem.costs
     after = range(stage + 1, placement.stages)
     remote = [s for s in after if placement.is_remote(s, Neighbour.PREVIOUS)]

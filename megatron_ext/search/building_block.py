@@ -24,17 +24,18 @@ StartByAction = dict[Action, int]
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """The first slot of each pass of microbatch 0; microbatch k is ``k * interval`` slots later.
+    """Time slots of one microbatch's passes, which repeat for each microbatch.
 
-    A chunk's F, I and W take one slot each, its B two. No two passes of a rank may share a slot
-    modulo the interval.
+    ``starts`` has the first slot of each pass of microbatch 0; those of microbatch k are ``k *
+    interval`` slots later. A chunk's F, I and W take one slot each, its B two. No two passes of a
+    rank may share a slot modulo the interval.
     """
 
     interval: int
     starts: Mapping[Kind, tuple[int, ...]]  # per stage
 
     def with_weight_gradients(self, placement: Placement) -> BuildingBlock:
-        """Return the building block with a W for each I, in its rank's next free slot."""
+        """Return the building block with a W for each I, in the next free slot of the rank."""
         weight = [0] * placement.stages
         inputs = self.starts[Kind.BACKWARD_INPUT]
         for stages in placement.stages_of:
@@ -47,8 +48,7 @@ class BuildingBlock:
         return replace(self, starts={**self.starts, Kind.BACKWARD_WEIGHT: tuple(weight)})
 
     def unroll(self, microbatches: int) -> StartByAction:
-        """Return the first slot of each pass of all microbatches, by repeating the building
-        block."""
+        """Return the first slot of each pass of all ``microbatches``, by repeating the block."""
         return {
             Action(stage, kind, k): first + k * self.interval
             for kind, row in self.starts.items()
@@ -58,7 +58,7 @@ class BuildingBlock:
 
 
 def squeeze(starts: StartByAction, placement: Placement, chunks_held: int, slices: int = 1) -> Rows:
-    """Return the order of each rank's passes, none of them later than in ``starts``.
+    """Return the order of each rank's passes after moving them to earlier slots than ``starts``.
 
     F and backward passes move to the first slots in which their input is there and their rank is
     idle, F only while the rank holds less than ``chunks_held``. W keeps its place in the order, so
@@ -89,7 +89,7 @@ def squeeze(starts: StartByAction, placement: Placement, chunks_held: int, slice
 
 
 def _by_slot(starts: StartByAction) -> list[tuple[Action, int]]:
-    """Return the items of ``starts`` sorted by slot, within a slot by stage."""
+    """Return the passes of ``starts`` with their time slots, sorted by slot, then by stage."""
     items, count = list(starts.items()), len(starts)
     slots = np.fromiter(starts.values(), np.int64, count)
     stages = np.fromiter((action.stage for action in starts), np.int64, count)
@@ -97,10 +97,10 @@ def _by_slot(starts: StartByAction) -> list[tuple[Action, int]]:
 
 
 class _Operation(NamedTuple):
-    """Passes of one kind on one stage, of all microbatches, with what moving them needs.
+    """Passes of one kind on one stage, of all microbatches, with the data that moving them needs.
 
     Attributes:
-        width: slots that each pass takes.
+        width: time slots that each pass takes.
         ends: for each microbatch, the slot after its pass; 0 until the pass is moved.
         needs: ``ends`` of the operation whose results these passes need.
         needs_last_slice: whether each pass needs the result of the microbatch's last slice, as the
@@ -115,7 +115,7 @@ class _Operation(NamedTuple):
 
 
 class _Ranks:
-    """Time slots of all ranks while passes are moved."""
+    """Time slots of all ranks while passes are moved to earlier slots."""
 
     def __init__(self, starts: StartByAction, placement: Placement, slices: int) -> None:
         self.operations, self.slices = _operations(starts, placement), slices
@@ -136,12 +136,13 @@ class _Ranks:
         self.held = np.cumsum(changes, axis=1)  # chunks that each rank stores during each slot
 
     def remove(self, action: Action, slot: int) -> None:
-        """Mark the slots of ``action``, from ``slot`` on, as idle."""
+        """Mark the time slots of a rank that ``action`` occupies, from ``slot`` on, as idle."""
         rank, width, *_ = self.operations[action.stage, action.kind]
         self.idle[rank][slot : slot + width] = _IDLE * width
 
     def advance(self, action: Action, slot: int, chunks_held: int) -> None:
-        """Move ``action`` from ``slot`` to the earliest possible and allowed slot."""
+        """Move ``action`` from time slot ``slot`` to the earliest slot that inputs and memory
+        allow."""
         # Long steps spend most of their time in this function, so it makes few calls.
         stage, kind, k = action
         rank, width, ends, needs, needs_last_slice = self.operations[stage, kind]
@@ -167,7 +168,7 @@ class _Ranks:
             self.latest[rank] = moved
 
     def put(self, action: Action, earliest: int) -> int:
-        """Place ``action`` in its rank's first idle slots from ``earliest`` on, and return the
+        """Place ``action`` in its rank's first idle time slots from ``earliest`` on; return the
         first."""
         stage, kind, k = action
         rank, width, ends, *_ = self.operations[stage, kind]
@@ -178,7 +179,7 @@ class _Ranks:
         return slot
 
     def after_inputs(self, action: Action) -> int:
-        """Return the first slot in which all that ``action`` needs is done."""
+        """Return the first time slot in which all inputs of the pass ``action`` are ready."""
         stage, kind, k = action
         _, _, ends, needs, needs_last_slice = self.operations[stage, kind]
         made = needs[k - k % self.slices + self.slices - 1 if needs_last_slice else k]
@@ -195,7 +196,7 @@ _BACKWARD = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)
 
 
 def _operations(starts: StartByAction, placement: Placement) -> dict[tuple[int, Kind], _Operation]:
-    """Return the operation of each stage and kind, before any pass is moved."""
+    """Return the passes of each stage and kind as an `_Operation`, before any pass is moved."""
     microbatches = 1 + max(k for _, _, k in starts)
     pairs = {(stage, kind) for stage, kind, _ in starts}
     ends: dict[tuple[int | None, Kind], list[int]] = {
@@ -204,8 +205,8 @@ def _operations(starts: StartByAction, placement: Placement) -> dict[tuple[int, 
     nothing = [0] * microbatches
 
     def needs(stage: int, kind: Kind) -> tuple[int | None, Kind]:
-        """Return the stage and kind of the pass whose result a pass needs; the stage is None if it
-        needs none."""
+        """Return the stage and kind of the pass whose result a pass needs; the stage may be
+        None."""
         if kind is Kind.BACKWARD_WEIGHT:
             return stage, Kind.BACKWARD_INPUT
         if kind is Kind.FORWARD:

@@ -28,11 +28,10 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Certificate:
-    """Bounds of a schedule's makespan.
+    """Bounds that show how far a schedule's makespan is from the best possible.
 
     ``lower_bound`` holds for every schedule of the placement within the memory limit; if the
     schedule's backward pass is not split, for those whose backward pass is not split either.
-
     ``excluded_period`` is no such bound. It says that no steady state that repeats one microbatch's
     passes has this period or a shorter one; None if that is not known.
     """
@@ -48,13 +47,15 @@ class Certificate:
 
     @property
     def optimal(self) -> bool:
-        """Whether it is proved that no schedule on this placement within the limit is shorter."""
+        """Whether no schedule on this placement within the memory limit can be shorter."""
         return self.lower_bound >= self.makespan * (1 - _TOLERANCE)
 
 
 def certify(program: Program, seconds: float) -> Certificate:
-    """Bound the makespan from below. If analysis leaves a gap, search for about ``seconds``, and
-    for about as long for steady states.
+    """Return lower bounds of the makespan of ``program``, analytic ones first.
+
+    If these leave a gap, CP-SAT searches for about ``seconds``, and the search for periods of a
+    steady state takes about as long.
 
     Raises:
         ValueError: the program is vocabulary parallel, offloads or recomputes, or has slices; or
@@ -92,7 +93,10 @@ def certify(program: Program, seconds: float) -> Certificate:
 
 
 def _search(program: Program, makespan: float, seconds: float) -> float:
-    """Return CP-SAT's bound, in the unit of the costs. No duration is rounded up, so it holds."""
+    """Return CP-SAT's lower bound of the makespan, in the unit of the costs.
+
+    No duration is rounded up, so the bound holds.
+    """
     try:
         from ortools.sat.python import cp_model
     except ImportError:
@@ -140,8 +144,8 @@ def _search(program: Program, makespan: float, seconds: float) -> float:
 def _producers(
     action: Action, program: Program, passes: Container[Action]
 ) -> Iterator[tuple[Action, float]]:
-    """Yield the passes whose results ``action`` uses, with the seconds of the message between the
-    two."""
+    """Yield the passes whose results ``action`` uses, each with the seconds of the message
+    between."""
     placement, costs = program.schedule.placement, program.problem.costs
     for _, choices in needed(action, placement):
         yield from ((needed_action, 0.0) for needed_action in choices if needed_action in passes)
@@ -151,14 +155,15 @@ def _producers(
 
 
 def _ticks(figure: float, tick: float) -> int:
-    """Return ``figure`` in ticks, rounded down. A multiple of ``tick`` up to rounding errors is
-    exact."""
+    """Return ``figure`` in ticks, rounded down, but exact for multiples up to rounding errors."""
     return int(figure / tick + 1e-6)
 
 
 def _add_memory_limit(model: Any, program: Program, starts: Any, ends: Any, horizon: int) -> None:
-    """Add the memory limit to ``model``. A chunk counts 1/v of a microbatch from the start of its F
-    to the end of its W or B."""
+    """Add the memory limit of the problem to the CP-SAT ``model``.
+
+    A chunk counts 1/v of a microbatch from the start of its F to the end of its W or B.
+    """
     limit = program.problem.memory_limit
     if limit is None or limit.microbatches is None:
         return

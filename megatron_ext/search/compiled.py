@@ -34,7 +34,7 @@ _OPENS, _CLOSES, _PEAK = range(3)  # columns of a gap
 
 
 def compiled_packer(shop: JobShop) -> Pack:
-    """Return the compiled counterpart of `pack.pack` for ``shop``."""
+    """Return a function compiled by numba that packs plans of the job shop as `pack.pack` does."""
     tables, run = _tables(shop), _compiled()
 
     def pack(plan: Starts) -> Packed:
@@ -77,8 +77,10 @@ _SIGNATURE = (_TABLE, _TABLE, *(_LIST,) * 9, *(_TABLE,) * 8, *(numba.int64,) * 3
 def _precedences(
     predecessors: Precedences, successors: Precedences
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Return tables with a row for each operation: its predecessors, the ticks of the messages from
-    them, and its successors. Rows are padded with `_NONE`."""
+    """Return arrays with a row for each operation: predecessors, ticks of messages, successors.
+
+    The ticks are those of the messages from the predecessors. Rows are padded with `_NONE`.
+    """
     earlier, later = (
         _padded([[op for op, _ in row] for row in rows]) for rows in (predecessors, successors)
     )
@@ -116,7 +118,10 @@ def _pack(
     limit: int,
     max_gaps: int,
 ) -> int:
-    """Pack the plan: fill ``starts`` and return the makespan; -1 if memory got stuck."""
+    """Pack a plan: fill ``starts`` with start times, and return the makespan in ticks.
+
+    Return -1 if memory deadlocked.
+    """
     operations, m = plan.shape
     ranks, size = len(microbatch_memory), len(plan) // len(microbatch_memory)
     count = np.zeros(operations, np.int64)
@@ -263,7 +268,8 @@ def _can_end(
 
 @njit
 def _column(k: int, op: int, other: int, is_forward: Int64s, opposite: Int64s) -> int:
-    """Return the column of operation ``other`` with the same slice as column ``k`` of ``op``."""
+    """Return the column of operation ``other`` for the microbatch, or slice, of column ``k`` of
+    ``op``."""
     return opposite[k] if is_forward[op] != is_forward[other] else k
 
 
@@ -281,7 +287,7 @@ def _earliest(
     opposite: Int64s,
     place: Int64s,
 ) -> int:
-    """Return the earliest tick at which the next pass of ``op`` has all its inputs."""
+    """Return the earliest tick at which pass ``k`` of operation ``op`` has all its inputs."""
     at = 0
     while predecessors[op, at] != _NONE:
         other = predecessors[op, at]
@@ -304,8 +310,10 @@ def _push_ready(
     is_forward: Int64s,
     opposite: Int64s,
 ) -> int:
-    """Push the passes onto the heap that can be placed now that a pass of ``op`` has been. Return
-    the heap's new number of entries."""
+    """Push passes that have become ready, after a pass of ``op`` was placed, onto the heap.
+
+    Return the heap's new number of entries.
+    """
     k, place = count[op], 0
     if k < plan.shape[1] and _is_ready(op, k, count, predecessors, is_forward, opposite):
         entries = _push(heap, entries, (plan[op, k] << _BITS) | op)
@@ -367,7 +375,7 @@ def _put(
 def _gap_for(
     rank: int, gaps: Int64s, count: int, earliest: int, duration: int, allowed: int
 ) -> int:
-    """Return the first gap in which a pass fits; -1 if there is none."""
+    """Return the number of the rank's first idle gap in which a pass fits; -1 if there is none."""
     for index in range(count):
         end = max(gaps[rank, index, _OPENS], earliest) + duration
         if end <= gaps[rank, index, _CLOSES] and gaps[rank, index, _PEAK] <= allowed:
@@ -379,7 +387,7 @@ def _gap_for(
 def _fill_gap(
     rank: int, gaps: Int64s, count: int, index: int, start: int, end: int, delta: int
 ) -> int:
-    """Fill part of a gap with a pass. Return the new number of gaps."""
+    """Place a pass into part of a rank's idle gap; return the rank's new number of gaps."""
     closes, most = gaps[rank, index, _CLOSES], gaps[rank, index, _PEAK]
     for other in range(index):
         gaps[rank, other, _PEAK] = max(gaps[rank, other, _PEAK], most + delta)
@@ -403,8 +411,10 @@ def _fill_gap(
 def _insert(
     rank: int, gaps: Int64s, count: int, index: int, opens: int, closes: int, most: int
 ) -> int:
-    """Insert a gap; if there are too many, the first one is dropped. Return the new number of
-    gaps."""
+    """Insert an idle gap of a rank, and drop its first gap if there are too many.
+
+    Return the rank's new number of gaps.
+    """
     if count == gaps.shape[1] - 1:
         index, count = index - 1, count - 1
         _move(rank, gaps, 1, index + 1, -1)
@@ -418,7 +428,7 @@ def _insert(
 
 @njit
 def _move(rank: int, gaps: Int64s, first: int, last: int, by: int) -> None:
-    """Move the gaps from ``first`` to before ``last`` by one place."""
+    """Move the entries of a rank's idle gaps from ``first`` to before ``last`` by one place."""
     for step in range(last - first):
         index = first + step if by < 0 else last - 1 - step
         for figure in range(3):
@@ -427,7 +437,7 @@ def _move(rank: int, gaps: Int64s, first: int, last: int, by: int) -> None:
 
 @njit
 def _push(heap: Int64s, entries: int, entry: int) -> int:
-    """Add an entry to the heap. Return the new number of entries."""
+    """Add an entry to the heap of ready passes; return the heap's new number of entries."""
     return _push_from(heap, entries, entry, entries + 1)
 
 
@@ -445,7 +455,7 @@ def _push_from(heap: Int64s, place: int, entry: int, entries: int) -> int:
 
 @njit
 def _pop(heap: Int64s, entries: int) -> int:
-    """Remove the heap's first entry. Return the new number of entries."""
+    """Remove the first entry of the heap of ready passes; return the new number of entries."""
     entries -= 1
     place, below = 0, 2
     while below < entries:  # the last entry mostly belongs far below, so a gap is moved there first
@@ -460,7 +470,7 @@ def _pop(heap: Int64s, entries: int) -> int:
 
 @functools.cache
 def _compiled() -> Callable[..., int]:
-    """Return `_pack` compiled for the types that its arguments have here."""
+    """Return `_pack` compiled by numba for the types of its arguments."""
     with task("compiling the packer of plans once for all later runs"):
         top = disk_cache.directory()
         folder = None if top is None else top / "numba"
@@ -479,12 +489,13 @@ def _compiled() -> Callable[..., int]:
 
 
 def _cached(folder: Path) -> Callable[..., int]:
-    """Return `_pack`, compiled or from ``folder``, since numba's folder next to this file may be
-    read-only.
+    """Return `_pack` compiled by numba, from the cache in ``folder`` if it is there.
+
+    numba's own folder, next to this file, may be read-only.
 
     Raises:
         Exception: whatever numba raises if the cache is broken, OSError if it cannot be written or
-            has what numba must not load.
+            has files that numba must not load.
     """
     if (foreign := disk_cache.foreign_file(folder)) is not None:
         raise OSError(f"{foreign.name} in it is not what numba wrote")

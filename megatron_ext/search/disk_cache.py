@@ -21,8 +21,10 @@ _WRITABLE, _REACHABLE = 0o022, 0o011  # for others
 
 
 def directory() -> Path | None:
-    """Return the folder of the entries: ``$XDG_CACHE_HOME/megatron_ext``, by default in
-    ``~/.cache``; None if the user has no home."""
+    """Return the folder in which search results are cached, ``$XDG_CACHE_HOME/megatron_ext``.
+
+    The default is in ``~/.cache``; None if the user has no home.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     if base.startswith("~"):
         _remark("there is no home for a cache")
@@ -31,11 +33,12 @@ def directory() -> Path | None:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether ``folder``, which is made if it is missing, is one where its user alone can
-    have written. If not, a remark says once why it is not used.
+    """Return whether only its user can have written into ``folder``, which is made if missing.
+
+    If others can have written there, a remark says once why the folder is not used.
 
     Raises:
-        OSError: it cannot be made or looked at.
+        OSError: the folder cannot be made or looked at.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
@@ -59,8 +62,10 @@ def _remark(why: str) -> None:
 
 
 def foreign_file(folder: Path) -> Path | None:
-    """Return an entry of the private ``folder`` that others may have written, or that is no file to
-    be read: a link, a device, or too large; None if there is none."""
+    """Return an entry of the cache ``folder`` that must not be read; None if there is none.
+
+    Others may have written it, or it is no file to be read: a link, a device, or too large.
+    """
     is_reachable = folder.stat().st_mode & _REACHABLE
     for path in folder.rglob("*"):
         status = path.lstat()
@@ -83,7 +88,8 @@ _PARTS = ("schedule.py", "schedule/**/*.py")
 
 @functools.cache
 def _code() -> str:
-    """Return a digest of the code that decides what a search finds."""
+    """Return a digest of the package's code that decides what a search finds, as part of cache
+    keys."""
     digest = hashlib.sha256()
     top = Path(__file__).parents[1]
     packages = [path for name in PACKAGES for path in (top / name).rglob("*.py")]
@@ -99,8 +105,10 @@ def _path(folder: Path, name: str, inputs: str) -> Path:
 
 
 def load(name: str, inputs: str) -> str | None:
-    """Return the text stored for ``inputs``, which are all that the result depends on except our
-    code; None if there is none."""
+    """Return the cached text for ``inputs``; None if there is none.
+
+    ``inputs`` are all that the result depends on, except this package's code.
+    """
     folder = directory()
     try:
         if folder is None or not is_private(folder):
@@ -111,7 +119,7 @@ def load(name: str, inputs: str) -> str | None:
 
 
 def _read(path: Path) -> str | None:
-    """Return the text of ``path``; None if it is no regular file, or too large."""
+    """Return the text of the file ``path``; None if it is no regular file, or too large."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:  # a pipe would block
         status = os.fstat(file.fileno())
         is_entry = stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST
@@ -119,7 +127,7 @@ def _read(path: Path) -> str | None:
 
 
 def store(name: str, inputs: str, text: str) -> None:
-    """Store ``text`` in the cache. Readers see the whole of it or nothing."""
+    """Write ``text`` into the cache for ``inputs``. Readers see the whole text or nothing."""
     folder = directory()
     if folder is None:
         return

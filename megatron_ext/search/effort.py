@@ -20,7 +20,7 @@ SMALL, LARGE = "small", "large"
 
 @dataclass(frozen=True)
 class Effort:
-    """Effort that a search may spend to improve the best of its plans.
+    """How many passes a search may place (pack) to improve the best of its plans.
 
     Attributes:
         name: `SMALL` or `LARGE`.
@@ -46,31 +46,32 @@ class Effort:
         return min(max(self.by_square * ranks**2, self.least), self.most)
 
     def passes_without_gain(self, ranks: int) -> int:
-        """Return the passes packed since the last gain after which a search ends."""
+        """Return the number of passes packed without a gain after which a search ends."""
         return max(self.passes(ranks) // self.share, self.patience)
 
     @property
     def halved(self) -> Effort:
-        """The effort for a long step whose middle comes from another search or from a known
-        pattern: half the passes."""
+        """This effort with half the passes, for a long step.
+
+        The middle of such a step comes from another search or from a known pattern.
+        """
         by_square, least, most = self.by_square // 2, self.least // 2, self.most // 2
         return replace(self, by_square=by_square, least=least, most=most, share=5)
 
     @property
     def brief(self) -> Effort:
-        """Return the effort for a program that a training makes between two of its steps: about a
-        second."""
+        """A small effort, about a second, for a search between two training steps."""
         passes = self.patience // 8
         return replace(self, by_square=0, least=passes, most=passes, patience=0)
 
 
 def small_effort(packer: Callable[[JobShop], Pack] = pack.packer) -> Effort:
-    """Return the effort for plain Python: seconds to minutes."""
+    """Return the effort of a search in plain Python, without numba: seconds to minutes."""
     return Effort(SMALL, packer, 33_000, 1_500_000, 10_000_000, 2_500_000, 2_000)
 
 
 def effort() -> Effort:
-    """Return the largest effort that this machine allows."""
+    """Return the largest effort of a search that this machine allows: large if numba is there."""
     try:
         from megatron_ext.search import compiled
     except Exception as error:  # a numba that does not match its numpy may raise anything

@@ -36,16 +36,20 @@ _ROUNDS = 3
 
 
 def with_middle(problem: Problem) -> int:
-    """Return the fewest microbatches with which a schedule for ``problem`` can be lengthened or
-    shortened."""
+    """Return the fewest microbatches with which a schedule can be lengthened or shortened.
+
+    A shorter schedule has no periodic middle to repeat or to cut.
+    """
     slices = problem.slices.count
     return -(-_MIDDLE * (problem.ranks + slices - 1) // slices)
 
 
 def has_middle(problem: Problem) -> bool:
-    """Return whether a schedule for ``problem`` can be lengthened or shortened: it has enough
-    microbatches, and can be packed, as ranks have equally many chunks and the limit suffices for a
-    microbatch."""
+    """Return whether a schedule for ``problem`` can be lengthened or shortened in its middle.
+
+    It needs enough microbatches, equally many chunks on all ranks, and a memory limit that suffices
+    for a microbatch.
+    """
     placement = problem.placement
     is_even = {len(stages) for stages in placement.stages_of} == {placement.chunks}
     is_long = problem.microbatches >= with_middle(problem)
@@ -53,11 +57,12 @@ def has_middle(problem: Problem) -> bool:
 
 
 def extended(known: Schedule, problem: Problem) -> Schedule:
-    """Return a schedule for ``problem`` made from ``known``, a schedule of the same problem with
-    another number of microbatches, which is large enough (`has_middle`). It holds no more memory
-    than the limit, or without a limit, than ``known``.
+    """Return a schedule for ``problem`` made from ``known``, one for another number of
+    microbatches.
 
-    It depends on nothing else, so every rank makes the same one.
+    ``known`` must have enough of them (`has_middle`). The result holds no more memory than the
+    limit, or without a limit, than ``known``. It depends on nothing else, so every rank makes the
+    same schedule.
     """
     limit = problem.memory_limit
     if limit is None:
@@ -91,16 +96,20 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
 
 
 def plans_from(known: Starts, pieces: int, slices: int) -> Iterator[Starts]:
-    """Yield plans with ``pieces`` columns, ``slices`` for each microbatch, made from the starts
-    ``known`` of a schedule with another number of columns."""
+    """Yield plans with ``pieces`` columns, made by repeating or cutting columns of ``known``.
+
+    A column has the start times of one microbatch, or of one slice; a microbatch has ``slices``.
+    """
     for columns, later in _columns_from(known, pieces, slices):
         yield known[:, columns] + later
 
 
 def _columns_from(known: Starts, pieces: int, slices: int) -> Iterator[tuple[Starts, Starts]]:
-    """Yield for each plan the ``known`` column that each of its columns copies, and how much later
-    it starts. Columns are removed or repeated by whole microbatches, so copies are of the same
-    slice."""
+    """Yield for each plan the ``known`` column that each of its columns copies, and a delay.
+
+    A column has the start times of one microbatch or slice. Columns are removed or repeated by
+    whole microbatches, so copies are of the same slice.
+    """
     have = known.shape[1]
     if pieces < have:
         fewer = have - pieces
@@ -114,8 +123,10 @@ def _columns_from(known: Starts, pieces: int, slices: int) -> Iterator[tuple[Sta
 
 
 def _lengthened(known: Starts, more: int, group: int) -> tuple[Starts, Starts]:
-    """Return a plan of `_columns_from` with ``more`` columns in the middle, which repeat a
-    ``group`` of columns."""
+    """Return a plan with ``more`` columns in the middle, which repeat a ``group`` of columns.
+
+    The form is that of `_columns_from`: the column that each column copies, and its delay.
+    """
     first, period = _steady(known, group, group)
     behind, repeated = first + group, np.arange(more)
     rest = np.arange(behind, known.shape[1])
@@ -132,9 +143,12 @@ def _lengthened(known: Starts, more: int, group: int) -> tuple[Starts, Starts]:
 
 
 def _steady(known: Starts, shift: int, width: int) -> tuple[int, int]:
-    """Return the first of ``width`` consecutive columns that are most like the columns ``shift``
-    behind them, and how much later the latter start. Columns in the middle half of the step are
-    preferred if it is long enough."""
+    """Return the first of ``width`` columns that are most like those ``shift`` later, and the
+    delay.
+
+    The columns are consecutive microbatches of a plan. Those in the middle half of the step are
+    preferred if it is long enough.
+    """
     later = known[:, shift:] - known[:, :-shift]
     windows = np.lib.stride_tricks.sliding_window_view(later, width, axis=1)
     quarter = windows.shape[1] // 4

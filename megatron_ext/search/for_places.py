@@ -30,8 +30,11 @@ from megatron_ext.search.job_shop import job_shop_of
 def judged_for_places(
     program: Program, costs: Mapping[Kind, Floats], replicas: int, *, expert_replicas: int = 1
 ) -> tuple[UnequalMicrobatches, Program | None]:
-    """Return the makespans of steps whose microbatches cost ``costs``
-    (`with_unequal_microbatches`), and the program for their places; None if there is none."""
+    """Return the makespans of steps with unequal microbatches, and a program made for their costs.
+
+    ``costs`` are as in `with_unequal_microbatches`. The program is made for the mean cost at each
+    position of a step; None if there is none.
+    """
     for_profile = program_for_places(program, profile_of(costs, replicas))
     steps = with_unequal_microbatches(
         program, costs, replicas, for_profile, expert_replicas=expert_replicas
@@ -40,15 +43,16 @@ def judged_for_places(
 
 
 def program_for_places(program: Program, at_places: PlaceCosts) -> Program | None:
-    """Search a program for microbatches with costs ``at_places``; None if no search is possible.
+    """Search a program for microbatches with the costs ``at_places``; None if no search is
+    possible.
 
     A search is possible if the backward pass of ``program`` is split, all its stages are trained,
     and it has no options in addition to the order of its passes.
 
     Args:
-        program: a program for equal microbatches. The result has its placement and memory limit,
-            or without a limit, at most its peak.
-        at_places: for each kind of pass, the cost at each position relative to the mean.
+        program: a program for equal microbatches. The result has its placement and memory limit, or
+            without a limit, at most its peak.
+        at_places: for each kind of pass, the cost at each position of a step relative to the mean.
     """
     problem = problem_for_places(program, at_places)
     if problem is None:
@@ -57,14 +61,14 @@ def program_for_places(program: Program, at_places: PlaceCosts) -> Program | Non
 
 
 def at_places_of(program: Program, at_places: PlaceCosts) -> Program:
-    """Return ``program``, its passes in the same order, with costs that depend on a microbatch's
-    position in the step. Pictures of a step show it.
+    """Return ``program`` with costs that depend on a microbatch's position in the step.
 
-    Return ``program`` itself if it has options that cannot be combined with such costs: all except
-    the kind of communication.
+    Its passes keep their order. Pictures of a step show such a program. ``program`` itself is
+    returned if it has options that cannot be combined with such costs: all except the kind of
+    communication.
 
     Args:
-        at_places: for each kind of pass, the cost at each position relative to the mean.
+        at_places: for each kind of pass, the cost at each position of a step relative to the mean.
     """
     problem = program.problem
     if not _is_plain(problem):
@@ -74,7 +78,7 @@ def at_places_of(program: Program, at_places: PlaceCosts) -> Program:
 
 
 def problem_for_places(program: Program, at_places: PlaceCosts) -> Problem | None:
-    """Return the problem of `program_for_places`; None if it cannot be searched."""
+    """Return the problem that `program_for_places` solves; None if it cannot be searched."""
     problem, schedule = program.problem, program.schedule
     splits = any(kind is Kind.BACKWARD_WEIGHT for _, kind in schedule.arrays.stage_kinds)
     is_even = {len(stages) for stages in problem.placement.stages_of} == {problem.placement.chunks}
@@ -90,5 +94,5 @@ def problem_for_places(program: Program, at_places: PlaceCosts) -> Problem | Non
 
 
 def _is_plain(problem: Problem) -> bool:
-    """Return whether a problem has no options in addition to the order of passes."""
+    """Return whether ``problem`` has no options (such as offload) beyond the order of passes."""
     return replace(problem.options, p2p=ScheduleOptions.p2p) == ScheduleOptions()

@@ -38,8 +38,7 @@ _SLACK = 8  # a rank counts as busy if it idles for less than 1 / _SLACK of a mi
 
 @dataclass(frozen=True)
 class Packers:
-    """Packers of a problem to the left (as early as possible) and to the right (as late as
-    possible).
+    """Packers that place passes as early as possible (left) and as late as possible (right).
 
     Packing from both sides is double justification (Valls et al. 2005): a schedule read from its
     end is a schedule of the mirrored problem, in which dependencies are reversed, W acquires memory
@@ -53,8 +52,10 @@ class Packers:
     right: Pack  # packs the mirrored problem
 
     def justified(self, plan: Starts, rounds: int = 1) -> Packed:
-        """Return ``plan`` packed to the left and then to the right (double justification), up to
-        ``rounds`` times while the makespan falls."""
+        """Return ``plan`` packed to the left, then to the right (double justification).
+
+        This is repeated up to ``rounds`` times while the makespan falls.
+        """
         best = self._justified_once(plan)
         for _ in range(rounds - 1):
             packed = self._justified_once(best.starts)
@@ -88,12 +89,12 @@ def search(
     how: Effort | None = None,
     plans_of_shorter_step: Callable[[], Iterable[Starts]] | None = None,
 ) -> list[Packed]:
-    """Return the best schedules found, best first.
+    """Search schedules for a packing problem; return the best ones found, best first.
 
     The best period of a plan, and the best weight of backward relative to forward passes, depend on
     costs and memory, so a grid of both is packed (`periodic_plans`). On a V, plans that already are
     a steady state (`pattern_plans`) come first. The best plans are then improved step by step: some
-    start times are shifted at random, all passes are packed again, and the result is accepted if it
+    start times are shifted at random, all passes are packed anew, and the result is accepted if it
     is no longer than the result of twenty steps before, which leads out of plateaus (late
     acceptance, Burke and Bykov 2017).
 
@@ -128,18 +129,18 @@ def search(
 
 
 def steps_of(how: Effort, ranks: int, passes: int) -> int:
-    """Return the number of steps of a search if each step packs ``passes`` passes."""
+    """Return the number of steps of a search with effort ``how``, if each packs ``passes``
+    passes."""
     return max(min(how.passes(ranks) // passes, how.steps), _MIN_STEPS)
 
 
 def patience_of(how: Effort, ranks: int, passes: int) -> int:
-    """Return the number of steps without a gain after which a search ends, if each step packs
-    ``passes`` passes."""
+    """Return after how many steps without a gain a search ends, if each packs ``passes`` passes."""
     return max(how.passes_without_gain(ranks) // passes, _HISTORY)
 
 
 def first_plans(shop: JobShop, known: Sequence[Starts] = ()) -> list[Packed]:
-    """Return the schedules that come from packing the ``known`` plans and a few more, in no
+    """Return the schedules from packing the ``known`` plans and a few periodic ones, in no
     order."""
     packers = packers_of(shop, pack.packer)
     affordable = max(_FIRST_PASSES // (2 * shop.operation_count * shop.columns), _MIN_FIRST_PLANS)
@@ -150,8 +151,10 @@ def first_plans(shop: JobShop, known: Sequence[Starts] = ()) -> list[Packed]:
 def periodic_plans(
     shop: JobShop, weights: Sequence[int], periods: Sequence[int]
 ) -> Iterator[Starts]:
-    """Yield plans that run each microbatch one period later than the one before. With slices, each
-    slice is one period later, and its backward passes wait for the later slices of the microbatch.
+    """Yield plans in which each microbatch runs one period later than the one before.
+
+    With slices, each slice is one period later, and its backward passes wait for the later slices
+    of the microbatch.
 
     Args:
         weights: weights of backward passes relative to forward passes, in %.
@@ -164,8 +167,11 @@ def periodic_plans(
 
 
 def _first_starts(shop: JobShop, weight: int) -> list[int]:
-    """Return the start of the first pass of each operation, in ticks, if I and R take ``weight`` %
-    of their time. R ends right before its activation is used."""
+    """Return the start, in ticks, of each pass of the first microbatch in a periodic plan.
+
+    Backward passes I and R take ``weight`` % of their time there. R ends right before its
+    activation is used.
+    """
     operations, durations = shop.operations, shop.pass_durations.max(axis=1).tolist()
     recompute_op = {stage: op for op, (stage, kind) in enumerate(operations) if kind is R}
     starts = [0] * shop.operation_count
@@ -185,7 +191,7 @@ def _first_starts(shop: JobShop, weight: int) -> list[int]:
 
 
 def _dependency_order(stage: int, kind: Kind) -> tuple[int, int]:
-    """Return a key that sorts each operation after its predecessors."""
+    """Return a sort key that puts each pass of a microbatch after the passes it depends on."""
     order = (F, I, W).index(kind)
     return order, -stage if order else stage
 
@@ -199,8 +205,10 @@ def _packed(packers: Packers, plans: Iterable[Starts], work: Task) -> list[Packe
 
 
 def _is_busy(packed: Packed, shop: JobShop) -> bool:
-    """Return whether microbatches follow one another as fast as the busiest rank can run them, in
-    the middle half of the step."""
+    """Return whether the busiest rank hardly idles in the middle half of the packed step.
+
+    Microbatches then follow one another as fast as that rank can run them.
+    """
     begin, end = shop.columns // 4, shop.columns * 3 // 4
     work = shop.pass_durations[:, begin:end].sum(axis=1)
     busiest = work.reshape(shop.placement.ranks, shop.operations_per_rank).sum(axis=1).max()
@@ -209,8 +217,7 @@ def _is_busy(packed: Packed, shop: JobShop) -> bool:
 
 
 def _promising(packers: Packers, schedules: Sequence[Packed], work: Task) -> list[Packed]:
-    """Return the best of ``schedules``, each packed repeatedly while its makespan falls; best
-    first."""
+    """Return the best of ``schedules``, each packed repeatedly while its makespan falls."""
     repacked = []
     for packed in sorted(schedules, key=_makespan)[:_PROMISING]:
         repacked.append(packers.justified(packed.starts, _ROUNDS))
@@ -221,8 +228,11 @@ def _promising(packers: Packers, schedules: Sequence[Packed], work: Task) -> lis
 def _improved(
     packers: Packers, best: list[Packed], least: int, steps: int, patience: int, work: Task
 ) -> list[Packed]:
-    """Return ``best`` improved by up to ``steps`` random shifts of passes, best first. It ends
-    early if the last ``patience`` steps have gained nothing."""
+    """Return the schedules ``best`` improved by up to ``steps`` random shifts of passes, best
+    first.
+
+    The search ends early if the last ``patience`` steps have gained nothing.
+    """
     shop, rng = packers.shop, RandomIntegers()
     current, recent = best[0], [best[0].makespan] * _HISTORY
     gained_at = 0
@@ -243,7 +253,7 @@ def _improved(
 
 
 def _found(shop: JobShop, best: Packed, least: int) -> str:
-    """Return text on how far the best makespan is above the bound ``least``."""
+    """Return text on how far the best makespan so far is above the lower bound ``least``."""
     if not least:
         return ""
     bound = least - max(shop.tails)
@@ -255,8 +265,11 @@ def _makespan(packed: Packed) -> int:
 
 
 class RandomIntegers:
-    """Generator of random whole numbers, the same on every machine. It uses the raw stream of a bit
-    generator, which numpy guarantees, unlike the numbers that numpy draws from the stream."""
+    """Generator of random whole numbers that are the same on every machine.
+
+    It uses the raw stream of a bit generator, which numpy guarantees, unlike the numbers that numpy
+    draws from the stream.
+    """
 
     def __init__(self) -> None:
         self.source = np.random.PCG64(0)
@@ -268,7 +281,7 @@ class RandomIntegers:
         return among[self.below(len(among))]
 
     def around(self, far: int) -> int:
-        """Return a random number from -``far`` to ``far``."""
+        """Return a random whole number from -``far`` to ``far``."""
         return self.below(2 * far + 1) - far
 
     def many_around(self, far: int, size: int) -> Starts:
@@ -277,9 +290,12 @@ class RandomIntegers:
 
 
 def shifted(packed: Packed, shop: JobShop, rng: RandomIntegers) -> Starts:
-    """Return the start times of ``packed`` with some passes moved: those in an interval of time, on
-    all ranks or on a few neighbours; those of a microbatch; or those of consecutive microbatches in
-    a few operations, or in one operation of every rank."""
+    """Return the start times of a packed schedule with some passes shifted at random.
+
+    The passes are those in an interval of time, on all ranks or on a few neighbours; those of a
+    microbatch; or those of consecutive microbatches in a few operations, or in one operation of
+    every rank.
+    """
     makespan, plan = packed.makespan, packed.starts.copy()
     operations, m = plan.shape
     far = max(shop.work * rng.pick((1, 2, 4, 8)) // 10, 1)

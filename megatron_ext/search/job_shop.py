@@ -56,14 +56,17 @@ _SLICE_SHARES = 1 << 40  # units of memory that a chunk is counted in, as slices
 
 @dataclass(frozen=True)
 class PassDifferences:
-    """Figures of the passes of each operation, if they differ: by the slices of a microbatch, which
-    repeat in the next microbatch, or by all microbatches of a step.
+    """Durations, memory and message times of passes that differ between columns of a job shop.
+
+    A column is a slice of a microbatch, and slices repeat in the next microbatch; or it is a
+    microbatch of the step.
 
     Attributes:
         slices: number of slices of a microbatch; 1: microbatches are whole, and differ.
         durations: ticks, by operation and pass, in the order in which the operation runs them.
-        memory_deltas: `JobShop.memory_deltas`, by the same.
-        p2p_ticks: ticks of the messages from other ranks that passes wait for, by the same.
+        memory_deltas: memory of each pass as in `JobShop.memory_deltas`, by operation and pass.
+        p2p_ticks: ticks of the messages from other ranks that passes wait for, by operation and
+            pass.
     """
 
     slices: int
@@ -73,11 +76,12 @@ class PassDifferences:
 
     @property
     def column_period(self) -> int:
-        """Number of columns after which the passes of an operation repeat."""
+        """Number of columns (microbatches or slices) after which the passes of an operation
+        repeat."""
         return self.durations.shape[1]
 
     def mirrored(self, receivers: Sequence[int]) -> PassDifferences:
-        """Return the memory figures with time running backwards.
+        """Return these figures for time that runs backwards: memory deltas change their sign.
 
         Args:
             receivers: for each operation, the operation that its messages go to.
@@ -90,7 +94,7 @@ class PassDifferences:
 
 @dataclass(frozen=True)
 class JobShop:
-    """Packing problem, in one direction of time.
+    """Packing problem of a search for schedules: passes are to be placed on ranks in time.
 
     - A machine is a rank, which runs one pass at a time.
     - A job is a microbatch. If microbatches are split into slices, a job is a slice. F runs the
@@ -152,7 +156,8 @@ class JobShop:
 
     @property
     def column_period(self) -> int:
-        """Number of columns after which the passes of an operation repeat, without recompute."""
+        """Number of columns (microbatches or slices) after which passes repeat, without
+        recompute."""
         return 1 if self.differences is None else self.differences.column_period
 
     @property
@@ -166,12 +171,15 @@ class JobShop:
 
     @cached_property
     def operations(self) -> Operations:
-        """Stage and kind of each operation."""
+        """Stage and kind of pass of each operation of the job shop."""
         return operations_of(self.placement, self.recompute_deltas is not None)
 
     @cached_property
     def recompute_actions(self) -> npt.NDArray[np.bool_]:
-        """Whether a pass is an R that becomes an action. Shape (operations, columns)."""
+        """For each pass, whether it is a recomputation R that is done. Shape (operations, columns).
+
+        An R whose activation is stored takes no time, and no action is made of it.
+        """
         if self.recompute_deltas is None:
             return np.zeros((self.operation_count, self.columns), dtype=bool)
         is_recompute = np.array([kind is R for _, kind in self.operations])
@@ -179,7 +187,7 @@ class JobShop:
 
     @cached_property
     def pass_durations(self) -> Starts:
-        """Ticks of each pass. Shape (operations, columns)."""
+        """Duration of each pass in ticks. Shape (operations, columns)."""
         durations = self._by_pass(
             self.durations, None if self.differences is None else self.differences.durations
         )
@@ -198,36 +206,46 @@ class JobShop:
 
     @cached_property
     def p2p_ticks(self) -> tuple[int, ...]:
-        """By operation, ticks of the message from another rank that a pass waits for; the mean if
-        they differ. No pass waits for two messages."""
+        """By operation, ticks of the message from another rank that its passes wait for.
+
+        It is the mean if passes differ. No pass waits for two messages.
+        """
         return tuple(max((ticks for _, ticks in row), default=0) for row in self.predecessors)
 
     @cached_property
     def pass_p2p_ticks(self) -> Starts:
-        """Ticks of the message that each pass waits for. Shape (operations, columns)."""
+        """Ticks of the message that each pass of the job shop waits for. Shape (operations,
+        columns)."""
         return self._by_pass(
             self.p2p_ticks, None if self.differences is None else self.differences.p2p_ticks
         )
 
     def _by_pass(self, by_operation: tuple[int, ...], differing: Starts | None) -> Starts:
-        """Return a figure for each pass, shape (operations, columns)."""
+        """Return a figure for each pass, from one per operation or from differing ones.
+
+        The shape is (operations, columns).
+        """
         if differing is not None:
             return np.tile(differing, (1, self.columns // self.column_period))
         return np.repeat(np.array(by_operation, np.int64)[:, None], self.columns, 1)
 
     @cached_property
     def held_after(self) -> Starts:
-        """Memory that the first n passes of an operation acquire together, for n from 0 to the
-        number of columns. Shape (operations, columns + 1)."""
+        """Memory that the first n passes of each operation acquire together, for all n.
+
+        Shape (operations, columns + 1).
+        """
         held = np.zeros((self.operation_count, self.columns + 1), np.int64)
         np.cumsum(self.pass_memory_deltas, axis=1, out=held[:, 1:])
         return held
 
     @cached_property
     def next_acquiring(self) -> Starts:
-        """First column, from column n on, in which a pass of an operation acquires memory; the
-        number of columns if there is none. Shape (operations, columns + 1), as n may also be the
-        number of columns."""
+        """For each operation and column n, the next column from n on whose pass acquires memory.
+
+        It is the number of columns if there is none. Shape (operations, columns + 1), as n may also
+        be the number of columns.
+        """
         m = self.columns
         first = np.full((self.operation_count, m + 1), m, np.int64)
         acquiring = np.where(self.pass_memory_deltas > 0, np.arange(m), m)
@@ -236,9 +254,10 @@ class JobShop:
 
     @property
     def operation_order(self) -> tuple[int, ...]:
-        """The operations of a rank, counted from its first, in the order in which a microbatch runs
-        through them if it is alone: it frees an activation before it recomputes the next. () if
-        there are no operations of R."""
+        """Order of a rank's operations, from 0, in which one microbatch alone runs through them.
+
+        It frees an activation before it recomputes the next. () if there are no operations of R.
+        """
         if self.recompute_deltas is None:
             return ()
         order = _operation_order(self.placement)
@@ -246,43 +265,43 @@ class JobShop:
 
     @property
     def fits(self) -> bool:
-        """Whether any plan can be packed, because the limit suffices for a microbatch on each
-        rank."""
+        """Whether any plan can be packed: each rank's memory limit suffices for a microbatch."""
         return max(self.microbatch_memory) <= self.limit
 
     @cached_property
     def opposite_columns(self) -> list[int]:
-        """For each column of F, the column of I and W with the same slice; for each column of I and
-        W, that of F."""
+        """For each column of forward passes, the column of I and W with the same slice, and
+        back."""
         columns = np.arange(self.columns)
         return (columns - 2 * (columns % self.slices) + self.slices - 1).tolist()
 
     @cached_property
     def period_offsets(self) -> Starts:
-        """Number of periods by which each column is later than the first one, in a plan that
-        repeats. Shape (operations, columns)."""
+        """Number of periods by which each pass is later than the first in a plan that repeats.
+
+        Shape (operations, columns).
+        """
         later = [0 if forward else self.slices - 1 for forward in self.is_forward]
         return np.array(later, np.int64)[:, None] + np.arange(self.columns)
 
     @cached_property
     def is_forward(self) -> list[bool]:
-        """Whether each operation is one of F."""
+        """For each operation, whether it is a forward pass."""
         return [kind is F for _, kind in self.operations]
 
     @cached_property
     def successors(self) -> Precedences:
-        """For each operation, the operations that wait for it, with the ticks of the message
-        between the two."""
+        """For each operation, the operations that wait for it, with the ticks of the messages."""
         return _successors(self.predecessors)
 
     @cached_property
     def predecessors_by_column(self) -> ColumnPrecedences:
-        """The `predecessors` of each operation, with the figures of each column."""
+        """The predecessors of each operation, with message ticks and columns for each column."""
         return self._by_column(self.predecessors, lambda op, other: op)
 
     @cached_property
     def successors_by_column(self) -> ColumnPrecedences:
-        """The `successors` of each operation, with the figures of each column."""
+        """The successors of each operation, with message ticks and columns for each column."""
         return self._by_column(self.successors, lambda op, other: other)
 
     def _by_column(
@@ -303,7 +322,7 @@ class JobShop:
         ]
 
     def mirrored(self) -> JobShop:
-        """Return the same job shop with time running backwards."""
+        """Return the same packing problem with time running backwards."""
         receivers = [
             next((other for other, ticks in row if ticks), op)
             for op, row in enumerate(self.successors)
@@ -331,7 +350,10 @@ class JobShop:
 # differ in what is recomputed.
 @lru_cache(maxsize=8)
 def _operation_order(placement: Placement) -> tuple[int, ...]:
-    """Return the operations' order for time that runs forwards (`JobShop.operation_order`)."""
+    """Return the order of a rank's operations for one microbatch alone (`JobShop.operation_order`).
+
+    Time runs forwards.
+    """
     kinds = {F: 0, R: 1, I: 2, W: 3}
     stages = placement.stages_of[0]
     chunks = {stage: chunk for chunk, stage in enumerate(stages)}
@@ -350,7 +372,7 @@ def _operation_order(placement: Placement) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8)
 def _successors(predecessors: Precedences) -> Precedences:
-    """Return the successors of each operation (`JobShop.successors`)."""
+    """Return the successors of each operation, given the predecessors of each (`JobShop`)."""
     rows: list[list[tuple[int, int]]] = [[] for _ in predecessors]
     for op, waits_for in enumerate(predecessors):
         for other, ticks in waits_for:
@@ -360,7 +382,7 @@ def _successors(predecessors: Precedences) -> Precedences:
 
 @lru_cache(maxsize=8)
 def operations_of(placement: Placement, with_recompute: bool = False) -> Operations:
-    """Return the stage and kind of each operation; ``with_recompute`` includes those of R."""
+    """Return stage and kind of each operation of a job shop; ``with_recompute`` includes R."""
     kinds = (R, I, W) if with_recompute else (I, W)
     return tuple(
         operation
@@ -373,15 +395,14 @@ def operations_of(placement: Placement, with_recompute: bool = False) -> Operati
 
 
 def job_shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = None) -> JobShop:
-    """Return the job shop (packing problem) of ``problem``, whose ranks have equally many chunks.
-
-    Args:
-        recomputed: whether an activation is recomputed, of shape (stages, microbatches). None: no
-            activation is recomputed, and there are no operations of R. With slices it must be
-            None.
+    """Return the packing problem (job shop) of ``problem``, whose ranks have equally many chunks.
 
     The tick is the common unit of the costs (`common_tick`), divided by the smallest whole number
     for which a rank's work for a mean microbatch, or a slice, takes at least 1,000 ticks.
+
+    Args:
+        recomputed: whether an activation is recomputed, of shape (stages, microbatches). None: no
+            activation is recomputed, and there are no operations of R. With slices it must be None.
 
     Raises:
         ValueError: the limit is in bytes, and the costs have none; or messages take longer than
@@ -446,8 +467,11 @@ def job_shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = Non
 
 
 def _p2p_seconds(problem: Problem) -> dict[int, list[float]]:
-    """Return, for each link between two ranks, the seconds of the message of each of
-    `Problem.examples`. The key is the stage before the link."""
+    """Return the seconds of messages on each link between two ranks, for each of
+    `Problem.examples`.
+
+    The key is the stage before the link.
+    """
     placement, costs, parts = problem.placement, problem.costs, problem.examples
     links = [s for s in range(placement.last) if placement.is_remote(s, Neighbour.NEXT)]
     if len(parts) == 1:
@@ -458,8 +482,10 @@ def _p2p_seconds(problem: Problem) -> dict[int, list[float]]:
 
 
 def _in_order[T](kind: Kind, parts: Sequence[T], problem: Problem) -> Sequence[T]:
-    """Return ``parts``, `Problem.examples` or their figures, in the order in which passes of
-    ``kind`` run them."""
+    """Return microbatches or slices, or their figures, in the order in which ``kind`` runs them.
+
+    Backward passes run the slices of a microbatch in reverse.
+    """
     return parts if kind is F or problem.slices.count == 1 else parts[::-1]
 
 
@@ -501,13 +527,14 @@ _RECOMPUTE_SIGN = {F: -1, R: 1}
 def _predecessors(
     placement: Placement, p2p_ticks: Mapping[int, int], operations: Sequence[tuple[int, Kind]]
 ) -> Precedences:
-    """Return the predecessors of each operation (`JobShop.predecessors`). The key of ``p2p_ticks``
-    is the stage before each link between two ranks."""
+    """Return the predecessors of each operation, with ticks of messages (`JobShop.predecessors`).
+
+    The key of ``p2p_ticks`` is the stage before each link between two ranks.
+    """
     op_of = {key: op for op, key in enumerate(operations)}
 
     def on(stage: int, *kinds: Kind) -> tuple[tuple[int, int], ...]:
-        """Return the operation on ``stage`` of the first kind among ``kinds`` that has one
-        there."""
+        """Return the operation on ``stage`` of the first of ``kinds`` that exists there."""
         return ((next(op_of[stage, kind] for kind in kinds if (stage, kind) in op_of), 0),)
 
     def waits_for(stage: int, kind: Kind) -> tuple[tuple[int, int], ...]:
@@ -527,19 +554,17 @@ def _predecessors(
 
 
 def _memory_delta(kind: Kind, activation: int, rest: int) -> int:
-    """Return the memory that a pass acquires, or, if negative, frees for a microbatch that is not
-    recomputed."""
+    """Return the memory that a pass acquires, or, if negative, frees, without recompute."""
     return {F: activation, R: 0, I: rest - activation, W: -rest}[kind]
 
 
 def _memory(problem: Problem, with_recompute: bool) -> tuple[list[int], list[int], list[int], int]:
-    """Return the memory of a microbatch on each stage, and the limit of a rank, in shares of a
-    chunk or in bytes.
+    """Return the memory of a microbatch on each stage, and a rank's limit, in whole units.
 
-    The memory is that from F to I, that from I to W, and that of the input, which is stored if the
-    activation is recomputed. The limit is rounded down, and is at most the memory of all
-    microbatches. The gradients of keys and values, which a stage holds for one sliced microbatch at
-    a time, are subtracted from the limit.
+    The unit is a share of a chunk, or a byte. The memory is that from F to I, that from I to W, and
+    that of the input, which is stored if the activation is recomputed. The limit is rounded down,
+    and is at most the memory of all microbatches. The gradients of keys and values, which a stage
+    holds for one sliced microbatch at a time, are subtracted from the limit.
     """
     limit, placement = problem.memory_limit, problem.placement
     chunk = (
@@ -574,8 +599,10 @@ def _memory(problem: Problem, with_recompute: bool) -> tuple[list[int], list[int
 def _microbatch_memory(
     problem: Problem, activation: Sequence[int], rest: Sequence[int]
 ) -> list[int]:
-    """Return the memory of a microbatch on each rank (`JobShop.microbatch_memory`), with each slice
-    rounded up."""
+    """Return the memory of one microbatch on each rank, with each slice rounded up.
+
+    This is `JobShop.microbatch_memory`.
+    """
     rounding = problem.slices.count - 1
     return [
         sum(max(activation[stage], rest[stage]) + rounding for stage in stages)
@@ -584,10 +611,10 @@ def _microbatch_memory(
 
 
 def _tails(problem: Problem, tick: float) -> tuple[int, ...]:
-    """Return `JobShop.tails`. If steps overlap, the tail of a rank is the time by which it can
-    begin sooner than the last rank, as it has to end sooner by the same time.
+    """Return for each rank the time that must follow its last end (`JobShop.tails`).
 
-    The largest end plus tail is then a constant plus the span.
+    If steps overlap, this is the time by which the rank can begin sooner than the last rank, as it
+    has to end sooner by the same time. The largest end plus tail is then a constant plus the span.
     """
     placement, costs = problem.placement, problem.costs
     if not problem.options.steps_overlap:
@@ -606,7 +633,7 @@ def rows_of(
     recompute_actions: npt.NDArray[np.bool_] | None = None,
     orders: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Rows:
-    """Return the actions of each rank in the order of their starts.
+    """Return the actions of each rank in the order of their ``starts`` in a packing problem.
 
     Args:
         recompute_actions: as `JobShop.recompute_actions`; None: there are no operations of R.
@@ -628,8 +655,10 @@ def rows_of(
 
 
 def recomputed_in(rows: Rows, stages: int, microbatches: int) -> npt.NDArray[np.bool_] | None:
-    """Return, by stage and microbatch, whether ``rows`` recompute the activation; None if there is
-    no R."""
+    """Return, by stage and microbatch, whether a schedule's ``rows`` recompute the activation.
+
+    None if they recompute nothing.
+    """
     recomputed = np.zeros((stages, microbatches), dtype=bool)
     for stage, kind, k in (action for row in rows for action in row):
         if kind is R:
@@ -638,17 +667,19 @@ def recomputed_in(rows: Rows, stages: int, microbatches: int) -> npt.NDArray[np.
 
 
 def starts_of(rows: Sequence[Sequence[Action]], shop: JobShop) -> Starts:
-    """Return the start times of the passes of ``rows``, each as early as possible. B counts as I,
-    then W.
+    """Return the start ticks of the passes in a schedule's ``rows``, each as early as possible.
 
-    The limit is ignored, as a plan may come from a schedule that needs more.
+    B counts as I, then W. The memory limit is ignored, as a plan may come from a schedule that
+    needs more.
     """
     return _timed(_orders_in(rows, shop), shop)
 
 
 def timed(starts: Starts, shop: JobShop) -> Starts:
-    """Return the earliest start times with which passes keep the order of ``starts`` on their rank:
-    `starts_of` applied to `rows_of`."""
+    """Return the earliest start ticks with which passes keep the order of ``starts`` on their rank.
+
+    This is `starts_of` applied to `rows_of`.
+    """
     assert shop.recompute_deltas is None
     orders = []
     for first in range(0, shop.operation_count, shop.operations_per_rank):
@@ -659,8 +690,10 @@ def timed(starts: Starts, shop: JobShop) -> Starts:
 
 
 def _by_start(starts: Starts) -> npt.NDArray[np.intp]:
-    """Return the positions of passes in the array ``starts``, counted row by row, in the order of
-    their starts."""
+    """Return the positions of passes in the array ``starts``, sorted by start time.
+
+    Positions are counted row by row.
+    """
     return np.argsort(starts, axis=None, kind="stable")
 
 
@@ -703,8 +736,10 @@ def _timed(orders: Orders, shop: JobShop) -> Starts:
 
 
 def _orders_in(rows: Sequence[Sequence[Action]], shop: JobShop) -> Orders:
-    """Return the passes of ``rows``. An R that is no action of its own follows directly after its
-    F."""
+    """Return the operation and column of each pass in the ranks' ``rows`` of a schedule.
+
+    An R that is no action of its own follows directly after its F.
+    """
     op_of = {key: op for op, key in enumerate(shop.operations)}
     actions = action_arrays_of(rows)
     of_pairs = np.full((len(actions.stage_kinds), 2), _NONE)
@@ -730,7 +765,7 @@ def _orders_in(rows: Sequence[Sequence[Action]], shop: JobShop) -> Orders:
 
 
 def end_of(starts: Starts, shop: JobShop) -> int:
-    """Return the tick at which all passes of ``starts`` have ended, tails included."""
+    """Return the tick at which all passes with these ``starts`` have ended, tails included."""
     ends = (starts + shop.pass_durations).max(axis=1)
     of_ranks = ends.reshape(shop.placement.ranks, shop.operations_per_rank).max(axis=1)
     return int((of_ranks + np.array(shop.tails)).max())

@@ -24,7 +24,10 @@ MAX_GAPS = 12  # gaps recorded for each rank, the latest ones, as passes rarely 
 
 
 class Packed(NamedTuple):
-    """Schedule that packing made of a plan, and its makespan in ticks, tails included."""
+    """Result of packing a plan: the start ticks of its passes, and its makespan in ticks.
+
+    The makespan includes the tails of the ranks (`JobShop.tails`).
+    """
 
     makespan: int
     starts: Starts
@@ -36,13 +39,15 @@ Gap = list[int]
 
 
 def packer(shop: JobShop) -> Pack:
-    """Return `pack` for the plans of ``shop``."""
+    """Return a function that packs plans of the job shop ``shop``, in plain Python."""
     return lambda plan: pack(shop, plan)
 
 
 def pack(shop: JobShop, plan: Starts) -> Packed:
-    """Return ``plan`` packed to the left. The limit must suffice for a microbatch
-    (`JobShop.fits`)."""
+    """Return ``plan`` packed to the left: each pass starts as early as possible, in plan order.
+
+    The memory limit must suffice for a microbatch (`JobShop.fits`).
+    """
     # A search without numba spends most of its time in this loop, so it makes few calls and
     # look-ups.
     plan_starts: list[list[int]] = plan.tolist()
@@ -95,16 +100,15 @@ def pack(shop: JobShop, plan: Starts) -> Packed:
 
 
 class _BankersRule:
-    """Banker's rule with the oldest microbatch served first, by which memory never deadlocks,
-    without recompute.
+    """Rule by which packing never deadlocks for memory, if nothing is recomputed.
 
-    Let k be the first microbatch that lacks a pass on a rank that acquires memory there. A pass may
-    acquire memory only if the following stays within the limit: the memory that microbatches after
-    k hold, plus all that one microbatch may ever need. The oldest microbatch that is not done can
-    then always continue. Earlier microbatches hold no memory any more, so on each rank it either
-    has all the memory that it needs, or it is the k of that rank and finds enough. Its progress
-    preserves the rule, as the next k has fewer microbatches after it. With slices, the rule is
-    applied to whole microbatches.
+    It is the banker's rule with the oldest microbatch served first. Let k be the first microbatch
+    that lacks a pass on a rank that acquires memory there. A pass may acquire memory only if the
+    following stays within the limit: the memory that microbatches after k hold, plus all that one
+    microbatch may ever need. The oldest microbatch that is not done can then always continue.
+    Earlier microbatches hold no memory any more, so on each rank it either has all the memory that
+    it needs, or it is the k of that rank and finds enough. Its progress preserves the rule, as the
+    next k has fewer microbatches after it. With slices, the rule is applied to whole microbatches.
     """
 
     def __init__(self, shop: JobShop) -> None:
@@ -122,8 +126,11 @@ class _BankersRule:
         self.slices = shop.slices
 
     def may_acquire(self, op: int, rank: int, count: list[int]) -> bool:
-        """Return whether the rank still has enough memory for its first incomplete microbatch after
-        the next pass of ``op``. (Incomplete: a pass that acquires memory has not been placed.)"""
+        """Return whether a rank may run the next pass of ``op`` without a memory deadlock later.
+
+        It must still have enough memory for its first incomplete microbatch. (Incomplete: a pass
+        that acquires memory has not been placed.)
+        """
         count[op] += 1
         first = min([count[other] for other in self.acquiring[rank]])
         first += self.slices - first % self.slices  # first slice of the next microbatch
@@ -136,7 +143,10 @@ class _BankersRule:
 
 
 class _RecomputeRule:
-    """Banker's rule of `job_shop` with recompute; under this rule memory never deadlocks."""
+    """Rule by which packing never deadlocks for memory if activations are recomputed.
+
+    It is the banker's rule for the passes of a `JobShop`.
+    """
 
     def __init__(self, shop: JobShop) -> None:
         self.limit, self.size = shop.limit, shop.operations_per_rank
@@ -146,8 +156,10 @@ class _RecomputeRule:
         self.next_acquiring: list[list[int]] = shop.next_acquiring.tolist()
 
     def may_acquire(self, op: int, rank: int, count: list[int]) -> bool:
-        """Return whether the microbatches of the rank can still end one after the other, after the
-        next pass of ``op``."""
+        """Return whether a rank may run the next pass of ``op`` without a memory deadlock later.
+
+        Its microbatches must still be able to end one after the other.
+        """
         count[op] += 1
         may = self._can_end(range(rank * self.size, (rank + 1) * self.size), count)
         count[op] -= 1
@@ -182,8 +194,10 @@ def _put(
     held: int,
     limit: int,
 ) -> tuple[int, int]:
-    """Place a pass in the first gap of its rank in which it fits, or after all other passes. Return
-    its start, and the rank's new end."""
+    """Place a pass in its rank's first idle gap in which it fits, or after all other passes.
+
+    Return its start, and the rank's new end, in ticks.
+    """
     if gaps and earliest < rank_end:
         in_gap = _fill_gap(gaps, earliest, duration, delta, limit)
         if in_gap is not None:
@@ -200,8 +214,8 @@ def _put(
 
 
 def _fill_gap(gaps: list[Gap], earliest: int, duration: int, delta: int, limit: int) -> int | None:
-    """Place a pass in the first gap in which it fits, and return its start; None if it fits into
-    none."""
+    """Place a pass in its rank's first idle gap in which it fits; return its start tick, or
+    None."""
     for index, (opens, closes, most) in enumerate(gaps):
         start = opens if opens > earliest else earliest
         end = start + duration

@@ -32,7 +32,7 @@ _TINY = 1e-9
 
 
 class Arrangements(enum.Enum):
-    """Ways of spreading a rank's idle time over the gaps before its passes.
+    """Choices of how a rank's idle time is spread over the gaps between its passes.
 
     A rank that is idle in part of the period can distribute its idle time over the gaps before F
     and I in many ways. (A gap before W is useless: an earlier W frees memory earlier.) All of them
@@ -45,13 +45,13 @@ class Arrangements(enum.Enum):
 
 @dataclass(frozen=True)
 class RankWork:
-    """Work and memory of a rank for a microbatch.
+    """Durations and memory of one microbatch's six passes on a rank of a V.
 
     Attributes:
-        ticks: durations of its six passes, by operation; none is 0.
+        ticks: durations of the six passes, by operation; none is 0.
         activations: memory that the outer and the inner chunk hold from the start of F to the end
             of I.
-        weight_inputs: memory that they hold from there to the end of W.
+        weight_inputs: memory that the two chunks hold from there to the end of W.
         limit: memory that the rank may hold.
     """
 
@@ -71,8 +71,10 @@ def patterns(
     most: int,
     idle: Arrangements,
 ) -> list[Pattern]:
-    """Return at most ``most`` patterns that repeat every ``period`` ticks. Patterns in which a
-    microbatch takes longest come first, as they use the memory best.
+    """Return at most ``most`` patterns of a V's passes that repeat every ``period`` ticks.
+
+    A pattern gives the start of each pass of one microbatch. Patterns in which a microbatch takes
+    longest come first, as they use the memory best.
 
     Args:
         ranks: the ranks from the turn of the V to its open end.
@@ -97,26 +99,29 @@ _PRIME = 7919  # prime number that spreads the choice of variants
 
 
 def exists(ranks: Sequence[RankWork], p2p_ticks: Sequence[MessageTicks], period: int) -> bool:
-    """Return whether there is any pattern of ``period`` ticks. If not, there is none of a shorter
-    period, because a pattern stretched in time is a pattern."""
+    """Return whether a V's passes have any pattern that repeats every ``period`` ticks.
+
+    If not, none has a shorter period, because a pattern stretched in time is a pattern.
+    """
     return bool(patterns(ranks, p2p_ticks, period, 1, Arrangements.EACH))
 
 
 def arrangements_of(rank: RankWork, period: int) -> int:
-    """Return about the number of arrangements that `Arrangements.EACH` tries on ``rank``."""
+    """Return about how many arrangements of a rank's passes in a period `Arrangements.EACH`
+    tries."""
     idle = period - sum(rank.ticks)
     return 60 * (idle + 1) * (idle + 2) * (idle + 3) // 6
 
 
 @dataclass(frozen=True)
 class _RankArrangements:
-    """Arrangements of a rank's passes within a period, one in each column.
+    """Arrangements of a rank's six passes within a period, one in each column of the arrays.
 
     Attributes:
         starts: start of each operation on the circle; F of the outer chunk starts at 0.
         least: peak memory if no trip takes a period or more.
-        turn_trip: ticks of the turn trip modulo the period.
-        end_trip: ticks of the end trip modulo the period.
+        turn_trip: ticks of the turn trip (`_PatternProgram`) modulo the period.
+        end_trip: ticks of the end trip (`_PatternProgram`) modulo the period.
         carry: periods by which these two together exceed the time from F of the outer chunk to its
             I.
     """
@@ -129,8 +134,10 @@ class _RankArrangements:
 
 
 def _arrangements(rank: RankWork, period: int, spread: Arrangements) -> _RankArrangements:
-    """Return the arrangements of ``rank`` that differ in F and I, each with the places of W that
-    hold the least memory."""
+    """Return the arrangements of a rank's passes in a period, one for each placing of F and I.
+
+    W are placed so that the rank holds the least memory.
+    """
     starts = np.concatenate(list(_placed(rank.ticks, period, spread)), axis=1)
     least = _least_held(rank, starts, period)
     order = np.lexsort((least, starts[I_OUTER], starts[I_INNER], starts[F_INNER]))
@@ -149,14 +156,16 @@ def _arrangements(rank: RankWork, period: int, spread: Arrangements) -> _RankArr
 
 
 def _one_of(of_rank: _RankArrangements, arrangement: int) -> _RankArrangements:
-    """Return only one of the arrangements ``of_rank``, in place of all."""
+    """Return arrangements of a rank's passes that consist of a single one of ``of_rank``."""
     figures = (np.asarray(getattr(of_rank, field.name)) for field in fields(of_rank))
     return _RankArrangements(*(figure[..., [arrangement]] for figure in figures))
 
 
 def _placed(ticks: Sequence[int], period: int, spread: Arrangements) -> Iterator[_Ints]:
-    """Yield the starts of the passes within a period, in every order of passes, with idle time
-    before F and I."""
+    """Yield the starts of a rank's passes within a period, in every order, with idle time spread.
+
+    The idle time is before F and I.
+    """
     idle = period - sum(ticks)
     if spread is Arrangements.EACH:
         cuts = itertools.combinations(range(idle + 3), 3)
@@ -180,8 +189,10 @@ _CHUNKS = ((F_OUTER, I_OUTER, W_OUTER), (F_INNER, I_INNER, W_INNER))
 
 
 def _least_held(rank: RankWork, starts: _Ints, period: int) -> NDArray[np.float64]:
-    """Return the peak memory of ``rank``, per column of ``starts``, if each pass comes within a
-    period of the one it waits for."""
+    """Return the peak memory of a rank for each arrangement of its passes (column of ``starts``).
+
+    Each pass is assumed to come within a period of the pass it waits for.
+    """
     # For each stored tensor: start, duration and amount.
     holds: list[tuple[_Ints, _Ints, float]] = []
     for chunk, (forward, backward, weight) in enumerate(_CHUNKS):
@@ -207,14 +218,17 @@ _Continuation = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _End:
-    """Arrangement of a pattern on the last rank, and the periods of its turn trip."""
+    """Arrangement of a pattern's passes on the last rank of a V, with the periods of its turn trip.
+
+    The turn trip is explained at `_PatternProgram`.
+    """
 
     arrangement: int
     periods: int
 
 
 class _PatternProgram:
-    """The dynamic program over the ranks, from the turn of the V to its open end.
+    """Dynamic program that finds patterns of a V, from the rank at its turn to its open end.
 
     The *arrangement* of a rank is the position of its passes on a circle as long as the period.
     Whole periods between passes cause no collision, so each pass comes as soon after the pass it
@@ -255,8 +269,10 @@ class _PatternProgram:
             self.most.append(self._next(rank))
 
     def _max_end_trip(self, rank: int, periods: int) -> _Ints:
-        """Return, for each arrangement of ``rank``, the most periods of the end trip for which the
-        rank has memory."""
+        """Return, for each arrangement of ``rank``, the longest end trip that fits its memory.
+
+        The end trip is from F of the inner chunk to its I, in whole periods.
+        """
         work, of_rank = self.ranks[rank], self.arrangements[rank]
         outer, inner = (max(amount, _TINY) for amount in work.activations)
         left = work.limit + _TINY - of_rank.least - outer * (periods + of_rank.carry)
@@ -273,7 +289,8 @@ class _PatternProgram:
         return most
 
     def _next(self, rank: int) -> _Ints:
-        """Return the table of `self.most` for ``rank``, computed from that of the previous rank."""
+        """Return the table of longest end trips (`most`) for ``rank``, from that of the previous
+        rank."""
         before, transitions = self.most[rank - 1], self.transitions[rank]
         arrangements = self.arrangements[rank].starts.shape[1]
         width = before.shape[1] + max(transitions, default=0)
@@ -291,8 +308,7 @@ class _PatternProgram:
         return most[:, : used[-1] + 1 if used.size else 0]
 
     def ends(self) -> list[_End]:
-        """Return all possible ends on the last rank, sorted by the time of a microbatch, longest
-        first."""
+        """Return all possible ends of a pattern on the last rank, longest microbatch time first."""
         of_rank = self.arrangements[-1]
         arrangements, periods = np.nonzero(self.most[-1] >= 0)
         time = of_rank.turn_trip[arrangements] + of_rank.end_trip[arrangements]
@@ -300,8 +316,10 @@ class _PatternProgram:
         return [_End(int(arrangements[n]), int(periods[n])) for n in (-time).argsort(kind="stable")]
 
     def pattern(self, end: _End, variant: int) -> Pattern:
-        """Return a pattern with this end on the last rank. Variant 0 uses the most memory; other
-        variants are arbitrary."""
+        """Return a pattern with the given end on the last rank of the V.
+
+        Variant 0 uses the most memory; other variants are arbitrary.
+        """
         arrangement, turn_trip, end_trip = end.arrangement, end.periods, 0
         arrangements, legs = [arrangement], []
         for rank in range(len(self.ranks) - 1, 0, -1):
@@ -321,8 +339,10 @@ class _PatternProgram:
     def _legs(
         self, rank: int, arrangements: tuple[int, int], periods: tuple[int, int]
     ) -> tuple[int, ...]:
-        """Return the ticks of the four legs between ``rank`` and the previous one if the turn trip
-        gets longer, and the end trip shorter, by these ``periods``."""
+        """Return the ticks of the four legs of a microbatch between ``rank`` and the previous rank.
+
+        The turn trip gets longer, and the end trip shorter, by the numbers of ``periods``.
+        """
         least = self._shortest_legs(rank)
         outer, inner = (_one_of(self.arrangements[rank - n], arrangements[n]) for n in range(2))
         for legs in _rotations(outer, inner, least, self.period):
@@ -332,8 +352,11 @@ class _PatternProgram:
         raise AssertionError("no rotation has this transition")
 
     def _shortest_legs(self, rank: int) -> _Legs:
-        """Return the least ticks of the four legs between ``rank`` and the previous one: F down, F
-        up, I down, I up."""
+        """Return the least ticks of the four legs of a microbatch between ``rank`` and the previous
+        one.
+
+        The legs are F down, F up, I down, I up the V.
+        """
         outer, inner = self.ranks[rank].ticks, self.ranks[rank - 1].ticks
         outer_message, inner_message = self.p2p_ticks[rank - 1]
         return (
@@ -344,7 +367,8 @@ class _PatternProgram:
         )
 
     def _unrolled(self, arrangements: list[int], legs: list[tuple[int, ...]]) -> Pattern:
-        """Return the pattern with these arrangements of the ranks and these legs between them."""
+        """Return the pattern of start times with these arrangements of ranks and legs between
+        them."""
         starts = [[0] * OPERATIONS for _ in self.ranks]
         places = [
             [int(start) for start in of_rank.starts[:, n]]
@@ -353,8 +377,8 @@ class _PatternProgram:
         last, period = len(starts) - 1, self.period
 
         def follow(rank: int, op: int, after: int, ticks: int = 0) -> None:
-            """Start ``op`` at its position in the period, at least ``ticks`` after the start of
-            ``after``."""
+            """Start ``op`` at its position in the period, at least ``ticks`` after ``after``
+            starts."""
             wait = (places[rank][op] - places[rank][after] - ticks) % period
             starts[rank][op] = starts[rank][after] + ticks + wait
 
@@ -381,14 +405,14 @@ _Legs = tuple[int, int, int, int]
 def _rotations(
     outer: _RankArrangements, inner: _RankArrangements, least: _Legs, period: int
 ) -> Iterator[tuple[_Ints, _Ints, _Ints, _Ints]]:
-    """Yield the ticks of the four legs, by both arrangements, for each rotation of the inner circle
-    in which one leg is shortest.
+    """Yield the ticks of the four legs between two ranks of a V for each useful rotation.
 
-    The circle of one rank can be rotated relative to that of the next. A microbatch takes four
-    *legs* between the two ranks: F down, F up, I down, I up. A small rotation makes two legs longer
-    and two shorter, and changes no number of whole periods unless one leg becomes shorter than it
-    can be. So only the four rotations with one leg at its shortest have to be tried. No pattern is
-    missed, whatever the length of a tick, as long as no rank is ever idle.
+    The circle of one rank (its passes in a period) can be rotated relative to that of the next. A
+    microbatch takes four *legs* between the two ranks: F down, F up, I down, I up. A small rotation
+    makes two legs longer and two shorter, and changes no number of whole periods unless one leg
+    becomes shorter than it can be. So only the four rotations with one leg at its shortest have to
+    be tried. No pattern is missed, whatever the length of a tick, as long as no rank is ever idle.
+    The arrays have an entry for each two arrangements of the ranks.
     """
 
     def lead(op: int) -> _Ints:
@@ -407,8 +431,10 @@ def _rotations(
 def _trip_changes(
     outer: _RankArrangements, inner: _RankArrangements, legs: Sequence[_Ints], period: int
 ) -> tuple[_Ints, _Ints]:
-    """Return the periods by which the turn trip of ``outer`` is longer than that of ``inner``, and
-    those by which its end trip is shorter."""
+    """Return by how many periods the turn trip gets longer, and the end trip shorter, on a rank.
+
+    ``outer`` is compared with ``inner``, its neighbour towards the turn of the V.
+    """
     turn_trip = sum(legs) + inner.turn_trip[None, :] - outer.turn_trip[:, None]
     end_trip = legs[1] + legs[2] + outer.end_trip[:, None] - inner.end_trip[None, :]
     return turn_trip // period, end_trip // period
@@ -417,8 +443,10 @@ def _trip_changes(
 def _transitions_between(
     outer: _RankArrangements, inner: _RankArrangements, least: _Legs, period: int
 ) -> dict[int, _Ints]:
-    """Return the least number of periods by which the end trip gets shorter, for both arrangements.
-    The key is the number of periods by which the turn trip gets longer."""
+    """Return the least periods by which the end trip shortens between two ranks' arrangements.
+
+    The key is the number of periods by which the turn trip gets longer.
+    """
     transitions: dict[int, _Ints] = {}
     shape = outer.starts.shape[1], inner.starts.shape[1]
     for legs in _rotations(outer, inner, least, period):

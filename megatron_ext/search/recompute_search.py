@@ -50,7 +50,7 @@ _PLAN_ONLY, _CHOICE_ONLY = 60, 15
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """Choice of activations to recompute, and the best schedule found for it."""
+    """Choice of activations to recompute, and the best packed schedule found for that choice."""
 
     recomputed: Recomputed
     packers: Packers
@@ -65,7 +65,7 @@ class _Found:
 def search_with_recompute(
     problem: Problem, known: Sequence[Rows], least: float, how: Effort
 ) -> list[Rows]:
-    """Return the best schedules found with recompute, best first.
+    """Search schedules in which activations may be recomputed; return the best ones, best first.
 
     Args:
         problem: a problem whose memory limit suffices for a microbatch (`JobShop.fits`).
@@ -97,7 +97,8 @@ def _makespan(found: _Found) -> int:
 
 
 class _Choices:
-    """Choices of the activations to recompute for ``problem``: their first plans and changes."""
+    """Makes choices of the activations to recompute, and improves them together with their
+    plans."""
 
     def __init__(self, problem: Problem, how: Effort) -> None:
         self.placement, self.m, self.how = problem.placement, problem.microbatches, how
@@ -121,9 +122,12 @@ class _Choices:
         return _Found(recomputed, packers, packers.justified(starts_of(rows, packers.shop)))
 
     def of_share(self, chunks: float, work: Task) -> _Found:
-        """Return a choice that recomputes on average ``chunks`` of a rank's chunks for each
-        microbatch, with the best of its first plans. With 1.5, chunk 0 is recomputed for all
-        microbatches and chunk 1 for about every other one."""
+        """Return a choice that recomputes a share of each rank's activations, with its best first
+        plan.
+
+        On average ``chunks`` of a rank's chunks are recomputed for each microbatch. With 1.5, chunk
+        0 is recomputed for all microbatches and chunk 1 for about every other one.
+        """
         spread = np.arange(self.m) * _GOLDEN % 1
         recomputed = np.zeros_like(self.all)
         for stages in self.placement.stages_of:
@@ -139,9 +143,12 @@ class _Choices:
     def improved(
         self, best: _Found, steps: int, enough: int, rng: RandomIntegers, work: Task
     ) -> _Found:
-        """Return ``best`` after up to ``steps`` random changes, accepted late as in `improve`. The
-        search ends early if the makespan reaches ``enough`` ticks, or if changes no longer improve
-        it."""
+        """Return ``best`` after up to ``steps`` random changes of its plan or recomputed
+        activations.
+
+        Changes are accepted late as in `improve`. The search ends early if the makespan reaches
+        ``enough`` ticks, or if changes no longer improve it.
+        """
         current, recent = best, [_makespan(best)] * _HISTORY
         gained_at, patience = 0, patience_of(self.how, self.placement.ranks, 2 * self.passes)
         for step in range(steps):
@@ -165,8 +172,11 @@ class _Choices:
         return best
 
     def changed(self, recomputed: Recomputed, rng: RandomIntegers) -> Recomputed:
-        """Return ``recomputed`` with a few consecutive microbatches added or removed for one stage,
-        for one chunk of every rank, or for consecutive stages."""
+        """Return a choice of recomputed activations with a few microbatches added or removed at
+        random.
+
+        They are consecutive, for one stage, for one chunk of every rank, or for consecutive stages.
+        """
         draw, stages = rng.below(100), self.placement.stages
         if draw < 30:
             changed_stages = [rng.below(stages)]

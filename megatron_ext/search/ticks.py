@@ -11,8 +11,11 @@ TICKS = 100_000  # ticks of ``total`` if the figures have no common unit
 
 
 def common_tick(figures: Iterable[float], total: float) -> float:
-    """Return the largest unit of which all ``figures`` are multiples. Return ``total`` / `TICKS` if
-    there is none, or if it is so small that ``total`` has more than ten times as many ticks."""
+    """Return the largest unit of which all ``figures`` (durations) are multiples, as a tick.
+
+    Return ``total`` / `TICKS` if there is none, or if the unit is so small that ``total`` has more
+    than ten times as many ticks.
+    """
     distinct = {figure for figure in figures if figure}
     fractions = [Fraction(figure).limit_denominator(1000) for figure in distinct]
     smallest = total / TICKS

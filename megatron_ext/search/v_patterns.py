@@ -39,8 +39,11 @@ _MOST_PAIRS = 2_000_000_000
 
 
 def pattern_plans(shop: JobShop) -> list[Starts]:
-    """Return plans from patterns in which the busiest rank never idles and that hold no more than
-    the limit, or if there is none, only little more. Return none if ``shop`` is no V."""
+    """Return plans on a V, from patterns in which the busiest rank never idles.
+
+    They hold no more than the memory limit, or if there are none, only little more. Return none if
+    the placement of ``shop`` is no V.
+    """
     if not is_v(shop.placement):
         return []
     works, p2p_ticks = _ranks_of(shop), _p2p_ticks_of(shop)
@@ -57,9 +60,11 @@ def pattern_plans(shop: JobShop) -> list[Starts]:
 
 
 def excluded_period(problem: Problem, seconds: float) -> float | None:
-    """Return the longest period that is proved to be impossible: no V within the memory limit of
-    ``problem`` repeats one microbatch's passes at this period or a shorter one. Return None if
-    nothing beyond the work itself excludes a period, or if that is not known.
+    """Return the longest period that is proved to be impossible for a steady state on a V.
+
+    No V within the memory limit of ``problem`` repeats one microbatch's passes at this period or a
+    shorter one. Return None if nothing beyond the work itself excludes a period, or if that is not
+    known.
 
     The proof is about patterns. It bounds no other schedules: these may repeat the passes of
     several microbatches, or none at all, with shorter intervals on average.
@@ -91,7 +96,7 @@ def excluded_period(problem: Problem, seconds: float) -> float | None:
 
 
 def is_v(placement: Placement) -> bool:
-    """Return whether the ranks of ``placement`` hold two stages each, in a V."""
+    """Return whether ``placement`` is a V: two stages on each rank, down and up the ranks."""
     return placement.rank_of == v(placement.ranks).rank_of
 
 
@@ -113,8 +118,10 @@ def _ranks_of(shop: JobShop) -> list[RankWork]:
 
 
 def _p2p_ticks_of(shop: JobShop) -> list[MessageTicks]:
-    """Return for each rank but the first the ticks of the messages of its F from and to the
-    previous rank."""
+    """Return for each rank of a V but the first the message ticks of its two forward passes.
+
+    They are those from and to the previous rank.
+    """
     operations = range(0, shop.operation_count - OPERATIONS, OPERATIONS)
     return [
         (shop.p2p_ticks[op + F_OUTER], shop.p2p_ticks[op + OPERATIONS + F_INNER])
@@ -123,7 +130,7 @@ def _p2p_ticks_of(shop: JobShop) -> list[MessageTicks]:
 
 
 def _is_exact(shop: JobShop, problem: Problem) -> bool:
-    """Return whether the ticks of ``shop`` are the costs of ``problem`` without rounding."""
+    """Return whether the whole ticks of ``shop`` are the costs of ``problem`` without rounding."""
     costs, placement, passes = problem.costs, shop.placement, operations_of(shop.placement)
     figures = [costs.seconds[kind][stage] for stage, kind in passes]
     ticks = list(shop.durations)

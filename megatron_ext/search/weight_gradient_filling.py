@@ -30,16 +30,17 @@ _TOLERANCE = 1e-9  # relative rounding error of a sum of costs
 
 
 class ExceedsMemory(ValueError):
-    """Error: an order of F and I exceeds the memory limit wherever its W are placed."""
+    """Error: an order of F and I exceeds the memory limit wherever the W are placed."""
 
 
 class Deadlock(ValueError):
-    """Error: an order of passes in which ranks wait for one another in a cycle."""
+    """Error: an order of passes in which ranks wait for one another in a cycle, so it cannot
+    run."""
 
 
 @dataclass(frozen=True)
 class TimedOrder:
-    """Rows of compute actions with their times.
+    """Rows of compute actions with the makespan and the span of a step that runs them.
 
     Attributes:
         rows: the actions of each rank.
@@ -52,29 +53,30 @@ class TimedOrder:
     span: float
 
     def order(self, by_span: bool) -> tuple[float, float]:
-        """Return the key by which two timed orders are compared."""
+        """Return the sort key of this order: makespan, then span; ``by_span`` the reverse."""
         return (self.span, self.makespan) if by_span else (self.makespan, self.span)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory that each rank may hold, in the unit of ``amount``."""
+    """Memory limit of each rank, and the function ``amount`` that counts memory in its unit."""
 
     amount: Amount
     allowed: tuple[float, ...]
 
     def fits(self, rank: int, held: float) -> bool:
-        """Return whether ``rank`` may hold ``held`` memory."""
+        """Return whether ``held`` memory is within the limit of ``rank``."""
         return fits(held, self.allowed[rank])
 
     def of(self, stage: int) -> float:
-        """Return the memory that a microbatch takes on ``stage`` from F to I."""
+        """Return the memory of a microbatch on ``stage`` from F to I, or from I to W if that is
+        more."""
         # If the inputs of W are larger than the activation, so much memory must be free at I.
         return max(self.amount(held, stage) for held in (Held.ACTIVATION, Held.WEIGHT_INPUTS))
 
 
 def memory_of(problem: Problem, microbatches: float = math.inf) -> Memory:
-    """Return the memory limit of ``problem`` as `Memory`, or ``microbatches`` if that is less."""
+    """Return the memory limit of each rank, at most that of ``microbatches`` microbatches."""
     limit, share = problem.memory_limit, 1 / problem.placement.chunks
     if limit is not None and limit.bytes is not None:
         bytes_for(limit, problem.costs)
@@ -100,8 +102,8 @@ def memory_of(problem: Problem, microbatches: float = math.inf) -> Memory:
 
 
 def least_memory(orders: Sequence[Sequence[Action]], memory: Memory) -> list[float]:
-    """Return the least memory that `fill_once` needs on each rank for ``orders``: with each W right
-    behind its I."""
+    """Return the least memory that each rank needs for its order of F and I, with W right
+    behind I."""
     least = []
     for order in orders:
         held = most = 0.0
@@ -121,7 +123,7 @@ def fill_once(
     deadline: float = math.inf,
     span: float = math.inf,
 ) -> TimedOrder:
-    """Return ``orders``, a row per rank, with a W for each I placed as soon as the rules allow.
+    """Return the ranks' ``orders`` of F and I with a W for each I, as soon as the rules allow.
 
     W are placed greedily, each rank's oldest first:
 
@@ -136,7 +138,7 @@ def fill_once(
         memory: the limit of each rank; None is no limit.
         deadline: time by which the last rank should have ended. With an unreachable deadline, ranks
             never idle while a W is pending.
-        span: the same for the time of each rank from its own start.
+        span: the longest time that each rank should take from its own start to its own end.
 
     Raises:
         ExceedsMemory: ``orders`` need more memory.
@@ -146,10 +148,10 @@ def fill_once(
 
 
 def time(rows: Sequence[Sequence[Action]], problem: Problem) -> TimedOrder:
-    """Return the times of complete ``rows`` in their order.
+    """Return makespan and span of the ranks' complete ``rows`` of passes, in their given order.
 
     Raises:
-        Deadlock: they cannot run.
+        Deadlock: the rows cannot run.
     """
     schedule = Schedule("timed", problem.placement, tuple(map(tuple, rows)))
     arrays = schedule.arrays
@@ -175,8 +177,9 @@ def fill_best(
     trials: int = 12,
     by_span: bool = False,
 ) -> TimedOrder:
-    """Return the best `fill_once` of ``trials`` deadlines: with the least makespan, then span; or
-    in the reverse order ``by_span``.
+    """Return the best result of `fill_once` for several deadlines, by makespan, then span.
+
+    ``by_span`` compares by span, then makespan. ``trials`` is the number of deadlines.
 
     Raises:
         ExceedsMemory, Deadlock: as `fill_once`.
@@ -197,15 +200,18 @@ def fill_best(
 
 
 def makespan(schedule: Schedule, problem: Problem) -> float:
-    """Return the makespan that `simulate` gives ``schedule``, unproved and with its messages
-    implied."""
+    """Return the makespan that `simulate` gives a ``schedule`` without messages, once these are
+    added.
+
+    The schedule is not proved.
+    """
     if not problem.costs.links.p2p_seconds:
         return time(schedule.rows, problem).makespan
     return simulate_unproved(schedule, problem).makespan
 
 
 def _work(problem: Problem) -> list[float]:
-    """Return the compute seconds of each rank."""
+    """Return the compute seconds of each rank in a step of ``problem``."""
     costs, m = problem.costs, problem.microbatches
     means = [(costs.mean_factor(kind), row) for kind, row in costs.seconds.items()]
     stages_of = problem.placement.stages_of
@@ -213,7 +219,7 @@ def _work(problem: Problem) -> list[float]:
 
 
 def _last_start(problem: Problem) -> float:
-    """Return the earliest time at which the last rank can start."""
+    """Return the earliest time, in seconds, at which the last rank to start can start."""
     placement, at = problem.placement, 0.0
     first_starts: dict[int, float] = {}
     for stage, rank in enumerate(placement.rank_of):
@@ -226,7 +232,7 @@ def _last_start(problem: Problem) -> float:
 
 @dataclass
 class _Bounds:
-    """Interval of deadlines, or of spans, that all lead to the same filling.
+    """Interval of deadlines, or of spans, that all lead to the same filling of W.
 
     A deadline decides only whether a rank may idle, so every deadline between two neighbouring
     decisions places all W alike.
@@ -240,23 +246,27 @@ class _Bounds:
     most: float = math.inf
 
     def note(self, required: float, idles: bool) -> None:
-        """Account for a decision to idle, or not to idle, for which the span ``required`` is
-        enough."""
+        """Narrow the interval of deadlines by a decision to idle, or not to idle.
+
+        ``required`` is the deadline, or span, that would just allow the rank to idle.
+        """
         if idles:
             self.least = max(self.least, required)
         else:
             self.most = min(self.most, required)
 
     def covers(self, limit: float) -> bool:
-        """Return whether ``limit`` leads to this filling; False if it is within rounding of a
-        bound."""
+        """Return whether the deadline (or span) ``limit`` leads to this filling of W.
+
+        False if it is within rounding of a bound.
+        """
         margin = _TOLERANCE * (1 + limit)
         return self.least + margin < limit < self.most - margin
 
 
 @dataclass(frozen=True)
 class _Filled:
-    """Order with its W filled in, with the deadlines and the spans that lead to it."""
+    """Order of passes with W filled in, with the deadlines and the spans that lead to it."""
 
     timed: TimedOrder
     ends: _Bounds
@@ -270,7 +280,7 @@ class _WeightGradient(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A pass of the order with all figures that do not depend on when it runs.
+    """A pass of the order of F and I, with all figures that do not depend on when it runs.
 
     Inputs are numbered over the whole step; ``output`` is the number of the input that the pass
     makes for a neighbouring stage, or -1.
@@ -290,7 +300,7 @@ class _Pass(NamedTuple):
 
 
 class _Orders:
-    """F and I of each rank, prepared once for fillings of W with several deadlines."""
+    """F and I of each rank, prepared once to fill W into the gaps under several deadlines."""
 
     def __init__(
         self, orders: Sequence[Sequence[Action]], problem: Problem, memory: Memory | None
@@ -348,7 +358,7 @@ class _Orders:
         return [[prepared(action) for action in order] for order in orders]
 
     def fill(self, deadline: float, span: float) -> _Filled:
-        """Return the order with its W filled in, for ``deadline`` and ``span``.
+        """Return the order with its W filled in, for one ``deadline`` and ``span``.
 
         Raises:
             ExceedsMemory, Deadlock: as `fill_once`.
@@ -357,7 +367,7 @@ class _Orders:
 
 
 class _Rank:
-    """State of one rank during a filling: its actions so far, its times, and its memory."""
+    """State of one rank while W are filled in: its actions so far, its times, and its memory."""
 
     def __init__(self, work: float, allowed: float) -> None:
         self.work = work
@@ -375,7 +385,7 @@ class _Rank:
         self.held -= memory
 
     def free_for(self, needs: float) -> bool:
-        """Run pending W until the memory ``needs`` is free; return whether it is."""
+        """Run pending W of the rank until the memory ``needs`` is free; return whether it is."""
         while self.held + needs > self.most:
             if not self.pending:
                 return False
@@ -384,8 +394,10 @@ class _Rank:
 
 
 class _Filling:
-    """State of one filling of W. A pass is placed once its input has been placed, so W see the true
-    gap."""
+    """State of one placement of W into the gaps of all ranks.
+
+    A pass is placed once its input has been placed, so the true length of a gap is known.
+    """
 
     def __init__(self, orders: _Orders, deadline: float, span: float) -> None:
         self.passes, self.deadline, self.span = orders.passes, deadline, span
@@ -432,7 +444,8 @@ class _Filling:
         return _Filled(timed, self.ends, self.spans)
 
     def place(self, rank: _Rank, placed: _Pass, ready: float) -> None:
-        """Run the pass ``placed``, whose input comes at ``ready``, and pass its output on."""
+        """Run the pass ``placed`` on ``rank``, whose input comes at ``ready``; deliver its
+        output."""
         action, seconds, _, output, to, link, p2p_seconds, needs, change, weight_gradient = placed
         if rank.pending and ready - rank.free > rank.slack:
             self.fill_gap(rank, ready)
