@@ -31,15 +31,17 @@ class DeviceEvent(Protocol):
     """Marker behind the work launched on the device so far (`torch.cuda.Event`)."""
 
     def query(self) -> bool:
-        """Return whether the device has finished that work."""
+        """Return whether the device has finished the work before this marker."""
 
     def synchronize(self) -> None:
-        """Wait until the device has finished that work."""
+        """Wait until the device has finished the work before this marker."""
 
 
 def record_event() -> DeviceEvent | None:
-    """Return an event on the current stream. Return None in a process without a GPU, where a call's
-    work has finished when the call returns."""
+    """Return an event on the current stream; None in a process without a GPU.
+
+    Without a GPU a call's work has finished when the call returns.
+    """
     if not torch.cuda.is_initialized():
         return None
     # A blocking event lets the waiting host sleep: the wait lasts for passes, and data loaders need
@@ -51,11 +53,11 @@ def record_event() -> DeviceEvent | None:
 
 @dataclass(frozen=True)
 class DevicePosition:
-    """Position of a device in its program.
+    """Position of a rank's device (GPU) in the program that the rank runs.
 
     Attributes:
         ended: the last pass that the device has finished, if any.
-        pending: the first launched work that it has not finished.
+        pending: the first launched work that the device has not finished.
         since: `time.monotonic` seconds at which ``pending`` was first seen to be the next.
     """
 
@@ -73,10 +75,13 @@ class DevicePosition:
 
 
 class DeviceProgress:
-    """Tracker of what the device has finished. ``record`` makes an event, or None (`record_event`).
+    """Tracker of the passes that a rank's device has finished.
+
+    ``record`` makes an event, or returns None (`record_event`).
 
     Attributes:
-        position: position at the latest `look`; None if all launched work had finished.
+        position: position of the device at the latest `look`; None if all launched work had
+            finished.
     """
 
     def __init__(self, record: Callable[[], DeviceEvent | None] = record_event) -> None:
@@ -92,13 +97,12 @@ class DeviceProgress:
         self._lock = threading.Lock()
 
     def hold_back(self) -> None:
-        """Wait before a pass until at most `PASSES_AHEAD` passes, including this one, are
-        unfinished."""
+        """Wait before a pass until at most `PASSES_AHEAD` passes, with this one, are unfinished."""
         if len(self._passes) == PASSES_AHEAD:
             self._passes.popleft().synchronize()
 
     def add(self, position: Position) -> None:
-        """Note that the host has launched the work of ``position``."""
+        """Note that the host has launched the work of ``position`` on the device."""
         event = self._record()
         if event is None:
             return
@@ -109,7 +113,7 @@ class DeviceProgress:
             self._given.append((position, event))
 
     def look(self) -> None:
-        """Update `position`. Called from any thread, about once a second.
+        """Update `position`, the device's. Called from any thread, about once a second.
 
         The device is queried only if the host has launched nothing since the last look. A host that
         goes on shows that the device does too (`hold_back`), and a query may wait for the driver.
@@ -127,8 +131,10 @@ class DeviceProgress:
             self.position = DevicePosition(ended, pending, time.monotonic())
 
     def stop_asking(self) -> None:
-        """Query no event until more work is launched: a CUDA graph is about to be captured, and no
-        thread may query an event meanwhile."""
+        """Query no event until more work is launched, because a CUDA graph is about to be captured.
+
+        No thread may query an event during a capture.
+        """
         with self._lock:
             self._drop_ended()
             self._given.clear()

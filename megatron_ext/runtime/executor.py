@@ -30,13 +30,14 @@ def execute(
     """Run one step of ``program`` on this rank, without the optimizer's step.
 
     Args:
-        program: proved; the same on every rank.
+        program: the proved program, equal on every rank.
         stages: the stages of this rank, by number.
-        transport: messages of the step.
-        recorder: notified of every pass and wait.
-        others: owners of the kinds of action of features that the program has.
-        ends: what the first and the last stage exchange tensors with, in place of data and loss.
-        context: what is done around each pass of a stage.
+        transport: sends and receives the messages of the step.
+        recorder: recorder that is notified of every pass and wait.
+        others: owners of further kinds of action, which features add to the program.
+        ends: sources and sinks of the first and the last stage's tensors, in place of data and
+            loss.
+        context: work of a feature before and after each pass of a stage.
 
     Raises:
         PeerFailure: another rank has failed.
@@ -52,7 +53,8 @@ def execute(
 
 
 def neighbourhood(row: Sequence[Action | OverlappedPasses], place: int) -> str:
-    """Return text of the action at ``place`` of ``row``, marked, between its neighbours."""
+    """Return the action at ``place`` of ``row``, marked as failing, between its neighbours, as
+    text."""
     first, end = max(0, place - NEIGHBOURS), place + 1 + NEIGHBOURS
     before, after = map(str, row[first:place]), map(str, row[place + 1 : end])
     words = [*before, f"{row[place]} <-- ERROR HERE,", *after]
@@ -71,7 +73,8 @@ class _Execution:
         owners: Sequence[Owner],
         run_overlapped: Callable[[OverlappedPasses], None] | None = None,
     ) -> None:
-        """``run_overlapped`` runs overlapped passes as one, if the program has any."""
+        """Initialise the execution. ``run_overlapped`` runs a forward and a backward pass as
+        one."""
         self.rank = rank
         schedule = program.schedule
         row = [action for action in schedule.rows[rank] if not RULES[action.kind].by_optimizer]
@@ -145,8 +148,10 @@ class _Execution:
         handler(action)
 
     def check_others(self) -> None:
-        """Raise PeerFailure if another rank has failed: tensors received since then may be
-        garbage."""
+        """Raise PeerFailure if another rank has failed.
+
+        Tensors received since then may be garbage.
+        """
         if self.recorder.interruption is not None:
             raise PeerFailure(
                 f"pipeline rank {self.rank} was at {self.action} when another rank had failed: "
@@ -154,7 +159,7 @@ class _Execution:
             )
 
     def forget(self) -> None:
-        """Discard all results of the step so far: it restarts."""
+        """Discard all results of the step so far, because the step restarts."""
         for owner in self.owners:
             owner.forget()
         self.recorder.forget()
@@ -163,9 +168,11 @@ class _Execution:
 def _with_pairs(
     row: Sequence[Action], overlapping: Mapping[Action, Action]
 ) -> list[Action | OverlappedPasses]:
-    """Return ``row`` with each forward pass and the backward pass that overlaps it merged into
-    `OverlappedPasses`. The backward pass follows directly in ``row``; ``overlapping`` maps each to
-    the other."""
+    """Return ``row`` with overlapping forward and backward passes merged into `OverlappedPasses`.
+
+    The backward pass follows its forward pass directly in ``row``; ``overlapping`` maps each of the
+    two to the other.
+    """
     made: list[Action | OverlappedPasses] = []
     for action in row:
         if action not in overlapping:

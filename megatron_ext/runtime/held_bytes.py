@@ -28,18 +28,22 @@ _Microbatch = tuple[int, int]  # stage, microbatch
 
 
 class HeldBytes(Protocol):
-    """Counter of the memory that the passes of one step occupy and release."""
+    """Counter of the memory that a microbatch occupies between the passes of one step."""
 
     def around(self, action: Action) -> AbstractContextManager[None]:
         """Count the memory change of the enclosed pass."""
 
     def per_microbatch(self, *, largest: bool = False) -> dict[tuple[int, Held], float]:
-        """Return the bytes by stage and kind of memory, after the step: the median over its
-        microbatches, or the bytes of the ``largest`` behind the first, in which caches fill."""
+        """Return the bytes per microbatch, by stage and kind of memory, after the step.
+
+        They are the median over the microbatches, or those of the ``largest`` one without the
+        first, in which caches fill.
+        """
 
 
 def _of_one(sizes: Mapping[int, float], *, largest: bool) -> float:
-    """Return `HeldBytes.per_microbatch` for ``sizes``, by microbatch."""
+    """Return the median of ``sizes`` (by microbatch), or the largest, as
+    `HeldBytes.per_microbatch`."""
     if not largest:
         return statistics.median(sizes.values())
     behind = [size for microbatch, size in sizes.items() if microbatch > 0]
@@ -54,7 +58,7 @@ class SavedTensors:
     """Counter of the tensors that autograd saves and that the queue of weight gradients stores.
 
     A hook sees each tensor that autograd saves in F, and the queue tells which tensors it stores
-    from I to W. A storage counts once. A storage does not count if it is a parameter's, or if
+    between I and W. A storage counts once. A storage does not count if it is a parameter's, or if
     several microbatches share it, like a mask. The hooks are for the CPU only: a weight passed
     through them comes back as another object, and fused kernels that add to ``weight.main_grad``
     exist only on GPUs.
@@ -111,8 +115,10 @@ class SavedTensors:
 
 
 class Allocated:
-    """Counter that reads a GPU's caching allocator, and corrects for messages: a stage's input was
-    allocated before its pass, and its output is freed later.
+    """Counter of a microbatch's memory that reads a GPU's caching allocator.
+
+    It corrects for messages: a stage's input was allocated before its pass, and its output is freed
+    later.
 
     It counts allocated memory, in the host's order. Memory in use (``active_bytes``) is larger: it
     includes freed memory that a message's stream has not passed yet. How much depends on how far
@@ -144,9 +150,11 @@ class Allocated:
 
 
 def reserved_beyond_allocated(device: torch.device) -> float | None:
-    """Return the peak of the bytes that the GPU's allocator has reserved minus the peak of those
-    that it has allocated: at one time at least so much was reserved and unused. Return None if
-    ``device`` has no such allocator."""
+    """Return the bytes that the GPU's allocator has reserved beyond those it has allocated.
+
+    The result is the peak of the reserved bytes minus the peak of the allocated bytes: at one time
+    at least so much was reserved and unused. None if ``device`` has no such allocator.
+    """
     if device.type != "cuda":
         return None
     return torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated()

@@ -24,9 +24,12 @@ from megatron_ext.runtime.store.failure_report import FailureReport, connect_fai
 
 
 def listen(recorder: Recorder, connections: Sequence[Closable] = ()) -> FailureReport | None:
-    """Connect the failure report of ``recorder`` and start to listen for other ranks' failures,
-    which close ``connections`` and those that are added to ``recorder`` later. Return the report;
-    None if no other rank uses torch's store. It waits for no rank."""
+    """Start to listen for other ranks' failures, and return the report by which this rank tells its
+    own.
+
+    A failure closes ``connections``, and those that are added to ``recorder`` later. The result is
+    None if no other rank uses torch's store. The call waits for no rank.
+    """
     for connection in connections:
         recorder.add_connection(connection)
     report = recorder.failure_report = connect_failure_report()
@@ -38,7 +41,7 @@ def listen(recorder: Recorder, connections: Sequence[Closable] = ()) -> FailureR
 
 
 def stop_listening(recorder: Recorder) -> None:
-    """End what `listen` has begun, as the training of ``recorder`` is over."""
+    """Stop listening for failures, because the training of ``recorder`` is over."""
     _listening.discard(recorder)
     if recorder.failure_report is not None:
         recorder.failure_report.stop()
@@ -51,7 +54,8 @@ os.register_at_fork(after_in_child=_listening.clear)
 
 
 def _report_uncaught_errors() -> None:
-    """Make `sys.excepthook` report an error that ends this process, before it shows it."""
+    """Make `sys.excepthook` report an error that ends this process to other ranks before showing
+    it."""
     show = sys.excepthook
     if getattr(show, "reports", None) is _listening:
         return
@@ -74,8 +78,10 @@ def _report_uncaught_errors() -> None:
 def heard_if_it_fails(
     recorder: Recorder, where: str, kind: type[BaseException] = BaseException
 ) -> Iterator[None]:
-    """Context that ends the other ranks too if an error of this ``kind`` is raised. (Passes and
-    connections have already reported theirs.)"""
+    """Context in which an error of this ``kind`` ends the other ranks, too.
+
+    Passes and connections report their errors themselves.
+    """
     try:
         yield
     except kind as error:
@@ -87,15 +93,20 @@ def heard_if_it_fails(
 
 
 class Interruption:
-    """Callback for the thread that learns of another rank's failure: closes the connections of
-    ``recorder`` if a step runs or connects, and ends the process if its main thread does not."""
+    """Callback that ends this rank after another rank's failure, called by the listening thread.
+
+    It closes the connections of ``recorder`` if a step runs or connects, and ends the process if
+    its main thread does not end.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
     def __call__(self, words: str) -> None:
-        """End this rank, because another has failed and left the report ``words``. The main thread
-        never calls this."""
+        """End this rank, because another rank has failed and left the report ``words``.
+
+        The main thread never calls this.
+        """
         recorder = self._recorder
         if recorder.has_failed:
             return  # this rank has failed too, and shows its own error

@@ -14,16 +14,18 @@ Handler = Callable[[Action], None]
 
 
 class RestartStep(Exception):
-    """Raised to restart the current step; its results so far are discarded. At most once in a
-    step."""
+    """Exception that restarts the current step; its results so far are discarded.
+
+    Raised at most once in a step.
+    """
 
 
 class Owner:
     """Handler of the actions of some kinds in one step.
 
-    It must not store the handlers it returns: its own bound methods would be a reference cycle,
-    which keeps the step's stages, and through them Megatron's data loaders, alive until the next
-    garbage collection.
+    A subclass must not store the handlers that it returns: its own bound methods would be a
+    reference cycle, which keeps the step's stages, and through them Megatron's data loaders, alive
+    until the next garbage collection.
     """
 
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -32,11 +34,11 @@ class Owner:
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Discard the results of the step, which restarts."""
+        """Discard the results of the step so far, because the step restarts."""
         raise AssertionError(f"a step with {type(self).__name__} is never restarted")
 
     def finish(self) -> None:
-        """Assert after the last action that nothing is left to do."""
+        """Assert after the step's last action that nothing is left to do."""
 
     def abandon(self) -> None:
         """End the step after an error so that all ranks fail."""

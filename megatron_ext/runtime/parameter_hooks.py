@@ -29,8 +29,11 @@ _WRAPPERS_HOOK = "DistributedDataParallel._make_backward_post_hook."
 
 
 def has_callers_hooks(parameter: Tensor) -> bool:
-    """Return whether ``parameter``, a leaf that requires a gradient, or its node has hooks other
-    than those of Megatron's data-parallel wrapper."""
+    """Return whether ``parameter`` or its autograd node has hooks of the caller's.
+
+    Hooks of Megatron's data-parallel wrapper do not count. ``parameter`` is a leaf that requires a
+    gradient.
+    """
     return any(
         not getattr(hook, "__qualname__", "").startswith(_WRAPPERS_HOOK)
         for table in _tables(parameter)
@@ -39,8 +42,10 @@ def has_callers_hooks(parameter: Tensor) -> bool:
 
 
 def hand_over(gradients: Mapping[Tensor, Tensor]) -> None:
-    """Let autograd add ``gradients``, by the tensors they belong to, in one backward pass, which
-    runs all hooks. A tensor that is computed from others passes its gradient on to them."""
+    """Let autograd add ``gradients``, by tensor, in one backward pass that runs all hooks.
+
+    A tensor that is computed from others passes its gradient on to them.
+    """
     with torch.enable_grad():
         # Hooks of a tensor itself run only if an operation that has read the tensor passes the
         # gradient on.
@@ -49,10 +54,9 @@ def hand_over(gradients: Mapping[Tensor, Tensor]) -> None:
 
 
 class SummedGradients:
-    """Gradients of parameters with hooks, from several backward passes: the hooks run once, on the
-    sum.
+    """Gradients of parameters with hooks, summed over several backward passes of a microbatch.
 
-    The sums are in fp32, of one microbatch each.
+    The hooks then run once, on the sum. The sums are in fp32.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -61,8 +65,8 @@ class SummedGradients:
 
     @contextlib.contextmanager
     def adding(self, microbatch: int) -> Iterator[None]:
-        """Run a backward pass of ``microbatch`` in this context, in which no hook runs and
-        gradients are summed."""
+        """Context of a backward pass of ``microbatch``, in which no hook runs and gradients are
+        summed."""
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -81,7 +85,7 @@ class SummedGradients:
             hand_over({parameter: total.to(parameter.dtype) for parameter, total in sums.items()})
 
     def clear(self) -> None:
-        """Forget all sums of gradients, as the step restarts."""
+        """Drop all sums of gradients, because the step restarts."""
         self._sums.clear()
 
 
@@ -89,8 +93,8 @@ class SummedGradients:
 def without_hooks(
     tables: Iterable[HooksByNumber], is_kept: Callable[[Hook], bool] = lambda hook: False
 ) -> Iterator[None]:
-    """Run the block in a context in which torch finds no hooks in ``tables``, except those that are
-    kept."""
+    """Context in which torch finds no hooks in ``tables``, except those for which ``is_kept`` is
+    true."""
     hiding = [(table, dict(table)) for table in tables if table]
     for table, hooks in hiding:
         table.clear()
@@ -114,8 +118,10 @@ _of_nodes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _tables_of_node(parameter: Tensor) -> list[HooksByNumber]:
-    """Return the hooks on the AccumulateGrad node of ``parameter``: those that run before it and
-    after it. Torch gives access to them by a handle only."""
+    """Return the hooks on the AccumulateGrad node of ``parameter``, before and after it runs.
+
+    Torch gives access to these tables only by the handle of a registered hook.
+    """
     known = [reference() for reference in _of_nodes.get(parameter, ())]
     if known and None not in known:
         return known

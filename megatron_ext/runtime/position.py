@@ -13,12 +13,12 @@ from megatron_ext.schedule.action import Action, OverlappedPasses
 
 
 class Position(NamedTuple):
-    """Action that a rank has been in since ``since`` (`time.monotonic` seconds), or connection that
-    it makes.
+    """Action that a rank is in, or the connection that it is making, since ``since`` (seconds).
 
-    ``peer`` is the pipeline rank that it waits for; None while it computes. ``direction`` is "to"
-    or "from" for a message to or from the peer, and "with" for a collective of all ranks.
-    ``missing`` are the other global ranks of a connection, without those known to have come to it.
+    ``since`` is in `time.monotonic` seconds. ``peer`` is the pipeline rank that the rank waits for;
+    None while it computes. ``direction`` is "to" or "from" for a message to or from the peer, and
+    "with" for a collective of all ranks. ``missing`` are the global ranks of a connection that are
+    not known to have come to it.
     """
 
     rank: int
@@ -34,7 +34,8 @@ class Position(NamedTuple):
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Ranks that this one waits for: one; none if it waits for all ranks, or computes."""
+        """Pipeline ranks that this rank waits for by name; none if it waits for all ranks, or
+        computes."""
         return () if self.peer is None or self.direction == "with" else (self.peer,)
 
     @property
@@ -51,7 +52,7 @@ class Position(NamedTuple):
 
 
 def whom(peer: int, direction: str) -> str:
-    """Return the words for the rank or ranks at the other end of an action."""
+    """Return the words for the rank or ranks with which an action communicates."""
     if direction == "with":
         return "with the other pipeline ranks"
     return f"{direction} pipeline rank {peer}"

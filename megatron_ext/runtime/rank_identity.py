@@ -16,8 +16,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Process:
-    """Process of a rank in the world. ``local_rank`` is None if the launcher does not set it,
-    ``host`` is "" if it is not known yet."""
+    """Process of a rank in torch's world.
+
+    ``local_rank`` is None if the launcher does not set it; ``host`` is "" if it is not known yet.
+    """
 
     global_rank: int
     host: str
@@ -30,8 +32,11 @@ class Process:
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Identity of a pipeline rank and of its peers. ``processes`` are by pipeline rank; empty if
-    the ranks have not exchanged them."""
+    """Identity of a pipeline rank and of its peers, for messages about the rank.
+
+    ``processes`` are those of all pipeline ranks, in order; empty if the ranks have not exchanged
+    them.
+    """
 
     rank: int
     processes: tuple[Process, ...] = ()
@@ -51,7 +56,7 @@ class RankIdentity:
 
 
 def first_identity(pipeline: dist.ProcessGroup) -> RankIdentity:
-    """Return the `RankIdentity` of this rank before the ranks of ``pipeline`` have exchanged their
+    """Return the `RankIdentity` of this rank before the ranks of ``pipeline`` have exchanged
     hosts."""
     others = [Process(rank, "", None) for rank in dist.get_process_group_ranks(pipeline)]
     rank = pipeline.rank()

@@ -32,10 +32,12 @@ class Closable(Protocol):
 
 
 class Recorder:
-    """Tracks the current `Position`, and marks compute for Nsight with ranges named by the actions.
+    """Record of a rank's current `Position`, and of the times and memory of its passes if
+    requested.
 
-    It also records when passes and reductions begin and end, if `record` was called for the step,
-    and measures the memory of passes while ``counting`` is set.
+    Compute is marked for Nsight with ranges named by the actions. The begin and end of passes and
+    reductions are recorded if `record` was called for the step, and the memory of passes is
+    measured while ``counting`` is set.
 
     Attributes:
         position: position of the host; None between passes and waits.
@@ -43,7 +45,7 @@ class Recorder:
         rank_identity: process of this rank.
         failure_report: tells the other ranks that this one has failed; None until connected.
         in_step: whether passes run, or a connection is being made: an error of another rank can be
-            raised there.
+            raised then.
         has_failed: whether this rank has ended by an error.
         interruption: failure report of another rank, which ends this rank's step.
     """
@@ -75,7 +77,8 @@ class Recorder:
 
     @classmethod
     def before_exchange(cls, pipeline: dist.ProcessGroup) -> Recorder:
-        """Return a recorder of this rank before the ranks of ``pipeline`` exchange who they are."""
+        """Return a recorder of this rank, before the ranks of ``pipeline`` exchange their
+        identities."""
         return cls(pipeline.rank(), first_identity(pipeline))
 
     def begin(self, iteration: int) -> None:
@@ -84,37 +87,39 @@ class Recorder:
         self._has_begun, self._left = True, None
 
     def leave(self) -> None:
-        """Note that the step is over, and that other work of the caller follows."""
+        """Note that the step is over, and that the caller does other work now."""
         self._left = time.monotonic()
 
     def add_connection(self, connection: Closable) -> None:
-        """Close ``connection`` when a step fails, on this rank or another."""
+        """Register ``connection``, to be closed when a step fails on this rank or another."""
         self._connections.append(weakref.ref(connection))
 
     def connections(self) -> list[Closable]:
-        """Return the connections that are in use."""
+        """Return the registered connections that are still in use."""
         return [made for reference in self._connections if (made := reference()) is not None]
 
     def record(self, clock: Clock, *, with_reductions: bool = False) -> Recording:
-        """Record the passes until `end`. All callers of one step get the same recording."""
+        """Return the recording of the passes from now until `end`; callers in one step share it."""
         if self._recording is None:
             self._recording = Recording(self.rank, clock)
         self._records_reductions |= with_reductions
         return self._recording
 
     def reducing(self, stage: int) -> RecordedReduction | None:
-        """Return the record of a reduction of ``stage``'s gradients that begins now; None if
-        reductions are not recorded."""
+        """Return the record of a gradient reduction of ``stage`` that begins now.
+
+        None if reductions are not recorded.
+        """
         if self._recording is None or not self._records_reductions:
             return None
         return self._recording.begin_reduction(stage)
 
     def end(self) -> None:
-        """Stop recording, until `record` is called again."""
+        """Stop recording passes, until `record` is called for another step."""
         self._recording, self._records_reductions = None, False
 
     def computing(self, action: Action | OverlappedPasses) -> AbstractContextManager[None]:
-        """Context in which the rank runs the pass ``action``, or two passes that run as one."""
+        """Context in which the rank runs the pass ``action``, or two overlapped passes."""
         position = Position(self.rank, action, None, "", time.monotonic())
         stay = _Stay(self, position)
         if self._recording is not None:
@@ -124,25 +129,30 @@ class Recorder:
         return stay
 
     def forget(self) -> None:
-        """Discard what was recorded of the current step, which restarts."""
+        """Discard the records of the current step, because the step restarts."""
         if self._recording is not None:
             self._recording.forget()
 
     def waiting(
         self, action: Action | str, peer: int, direction: str
     ) -> AbstractContextManager[None]:
-        """Context in which the rank is blocked in a wait for the message ``action``; see
+        """Context in which the rank waits for the message ``action``; arguments as in
         `Position`."""
         return _Stay(self, Position(self.rank, action, peer, direction, time.monotonic()))
 
     def failed(self, error: BaseException, action: Action | OverlappedPasses | str) -> None:
-        """Note that the step ends by ``error``, in ``action`` (or at the place that it names), and
-        report it to the other ranks."""
+        """Note that the step ends by ``error`` in ``action``, and report it to the other ranks.
+
+        ``action`` may also be the name of a place outside the passes.
+        """
         self._end(error, f"in {action}")
 
     def failed_between_steps(self, error: BaseException) -> None:
-        """Note that ``error`` ends this process, and report it to the other ranks, unless a step
-        has ended by an error before. If it waited for a rank that is gone, a note says why."""
+        """Note that ``error`` ends this process outside a step, and report it to the other ranks.
+
+        Nothing is reported if a step has ended by an error before. If the error comes from waiting
+        for a rank that is gone, a note says why that rank has gone.
+        """
         if self.has_failed:
             return
         failed, ended = self.why_gone() if isinstance(error, RuntimeError) else ("", "")
@@ -160,8 +170,10 @@ class Recorder:
             self.failure_report.leave(f"{where}: {type(error).__name__}: {error}")
 
     def why_gone(self, *peers: int) -> tuple[str, str]:
-        """Return why one of the pipeline ranks ``peers`` (of all if there are none) may be gone
-        (`FailureReport.why_gone`)."""
+        """Return why one of the pipeline ranks ``peers`` may be gone (`FailureReport.why_gone`).
+
+        Without ``peers`` all ranks of the pipeline are looked up.
+        """
         if self.failure_report is None:
             return "", ""
         processes = self.rank_identity.processes
@@ -170,7 +182,7 @@ class Recorder:
 
     @property
     def _between(self) -> str:
-        """Place of a host that is in no pass and in no wait, in words."""
+        """Description of a host that is in no pass and in no wait."""
         if not self._has_begun:
             return "before its first step"
         if self._left is None:
@@ -178,7 +190,7 @@ class Recorder:
         return f"between steps for {time.monotonic() - self._left:.1f} s"
 
     def report(self) -> str:
-        """Return the positions of host and device, in words."""
+        """Return the positions of this rank's host and device, in words."""
         position, device = self.position, self.device.position
         host = f"pipeline rank {self.rank} {self._between}" if position is None else str(position)
         its_device = "" if device is None else f"; its device {device}"
@@ -187,8 +199,10 @@ class Recorder:
 
 
 class _Stay:
-    """Context in which a rank is at a position. (One for each action: a generator would cost
-    more.)"""
+    """Context in which a rank is at a position.
+
+    One is made for each action; a generator would cost more.
+    """
 
     __slots__ = ("_position", "_recorder")
 
@@ -220,7 +234,7 @@ def _counted(stay: _Stay, counting: HeldBytes, actions: tuple[Action, ...]) -> I
 
 
 class _RecordedStay(_Stay):
-    """Context of a pass that is recorded."""
+    """Context of a pass whose begin and end are recorded."""
 
     __slots__ = ("_began", "_recording")
 

@@ -18,7 +18,7 @@ from megatron_ext.schedule.timeline import Event, GradientReduction
 
 
 class HostClock:
-    """Clock of passes that have finished when their call returns."""
+    """Clock for passes on the CPU, which have finished when their call returns."""
 
     def record_event(self) -> Any:
         return time.perf_counter()
@@ -37,7 +37,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Clock of passes that a GPU runs asynchronously."""
+    """Clock for passes that a GPU runs asynchronously, by events on the current stream."""
 
     def record_event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -45,8 +45,10 @@ class DeviceClock:
         return event
 
     def read(self, events: Sequence[Any]) -> list[float]:
-        """Return the times of ``events``. Waits until the device has done all work launched so
-        far."""
+        """Return the times of ``events`` in `time.perf_counter` seconds.
+
+        Waits until the device has done all work launched so far.
+        """
         torch.cuda.synchronize()
         reference = self.record_event()
         reference.synchronize()
@@ -69,7 +71,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class RecordedReduction:
-    """Reduction of a stage's gradients, which consists of works of torch.distributed."""
+    """Record of one reduction of a stage's gradients, which consists of torch.distributed works."""
 
     def __init__(self, stage: int, clock: Clock) -> None:
         self.stage = stage
@@ -80,8 +82,10 @@ class RecordedReduction:
         self._futures: list[torch.futures.Future[None]] = []
 
     def ends_with(self, work: Any) -> bool:
-        """Mark the completion of ``work``. Return False if it does not signal completion, as some
-        of gloo's do not."""
+        """Record when ``work`` completes; return False if it does not signal completion.
+
+        Some of gloo's works do not.
+        """
         try:
             future = work.get_future()
         except (RuntimeError, AttributeError):
@@ -106,8 +110,11 @@ class RecordedReduction:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Pass with the marks of its begin and end. Two passes that run as one have the same marks, and
-    each has a ``share`` of the time between them, the second after the first."""
+    """Recorded pass with the marks of its begin and end.
+
+    Two overlapped passes have the same marks, and each has a ``share`` of the time between the
+    marks, the backward pass after the forward pass.
+    """
 
     action: Action
     began: Any
@@ -115,7 +122,7 @@ class _Pass:
     share: tuple[float, float] = (0.0, 1.0)
 
     def of(self, began: float, ended: float) -> tuple[float, float]:
-        """Return the begin and end of this pass, given the times of its marks."""
+        """Return begin and end of this pass in seconds, given the times of its marks."""
         if self.share == (0.0, 1.0):
             return began, ended
         first, last = (began + share * (ended - began) for share in self.share)
@@ -123,7 +130,7 @@ class _Pass:
 
 
 class Recording:
-    """Record of one step on one rank."""
+    """Record of the passes and gradient reductions of one step on one rank."""
 
     def __init__(self, rank: int, clock: Clock) -> None:
         self.clock = clock
@@ -132,34 +139,36 @@ class Recording:
         self._reductions: list[RecordedReduction] = []
 
     def add_pass(self, action: Action | OverlappedPasses, began: Any) -> None:
-        """Add ``action``, which ends now."""
+        """Add the pass ``action``, which began at ``began`` and ends now."""
         ended, passes = self.clock.record_event(), passes_of(action)
         for number, part in enumerate(passes):
             share = number / len(passes), (number + 1) / len(passes)
             self._passes.append(_Pass(part, began, ended, share))
 
     def forget(self) -> None:
-        """Discard all records."""
+        """Discard the records of all passes and reductions."""
         self._passes.clear()
         self._reductions.clear()
 
     def begin_reduction(self, stage: int) -> RecordedReduction:
-        """Add a reduction that begins now."""
+        """Add a reduction of ``stage``'s gradients that begins now."""
         reduction = RecordedReduction(stage, self.clock)
         self._reductions.append(reduction)
         return reduction
 
     def has_ended(self) -> bool:
-        """Return whether the device has finished all passes. The methods below require it, and none
-        of them waits."""
+        """Return whether the device has finished all passes.
+
+        The methods `actions`, `busy`, `span` and `times` require it, and none of them waits.
+        """
         return not self._passes or self.clock.has_passed(self._passes[-1].ended)
 
     def actions(self) -> tuple[Action, ...]:
-        """Return the recorded passes, in order."""
+        """Return the recorded passes, in the order in which they ran."""
         return tuple(entry.action for entry in self._passes)
 
     def busy(self) -> float:
-        """Return the total seconds of all passes."""
+        """Return the total seconds of all passes, without waits between them."""
         return sum(
             (entry.share[1] - entry.share[0]) * self.clock.seconds(entry.began, entry.ended)
             for entry in self._passes
@@ -170,8 +179,8 @@ class Recording:
         return self.clock.seconds(self._passes[0].began, self._passes[-1].ended)
 
     def times(self, passes: Sequence[int]) -> list[float]:
-        """Return begin and end of the passes with these numbers, in seconds after the first pass
-        began."""
+        """Return begin and end of the passes with these numbers, in seconds after the step's first
+        begin."""
         start, times = self._passes[0].began, list[float]()
         for entry in (self._passes[number] for number in passes):
             began, ended = (
@@ -209,5 +218,5 @@ class Recording:
 
 
 def passes_of(action: Action | OverlappedPasses) -> tuple[Action, ...]:
-    """Return the passes of ``action``: one, or two that run as one."""
+    """Return the passes of ``action``: itself, or the two of overlapped passes."""
     return tuple(action) if isinstance(action, OverlappedPasses) else (action,)

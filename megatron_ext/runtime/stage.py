@@ -13,53 +13,55 @@ from torch import Tensor
 
 
 class RunnableStage(Protocol):
-    """One stage. It stores what it needs between the passes of a microbatch.
+    """Stage of a model, which stores what it needs between the passes of a microbatch.
 
     ``x`` is the stage's input (None on the first stage, which reads the data), ``dy`` the gradient
     of its output (None on the last stage, which has the loss). With vocabulary parallelism
-    (`vocabulary`) both are given on all stages: the first gets embeddings as its input, and the
-    last returns hidden states.
+    (`vocabulary`) all stages get both: the first one gets embeddings as its input, and the last one
+    returns hidden states.
     """
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
-        """F: return the output. If R will follow, store only what R needs."""
+        """F: return the output of a forward pass. If R will follow, store only what R needs."""
 
     def recompute(self, microbatch: int) -> None:
-        """R: run F again as it was, and store what the backward pass needs."""
+        """R: repeat F with the same results, and store what the backward pass needs."""
 
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        """B: add this microbatch's weight gradients, return the gradient of ``x``."""
+        """B: add this microbatch's weight gradients, and return the gradient of ``x``."""
 
     def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        """I: return the gradient of ``x``, store what W needs."""
+        """I: return the gradient of ``x``, and store what W needs."""
 
     def backward_weight(self, microbatch: int) -> None:
-        """W: add this microbatch's weight gradients, store nothing."""
+        """W: add this microbatch's weight gradients, and store nothing."""
 
     def overlapped_forward(
         self, microbatch: int, x: Tensor | None, backward: Backward
     ) -> tuple[Tensor, Tensor | None]:
-        """F and ``backward`` overlapped in one pass; ``backward`` is of this or another stage of
-        this rank.
+        """Run F and ``backward`` as one overlapped pass.
 
-        Return the output, and the gradient of the other stage's input.
+        ``backward`` is of this or another stage of this rank. Returns the output of F, and the
+        gradient of the input of the backward pass's stage.
         """
 
     def output_sent(self, microbatch: int) -> None:
-        """Note that the output of ``microbatch`` has been sent: its data may be freed."""
+        """Note that the output of ``microbatch`` has been sent, so that its data may be freed."""
 
     def gradients_complete(self) -> None:
-        """Note that the stage has all weight gradients of the step: their synchronization may
+        """Note that the stage has all weight gradients of the step, so that their reduction may
         start."""
 
     def forget(self) -> None:
-        """Discard everything of the step, which restarts before any backward pass."""
+        """Discard everything of the step, because it restarts; no backward pass has run yet."""
 
 
 @dataclass(frozen=True)
 class Backward:
-    """Backward pass of a stage that will run next: B if ``is_full``, else I. ``dy`` as in
-    `RunnableStage`."""
+    """Backward pass of a stage that will run next: B if ``is_full``, else I.
+
+    ``dy`` is the gradient of the stage's output; None on a stage with the loss.
+    """
 
     stage: RunnableStage
     microbatch: int
@@ -67,6 +69,6 @@ class Backward:
     is_full: bool
 
     def run(self) -> Tensor | None:
-        """Run the backward pass by itself, and return the gradient of ``x``."""
+        """Run the backward pass by itself, and return the gradient of the stage's input."""
         run = self.stage.backward if self.is_full else self.stage.backward_input
         return run(self.microbatch, self.dy)

@@ -19,8 +19,7 @@ from megatron_ext.schedule.placement import Neighbour, Placement
 
 
 class Messages(Protocol):
-    """Methods of a transport that stages need for their messages
-    (`messages.transport.Transport`)."""
+    """Methods of a transport by which stages send and receive (`messages.transport.Transport`)."""
 
     rank: int
 
@@ -33,29 +32,32 @@ class Messages(Protocol):
 
 
 class PipelineEnds:
-    """Tensors that the first and the last stage exchange with what is before and after them. Here
-    there is nothing: the first stage reads its data, and the last one has the loss."""
+    """Tensors that the first and the last stage exchange with a feature, by overridden methods.
+
+    Without a feature the first stage reads its data, and the last one has the loss.
+    """
 
     def first_input(self, microbatch: int) -> Tensor | None:
-        """Return the input of the first stage, whose gradient is taken; None if it reads data."""
+        """Return the first stage's input, which gets a gradient; None if the stage reads data."""
 
     def take_last_output(self, microbatch: int, y: Tensor) -> bool:
-        """Take the output of the last stage. Return whether it is no longer needed there."""
+        """Take the output of the last stage; return whether the stage no longer needs it."""
         return False
 
     def last_output_gradient(self, microbatch: int) -> Tensor | None:
         """Return the gradient of the last stage's output; None if the stage has the loss."""
 
     def take_first_gradient(self, microbatch: int, dx: Tensor | None) -> None:
-        """Take the gradient of the first stage's input."""
+        """Take the gradient ``dx`` of the first stage's input."""
 
 
 class StageIO(Owner):
-    """Tensors between the passes of one step. It owns sends, receives and their waits.
+    """Activations and gradients between the stages of one step, with their sends, receives and
+    waits.
 
     Attributes:
-        outputs: output of (stage, microbatch), to pass on.
-        gradients: gradient of the input of (stage, microbatch), to pass back.
+        outputs: outputs to be passed on, by (stage, microbatch).
+        gradients: gradients of inputs to be passed back, by (stage, microbatch).
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class StageIO(Owner):
         ends: PipelineEnds | None = None,
         first_trained_stage: int = 0,
     ) -> None:
-        """Initialise the tensors' state. ``first_trained_stage`` is the first stage that is not
+        """Initialise the tensors' state; ``first_trained_stage`` is the first one that is not
         frozen."""
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
@@ -87,8 +89,10 @@ class StageIO(Owner):
         }
 
     def input_of(self, stage: int, microbatch: int) -> Tensor | None:
-        """Return the input of a stage; None on a first stage that reads data. The input requires a
-        gradient if an earlier stage is trained."""
+        """Return the input of a stage for a forward pass; None on a first stage that reads data.
+
+        The input requires a gradient if an earlier stage is trained.
+        """
         before = self._placement.previous(stage)
         if before is None:
             given = self._ends.first_input(microbatch)
@@ -132,8 +136,10 @@ class StageIO(Owner):
         self.gradients[stage, microbatch] = dx
 
     def _needs_gradient(self, stage: int) -> bool:
-        """Return whether a stage before ``stage``, or an embedding before the first stage, is
-        trained."""
+        """Return whether the input of ``stage`` needs a gradient.
+
+        It does if an earlier stage, or an embedding before the first stage, is trained.
+        """
         return self._first_trained_stage == 0 or stage > self._first_trained_stage
 
     def forget(self) -> None:

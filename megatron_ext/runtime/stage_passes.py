@@ -19,20 +19,21 @@ from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
 
 
 class PassContext:
-    """Contexts of a feature around single passes of a step."""
+    """Contexts in which a feature lets single passes of a step run."""
 
     def around_forward(
         self, stage: int, microbatch: int, x: Tensor | None
     ) -> contextlib.AbstractContextManager[None]:
-        """Return the context of F of a stage whose input is ``x``."""
+        """Return the context in which F of ``stage`` runs with the input ``x``."""
         return contextlib.nullcontext()
 
     def before_backward(self, action: Action) -> None:
-        """Hook that runs before ``action``, an I, B or W, is recorded and runs."""
+        """Act before the backward pass ``action`` (I, B or W) is recorded and runs."""
 
 
 class StagePasses(Owner):
-    """Owner of the passes of one step, whose outputs and gradients go to ``stage_io``."""
+    """Owner of the passes of one step; it takes inputs from ``stage_io``, and stores results
+    there."""
 
     def __init__(
         self,
@@ -72,8 +73,11 @@ class StagePasses(Owner):
             self._stages[action.stage].recompute(action.microbatch)
 
     def run_overlapped(self, overlapped: OverlappedPasses) -> None:
-        """Run both passes of ``overlapped`` as one, without a context: a feature that has one is
-        refused with overlapped passes."""
+        """Run a forward and a backward pass as one.
+
+        No context of a feature is entered: a feature that has one is refused with overlapped
+        passes.
+        """
         (stage, _, microbatch), backward_action = overlapped
         x = self._stage_io.input_of(stage, microbatch)
         backward = self._begin_backward(backward_action)

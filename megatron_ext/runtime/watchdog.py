@@ -39,11 +39,13 @@ _DEFAULTS: dict[int, _Handler | signal.Handlers] = {
 
 
 class Watchdog:
-    """Watches a `Recorder` from `start` until `forget`.
+    """Watchdog that reports a rank that is stuck or is ended by a signal, from `start` until
+    `forget`.
 
-    There is one per process: the first watchdog that is started also watches for later ones. A
-    signal is handled only if no other handler is installed: Megatron handles SIGTERM with
-    --exit-signal-handler, to save a checkpoint first, and an event loop uses the wakeup descriptor.
+    The rank's state is read from its `Recorder`. One watchdog runs per process: the first watchdog
+    that is started also watches for later ones. A signal is handled only if no other handler is
+    installed: Megatron handles SIGTERM with --exit-signal-handler, to save a checkpoint first, and
+    an event loop uses the wakeup descriptor.
     """
 
     _running: ClassVar[Watchdog | None] = None
@@ -61,8 +63,11 @@ class Watchdog:
         }
 
     def start(self) -> None:
-        """Start to watch a rank. Signals are handled only if the main thread calls this; otherwise
-        only stuck waits are reported."""
+        """Start to watch a rank.
+
+        Signals are handled only if the main thread calls this; otherwise only stuck waits are
+        reported.
+        """
         _stderr.take()
         running = Watchdog._running
         if running is None:
@@ -91,8 +96,10 @@ class Watchdog:
 
     @classmethod
     def stop_asking_devices(cls) -> None:
-        """Query no events while a CUDA graph is captured: a query by any thread would break the
-        capture."""
+        """Stop querying device events, because a CUDA graph is about to be captured.
+
+        A query by any thread would break the capture.
+        """
         for recorder in cls._running._recorders if cls._running is not None else ():
             recorder.device.stop_asking()
 
@@ -107,8 +114,10 @@ class Watchdog:
         self._has_signals = True
 
     def _end_in_child(self) -> None:
-        """Disable the watchdog in a forked process (a data loader's, a checkpoint's), which has no
-        watchdog thread but would write its signals to the parent's pipe."""
+        """Disable the watchdog in a forked process, such as a data loader's.
+
+        Such a process has no watchdog thread, but would write its signals to the parent's pipe.
+        """
         if Watchdog._running is not self:
             return
         Watchdog._running = None
@@ -123,10 +132,9 @@ class Watchdog:
         return signum in self._handlers and signal.getsignal(signum) == self._handlers[signum]
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        """Leave the signal to the thread, so that a main thread that is just failing can report its
-        error.
+        """Leave SIGTERM to the watchdog thread, so that a failing main thread can report its error.
 
-        If the thread has ended, end the process here.
+        If the thread has ended, the process is ended here.
         """
         if self._thread is None or not self._thread.is_alive():
             signal.signal(signum, signal.SIG_DFL)
@@ -199,10 +207,10 @@ def _start(name: str, target: Callable[[], None]) -> threading.Thread:
 
 
 class _Stderr:
-    """Stderr of this process, as it was when the watchdog started.
+    """Stderr of this process, as it was when the watchdog started, under a descriptor of its own.
 
-    If it is closed later, the next file that is opened gets descriptor 2, and that may be a
-    checkpoint's. So lines go to a descriptor of its own.
+    If stderr is closed later, the next file that is opened gets descriptor 2, and that may be a
+    checkpoint's.
     """
 
     def __init__(self) -> None:
@@ -210,7 +218,7 @@ class _Stderr:
         self._is_taken = False
 
     def take(self) -> None:
-        """Write to the present stderr from now on."""
+        """Write to the stderr that the process has now, from now on."""
         self._is_taken = True
         if not _is_stderr(2):
             self._descriptor = None
@@ -231,11 +239,11 @@ _stderr = _Stderr()
 
 
 def say(text: str) -> None:
-    """Write ``text`` to stderr as one line. Returns soon and never raises, even if the line is
-    lost: stderr may be closed, on a full disk, or a pipe without a reader.
+    """Write ``text`` to stderr as one line. Returns soon and never raises.
 
-    It is one write, so that lines of several ranks do not mix. It bypasses sys.stderr, whose lock
-    the main thread may hold.
+    The line may be lost: stderr may be closed, on a full disk, or a pipe without a reader. It is
+    one write, so that lines of several ranks do not mix. It bypasses sys.stderr, whose lock the
+    main thread may hold.
     """
     line = f"megatron_ext: {text}\n".encode(errors="replace")
     if (stderr := _stderr.descriptor) is None:
@@ -253,8 +261,7 @@ def say(text: str) -> None:
 
 
 def _is_stderr(descriptor: int) -> bool:
-    """Return whether ``descriptor`` is a stderr, and not a file that was opened since that was
-    closed.
+    """Return whether ``descriptor`` is a stderr, and not a file opened after stderr was closed.
 
     A stderr is inherited, or put in its place by a call; what Python opens is not inheritable.
     """

@@ -32,11 +32,13 @@ Lent = Callable[[Tensor], bool]
 
 @dataclass(frozen=True)
 class RowProduct[Made: Contribution | Contributions]:
-    """A product over rows that may be computed together with others of the same weights.
+    """Product over rows that gives a weight's gradient, and can be joined with products of other
+    rows.
 
     Attributes:
         operands: returns the operands, rows first, after waiting for a gather.
-        product: returns the contribution of operands; those of several uses may be concatenated.
+        product: returns the gradient's contribution by the operands; operands of several uses of
+            the weights may be concatenated.
     """
 
     operands: Callable[[], tuple[Tensor, ...]]
@@ -48,8 +50,10 @@ class RowProduct[Made: Contribution | Contributions]:
 
 @dataclass(frozen=True)
 class _Use:
-    """Deferred contribution of ``tensors`` to a gradient. ``gather`` starts the communication that
-    ``compute`` waits for."""
+    """Deferred contribution to a gradient, computed from ``tensors`` in W.
+
+    ``gather`` starts the communication that ``compute`` waits for.
+    """
 
     compute: Callable[[], Contribution | Contributions]
     tensors: tuple[Tensor, ...]
@@ -57,7 +61,8 @@ class _Use:
 
     @staticmethod
     def joined(uses: Sequence[_Use]) -> _Use:
-        """Return one use with the rows of all ``uses`` in order; each is a `RowProduct`."""
+        """Return one deferred contribution with the rows of all ``uses``, each of which is a
+        `RowProduct`."""
         rows = [use.compute for use in uses if isinstance(use.compute, RowProduct)]
         gathers = [use.gather for use in uses if use.gather is not None]
 
@@ -74,16 +79,21 @@ class _Use:
 
 @dataclass
 class _Uses:
-    """Uses of the same weights in one backward pass of autograd: functions that compute their
-    contributions, and one that adds the sum of these to the gradients."""
+    """Deferred contributions to the gradients of the same weights in one backward pass of autograd.
+
+    ``uses`` compute the contributions, and ``accumulate`` adds their sum to the gradients.
+    """
 
     accumulate: Accumulate
     uses: list[_Use] = field(default_factory=list)
 
 
 def _joined(of_slices: Sequence[_Uses]) -> Sequence[_Uses]:
-    """Return the uses of the same weights by slices as one, if all are products of rows, and
-    otherwise as they are, from the last slice to the first."""
+    """Return the contributions of all slices of a sequence to the same weights, joined if possible.
+
+    They are joined if all are products of rows; otherwise they stay separate, from the last slice
+    to the first.
+    """
     first, *others = of_slices
     are_rows = all(isinstance(use.compute, RowProduct) for uses in of_slices for use in uses.uses)
     if not are_rows or any(len(uses.uses) != len(first.uses) for uses in others):
@@ -93,8 +103,10 @@ def _joined(of_slices: Sequence[_Uses]) -> Sequence[_Uses]:
 
 
 class _GathersAhead:
-    """Runner of deferred contributions, `_Use`s, in order. It starts the gather of the next one
-    that needs a gather beforehand: one gather runs during a product, and never more than one."""
+    """Runner of deferred contributions (`_Use`) in order, which starts their gathers ahead.
+
+    The gather of the next contribution runs during the current product; never more than one runs.
+    """
 
     def __init__(self, uses: Iterable[_Use]) -> None:
         self._to_begin = deque(use for use in uses if use.gather is not None)
@@ -115,13 +127,13 @@ class _GathersAhead:
 
 
 class WeightGradients:
-    """Pending weight gradients by stage and microbatch.
+    """Queue of deferred weight gradients, by stage and microbatch, which W passes compute.
 
     Attributes:
         splitting: tells layers, in the forward pass, that a W pass will follow.
-        at_once: weights whose gradients are nevertheless not deferred.
+        at_once: weights whose gradients are not deferred, although W passes follow.
         w_is_next: whether the rank computes nothing between the running I and its W.
-        weights: collects the weights whose gradients are deferred, unless it is None.
+        weights: set that collects the weights whose gradients are deferred; None collects nothing.
         is_lent: tells whether a tensor's memory is overwritten soon after I, as that of CUDA graphs
             is.
 
@@ -143,8 +155,9 @@ class WeightGradients:
     def splits(self, weight: Tensor) -> bool:
         """Return whether the gradient of ``weight`` is deferred to W.
 
-        A weight that is computed from others (a parametrization, a mask) and a weight with hooks of
-        the caller's get theirs in I: only autograd can pass it on, and only autograd runs hooks.
+        A weight that is computed from others (a parametrization, a mask), or that has hooks of the
+        caller's, gets its gradient in I: only autograd can pass it on, and only autograd runs
+        hooks.
         """
         return (
             self.splitting
@@ -155,7 +168,8 @@ class WeightGradients:
         )
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``, which W reads after I, or a copy of it if its memory is lent."""
+        """Return ``tensor``, which W reads after I, or a copy if its memory is overwritten before
+        W."""
         return tensor.clone() if self.is_lent(tensor) else tensor
 
     def __len__(self) -> int:
@@ -163,8 +177,11 @@ class WeightGradients:
 
     @contextlib.contextmanager
     def collecting(self, stage: int, microbatch: int, *, w_is_next: bool = False) -> Iterator[None]:
-        """Run an I pass in this context: layers' puts belong to its stage and microbatch.
-        ``w_is_next``: the rank computes nothing between this pass and its W."""
+        """Context of an I pass: weight gradients put into the queue belong to its stage and
+        microbatch.
+
+        ``w_is_next``: the rank computes nothing between this pass and its W.
+        """
         self._key = (stage, microbatch)
         self._pending[self._key] = {}
         self.w_is_next = w_is_next
@@ -197,22 +214,22 @@ class WeightGradients:
         accumulate: Accumulate,
         gather: Callable[[], None] | None = None,
     ) -> None:
-        """Store ``compute``, which computes the gradients of several weights at once, for W.
+        """Store ``compute``, which computes the gradients of several weights together, for W.
 
-        It returns a contribution to each of ``weights``, or None as in `put`, and references
-        ``tensors``. ``accumulate`` is called once with the sum of all uses of the weights in one
-        backward pass of autograd.
+        ``compute`` returns a contribution to each of ``weights``, or None as in `put`, and
+        references ``tensors``. ``accumulate`` is called once with the sum of all uses of the
+        weights in one backward pass of autograd.
         """
         self._put(weights, _Use(compute, tuple(tensors), gather), accumulate)
 
     def tensors(self, stage: int, microbatch: int) -> Sequence[Tensor]:
-        """Return the tensors that wait for the W pass of this stage and microbatch."""
+        """Return the tensors that are stored for the W pass of this stage and microbatch."""
         pending = self._pending[stage, microbatch].values()
         return [tensor for uses in pending for use in uses.uses for tensor in use.tensors]
 
     @property
     def is_in_pass(self) -> bool:
-        """Whether an I pass runs. Outside of one, a backward pass is a caller's own."""
+        """Whether an I pass of the schedule runs; any other backward pass is a caller's own."""
         return self._key is not None
 
     def _put(self, weights: Weights, use: _Use, accumulate: Accumulate) -> None:
@@ -226,12 +243,11 @@ class WeightGradients:
         uses.uses.append(use)
 
     def compute_meanwhile(self) -> None:
-        """Compute the previous layer's weight gradient while a reduction runs in I, if W follows
-        directly.
+        """Compute the previous layer's weight gradient while a reduction runs in I, if W is next.
 
         A gradient is skipped if it would wait for a gather, or if its weights are used several
         times in a backward pass, whose contributions are summed first. The first W pass of a step
-        shows which weights are.
+        shows which weights are used several times.
         """
         if self._key is None:
             return
@@ -245,17 +261,22 @@ class WeightGradients:
                 uses.accumulate(weights, _as_tuple(uses.uses.pop().compute()))
 
     def run(self, stage: int, microbatch: int) -> None:
-        """Run the W pass. The contributions to a weight that is used several times are summed
-        before they are added, as autograd does, so that the order of summation is stock's. Uses
-        that are recomputed each have a backward pass of their own within I, and are added one by
-        one."""
+        """Run the W pass of a stage and microbatch.
+
+        The contributions to a weight that is used several times are summed before they are added,
+        as autograd does, so that the order of summation is stock's. Uses that are recomputed each
+        have a backward pass of their own within I, and are added one by one.
+        """
         self.run_so_far(stage, microbatch)
         del self._pending[stage, microbatch]
 
     def run_joined(self, stage: int, slices: Sequence[int]) -> None:
-        """Run the W passes of the ``slices`` of a microbatch, in the order of the sequence, as one:
-        each product of rows takes those of all slices, as for a whole microbatch. Other gradients
-        are computed one after the other, from the last slice to the first."""
+        """Run the W passes of the ``slices`` of a microbatch's sequences as one pass.
+
+        ``slices`` are in the order of the sequence. Each product of rows takes the rows of all
+        slices, as for a whole microbatch. Other gradients are computed sequentially, from the last
+        slice to the first.
+        """
         alike: dict[tuple[Weights, int], list[_Uses]] = {}
         for number in slices:
             times = Counter[Weights]()  # a pass that recomputes has several for some weights
@@ -269,7 +290,7 @@ class WeightGradients:
         self.run(stage, slices[0])
 
     def run_so_far(self, stage: int, microbatch: int) -> None:
-        """Run the part of the W pass that belongs to the part of I that has run."""
+        """Compute the weight gradients that the running I pass has deferred so far."""
         pending = self._pending[stage, microbatch]
         ahead = _GathersAhead(use for uses in pending.values() for use in uses.uses)
         with torch.no_grad():
@@ -289,7 +310,7 @@ class WeightGradients:
             self._used_once.discard(weights)
 
     def clear(self) -> None:
-        """Forget all pending weight gradients, after a step that failed."""
+        """Drop all deferred weight gradients after a step, for example one that failed."""
         self._pending.clear()
         self._used_once.clear()
         self.splitting = False
@@ -298,15 +319,19 @@ class WeightGradients:
 
 
 def _add_at_once(weights: Weights, use: _Use, accumulate: Accumulate) -> None:
-    """Add the gradient of a backward pass that a caller runs outside of I, as inside a forward
-    pass: no W will follow it."""
+    """Add the gradient of a backward pass that a caller runs outside of I, such as in a forward
+    pass.
+
+    No W pass will follow such a backward pass.
+    """
     refuse_second_derivatives()
     with torch.no_grad():
         accumulate(weights, _GathersAhead([use]).compute(use))
 
 
 def refuse_second_derivatives() -> None:
-    """Raise RuntimeError if the running backward pass is itself to be differentiated."""
+    """Raise RuntimeError if the running backward pass is itself to be differentiated
+    (create_graph)."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "a backward pass with create_graph=True reached a layer whose backward pass is split: "
@@ -316,7 +341,7 @@ def refuse_second_derivatives() -> None:
 
 
 def is_owned(tensor: Tensor) -> bool:
-    """Return False, as no ``tensor`` has lent memory."""
+    """Return False: no tensor's memory is overwritten before W."""
     return False
 
 
@@ -338,8 +363,11 @@ def accumulate_each(weights: Weights, gradients: Contributions) -> None:
 
 
 def accumulate(weight: Tensor, gradient: Tensor) -> None:
-    """Add ``gradient`` to ``weight.main_grad`` if a data-parallel wrapper has set one, else to
-    ``weight.grad``. Autograd adds it if the weight has got hooks since its F."""
+    """Add ``gradient`` to ``weight.main_grad`` if a data-parallel wrapper set one, else to
+    ``weight.grad``.
+
+    Autograd adds it if the weight has got hooks since its F.
+    """
     main_grad = getattr(weight, "main_grad", None)
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:
         hand_over({weight: gradient})
@@ -350,7 +378,7 @@ def accumulate(weight: Tensor, gradient: Tensor) -> None:
 
 
 def add_to_grad(weight: Tensor, gradient: Tensor) -> None:
-    """Add ``gradient`` to ``weight.grad``."""
+    """Add ``gradient`` to ``weight.grad``, or set it if there is none."""
     if weight.grad is None:
         weight.grad = gradient
     else:

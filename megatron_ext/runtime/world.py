@@ -19,18 +19,21 @@ import torch.distributed as dist
 
 
 def is_alone() -> bool:
-    """Return whether no other process takes part in this job."""
+    """Return whether no other process takes part in this job, as on one rank or in a rehearsal."""
     return dist.get_world_size() == 1 or dist.get_backend() == "fake"
 
 
 def store_of_all() -> dist.Store | None:
-    """Return torch's default store; None if there is none (MPI), or this rank is alone."""
+    """Return torch's default store; None without a store (MPI) or without other processes."""
     return None if is_alone() else dist.distributed_c10d._get_default_store()
 
 
 def told_by_rank_0[T](work: Callable[[], T]) -> T:
-    """Return the result of ``work``, which global rank 0 does for all, or a rank that is alone for
-    itself. Collective over the world; an error of ``work`` is raised on all ranks."""
+    """Return the result of ``work``, which global rank 0 does for all ranks.
+
+    A rank without other processes does it itself. Collective over the world; an error of ``work``
+    is raised on all ranks.
+    """
     told: list[Any] = [None]
     if dist.get_rank() == 0 or is_alone():
         try:
@@ -47,8 +50,8 @@ def told_by_rank_0[T](work: Callable[[], T]) -> T:
 def gather_from_all[T](value: T) -> list[T]:
     """Return the ``value`` of every rank, by global rank. Collective over the world.
 
-    A rank that is alone stands for all: right for what all ranks have in common, and wrong for the
-    sizes of their stages.
+    A rank that runs alone stands for all: right for what all ranks have in common, and wrong for
+    the sizes of their stages.
     """
     if is_alone():
         return [value] * dist.get_world_size()

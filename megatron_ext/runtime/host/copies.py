@@ -27,15 +27,14 @@ class Transfer(Protocol):
     """Started copy between a device and the host."""
 
     def wait(self) -> None:
-        """Make later work of this rank wait for the copy. Raises the copy's error, if it has
-        one."""
+        """Make later work of this rank wait for the copy; raise the copy's error if it failed."""
 
     def finish(self) -> None:
         """Block the host until the copy is done."""
 
 
 class Done:
-    """A `Transfer` that has ended."""
+    """`Transfer` (copy between device and host) that has ended already."""
 
     def wait(self) -> None:
         pass
@@ -60,15 +59,15 @@ class DirectCopies:
         return whole_pages(size)
 
     def release(self, buffer: Tensor) -> None:
-        """Free a host buffer that no copy uses any more. The call may wait for the device."""
+        """Free a host buffer that no copy uses any more. May wait for the device."""
 
     def start(
         self, action: Action, pieces: Sequence[CopiedBytes], after: Transfer | None
     ) -> Transfer:
-        """Start the copy ``action`` once the work launched so far on this rank, and ``after``, are
-        done. Copies of one direction run in order.
+        """Start the copy ``action`` after the work that this rank has launched so far, and after
+        ``after``.
 
-        ``pieces`` may be empty: nothing is copied.
+        Copies of one direction run in order. ``pieces`` may be empty: nothing is copied.
         """
         for to, source in pieces:
             to.copy_(source)
@@ -77,7 +76,7 @@ class DirectCopies:
 
 @dataclass(frozen=True)
 class _Event:
-    """Started copy on a stream, a `Transfer`."""
+    """`Transfer` (copy between device and host) that was started on a stream."""
 
     event: torch.cuda.Event
 
@@ -89,8 +88,10 @@ class _Event:
 
 
 class CudaCopies:
-    """Copies on two streams of their own, one for each direction. The host waits for no copy,
-    except to or from pageable memory."""
+    """Copies between a GPU and its host on two streams of their own, one for each direction.
+
+    The host waits for no copy, except to or from pageable memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._streams = {lane: torch.cuda.Stream(device) for lane in (Lane.TO_HOST, Lane.FROM_HOST)}
@@ -118,11 +119,10 @@ class CudaCopies:
 
 
 def pinned(size: int) -> Tensor:
-    """Return exactly ``size`` bytes of pinned memory. (torch's own allocator rounds up to a power
-    of two.)
+    """Return exactly ``size`` bytes of pinned host memory, where torch would round up to 2^n.
 
     Raises:
-        ValueError: the driver refuses to pin it.
+        ValueError: the driver refuses to pin the memory.
     """
     buffer = whole_pages(size)
     runtime = torch.cuda.cudart()

@@ -31,9 +31,11 @@ _ALLOWANCE = 17 / 16
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that a process can still allocate on this machine: the smallest of the
-    machine's free memory and what its control groups (version 2) allow. ``root`` is the root of the
-    file system."""
+    """Return the bytes that a process can still allocate on this machine.
+
+    They are the smallest of the machine's free memory and what its control groups (version 2)
+    allow. ``root`` is the root of the file system.
+    """
     meminfo = (root / "proc/meminfo").read_text().splitlines()
     figures = {line.split(":")[0]: line.split()[1] for line in meminfo}
     free = [1024 * int(figures["MemAvailable"])]
@@ -54,8 +56,10 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _left_in(group: Path) -> list[int]:
-    """Return the bytes that a control group's limit leaves, if it has one. Cached files count as
-    free."""
+    """Return the bytes that a control group's limit leaves, as a list; empty if there is no limit.
+
+    Cached files count as free.
+    """
     try:
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
@@ -66,8 +70,10 @@ def _left_in(group: Path) -> list[int]:
 
 
 def buffer_sizes(row: tuple[Action, ...], costs: Costs) -> dict[tuple[int, Held], int]:
-    """Return the bytes of each host buffer of a rank, by stage and kind of memory; empty if
-    ``costs`` have no bytes."""
+    """Return the bytes of each host buffer for offload on a rank, by stage and kind of memory.
+
+    Empty if ``costs`` have no bytes.
+    """
     if costs.held_bytes is None:
         return {}
     amount, tokens = in_bytes(costs), max(token_share(action.microbatch) for action in row)
@@ -78,7 +84,8 @@ def buffer_sizes(row: tuple[Action, ...], costs: Costs) -> dict[tuple[int, Held]
 
 
 def planned_bytes(row: tuple[Action, ...], costs: Costs) -> int | None:
-    """Return the bytes of all host buffers of a rank; None if ``costs`` have no bytes."""
+    """Return the bytes of all host buffers for offload on a rank; None if ``costs`` have no
+    bytes."""
     if costs.held_bytes is None:
         return None
     sizes = buffer_sizes(row, costs)
@@ -86,12 +93,11 @@ def planned_bytes(row: tuple[Action, ...], costs: Costs) -> int | None:
 
 
 class ShortOfHostMemory(ValueError):
-    """Error: the ranks of a host plan to use more memory than it has."""
+    """Error: the ranks of a host plan to offload more memory than the host has free."""
 
 
 class HostMemory:
-    """Account of the host memory that offload plans to use on this rank's host, which other ranks
-    share.
+    """Account of the host memory that the ranks of this host plan to use for offloaded activations.
 
     For the first program all ranks gather their plans and their hosts' free memory. Later programs
     may be built by one pipeline alone: what such a program needs in addition is counted in torch's
@@ -109,12 +115,14 @@ class HostMemory:
         self._store: dist.Store | None = None
 
     def check(self, row: tuple[Action, ...], costs: Costs) -> str:
-        """Check the host memory for a rank's ``row``. Return a sentence about it, or "" if earlier
-        programs take as much. Collective over the world the first time.
+        """Check that the host has enough memory for the offloads in a rank's ``row``.
+
+        Returns a sentence about the memory, or "" if earlier programs take as much. Collective over
+        the world the first time.
 
         Raises:
-            ShortOfHostMemory: a host has less. The first time every rank raises it, later only the
-                ranks that have planned too much.
+            ShortOfHostMemory: a host has less memory. The first time every rank raises it, later
+                only the ranks that have planned too much.
         """
         planned = planned_bytes(row, costs)
         if self._free is None:
@@ -125,19 +133,23 @@ class HostMemory:
 
     @property
     def planned(self) -> int:
-        """Bytes of host memory counted for this rank."""
+        """Bytes of host memory that this rank plans to use for offload."""
         return self._planned
 
     def give_back_to(self, planned: int) -> None:
-        """Reduce the host memory counted for this rank to ``planned`` bytes: a program that takes
-        more will not run."""
+        """Reduce the host memory counted for this rank to ``planned`` bytes.
+
+        Called if a program that takes more will not run.
+        """
         if planned != self._planned:
             self._count(planned - self._planned)
             self._planned = planned
 
     def _begin(self, planned: int | None) -> str:
-        """Compare the plans of all ranks with the free memory of their hosts. A rank that is alone
-        counts once, though it stands for all."""
+        """Compare the planned host memory of all ranks with the free memory of their hosts.
+
+        A rank that runs alone in a rehearsal counts once, though it stands for all ranks.
+        """
         this_report = _Report(self._host, planned or 0, available_bytes(), uuid.uuid4().hex)
         reports = list({report.run: report for report in gather_from_all(this_report)}.values())
         of_hosts: dict[str, list[_Report]] = defaultdict(list)
@@ -163,8 +175,10 @@ class HostMemory:
         )
 
     def _add(self, planned: int) -> str:
-        """Count the host bytes that a program takes beyond the earlier ones. Raises
-        ShortOfHostMemory if the host has fewer."""
+        """Count the host bytes that a program takes beyond the earlier ones.
+
+        Raises ShortOfHostMemory if the host has fewer.
+        """
         assert self._free is not None
         more = planned - self._planned
         try:
@@ -179,8 +193,10 @@ class HostMemory:
         )
 
     def _count(self, more: int) -> int:
-        """Add ``more`` bytes of this rank, and return the bytes that the ranks of this host have
-        added since the first program."""
+        """Add ``more`` bytes to this rank's host memory, and return the sum of this host's ranks.
+
+        The sum is of bytes added since the first program.
+        """
         if self._store is None:
             self._added += more
             return self._added
@@ -190,7 +206,10 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class _Report:
-    """Memory report of a rank about its host. ``run`` is a key that no other training has."""
+    """Report of a rank about the memory that it plans to use on its host, and the free memory.
+
+    ``run`` is a key that no other training has.
+    """
 
     host: str
     planned: int
@@ -214,8 +233,10 @@ def _refuse_more(host: str, ranks: int | None, planned: int, free: int) -> None:
 
 
 def short_of_memory(who_needs: str, available: int) -> str:
-    """Return the beginning of an error about too little host memory, from ``who_needs`` up to the
-    amount."""
+    """Return an error text about too little host memory, which begins with ``who_needs``.
+
+    ``who_needs`` is a phrase up to the required amount.
+    """
     return (
         f"{who_needs} of host memory for offloaded activations, but only "
         f"{bytes_text(available)} are available"

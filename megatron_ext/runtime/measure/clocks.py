@@ -17,10 +17,10 @@ ROUNDS = 20
 
 @dataclass(frozen=True)
 class Offset:
-    """Offset of a rank's `time.perf_counter` from rank 0's: ``seconds`` ahead, give or take
-    ``error``.
+    """Offset of a rank's `time.perf_counter` from that of pipeline rank 0.
 
-    The error is a bound, not an estimate, as long as both clocks run at the same speed.
+    The clock is ``seconds`` ahead, give or take ``error``. The error is a bound, not an estimate,
+    as long as both clocks run at the same speed.
     """
 
     seconds: float
@@ -28,12 +28,12 @@ class Offset:
 
 
 def clock_offsets(group: dist.ProcessGroup, device: torch.device) -> list[Offset]:
-    """Return the offset of each rank of ``group``, the same list on every rank. Collective over
-    ``group``.
+    """Return the clock offset of each rank of ``group`` from its first; the same list on every
+    rank.
 
     No rank leaves an all-reduce before every rank has entered it. So rank 0's time of leaving is
     later than another rank's time of entering, and vice versa. The tightest bounds of `ROUNDS`
-    rounds are used. The error is about the duration of one all-reduce.
+    rounds are used. The error is about the duration of one all-reduce. Collective over ``group``.
     """
     token = torch.zeros(1, device=device)
     entered, left = [], []

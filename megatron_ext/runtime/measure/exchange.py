@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 
 class AsyncAllGather:
-    """All-gather of ``numbers``, equally many on every rank of ``group``, in float64. Starting it
-    is collective; neither the host nor the computing stream waits for it.
+    """All-gather of a few float64 numbers for which neither the host nor the computing stream
+    waits.
 
-    ``stream`` is a GPU's stream used for nothing else; None if tensors are on the CPU.
+    Every rank of ``group`` gives equally many ``numbers``; the start is collective. ``stream`` is a
+    GPU's stream used for nothing else; None if tensors are on the CPU.
     """
 
     def __init__(
@@ -41,16 +42,16 @@ class AsyncAllGather:
             self._event.record()
 
     def has_come(self) -> bool:
-        """Return whether the measured values of all ranks have arrived; never waits."""
+        """Return whether the numbers of all ranks have arrived; never waits."""
         return self._work.is_completed() if self._work is not None else self._event.query()
 
     def wait(self) -> None:
-        """Wait until the measured values of all ranks have arrived, at the end of a training."""
+        """Wait until the numbers of all ranks have arrived; called at the end of a training."""
         if self._work is not None:
             self._work.wait()
         else:
             self._event.synchronize()
 
     def rows(self) -> list[list[float]]:
-        """Return the measured numbers of each rank, after `has_come` is true."""
+        """Return the numbers of each rank, after `has_come` is true."""
         return self._rows.tolist()

@@ -22,7 +22,7 @@ KEPT = 5
 
 
 class MeasuredSteps:
-    """Recorder of every step, which stores the latest `KEPT` steps of one program."""
+    """Recorder of the latest `KEPT` steps of one program, to compare them with the prediction."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,7 +36,7 @@ class MeasuredSteps:
         self._recording = recorder.record(self._clock)
 
     def end(self, program: Program) -> None:
-        """Store the recording after a step of ``program``. Nothing is read yet, as reading
+        """Store the recording of a step of ``program``, without reading it, because reading
         waits."""
         if program is not self._program:
             self._program = program
@@ -46,8 +46,10 @@ class MeasuredSteps:
         self._recording = None
 
     def compare(self, pipeline: dist.ProcessGroup) -> Comparison | None:
-        """Compare the stored steps with the prediction; None if there is no step. Collective over
-        ``pipeline``."""
+        """Compare the stored steps with the prediction; None if no step is stored.
+
+        Collective over ``pipeline``.
+        """
         if self._program is None:
             return None
         steps = []

@@ -29,12 +29,10 @@ def message_seconds(
     dtype: torch.dtype,
     clock: Clock,
 ) -> dict[int, float]:
-    """Return the seconds of one message of ``shape`` to each neighbour of a higher rank, by that
-    rank.
+    """Return the seconds of one message of ``shape`` to each neighbour with a higher rank, by rank.
 
-    Called between steps. Collective over the pipeline: every rank passes the same ``channels``. Two
-    measurements that share a rank run one after the other. The result is half of the median round
-    trip.
+    Called between steps. Collective over the pipeline: every rank passes the same ``channels``.
+    Measurements that share a rank run sequentially. The result is half of the median round trip.
     """
     channel_of = {(channel.sender, channel.receiver): channel for channel in sorted(channels)}
     data = torch.zeros(shape, dtype=dtype, device=connection.device)

@@ -20,9 +20,9 @@ _ROUNDS = 10  # number of timed collectives
 
 
 def product_seconds(shape: tuple[float, float, float], *, in_fp8: bool) -> float | None:
-    """Return the seconds of a matrix product of ``shape`` (rows, columns, depth), sustained; None
-    if this GPU has no kernel for it, or the training leaves too little memory.
+    """Return the sustained seconds of a matrix product of ``shape`` (rows, columns, depth).
 
+    None if this GPU has no kernel for the product, or the training leaves too little memory.
     Operands are random, in 8 bits or bf16; the product is in bf16.
     """
     try:
@@ -46,9 +46,11 @@ def _product_seconds(shape: tuple[float, float, float], in_fp8: bool) -> float:
 
 
 def grouped_seconds(shape: tuple[float, float, float, float]) -> float | None:
-    """Return the seconds of experts' products of ``shape`` (rows, columns and depth of each, and
-    their number) in bf16, sustained; None if this GPU has no kernel or too little memory for
-    them."""
+    """Return the sustained seconds of a grouped matrix product in bf16, as experts compute it.
+
+    ``shape`` is (rows, columns, depth, number of products). None if this GPU has no kernel or too
+    little memory.
+    """
     rows, columns, depth, groups = map(int, shape)
     try:
         tokens = torch.randn(groups * rows, depth, device="cuda", dtype=torch.bfloat16)
@@ -61,13 +63,13 @@ def grouped_seconds(shape: tuple[float, float, float, float]) -> float | None:
 
 
 def attention_seconds(shape: tuple[int, int, int, int, int]) -> tuple[float, float] | None:
-    """Return the seconds of causal attention forward and backward in bf16, sustained; None if this
-    GPU has no fused kernel or too little memory.
+    """Return the sustained seconds of causal attention in bf16, forward and backward.
 
-    cuDNN's kernel is timed, which Transformer Engine takes on Hopper and later.
+    None if this GPU has no fused kernel or too little memory. cuDNN's kernel is timed, which
+    Transformer Engine takes on Hopper and later.
 
     Args:
-        shape: samples, tokens of each, heads, groups of keys and values, width of a head.
+        shape: samples, tokens of a sample, heads, groups of keys and values, width of a head.
     """
     samples, sequence, heads, groups, width = shape
     try:
@@ -103,10 +105,10 @@ def attention_seconds(shape: tuple[int, int, int, int, int]) -> tuple[float, flo
 
 
 def sustained_seconds(kernel: Callable[[], object], timed: float) -> float:
-    """Return the seconds of one call of ``kernel``, which runs for ``timed`` seconds.
+    """Return the sustained seconds of one call of ``kernel``.
 
-    Only the second half is timed: a GPU whose power is limited slows down within a tenth of a
-    second.
+    The kernel runs for ``timed`` seconds, of which the second half is timed: a GPU whose power is
+    limited slows down within a tenth of a second.
     """
     _timed(kernel, 1)  # the first call loads the kernel
     once = _timed(kernel, 3)
@@ -126,8 +128,10 @@ def _timed(kernel: Callable[[], object], repetitions: int) -> float:
 
 
 def gather_seconds(group: dist.ProcessGroup, sizes: Iterable[int]) -> dict[float, float]:
-    """Return the seconds of a gather of each of ``sizes``, in bytes of all ranks together.
-    Collective over ``group``."""
+    """Return the seconds of an all-gather by its size in bytes, for each of ``sizes``.
+
+    A size counts the bytes of all ranks of ``group`` together. Collective over ``group``.
+    """
 
     def gather(gathered: torch.Tensor) -> Callable[[], object]:
         share = gathered[: gathered.numel() // group.size()].clone()
@@ -137,8 +141,11 @@ def gather_seconds(group: dist.ProcessGroup, sizes: Iterable[int]) -> dict[float
 
 
 def exchange_seconds(group: dist.ProcessGroup, sizes: Iterable[int]) -> dict[float, float]:
-    """Return the seconds in which each rank of ``group`` sends equal parts of its ``sizes`` bytes
-    to all. Collective over ``group``."""
+    """Return the seconds of an all-to-all by its size in bytes, for each of ``sizes``.
+
+    A size counts the bytes that each rank of ``group`` sends, in equal parts to all. Collective
+    over ``group``.
+    """
 
     def exchange(received: torch.Tensor) -> Callable[[], object]:
         sent = torch.zeros_like(received)
@@ -152,8 +159,11 @@ def _collective_seconds(
     sizes: Iterable[int],
     collective_of: Callable[[torch.Tensor], Callable[[], object]],
 ) -> dict[float, float]:
-    """Return the seconds of the collective that ``collective_of`` makes for a buffer, by its bytes:
-    ``sizes``, rounded down to a multiple of the ranks."""
+    """Return the seconds of a collective by its size in bytes, for each of ``sizes``.
+
+    ``collective_of`` makes the collective for a buffer. Sizes are rounded down to a multiple of the
+    ranks.
+    """
     seconds: dict[float, float] = {}
     for size in sizes:
         size -= size % group.size()
@@ -164,6 +174,6 @@ def _collective_seconds(
 
 
 def machine_versions() -> tuple[str, ...]:
-    """Return the versions of the device, its libraries and torch, in words."""
+    """Return the versions of torch, CUDA and NCCL on this machine, in words."""
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return f"torch {torch.__version__}", f"CUDA {torch.version.cuda}", f"NCCL {nccl}"

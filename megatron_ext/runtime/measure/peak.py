@@ -19,11 +19,10 @@ from megatron_ext.schedule.kinds import Held
 
 
 class AllocatedPeak:
-    """Counter of peak memory by a GPU's caching allocator, relative to the allocation at
-    construction (the step's start).
+    """Counter of a step's peak memory on a GPU, beyond the memory allocated at the step's start.
 
     Attributes:
-        peak: bytes, over the passes so far.
+        peak: peak in bytes over the passes so far, read from torch's caching allocator.
     """
 
     def __init__(self) -> None:
@@ -40,8 +39,11 @@ class AllocatedPeak:
 
 
 class SavedPeak(SavedTensors):
-    """Counter of peak memory of the tensors that autograd saves and the queue of weight gradients
-    stores. ``peak`` is in bytes, as in `AllocatedPeak`."""
+    """Counter of a step's peak memory on the CPU.
+
+    Counted are the tensors that autograd saves and that the queue of weight gradients stores.
+    ``peak`` is in bytes, as in `AllocatedPeak`.
+    """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         super().__init__(parameter for model in models for parameter in model.parameters())
@@ -68,6 +70,8 @@ PeakBytes = AllocatedPeak | SavedPeak
 
 
 def peak_on(device: torch.device, models: Sequence[torch.nn.Module]) -> PeakBytes:
-    """Return the counter of peak memory for a step that begins now; ``models`` are the chunks of a
-    rank on ``device``."""
+    """Return the counter of peak memory for a step that begins now on ``device``.
+
+    ``models`` are the chunks of the rank.
+    """
     return AllocatedPeak() if device.type == "cuda" else SavedPeak(models)

@@ -33,7 +33,7 @@ STEPS = WARM_UP + MEASURED
 
 
 class Profile:
-    """Measurement of the first `STEPS` steps on this rank."""
+    """Measurement of passes, messages and memory in the first `STEPS` steps on this rank."""
 
     def __init__(self, clock: Clock, counting: HeldBytes) -> None:
         self.steps = 0  # number of measured steps that have ended
@@ -44,15 +44,14 @@ class Profile:
         self._recordings: list[Recording] = []
 
     def begin(self, recorder: Recorder) -> None:
-        """Start counting or recording before a step."""
+        """Start to count memory (first steps) or to record times (later steps), before a step."""
         if self.steps < WARM_UP:
             recorder.counting = self._counting
         else:
             self._recording = recorder.record(self._clock)
 
     def end(self, recorder: Recorder, program: Program) -> bool:
-        """Store the recording after a step of ``program``. Return whether it was the last one
-        needed.
+        """Store the recording of a step of ``program``; return whether no further step is needed.
 
         A step of another program discards the recordings of earlier ones. (The number of
         microbatches may grow.)
@@ -81,13 +80,15 @@ class Profile:
         *,
         by_place: bool,
     ) -> RankFigures:
-        """Return this rank's measurements. Collective over ``pipeline``, after the last step.
+        """Return this rank's measured times and bytes, after the last measured step.
+
+        Collective over ``pipeline``.
 
         Args:
             pipeline: the group that ``connection`` connects.
             boundary: the tensor that passes between stages, with its shape.
-            by_place: whether the place of a microbatch in its step tells what it costs. Memory is
-                that of the largest microbatch then.
+            by_place: whether the cost of a microbatch depends on its place in the step. Memory is
+                then that of the largest microbatch.
         """
         assert boundary.shape is not None
         used_channels = channels(self.program.schedule)

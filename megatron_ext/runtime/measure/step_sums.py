@@ -18,7 +18,7 @@ from megatron_ext.schedule.action import Action
 
 
 class StepSums:
-    """Recorder that adds up the steps that the device has finished. It never waits."""
+    """Running sums over the steps that the device has finished; adding them never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._has_allocator = device.type == "cuda"
@@ -33,12 +33,14 @@ class StepSums:
         self.program: Program | None = None
 
     def begin(self, recorder: Recorder) -> None:
-        """Record the step that begins now."""
+        """Start to record the step that begins now."""
         self._recording = recorder.record(self._clock)
 
     def end(self, program: Program, rank: int) -> None:
-        """Store the recording of a step of ``program``, which has been launched; discard those of
-        other programs."""
+        """Store the recording of a step of ``program``, and discard recordings of other programs.
+
+        The step's passes are launched, but may not have finished.
+        """
         if self._recording is None:
             return
         if program is not self.program:
@@ -51,7 +53,7 @@ class StepSums:
         self._recording = None
 
     def take(self) -> RankSums:
-        """Return the sums over steps since the last call, and the peak memory so far."""
+        """Return the sums over the steps since the last call, and the peak memory so far."""
         self.add_up()
         sums, self._sums = self._sums, RankSums()
         if self._has_allocator:
@@ -63,8 +65,10 @@ class StepSums:
         return sums
 
     def add_up(self) -> None:
-        """Read the finished recordings now, so that `take` has little to read. A step whose passes
-        are not the program's does not count: Megatron's own order may differ."""
+        """Add the finished steps to the sums, so that `take` has little to read.
+
+        A step whose passes are not the program's is ignored, since Megatron's own order may differ.
+        """
         while self._recorded and self._recorded[0].has_ended():
             recording = self._recorded.popleft()
             if recording.actions() != self._expected:

@@ -23,7 +23,7 @@ from megatron_ext.schedule.action import Action
 
 
 class PipelineGroup:
-    """Process group of a pipeline, created by Megatron."""
+    """Process group of a pipeline, created by Megatron, for messages that are sent in batches."""
 
     def __init__(
         self,
@@ -31,8 +31,10 @@ class PipelineGroup:
         device: torch.device,
         recorder: Recorder | None = None,
     ) -> None:
-        """Connect the group. Collective over the pipeline: NCCL connects on first use, which needs
-        all ranks. ``recorder`` as for `Channels`."""
+        """Connect the group. Collective over the pipeline: NCCL connects on first use by all ranks.
+
+        ``recorder`` as for `Channels`.
+        """
         self.rank = pipeline.rank()
         self.device = device
         self.are_closed = False
@@ -43,12 +45,15 @@ class PipelineGroup:
             dist.all_reduce(torch.zeros(1, device=device), group=pipeline)
 
     def close(self) -> None:
-        """Refuse further steps: the group contains messages of a failed one. The group stays open,
-        since others use it too; ranks that wait for this one fail when its process ends."""
+        """Refuse further steps, because the group contains messages of a failed step.
+
+        The group stays open, since other code uses it too; ranks that wait for this one fail when
+        its process ends.
+        """
         self.are_closed = True
 
     def start(self, messages: Sequence[tuple[Channel, Tensor]]) -> list[dist.Work]:
-        """Start a batch of messages. Return a work for each message, or (on NCCL) one for all."""
+        """Start a batch of messages; return a work for each message, or (on NCCL) one for all."""
         operations = []
         for channel, tensor in messages:
             sends = channel.sender == self.rank
@@ -59,14 +64,14 @@ class PipelineGroup:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Messages in flight together; ``works`` are those not waited for yet."""
+    """Messages that are in flight together; ``works`` are those for which no wait has ended."""
 
     actions: tuple[Action, ...]
     works: list[dist.Work]
 
 
 class BatchedTransport(TransportBase):
-    """Messages of one step of a batched program (`P2P.BATCHED`)."""
+    """Transport of one step's messages if the program sends them in batches (`P2P.BATCHED`)."""
 
     def __init__(
         self, group: PipelineGroup, boundary: Boundary, program: Program, recorder: Recorder
@@ -83,7 +88,7 @@ class BatchedTransport(TransportBase):
         raise AssertionError("a step with batched messages is never restarted")
 
     def abandon(self) -> None:
-        """End the step after an error; the group stays open."""
+        """End the step after an error; Megatron's process group stays open."""
         self._next.clear()
         self._in_flight.clear()
         self._group.close()
@@ -99,18 +104,19 @@ class BatchedTransport(TransportBase):
         self._add(action, self._empty(shape, self._boundary.dtype))
 
     def wait_sent(self, send: Action) -> None:
-        """Wait until the batch of ``send`` has moved."""
+        """Wait until the batch with the message ``send`` has been transferred."""
         batch, _ = self._in_flight.pop(send)
         self._wait(batch, send)
 
     def received(self, action: Action) -> Tensor:
-        """Return the tensor of the posted receive ``action``, once its batch has moved."""
+        """Return the tensor of the posted receive ``action``, once its batch has been
+        transferred."""
         batch, tensor = self._in_flight.pop(action)
         self._wait(batch, action)
         return tensor
 
     def is_empty(self) -> bool:
-        """Return whether no message is in flight or received and unread."""
+        """Return whether no message is in flight, or received but not read."""
         return not self._next and not self._in_flight
 
     def _add(self, action: Action, tensor: Tensor) -> None:
@@ -124,8 +130,11 @@ class BatchedTransport(TransportBase):
         self._next.clear()
 
     def _wait(self, batch: _Batch, action: Action) -> None:
-        """Wait for all of ``batch``. A failure names the message that failed if each has its own
-        work, and otherwise ``action``, which is needed now."""
+        """Wait for all messages of ``batch``.
+
+        A failure names the message that failed if each message has its own work, and otherwise
+        ``action``, which is needed now.
+        """
         actions = batch.actions if len(batch.works) > 1 else (action,)
         for message, work in zip(actions, batch.works, strict=False):
             with self._calling_peer(message):

@@ -23,7 +23,7 @@ from megatron_ext.runtime.recorder import Recorder
 
 
 class Channels:
-    """Process groups of the channels in which this rank sends or receives."""
+    """Process groups of all channels in which this rank sends or receives messages of stages."""
 
     def __init__(
         self,
@@ -33,10 +33,11 @@ class Channels:
         max_ctas: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """Collective over the pipeline: its ranks pass the same ``channels``.
+        """Connect all channels of this rank, before the first step.
 
-        ``max_ctas`` limits NCCL's CTAs of each channel (`make_device_groups`). ``recorder`` is
-        notified of the connections, and closes them; None for a rank that is not watched.
+        Collective over the pipeline: its ranks pass the same ``channels``. ``max_ctas`` limits
+        NCCL's CTAs of each channel (`make_device_groups`). ``recorder`` is notified of the
+        connections, and closes them; None for a rank that is not watched.
         """
         self.rank = pipeline.rank()
         self.device = device
@@ -57,7 +58,7 @@ class Channels:
                 self._use_once(channel)
 
     def connect_hosts(self) -> None:
-        """Connect the hosts at the two ends of each channel, for varying shapes.
+        """Connect the hosts at the two ends of each channel, which exchange shapes that vary.
 
         Collective over the pipeline, like `__init__`; a second call makes no groups.
         """
@@ -68,8 +69,10 @@ class Channels:
                 self._host_groups |= make_groups(self._pipeline, {channel: ends}, "gloo")
 
     def close(self) -> None:
-        """Cut the connections: ranks that wait at the other ends fail now instead of at torch's
-        timeout. The channels cannot be used again, since they contain messages of a failed step."""
+        """Cut the connections, so that ranks waiting at the other ends fail before torch's timeout.
+
+        The channels cannot be used any more, since they contain messages of a failed step.
+        """
         if self._groups:  # channels without groups have nothing to close
             self.are_closed = True
         close_groups(self._groups)
@@ -92,8 +95,10 @@ class Channels:
         return group.recv([tensor], 1 - group.rank(), 0)
 
     def send_shape(self, channel: Channel, header: Tensor) -> dist.Work:
-        """Send ``header``, a CPU tensor that holds a shape, from host to host, after
-        `connect_hosts`."""
+        """Send ``header``, a CPU tensor that holds a shape, from host to host.
+
+        Requires `connect_hosts`.
+        """
         group = self._host_groups[channel]
         return group.send([header], 1 - group.rank(), 0)
 

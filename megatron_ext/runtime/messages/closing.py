@@ -21,7 +21,8 @@ _threads: dict[threading.Thread, float] = {}
 
 
 def close_groups(groups: dict[Any, dist.ProcessGroup]) -> None:
-    """Abort ``groups`` and forget them. Returns in bounded time; two threads may call it at once.
+    """Abort the process ``groups`` and remove them, in bounded time; threads may call it
+    concurrently.
 
     All groups are aborted concurrently, because a kernel of one NCCL communicator may keep the
     device from ending another communicator. Gloo closes a group with its last reference, once

@@ -24,7 +24,7 @@ from megatron_ext.schedule.action import Action, Kind
 
 
 class Collectives:
-    """Process groups of a pipeline's collectives, for all steps."""
+    """Process groups of a pipeline's collectives (vocabulary parallelism), used in all steps."""
 
     def __init__(
         self,
@@ -33,8 +33,10 @@ class Collectives:
         max_ctas: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """Create the groups. Collective over the pipeline. ``max_ctas`` and ``recorder`` as for
-        `Channels`."""
+        """Create the groups, one for each kind of collective. Collective over the pipeline.
+
+        ``max_ctas`` and ``recorder`` as for `Channels`.
+        """
         self.rank = pipeline.rank()
         self.device = device
         self.are_closed = False
@@ -56,7 +58,7 @@ class Collectives:
         close_groups(self._groups)
 
     def broadcast(self, kind: Kind, tensors: Sequence[Tensor], root: int) -> list[dist.Work]:
-        """Return a work for each of ``tensors``."""
+        """Start to broadcast ``tensors`` of ``root``, and return a work for each."""
         works = []
         for tensor in tensors:
             work = dist.broadcast(
@@ -67,7 +69,8 @@ class Collectives:
         return works
 
     def sum(self, kind: Kind, tensor: Tensor, root: int) -> dist.Work:
-        """Sum ``tensor`` in place on ``root``; elsewhere its content is undefined afterwards."""
+        """Start to sum ``tensor`` of all ranks in place on ``root``; it is undefined on other
+        ranks."""
         work = dist.reduce(
             tensor, self._global_ranks[root], group=self._groups[kind], async_op=True
         )
@@ -75,7 +78,7 @@ class Collectives:
         return work
 
     def gather(self, kind: Kind, gathered: Tensor, tensor: Tensor) -> dist.Work:
-        """Gather ``tensor`` of every rank into ``gathered``, in rank order."""
+        """Start to gather ``tensor`` of every rank into ``gathered``, in rank order."""
         work = dist.all_gather_into_tensor(
             gathered, tensor, group=self._groups[kind], async_op=True
         )
@@ -84,7 +87,7 @@ class Collectives:
 
 
 class StepCollectives:
-    """Collectives of one step, by their actions."""
+    """Collectives of one step, each started and awaited by its action."""
 
     def __init__(self, collectives: Collectives, recorder: Recorder) -> None:
         check_open(collectives)
@@ -132,7 +135,7 @@ class StepCollectives:
         assert not self._in_flight
 
     def abandon(self) -> None:
-        """End the step after an error; see `Transport.abandon`."""
+        """End the step after an error, and cut the connections; see `Transport.abandon`."""
         self._in_flight.clear()
         self._collectives.close()
 

@@ -29,8 +29,10 @@ _LONGEST_PAUSE = 0.2  # longest pause in seconds between two polls of the store
 def connecting(
     recorder: Recorder, group: dist.ProcessGroup, name: str, ends: Sequence[int] = ()
 ) -> Iterator[None]:
-    """Context in which all ranks of ``group`` make the connection ``name``, or the two pipeline
-    ranks ``ends`` of a pipeline's group. It is entered when all have come. Collective over them.
+    """Context in which the ranks of a connection connect, entered when all of them have come.
+
+    The ranks are those of ``group``, or the two pipeline ranks ``ends`` of a pipeline's group.
+    ``name`` names the connection. Collective over these ranks.
 
     Raises:
         PeerFailure: another rank has failed meanwhile, or does not come within the group's timeout.
@@ -52,13 +54,19 @@ def connecting(
 
 
 def exchange_identities(recorder: Recorder, pipeline: dist.ProcessGroup) -> None:
-    """Have the ranks of ``pipeline`` exchange who they are. Collective over them."""
+    """Exchange the identities (processes and hosts) of the ranks of ``pipeline``.
+
+    Collective over these ranks.
+    """
     with connecting(recorder, pipeline, "of the pipeline"):
         recorder.rank_identity = rank_identity(pipeline)
 
 
 def _meet(recorder: Recorder, group: dist.ProcessGroup, name: str, members: Sequence[int]) -> None:
-    """Wait until all ``members`` of ``group`` have come, or another rank has failed."""
+    """Wait until all ``members`` of ``group`` have come to the connection ``name``.
+
+    Raises PeerFailure if another rank has failed, or does not come within the group's timeout.
+    """
     store, position = store_of_all(), recorder.position
     if store is None:  # nobody else is there
         return

@@ -28,8 +28,7 @@ def make_device_groups[Key](
     device: torch.device,
     max_ctas: int | None,
 ) -> dict[Key, dist.ProcessGroup]:
-    """Create groups (`make_groups`) for tensors of ``device``, with the world's backend for that
-    device.
+    """Create groups (`make_groups`) for tensors on ``device``, with the world's backend for it.
 
     On NCCL they have the settings of the pipeline's own group (`communicator_options`), and at most
     ``max_ctas`` CTAs unless those settings say otherwise; None leaves the number to NCCL.
@@ -51,7 +50,8 @@ def make_groups[Key](
     backend: str,
     options: Callable[[], Any] | None = None,
 ) -> dict[Key, dist.ProcessGroup]:
-    """Create a process group for each of ``members``, given as pipeline ranks; return this rank's.
+    """Create a process group for each of ``members``, lists of pipeline ranks; return this rank's
+    groups.
 
     torch's new_group names a group by the number of groups before it, and if the world is bound to
     a device (NCCL's default from torch 2.15 on) it splits the communicator off the world's, which
@@ -101,15 +101,17 @@ def make_groups[Key](
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of torch's ``group``."""
+    """Return the timeout of collectives of torch's process ``group``."""
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
 
 
 @contextlib.contextmanager
 def _not_split_off() -> Iterator[torch.device | None]:
-    """Unbind the world from its device, which is yielded, within the context: torch would otherwise
-    split the new communicator off the world's."""
+    """Context in which torch's world is not bound to its device, which is yielded.
+
+    Otherwise torch would split a new communicator off the world's, which needs all ranks.
+    """
     world = distributed_c10d._get_default_group()
     device = world.bound_device_id
     world.bound_device_id = None

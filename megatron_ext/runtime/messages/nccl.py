@@ -20,9 +20,9 @@ SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 
 
 def communicator_options(pipeline: Any, max_ctas: int | None) -> dist.ProcessGroupNCCL.Options:
-    """Return new options with the settings of ``pipeline``, the options of a pipeline's own group:
-    the user's configuration of ``pp``, and the priority of its stream.
+    """Return new NCCL options with the settings of ``pipeline``, the options of a pipeline's group.
 
+    The settings are the user's configuration of ``pp``, and the priority of its stream.
     ``max_ctas`` limits the CTAs if the configuration does not, but never below the user's minimum.
     Options of another backend (UCC) are ignored.
     """
@@ -42,13 +42,12 @@ def communicator_options(pipeline: Any, max_ctas: int | None) -> dist.ProcessGro
 
 
 def ctas_for(program: Program, pipeline: dist.ProcessGroup, device: torch.device) -> int | None:
-    """Return the number of CTAs that each of our communicators may use in ``pipeline`` for
-    ``program``.
+    """Return the number of CTAs that each of our NCCL communicators in ``pipeline`` may use.
 
     The number is the same on all ranks, as both ends of a channel must use equally many: it is
-    computed for the rank with the most communicators on the smallest device. None without a GPU, or
-    if ``program`` needs no communicators of ours (batched messages use Megatron's group).
-    Collective over ``pipeline``.
+    computed for the rank with the most communicators under ``program`` on the smallest device. None
+    without a GPU, or if ``program`` needs no communicators of ours (batched messages use Megatron's
+    group). Collective over ``pipeline``.
     """
     busiest = max(of_rank.total for of_rank in communicators(program))
     if device.type != "cuda" or not busiest:

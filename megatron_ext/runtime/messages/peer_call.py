@@ -17,14 +17,16 @@ from megatron_ext.schedule.action import Action
 
 
 class PeerFailure(RuntimeError):
-    """Error: a message did not arrive or leave because the rank at its other end has failed."""
+    """Error: a call of torch.distributed cannot end, because the rank at its other end has
+    failed."""
 
 
 class PeerCall:
-    """Context of a call that a peer can make fail or wait. (A class costs less than a generator.)
+    """Context of a call that another rank (the peer) can make fail or wait.
 
     ``action`` is a message, or the name of a connection that is being made. ``direction`` is "to"
-    or "from" for a message to or from the peer, and "with" for a collective.
+    or "from" for a message to or from the peer, and "with" for a collective. (A class costs less
+    than a generator.)
     """
 
     __slots__ = ("_action", "_direction", "_peer", "_recorder", "_waiting")

@@ -24,8 +24,10 @@ _Device = torch.device
 
 @dataclass(frozen=True)
 class Peers:
-    """Functions that connect a rank to its peers: the arguments are those of the classes in
-    `CONNECTED`."""
+    """Functions that connect a rank to the ranks at the other ends of its messages and collectives.
+
+    Their arguments are those of the classes in `CONNECTED`.
+    """
 
     channels: Callable[[_Group, Iterable[Channel], _Device, int | None, Recorder], Channels]
     pipeline_group: Callable[[_Group, _Device, Recorder], PipelineGroup]
@@ -42,11 +44,11 @@ def peers() -> Peers:
 
 
 def rehearse_with(made_up: Peers) -> None:
-    """Let ``made_up`` stand for the peers of this process, in all trainings from now on."""
+    """Replace the peers of this process by ``made_up`` ones, in all trainings from now on."""
     global _peers
     _peers = made_up
 
 
 def are_rehearsed() -> bool:
-    """Return whether the peers of this process are a rehearsal's."""
+    """Return whether this process runs in a rehearsal, with made-up peers."""
     return _peers is not CONNECTED

@@ -30,8 +30,8 @@ class Boundary:
     """Shape and type of the tensor that passes between stages.
 
     Attributes:
-        shape: of one hidden state; None if it varies by microbatch.
-        lengths: sizes of the first dimension by slice, if microbatches are cut into slices.
+        shape: shape of one hidden state; None if it varies by microbatch.
+        lengths: sizes of the first dimension by slice of a sequence, if microbatches run in slices.
         states: by stage, the number of hidden states that its output concatenates in the first
             dimension, as multi-token prediction before the last stage does; () if all have one.
     """
@@ -56,8 +56,10 @@ class Boundary:
 
 
 class Connection(Closable, Protocol):
-    """Connection of a rank for the messages of all steps. ``are_closed`` is true after a failure on
-    this rank."""
+    """Connection of a rank for the messages of all steps.
+
+    ``are_closed`` is true after a failure on this rank.
+    """
 
     rank: int
     device: torch.device
@@ -65,7 +67,7 @@ class Connection(Closable, Protocol):
 
 
 def check_open(connection: Connection) -> None:
-    """Raise RuntimeError if the connection was closed after a failure on this rank."""
+    """Raise RuntimeError if ``connection`` was closed after a failure on this rank."""
     if connection.are_closed:
         raise closed(connection.rank)
 
@@ -79,7 +81,7 @@ def closed(rank: int) -> RuntimeError:
 
 
 class TransportBase:
-    """Common part of all transports of a step's messages."""
+    """Common part of the transports, which send and receive the messages of one step."""
 
     def __init__(
         self, connection: Connection, boundary: Boundary, placement: Placement, recorder: Recorder
@@ -93,7 +95,7 @@ class TransportBase:
         self._known_channels: dict[tuple[int, Kind], Channel] = {}
 
     def _data(self, action: Action, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` as ``action`` sends it.
+        """Return ``tensor`` in the form in which ``action`` sends it.
 
         Raises ValueError unless it matches the boundary, which the other rank receives: gloo would
         abort that rank on another size, and reinterpret the bytes of another type.
@@ -117,7 +119,7 @@ class TransportBase:
         return self._known_channels[key]
 
     def _calling_peer(self, action: Action) -> AbstractContextManager[None]:
-        """Run a call, in this context, that the rank at the other end of ``action`` can make fail
+        """Context of a call that the rank at the other end of the message ``action`` can make fail
         or wait."""
         channel = self._channel_of(action)
         if channel.sender == self.rank:
@@ -126,7 +128,7 @@ class TransportBase:
 
 
 class Transport(TransportBase):
-    """Transport of one step's messages, by their actions, each on its channel."""
+    """Transport of one step's messages, each of which goes over the channel of its direction."""
 
     def __init__(
         self, channels: Channels, boundary: Boundary, placement: Placement, recorder: Recorder
@@ -137,8 +139,10 @@ class Transport(TransportBase):
         self._receiving: dict[Action, tuple[dist.Work, Tensor]] = {}
 
     def abandon(self) -> None:
-        """End the step after an error. The connections are closed: a rank whose caller goes on
-        after its error would leave the others waiting."""
+        """End the step after an error, and close the connections.
+
+        A rank whose caller goes on after its error would otherwise leave the other ranks waiting.
+        """
         self._sending.clear()  # messages in flight keep gloo's connections open, and are dropped
         self._receiving.clear()
         self._channels.close()
@@ -156,7 +160,7 @@ class Transport(TransportBase):
         self._sending[action] = parts
 
     def wait_sent(self, send: Action) -> None:
-        """Wait until the tensor of ``send`` has left."""
+        """Wait until the tensor of the message ``send`` has left."""
         with self._calling_peer(send):
             for work, _ in self._sending.pop(send):
                 work.wait()
@@ -164,8 +168,8 @@ class Transport(TransportBase):
     def receive(self, action: Action) -> None:
         """Post the receive of ``action``.
 
-        If shapes vary, the shape comes first, from the other end's host: this host waits for it,
-        but for no device. (It comes when the send is posted, which the proof orders like this
+        If shapes vary, the sending host first sends the shape: this host waits for it, but for no
+        device. (The shape comes when the send is posted, and the proof orders sends like this
         receive.)
         """
         channel = self._channel_of(action)
@@ -187,20 +191,22 @@ class Transport(TransportBase):
         return tensor
 
     def drain(self) -> None:
-        """Wait for all messages in flight, which no pass reads any more."""
+        """Wait for all messages in flight, which no pass will read."""
         for send in list(self._sending):
             self.wait_sent(send)
         for receive in list(self._receiving):
             self.received(receive)
 
     def is_empty(self) -> bool:
-        """Return whether no message is in flight or received and unread."""
+        """Return whether no message is in flight, or received but not read."""
         return not self._sending and not self._receiving
 
 
 def _shape_header(tensor: Tensor) -> Tensor:
-    """Return the host tensor of fixed length that holds a shape: the number of dimensions, the
-    sizes, and zeros."""
+    """Return a host tensor of fixed length with the shape of ``tensor``.
+
+    It has the number of dimensions, the sizes, and zeros.
+    """
     assert tensor.dim() <= MAX_DIMENSIONS
     sizes = [tensor.dim(), *tensor.shape]
     sizes += [0] * (MAX_DIMENSIONS + 1 - len(sizes))

@@ -27,7 +27,7 @@ _Tensors = tuple[Tensor, ...]
 class Span:
     """Tokens from ``begin`` to ``end`` (exclusive) of a sequence of ``length`` tokens.
 
-    The slice is divided evenly over ``ranks`` ranks; this one is number ``rank``.
+    The slice is split evenly over ``ranks`` context-parallel ranks; this one is number ``rank``.
     """
 
     begin: int
@@ -38,30 +38,32 @@ class Span:
 
     @property
     def local(self) -> Span:
-        """Part of this rank."""
+        """Part of this slice that is on this context-parallel rank."""
         tokens = (self.end - self.begin) // self.ranks
         begin = self.begin + self.rank * tokens
         return Span(begin, begin + tokens, self.length)
 
     @property
     def here(self) -> slice:
-        """Place of the span's tokens among this rank's tokens of the sequence."""
+        """Place of this slice's tokens among the tokens of the sequence that this rank has."""
         return slice(self.begin // self.ranks, self.end // self.ranks)
 
 
 def spans(lengths: Sequence[int], rank: int = 0, ranks: int = 1) -> tuple[Span, ...]:
-    """Return the slices of a sequence with these ``lengths`` in tokens, each a multiple of
-    ``ranks``."""
+    """Return the slices with these ``lengths`` (tokens) into which a sequence is cut.
+
+    Each length is a multiple of ``ranks``, the context-parallel ranks.
+    """
     ends = list(itertools.accumulate(lengths, initial=0))
     pairs = itertools.pairwise(ends)
     return tuple(Span(begin, end, ends[-1], rank, ranks) for begin, end in pairs)
 
 
 class RunningSlice:
-    """Current slice of this process, whose passes run sequentially, with the buffers of all slices.
+    """Slice of a sequence that this process runs now, with the keys and values of all slices.
 
-    ``span`` is a plain attribute, not thread-local: autograd runs recomputed forward passes on
-    threads of its own.
+    Passes of a process run sequentially. ``span`` is a plain attribute, not thread-local: autograd
+    runs recomputed forward passes on threads of its own.
     """
 
     def __init__(self) -> None:
@@ -80,7 +82,7 @@ class RunningSlice:
     def running(
         self, stage: int, microbatch: int, span: Span, *, is_backward: bool = False
     ) -> Iterator[None]:
-        """Context of a pass of the slice ``span`` of ``microbatch``."""
+        """Context in which a pass runs the slice ``span`` of ``microbatch`` on ``stage``."""
         assert self.span is None, "one pass at a time"
         self.span, self._microbatch = span, (stage, microbatch)
         self._is_backward = is_backward
@@ -91,8 +93,9 @@ class RunningSlice:
             self._uses = {}  # the keys are layers, which would otherwise outlive their model
 
     def attended(self, layer: Hashable, tensors: _Tensors, begin: int = 0) -> _Tensors:
-        """Return what the running slice attends to in ``layer``: ``tensors`` of all tokens from
-        ``begin`` up to the slice's end.
+        """Return keys and values that the running slice attends to in the attention ``layer``.
+
+        They are those of all tokens from ``begin`` up to the slice's end.
 
         Args:
             tensors: the slice's own keys and values, tokens first. All slices have the same sizes
@@ -117,8 +120,11 @@ class RunningSlice:
         return of_microbatch[key]
 
     def kept_of_use[Kept](self, key: Hashable, make: Callable[[], Kept]) -> Kept:
-        """Return a value like `kept`, for one use of ``key``: a pass may use a layer more than
-        once. In a backward pass that recomputes layers, their uses come in reverse order."""
+        """Return a value as `kept` does, but one for each use of ``key`` in a pass.
+
+        A pass may use a layer more than once. In a backward pass that recomputes layers, their uses
+        come in reverse order.
+        """
         before = self._uses.get(key, 0)
         self._uses[key] = before + 1
         in_all = self.kept((key, "uses"), _Count)
@@ -128,22 +134,21 @@ class RunningSlice:
         return self.kept((key, use), make)
 
     def drop(self, stage: int, microbatch: int) -> None:
-        """Forget ``microbatch`` after its last pass."""
+        """Drop the values of ``microbatch`` on ``stage``, after its last pass."""
         self._kept.pop((stage, microbatch), None)
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no value of any microbatch is stored."""
+        """Whether no value of any microbatch is stored."""
         return not self._kept
 
     @contextlib.contextmanager
     def step(self, spans: Sequence[Span], ranks: dist.ProcessGroup | None) -> Iterator[None]:
-        """Run the passes of a step in this context, after which nothing is stored, even after an
-        error.
+        """Context in which the passes of a step run in slices; nothing stays stored afterwards.
 
         Args:
-            spans: the slices of its sequences; empty if microbatches are whole.
-            ranks: group that shares sequences, if there is one.
+            spans: the slices of the step's sequences; empty if microbatches are whole.
+            ranks: group of context-parallel ranks that share sequences, if there is one.
         """
         self.spans, self._ranks = tuple(spans), ranks
         try:
@@ -154,7 +159,7 @@ class RunningSlice:
             self.clear()
 
     def clear(self) -> None:
-        """Forget the values of all microbatches, as the step restarts."""
+        """Drop the values of all microbatches, because the step restarts or ends."""
         self._kept.clear()
 
 
@@ -164,14 +169,13 @@ class _Count:
 
 
 class _Buffers:
-    """Keys and values of the whole sequence in one layer and microbatch, and their gradients so
-    far.
+    """Keys and values of a whole sequence in one attention layer, and their gradients so far.
 
-    In the backward pass the slices run in descending order. Each gives gradients of its own keys
-    and values and of all earlier ones; the latter are summed in one buffer until their own slices
-    run. With context parallelism, keys and values of a slice are gathered into every rank's buffer,
-    and a rank's part attends to everything up to its own end. The summed gradients of a slice are
-    scattered back.
+    In the backward pass the slices run in descending order. Each slice yields gradients of its own
+    keys and values and of all earlier ones; gradients of earlier slices are summed in one buffer
+    until those slices run. With context parallelism, keys and values of a slice are gathered into
+    every rank's buffer, and a rank's part attends to everything up to its own end. The summed
+    gradients of a slice are scattered back.
     """
 
     def __init__(self) -> None:
@@ -181,9 +185,11 @@ class _Buffers:
     def write(
         self, span: Span, begin: int, tensors: _Tensors, ranks: dist.ProcessGroup | None
     ) -> _Tensors:
-        """Write the slice's part, and return the views from ``begin`` up to its end. They are made
-        from ``data``, so that autograd does not take later writes beyond the slice for changes of
-        saved tensors.
+        """Write a slice's keys and values into the buffers; return views from ``begin`` up to its
+        end.
+
+        The views are made from ``data``, so that autograd does not take later writes beyond the
+        slice for changes of saved tensors.
         """
         if not self._full:
             self._full = tuple(t.new_empty((span.length, *t.shape[1:])) for t in tensors)
@@ -196,8 +202,10 @@ class _Buffers:
         return tuple(full.data[begin : span.local.end] for full in self._full)
 
     def own_gradients(self, span: Span, begin: int, gradients: _Tensors) -> _Tensors:
-        """Return the complete gradients of this rank's part of the slice; ``gradients`` are of
-        everything from ``begin`` up to this rank's end."""
+        """Return the complete gradients of the slice's keys and values on this rank.
+
+        ``gradients`` are those of everything from ``begin`` up to this rank's end.
+        """
         summed = self._gradients
         if summed is None:  # the last slice
             if missing := span.end - span.local.end:
@@ -215,8 +223,7 @@ class _Buffers:
 
 
 class _Attended(torch.autograd.Function):
-    """Autograd function that stores a slice's keys and values, and returns those of all slices up
-    to it."""
+    """Autograd function that stores a slice's keys and values, and returns those up to its end."""
 
     @staticmethod
     def forward(
@@ -239,13 +246,13 @@ class _Attended(torch.autograd.Function):
 
 
 def _with_rows(gradient: Tensor, before: int = 0, after: int = 0) -> Tensor:
-    """Return a copy of ``gradient`` with zero rows around it, for tokens that nothing on this rank
-    attends to."""
+    """Return ``gradient`` with zero rows before and after it, for tokens that nothing attends
+    to."""
     return pad(gradient, (0, 0) * (gradient.dim() - 1) + (before, after))
 
 
 def _scattered(full: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Return this rank's part of the sum of ``full``, a slice's gradient, over the group."""
+    """Return this rank's part of ``full``, a slice's gradient, summed over the ``group``."""
     local = full.new_empty((len(full) // ranks, *full.shape[1:]))
     dist.reduce_scatter_tensor(local, full.contiguous(), group=group)
     return local

@@ -34,9 +34,12 @@ _VERDICT, _READ = "verdict", "read by all"
 
 @dataclass(frozen=True)
 class Fact:
-    """Setting of a rank. Ranks agree if their ``digest`` is equal, which covers more than ``text``,
-    meant for people, can tell. Without a digest the texts are compared. If it ``decides``, ranks
-    that differ end; else they are told."""
+    """Setting of a rank that is compared with the other ranks.
+
+    Ranks agree if their ``digest`` is equal, which covers more than ``text``, a short form for
+    people. Without a digest the texts are compared. A difference ends the ranks if the fact
+    ``decides``; otherwise it is only logged.
+    """
 
     text: str
     digest: str = ""
@@ -45,7 +48,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Host and facts that a rank has reported to the others."""
+    """Host of a rank, and the facts that the rank has reported for comparison."""
 
     host: str
     facts: Mapping[str, Fact]
@@ -54,8 +57,9 @@ class RankFacts:
 def agree(
     store: dist.Store, rank: int, ranks: int, facts: Mapping[str, Fact], timeout: timedelta
 ) -> str:
-    """Return a new name, which all ranks share, when all ``ranks`` have reported the same
-    ``facts``. Collective over them. Global rank 0 logs differences of facts that do not decide.
+    """Return a new name for this start of all ``ranks``, once all have reported equal ``facts``.
+
+    Global rank 0 logs differences of facts that do not decide. Collective over the ranks.
 
     Raises:
         ValueError: two ranks differ, or a rank has not reported within ``timeout``; raised on every
@@ -79,8 +83,10 @@ def agree(
 
 
 def _compare(store: dist.Store, ranks: int, timeout: timedelta) -> tuple[str, str]:
-    """Compare the facts on global rank 0, tell the other ranks, and return a new name and the
-    mistake; "" if there is none."""
+    """Compare the facts of all ranks on global rank 0, and tell the result to the other ranks.
+
+    Returns a new name of this start, and the mistake; "" if there is none.
+    """
     if _wait(store, [str(rank) for rank in range(ranks)], 0, ranks, timeout):
         told = _told(store, ranks)
         mistake = deciding_differences(told)
@@ -97,8 +103,10 @@ def _compare(store: dist.Store, ranks: int, timeout: timedelta) -> tuple[str, st
 
 
 def _read(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> tuple[str, str]:
-    """Wait for the name and the mistake that global rank 0 has told, and return them, on the other
-    ranks."""
+    """Return the name of this start and the mistake that global rank 0 has told the other ranks.
+
+    Waits for global rank 0.
+    """
     # Rank 0 times out first, if it has come, and names the ranks for which it has waited.
     if not _wait(store, [_VERDICT], rank, ranks, timeout + STAYS):
         return "", _silence(_silent(store, ranks) or [0], timeout)
@@ -109,8 +117,10 @@ def _read(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> tuple
 
 
 def _wait(store: dist.Store, keys: list[str], rank: int, ranks: int, timeout: timedelta) -> bool:
-    """Return whether ``keys`` arrive within ``timeout``. One of the waiting ranks logs the wait
-    meanwhile."""
+    """Return whether ``keys`` arrive in the store within ``timeout``.
+
+    One of the waiting ranks logs a long wait.
+    """
     at_first = min(NOTICE, timeout)
     with contextlib.suppress(RuntimeError):  # torch raises a RuntimeError if the wait is too long
         store.wait(keys, at_first)
@@ -156,8 +166,10 @@ def _parsed(text: bytes) -> dict[str, Fact]:
 
 
 def deciding_differences(ranks: Sequence[RankFacts]) -> str:
-    """Return the facts that decide and in which ``ranks`` differ, a line for each; "" if they are
-    equal."""
+    """Return the deciding facts in which ``ranks`` differ, a line for each; "" if there are none.
+
+    A fact decides if ranks that differ in it must not train together.
+    """
     lines = _lines(ranks, decide=True)
     if not lines:
         return ""
@@ -169,7 +181,8 @@ def deciding_differences(ranks: Sequence[RankFacts]) -> str:
 
 
 def other_differences(ranks: Sequence[RankFacts]) -> str:
-    """Return the facts that do not decide and in which ``ranks`` differ; "" if they are equal."""
+    """Return the facts in which ``ranks`` may differ but do, a line for each; "" if there are
+    none."""
     lines = _lines(ranks, decide=False)
     if not lines:
         return ""
@@ -180,7 +193,8 @@ def other_differences(ranks: Sequence[RankFacts]) -> str:
 
 
 def _lines(ranks: Sequence[RankFacts], decide: bool) -> str:
-    """Return a line for each deciding or other fact in which ``ranks`` differ."""
+    """Return a line for each fact in which ``ranks`` differ; only facts that ``decide``, or only
+    others."""
     groups: dict[int, list[int]] = defaultdict(list)  # ranks by the identity of their facts
     for rank, one in enumerate(ranks):
         groups[id(one.facts)].append(rank)
@@ -209,7 +223,7 @@ def _values(ranks: Sequence[RankFacts], name: str, holders: Mapping[str, list[in
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Return ``ranks``, in ascending order, in words: "global ranks 0-7, 12"."""
+    """Return ``ranks`` in words, given in ascending order, such as "global ranks 0-7, 12"."""
     stretches: list[list[int]] = []
     for rank in ranks:
         if stretches and stretches[-1][-1] == rank - 1:

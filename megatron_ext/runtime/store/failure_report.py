@@ -31,7 +31,7 @@ LEAVE_SECONDS = 5.0  # longest time in seconds that a failing rank waits for an 
 
 
 class FailureReport:
-    """Report of the first rank to fail, shared by the ranks with the same ``store`` and ``key``.
+    """Report of the first rank to fail, which the ranks with the same ``store`` and ``key`` share.
 
     ``rank`` is the global one. A process that is forked from this one reports nothing.
     """
@@ -52,8 +52,11 @@ class FailureReport:
         self._thread: threading.Thread | None = None
 
     def start(self, hear: Callable[[str], None], where: Callable[[], str] = str) -> None:
-        """Start to poll. ``hear`` is called once with another rank's report, in a thread, and
-        ``where`` if this rank ends without an error: it returns where the rank is, in words."""
+        """Start to poll the store for reports, in a thread.
+
+        ``hear`` is called once with another rank's report, in that thread. ``where`` is called if
+        this rank ends without an error, and returns where the rank is, in words.
+        """
         self._hear, self._where = hear, where
         self._thread = threading.Thread(
             target=self._run, name="megatron_ext failure report", daemon=True
@@ -63,8 +66,11 @@ class FailureReport:
         atexit.register(self.stop)
 
     def leave(self, words: str) -> None:
-        """Report ``words`` to the other ranks, unless another rank was first. Returns within
-        `LEAVE_SECONDS`."""
+        """Report ``words`` to the other ranks as this rank's failure, unless another rank was
+        first.
+
+        Returns within `LEAVE_SECONDS`.
+        """
         if os.getpid() != self._process:
             return
         self._words = words
@@ -72,9 +78,11 @@ class FailureReport:
         self._has_left.wait(LEAVE_SECONDS)
 
     def why_gone(self, ranks: Sequence[int]) -> tuple[str, str]:
-        """Return why one of the global ``ranks`` may be gone: the report of the first rank to fail,
-        and the place of the first of ``ranks`` that has ended without an error; "" for what is not
-        known. Returns within `LEAVE_SECONDS`."""
+        """Return why one of the global ``ranks`` may be gone.
+
+        The result is the report of the first rank to fail, and the place of the first of ``ranks``
+        that has ended without an error; "" for what is not known. Returns within `LEAVE_SECONDS`.
+        """
         failed, ended = list[str](), list[str]()
 
         def look() -> None:
@@ -89,7 +97,8 @@ class FailureReport:
         return "".join(failed[:1]), "".join(ended[:1])
 
     def stop(self) -> None:
-        """Stop polling. If the store lives in this process, wait until other ranks have read it."""
+        """Stop polling; if the store lives in this process, first wait until other ranks have read
+        it."""
         if os.getpid() != self._process:
             return
         atexit.unregister(self.stop)
@@ -114,8 +123,11 @@ class FailureReport:
             self._hear(words)
 
     def _listen(self) -> str | None:
-        """Poll until another rank's report is there, and return it. Return None if this rank has
-        reported itself, or is stopped, which it notes for the others."""
+        """Poll until another rank's report is in the store, and return the report.
+
+        Returns None if this rank has reported itself, or is stopped, which it notes for the other
+        ranks.
+        """
         while not self._is_stopped:
             if self._words is not None:
                 self._store.compare_set(self._key, "", self._words)
@@ -147,8 +159,10 @@ class FailureReport:
 
 
 def connect_failure_report() -> FailureReport | None:
-    """Return the report of all ranks; None if no other rank uses torch's store. It waits for no
-    rank."""
+    """Return the failure report that all ranks share; None if no other rank uses torch's store.
+
+    Waits for no rank.
+    """
     store, rank = store_of_all(), dist.get_rank()
     if store is None:
         return None

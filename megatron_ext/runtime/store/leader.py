@@ -36,15 +36,14 @@ _WORKER, _BEATS, _RESULT = "worker", "signs of life", "result"
 
 
 def run_on_leader[T](store: dist.Store, rank: int, what: str, work: Callable[[], T]) -> T:
-    """Return the result of ``work``, which only one of the calling ranks does. It must be
-    picklable.
+    """Return the result of ``work``, which only one of the calling ranks (the leader) does.
 
-    ``rank`` is the global one. ``store`` is for this work alone (a `PrefixStore`). ``what`` names
-    the work in errors: "the search for v-auto".
+    The result must be picklable. ``rank`` is the global one. ``store`` is for this work alone (a
+    `PrefixStore`). ``what`` names the work in errors: "the search for v-auto".
 
     Raises:
         ValueError: raised by ``work``; on every rank.
-        RuntimeError: on the waiting ranks, if ``work`` has failed otherwise or its rank has died.
+        RuntimeError: on the waiting ranks, if ``work`` has failed otherwise or the leader has died.
     """
     here = f"global rank {rank} on {socket.gethostname()}"
     with losing_the_store(f"{here} requested {what}"):
@@ -77,7 +76,8 @@ def _for_others(error: BaseException, what: str, here: str) -> Exception:
 
 
 def _result_of_another(store: dist.Store, worker: str, what: str) -> bytes:
-    """Wait for the packed result of ``worker``. Raises RuntimeError if it does not come."""
+    """Wait for the packed result of ``worker``, another rank; raise RuntimeError if it does not
+    come."""
     heard, beats = 0.0, -1
     for seconds in _looks():
         with losing_the_store(f"{worker} was at {what}, for all ranks"):
@@ -95,8 +95,7 @@ def _result_of_another(store: dist.Store, worker: str, what: str) -> bytes:
 
 
 def _looks() -> Iterator[float]:
-    """Yield the seconds since the first poll of the store, once per poll; pauses are short at
-    first."""
+    """Yield the seconds since the first poll of the store, once per poll, with growing pauses."""
     start, pause = time.monotonic(), 0.01
     while True:
         yield time.monotonic() - start
@@ -123,7 +122,7 @@ def _giving_signs_of_life(store: dist.Store) -> Iterator[None]:
 
 
 def _packed(value: object) -> str:
-    """Return ``value`` as text, compressed since all ranks fetch it from one process."""
+    """Return ``value`` as text, compressed because all ranks fetch it from one process."""
     return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
 
 

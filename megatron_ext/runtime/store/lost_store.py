@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def losing_the_store(meanwhile: str) -> Iterator[None]:
-    """Replace the error of torch's store, if it is lost in this context, by a readable one.
+    """Context in which the error of a lost store of torch's is replaced by a readable one.
 
-    ``meanwhile`` is a clause that names the work in progress. Only calls of the store belong
-    inside.
+    ``meanwhile`` is a clause that names the work in progress. Only calls of the store belong into
+    the context.
     """
     try:
         yield

@@ -13,11 +13,11 @@ _name = ""  # name of this start; empty if the ranks have not compared their set
 
 
 def begin_start(name: str) -> None:
-    """Begin the start ``name`` of this process's ranks, which all of them begin."""
+    """Use ``name`` for this start of the job's ranks, which all of them share."""
     global _name
     _name = name
 
 
 def keys_of_start(store: dist.Store) -> dist.Store:
-    """Return ``store`` with a prefix for keys of the current start only."""
+    """Return ``store`` with a prefix for keys of the current start of the job only."""
     return dist.PrefixStore(f"megatron_ext/start {_name}", store) if _name else store
