@@ -1,4 +1,4 @@
-"""Fixtures of several files."""
+"""Pytest fixtures shared by the test files of this folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.helpers.ranks import Script
 
 @pytest.fixture(scope="session")
 def script() -> Iterator[Script]:
-    """Imports torch and Megatron once for all tests that this worker runs."""
+    """A process that imports torch and Megatron once and forks the ranks of all tests of this
+    worker."""
     script = Script()
     yield script
     script.close()

@@ -1,9 +1,10 @@
-"""scripts/pretrain_gpt.py on the CPU, for models that need GPUs or that none of its flags makes.
+"""Training script of tests: scripts/pretrain_gpt.py on the CPU, for models that need GPUs or that
+no flag of that script builds.
 
 Attention over packed sequences, multi-latent attention and linear attention are replaced by torch's
-operations; --hybrid-layer-pattern makes a HybridModel. TRAINED is "adapters" for low-rank adapters
-of frozen layers, or "upper-layers" for trained layers above frozen ones. Matrices are drawn by
-their names, so a model starts alike wherever its stages lie.
+operations; --hybrid-layer-pattern builds a HybridModel. The variable TRAINED is "adapters" for
+low-rank adapters of frozen layers, or "upper-layers" for trained layers above frozen ones. Matrices
+are drawn by their names, so the model starts with the same weights wherever its stages lie.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def of_pattern(
 
 
 def draw(model: Any) -> None:
-    """Draw the matrices by name; both copies of a tied table get the same numbers."""
+    """Draw the model's matrices by name, so both copies of a tied embedding get the same
+    numbers."""
     tied = {"output_layer.weight": "embedding.word_embeddings.weight"}
     names = tied if model.share_embeddings_and_output_weights else {}
     draw_by_name(

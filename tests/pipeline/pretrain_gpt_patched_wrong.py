@@ -1,5 +1,8 @@
-"""scripts/pretrain_gpt.py under a schedule whose steps end with other gradients than Megatron's, as
-with a patch of a function that now does something else."""
+"""Training script of tests whose steps under a schedule end with wrong gradients.
+
+It runs scripts/pretrain_gpt.py and imitates a patch of a Megatron function that now does something
+else, so that a comparison with Megatron's gradients must fail.
+"""
 
 from __future__ import annotations
 

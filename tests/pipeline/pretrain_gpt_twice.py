@@ -1,7 +1,8 @@
-"""scripts/pretrain_gpt.py, twice in one process: groups and globals are destroyed in between, as
-Megatron's --inprocess-restart does it.
+"""Training script of tests that runs scripts/pretrain_gpt.py twice in one process.
 
-FAILS_AT is an iteration of the first training, counted from 1, in which global rank 1 raises.
+Process groups and globals are destroyed in between, as Megatron's --inprocess-restart does. The
+variable FAILS_AT is the iteration of the first training, counted from 1, in which global rank 1
+raises.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def failing_forward_step(*args: Any, **kwargs: Any) -> Any:
 
 
 def train(number: int) -> None:
-    """One training, with a store that has no keys of another's groups."""
+    """Run training ``number`` with a store of its own, which has no keys of the other training's
+    groups."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     kept_apart = dist.PrefixStore(str(number), store)
     names["pretrain"] = functools.partial(pretrain, store=kept_apart)

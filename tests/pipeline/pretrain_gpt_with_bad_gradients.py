@@ -1,7 +1,8 @@
-"""scripts/pretrain_gpt.py, with gradients of some iterations scaled up, infinite or no numbers.
+"""Training script of tests: scripts/pretrain_gpt.py with gradients scaled up, infinite or NaN in
+some iterations.
 
-BAD_GRADIENTS is JSON: by iteration, counted from 1, what its losses are multiplied by before they
-are differentiated. What is logged is not.
+The variable BAD_GRADIENTS is JSON: by iteration, counted from 1, the factor of its losses before
+they are differentiated. The logged losses are without the factor.
 """
 
 from __future__ import annotations

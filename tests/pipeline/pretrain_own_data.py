@@ -1,7 +1,9 @@
-"""scripts/pretrain_gpt.py with loaders of its own (--dataloader-type external), as multimodal
-scripts have them: the ranks of the first and of the last stage read, all others get None.
+"""Training script of tests: scripts/pretrain_gpt.py with data loaders of its own (--dataloader-type
+external).
 
-Loaders count their microbatches, and can save that count (--dataloader-save DIR).
+As in scripts of multimodal models, the ranks of the first and of the last stage read data, and all
+other ranks get None. Loaders count their microbatches, and can save that count (--dataloader-save
+DIR).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ names = script["main"].__globals__
 
 
 class Loader:
-    """An endless loader of random tokens, others for each replica."""
+    """An endless loader of random tokens, which differ between data-parallel replicas."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -48,7 +50,8 @@ class Loader:
 
 
 def loaders(samples: list[int], vp_stage: int | None = None) -> tuple[Loader | None, ...]:
-    """Loaders for training, validation and testing, where this rank reads for that chunk."""
+    """Return the loaders for training, validation and testing, or None if this rank reads no data
+    for the chunk."""
     if not names["needs_data"](vp_stage):
         return None, None, None
     return Loader(1), Loader(2), Loader(3)

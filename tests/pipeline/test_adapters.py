@@ -1,6 +1,7 @@
-"""Low-rank adapters of frozen linear layers, as Megatron-Bridge's LoRA adds them.
+"""Tests of low-rank adapters (LoRA) on frozen linear layers, as Megatron-Bridge adds them.
 
-Only the adapters' weight gradients wait for W. Losses and gradients are stock's to the last bit.
+Under split backward passes only the adapters' weight gradients wait for W. Losses and gradients are
+stock Megatron's to the last bit.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from tests.pipeline.test_callers import (
 
 
 def of_later_layers(name: str) -> bool:
-    """Adapters, but for those of the first three layers."""
+    """Tell whether a parameter is an adapter's, of a layer behind the first three."""
     return is_adapter(name) and layer_of(name) > 3
 
 
@@ -132,7 +133,8 @@ def compared() -> list[tuple[str, tuple[str, ...]]]:
 
 @contextlib.contextmanager
 def gradients_of_inputs() -> Iterator[dict[int, bool]]:
-    """Within, whether there is one, by the stages that have backward passes."""
+    """Yield, by stages that had backward passes, whether a stage computed the gradient of its
+    input."""
     made: dict[int, bool] = {}
     run = ModelStage._backward_input
 
@@ -161,11 +163,12 @@ def covers(trained: str, recompute: bool, schedules: tuple[str, ...]) -> pytest.
 def test_adapters_train_as_stocks(
     trained: str, recompute: bool, schedules: tuple[str, ...]
 ) -> None:
-    """Adapters train as in stock. Stages before the first trained layer have no backward passes.
+    """A model whose adapters alone are trained gets stock's losses and gradients. Stages before the
+    first trained layer run no backward passes.
 
-    The first trained stage computes no gradient of its input, unless it recomputes: a recomputed
-    layer is differentiated only if its input requires a gradient, and adapters would otherwise get
-    no gradients, without an error.
+    The first trained stage computes no gradient of its input, unless its layers are recomputed: a
+    recomputed layer is differentiated only if its input requires a gradient. Otherwise the adapters
+    in that layer would get no gradients, without an error.
     """
     is_trained = TRAINED[trained]
 
@@ -196,7 +199,8 @@ def test_adapters_train_as_stocks(
 
 
 def held_with(linear: Sequence[str]) -> tuple[float, float]:
-    """Bytes of a microbatch of a model with these adapters, as counted and as estimated."""
+    """Return the bytes that one microbatch stores in a model with adapters on ``linear``: counted,
+    and estimated."""
     model: Any = build_model()
     adapt(model, linear)
     for name, weight in named_parameters(model):
@@ -213,8 +217,8 @@ def held_with(linear: Sequence[str]) -> tuple[float, float]:
 
 
 def test_adapters_of_some_linear_layers_hold_what_enters_these_alone() -> None:
-    """Only linear layers with adapters store inputs for them. Estimates counted the inputs of all
-    linear layers."""
+    """Linear layers with adapters store their inputs for the backward pass, frozen ones without
+    adapters do not. The memory estimate counted the inputs of all linear layers."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -222,7 +226,8 @@ def test_adapters_of_some_linear_layers_hold_what_enters_these_alone() -> None:
             model_parallel_cuda_manual_seed(0)
             (counted, estimated), (of_less, estimated_less) = map(held_with, (LINEAR, LINEAR[:1]))
             parallel_state.destroy_model_parallel()
-        adapters = RANKS * 3 * RANK * SEQUENCE * BATCH * 4  # what enters their second matrices
+        # bytes of the inputs of the adapters' second matrices
+        adapters = RANKS * 3 * RANK * SEQUENCE * BATCH * 4
         assert estimated - estimated_less == counted - of_less - adapters > 0
 
     values(run_ranks(1, on_rank))
@@ -231,8 +236,8 @@ def test_adapters_of_some_linear_layers_hold_what_enters_these_alone() -> None:
 @nightly("what is frozen is frozen above, and what predicts is test_multi_token_prediction.py's")
 @pytest.mark.covers("A", ("line", "v"), mtp_num_layers=1)
 def test_multi_token_prediction_above_frozen_layers() -> None:
-    """Multi-token prediction trains above frozen layers: the copy of the embedding on the last
-    stage is frozen as the first stage's is."""
+    """Multi-token prediction trains above frozen layers. The last stage's copy of the embedding is
+    frozen, because the embedding on the first stage is."""
 
     def predicting(layout: list[list[str]]) -> list[list[str]]:
         return [*layout[:-1], [*layout[-1][:-1], "mtp", "loss"]]

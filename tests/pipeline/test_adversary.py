@@ -1,8 +1,8 @@
-"""Programs of every family on ranks whose device stands still, or is late
+"""Tests of schedules of every family on ranks whose simulated device blocks or finishes late
 (`tests.helpers.adversary`).
 
-Each case compares with the same stages in one process, to the last bit. At the end, what each
-adversary is there to find.
+Each case compares losses and gradients with the same stages run in one process, to the last bit.
+The last tests seed the mistakes that each kind of simulated device must find.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from tests.pipeline.test_vocabulary import (  # noqa: E402
 
 @pytest.fixture
 def adverse(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The adversary by this name, on the ranks of a test."""
+    """Run the ranks of a test on the simulated device that the test's parameter names."""
     with MODES[request.param]():
         yield
 
@@ -66,7 +66,7 @@ def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "SMALL", 0)
 
 
-# --- programs that were proved
+# --- tests of programs that the proof has accepted
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -87,8 +87,9 @@ WAYS: dict[str, dict[str, Any]] = {
     indirect=["adverse"],
 )
 def test_every_family(name: str, ranks: int) -> None:
-    """Every family runs on late devices, with fewer microbatches than ranks, and with a number that
-    is not a multiple of them."""
+    """Schedules of every family give the right numbers on devices that block or finish late. The
+    step has once fewer microbatches than ranks, and once a number that is not a multiple of the
+    ranks."""
     programs = {
         way: [program_for(choose(name), ranks, m, **how) for m in (ranks - 1, ranks + 3)]
         for way, how in WAYS.items()
@@ -109,7 +110,8 @@ def test_every_family_on_one_queue(name: str) -> None:
 
 
 def run_all(programs: dict[str, list[Program]], rank: int) -> None:
-    """On each rank: by the ways to run them, a step of each program."""
+    """Run a step of each program on this rank; ``programs`` are listed by the settings that run
+    them."""
     connections: dict[tuple[P2P, bool], Any] = {}
     for way, of_one_way in programs.items():
         for program in of_one_way:
@@ -122,7 +124,8 @@ def run_all(programs: dict[str, list[Program]], rank: int) -> None:
 
 
 def connected(connection: Any, *unused: object) -> Any:
-    """As a pipeline connects that has been connected before."""
+    """Return ``connection``: stands for connecting, for a pipeline whose ranks are connected
+    already."""
     return connection
 
 
@@ -133,7 +136,8 @@ def connected(connection: Any, *unused: object) -> Any:
     indirect=["adverse"],
 )
 def test_divided_vocabulary(name: str) -> None:
-    """Steps of a split vocabulary are right on late devices, with an evaluation in between."""
+    """Steps with a vocabulary split over the ranks have the right losses on devices that finish
+    late, also if an evaluation runs between two steps."""
     ranks = 3
     ways = VocabularyParallel.ONE, VocabularyParallel.TWO
     programs = [with_vocabulary(name, ranks, m, how) for how in ways for m in (2, 7)]
@@ -168,11 +172,12 @@ def test_post_validation_of_bad_steps(name: str) -> None:
     values(run_ranks(ranks, run_courses(programs, bad_days(ranks), shapes=(False, True))))
 
 
-# --- programs that the proof lets through, and others
+# --- tests of random schedules that the proof accepts or refuses
 
 
 def changed_a_little(start: Program) -> Iterator[tuple[Schedule, Program | InvalidSchedule]]:
-    """Without end: ``start``'s schedule, its messages and waits too, and what the proof says."""
+    """Yield without end random small changes of ``start``'s schedule, of its messages and waits
+    too, each with its proved program or the proof's error."""
     rng = random.Random(0)
     while True:
         schedule = mutate(start.schedule, rng)
@@ -237,8 +242,9 @@ def test_what_the_proof_lets_through_of_a_divided_vocabulary(
 
 
 def test_what_the_proof_refuses_for_such_a_device_alone() -> None:
-    """A schedule that the proof refuses only for a device that waits at each pass does hang on such
-    a device. If the proof were too strict, this would show it."""
+    """The proof refuses some schedules only because a device may wait for all posted messages at
+    each pass. These schedules run under gloo and hang on a simulated device that waits so, so the
+    proof is not too strict."""
     for program in refused_for_such_a_device(program_for(choose("zb-v"), 3, 4)):
         run = partial(run_all, {"async": [program]})
         values(run_ranks(3, run))
@@ -247,18 +253,20 @@ def test_what_the_proof_refuses_for_such_a_device_alone() -> None:
         assert any("has not ended in 1 s" in error for error in errors), errors
 
 
-# --- what a device that stands still finds
+# --- mistakes that a device that blocks must find
 
 
 def unproved(program: Program, schedule: Schedule) -> Program:
-    """``program`` with a schedule that no proof has seen."""
+    """Return ``program`` with ``schedule`` in place of its own, although the proof has not checked
+    it."""
     spoilt = copy.copy(program)
     object.__setattr__(spoilt, "schedule", schedule)
     return spoilt
 
 
 def beginning_with(program: Program, first: str, rank: int) -> Program:
-    """``program`` with one of its actions at the start of a rank's row."""
+    """Return ``program`` with its action ``first`` moved to the start of the row of ``rank``,
+    unproved."""
     rows = list(program.schedule.rows)
     action = parse_action(first)
     rows[rank] = (action, *(a for a in rows[rank] if a != action))
@@ -266,8 +274,9 @@ def beginning_with(program: Program, first: str, rank: int) -> Program:
 
 
 def test_a_receive_posted_too_early() -> None:
-    """A receive is posted early that needs what this rank sends after its pass. gloo runs it
-    without an error; a device would hang."""
+    """A rank posts a receive too early: the peer sends the data only after it has got a later
+    output of this rank. gloo runs such a program without an error. A device that waits for all
+    posted messages hangs, and the simulated device reports it."""
     program = program_for(choose("gpipe"), 2, 2)
     spoilt = beginning_with(program, "0RECV_B0", rank=0)
 
@@ -296,14 +305,14 @@ def test_a_collective_posted_too_early() -> None:
 
 
 def check_stands_still(results: list[RankResult], posted: str, before: str) -> None:
-    """Assert that both ranks end with an error, and that the waiting rank names the action that has
-    not ended. The other rank may only learn that the first one has ended."""
+    """Assert that both ranks end with an error, and that the rank that waits names the action that
+    has not ended. The other rank may learn only that its peer has ended."""
     rank = parse_action(posted).stage
     assert [result.exit_code for result in results] == [1, 1]
     assert f"{posted}, posted before {before}, has not ended" in results[rank].error
 
 
-# --- what a late device finds
+# --- mistakes that a device that finishes late must find
 
 
 def errors_when_late(run: Callable[[int], None], ranks: int = 2) -> list[str]:
@@ -312,7 +321,8 @@ def errors_when_late(run: Callable[[int], None], ranks: int = 2) -> list[str]:
 
 
 def test_a_wait_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that is read before its wait holds no numbers, so the missing wait is noticed."""
+    """A runtime that reads a received tensor before it waits for the message is found. On a
+    simulated late device the tensor holds no numbers before the wait."""
 
     def received(transport: Transport, action: Action) -> Tensor:
         work, tensor = transport._receiving.pop(action)
@@ -363,8 +373,8 @@ def test_a_collective_that_is_read_too_early(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_output_that_goes_before_it_has_left(
     spoil: Callable[[Tensor], None], finding: str
 ) -> None:
-    """The output of microbatch 0 is spoiled before its send has ended; the wait for that send comes
-    later."""
+    """The output of microbatch 0 is freed or overwritten before its send has ended. The wait for
+    that send comes later and names the mistake."""
     program = program_for(choose("1f1b"), 2, 3)
     at = parse_action("0F1")
     assert program.schedule.rows[0].index(at) < program.schedule.rows[0].index(
@@ -383,12 +393,13 @@ def test_an_output_that_goes_before_it_has_left(
 
 
 def test_a_tensor_that_nobody_keeps_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transport keeps a tensor until it is sent, if the tensor is a copy that the transport has
-    made itself."""
+    """A transport that keeps no reference to a tensor until it is sent is found. The tensor is a
+    contiguous copy that the transport made, so no other owner keeps its memory."""
     send = Transport.send
 
     def careless(transport: Transport, action: Action, tensor: Tensor) -> None:
-        send(transport, action, tensor.t().contiguous().t())  # laid out otherwise
+        # The tensor is not contiguous, so the transport sends a copy.
+        send(transport, action, tensor.t().contiguous().t())
         transport._sending[action] = [(work, tensor) for work, _ in transport._sending[action]]
 
     monkeypatch.setattr(Transport, "send", careless)
@@ -408,7 +419,8 @@ def test_a_send_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(rank: int) -> None:
         Pipeline(program, world()).step()
 
-    _, last = errors_when_late(run)  # which cuts the first off from what has not gone yet
+    # The last rank ends and cuts the first off from messages that have not left yet.
+    _, last = errors_when_late(run)
     assert "nobody has waited for 1SEND_B0, 1SEND_B1" in last
 
 
@@ -430,8 +442,8 @@ def collective(kind: str) -> Action:
 
 
 def test_collectives_bring_nothing_before_their_wait() -> None:
-    """The result of a collective is not there before the wait. A tensor that goes into a sum for
-    another rank is spoilt."""
+    """The result of a collective does not exist before its wait: until then the simulated late
+    device fills the result, and a tensor that is summed for another rank, with wrong numbers."""
 
     def run(rank: int) -> None:
         exchange = StepCollectives(Collectives(world(), torch.device("cpu")), Recorder(rank))

@@ -1,9 +1,10 @@
-"""Real trainings on ranks whose device stands still, or is late (`tests.helpers.adversary`),
-against the same without: the same numbers, to the last bit.
+"""Tests of whole trainings on ranks whose simulated device blocks or finishes late
+(`tests.helpers.adversary`).
 
-Schedules, ways of messages, divided vocabularies and offload meet pair by pair, as far as they go
-together; post-validation meets all schedules it gains something with. There the gradients of some
-steps are clipped: the verdict on a step that was taken already goes bad.
+The losses and states must equal those of the same training without such a device, to the last bit.
+The cases pair schedules, kinds of messages, split vocabularies and offload as far as they go
+together. Post-validation meets all schedules that gain from it; the gradients of some of its steps
+are clipped, so that a step that was taken already must be rolled back.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.megatron_runs import Run, losses, model_flags, train
 
 SCRIPT = Path(__file__).parent / "pretrain_gpt_with_bad_gradients.py"
-RANKS = 3  # so that one is in the middle
-CLIPPED = {3: 100.0, 5: 100.0}  # by iteration, what its gradients are multiplied by
+RANKS = 3  # three ranks, so that one is neither the first nor the last
+CLIPPED = {3: 100.0, 5: 100.0}  # factors of the gradients, by iteration
 COSTS = "f=10,i=12,w=8,comm=1,d2h=3,h2d=3"
 
 LINES_AND_VS = ("1f1b", "zb-2p", "zb-v", "v-half")
@@ -45,7 +46,7 @@ class Case:
 
     @property
     def iterations(self) -> int:
-        """The number of iterations; verdicts are requested from the third on."""
+        """Number of iterations. Post-validation checks steps from the third on."""
         return 6 if self.validates else 2
 
     def __str__(self) -> str:
@@ -54,8 +55,8 @@ class Case:
 
 
 def _cases() -> list[tuple[Case, str]]:
-    """Each schedule with each way of messages and vocabulary that it goes with; offload and the
-    adversaries go round in them."""
+    """Return each schedule with each kind of messages and of vocabulary that goes with it. Offload
+    and the simulated devices take turns in these cases."""
     modes = list(MODES)
     cases = []
     for number, schedule in enumerate((*LINES_AND_VS, *LOOPS)):
@@ -103,8 +104,8 @@ def run(case: Case, replicas: int = 1, **more: object) -> list[Run]:
         global_batch_size=2 * RANKS * replicas,
         untie_embeddings_and_output_weights=True,
         train_iters=case.iterations,
-        clip_grad=10.0,  # above the norms of all steps but those
-        log_interval=10,  # where one is logged, steps do not overlap
+        clip_grad=10.0,  # above the gradient norms of all steps but the scaled ones
+        log_interval=10,  # steps whose losses are logged do not overlap
         no_check_for_nan_in_loss_and_grad=True,
         rerun_mode="disabled",
         pipeline_costs=COSTS,
@@ -132,7 +133,7 @@ def undisturbed(case: Case) -> list[Run]:
     ids=str,
 )
 def test_training_is_the_same_to_the_last_bit(case: Case, mode: str) -> None:
-    # Ways of messages and offload do not change a number either.
+    # The kind of messages and offload do not change a number, so the reference runs without them.
     expected = undisturbed(replace(case, p2p=P2P.ASYNC, leaves=Offload.NONE))
     with MODES[mode]():
         runs = run(case)
@@ -146,8 +147,8 @@ def test_training_is_the_same_to_the_last_bit(case: Case, mode: str) -> None:
 def test_pipelines_that_reduce_gradients_between_passes(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pipelines reduce gradients between passes. Each rank stands still before passes until the
-    other pipeline has come as far."""
+    """Two pipelines reduce gradients between passes. The simulated device of each rank blocks
+    before a pass until the other pipeline has come as far, and nothing hangs."""
     overlaps = {
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": True,

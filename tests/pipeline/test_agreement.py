@@ -1,7 +1,7 @@
-"""Ranks that are launched differently say so before they make process groups.
+"""Tests that ranks that were launched differently say so before they create process groups.
 
-Rank 0 with zb-h1 and rank 1 with zb-v, because flags or variables differed between nodes, made
-other groups, and each waited without a word for ranks that would not come.
+A launch had zb-h1 on rank 0 and zb-v on rank 1, because flags or variables differed between nodes.
+The two created different groups, and each waited without a message for ranks that did not come.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ ALIKE = {"--pipeline-schedule": Fact("zb-h1"), "the file h.csv": Fact("9 bytes",
 
 
 def ask(told: Callable[[int], Mapping[str, Fact] | None], twice: bool = False) -> list[RankResult]:
-    """Ranks that tell what ``told`` has of them, but those of which it has nothing. How they end;
-    their value is what was wrong."""
+    """Run ranks that compare the launch facts ``told`` returns, and return how they end: a rank's
+    value is the difference it found. A rank without facts stays silent."""
 
     def asked(rank: int) -> str:
         store = dist.distributed_c10d._get_default_store()
@@ -84,8 +84,9 @@ def test_every_rank_says_what_differs(twice: bool) -> None:
 def test_a_rank_without_megatron_ext_is_not_waited_for_in_silence(
     silent: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank that starts without megatron_ext ends the job. It went on in Megatron's groups, and
-    the other ranks waited for it until torch's timeout, whose error names no rank."""
+    """A rank that starts without megatron_ext ends the job, and the error names that rank. Earlier
+    the rank continued in Megatron's groups, and the other ranks waited for it until torch's
+    timeout, whose error names no rank."""
     monkeypatch.setattr(agreement, "NOTICE", timedelta(seconds=0.5))
     monkeypatch.setattr(agreement, "STAYS", timedelta(seconds=1))
     results = values(ask(lambda rank: None if rank == silent else ALIKE))
@@ -98,8 +99,9 @@ def test_a_rank_without_megatron_ext_is_not_waited_for_in_silence(
 def test_a_rank_without_settings_is_not_waited_for_as_long_as_for_a_collective(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ranks wait less long for a rank without settings than for a collective. Rank 0 had no
-    settings, and the others waited 580 s for it: nearly torch's own timeout."""
+    """Ranks that wait for a rank without settings give an error earlier than torch's timeout of a
+    collective. In a launch rank 0 had no settings, and the others waited 580 s for it: nearly
+    torch's timeout."""
     monkeypatch.setattr(launch_facts_module, "patience", lambda timeout: timedelta(seconds=0.5))
     monkeypatch.setattr(agreement, "STAYS", timedelta(seconds=0.5))
 
@@ -122,14 +124,15 @@ def test_a_rank_without_settings_is_not_waited_for_as_long_as_for_a_collective(
 
 @pytest.mark.parametrize(("timeout", "waited"), [(10, 5), (60, 30), (6, 5), (1, 1)])
 def test_ranks_that_start_minutes_apart_are_waited_for(timeout: int, waited: int) -> None:
-    """Ranks that start minutes apart wait for one another. Two minutes were too short for valid
-    jobs: on a cold file system ranks start further apart, and with NCCL init_process_group lets the
-    first ones through at once."""
+    """Ranks wait for the launch facts of the others for half of the timeout of collectives, at most
+    30 minutes. A fixed two minutes ended valid jobs: on a cold file system ranks start further
+    apart, and NCCL's init_process_group lets the first ranks continue without the others."""
     assert patience(timedelta(minutes=timeout)) == timedelta(minutes=waited)
 
 
 def test_one_of_a_thousand_ranks_is_found() -> None:
-    """Global rank 0 compares a thousand ranks in less than a second."""
+    """Global rank 0 compares the launch facts of a thousand ranks, and finds the one rank with
+    another flag, in less than a second."""
     ranks, prefix = 1000, "megatron_ext/agreement/1"
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = {f"--argument-{n}": Fact(str(n)) for n in range(700)}
@@ -139,7 +142,8 @@ def test_one_of_a_thousand_ranks_is_found() -> None:
         digest = hashlib.sha256(text.encode()).hexdigest()
         store.set(f"{prefix}/{digest}", text)
         store.set(f"{prefix}/{rank}", f"{digest} node{rank // 8}")
-    store.set(f"{prefix}/{agreement._READ}", "")  # as if all had read what was found
+    # The key says that all ranks have read the result.
+    store.set(f"{prefix}/{agreement._READ}", "")
     with pytest.raises(ValueError, match="zb-v on global rank 999"):
         agree(store, 0, ranks, arguments, SECONDS)
 
@@ -160,8 +164,8 @@ def test_ranks_and_hosts_are_listed_in_short() -> None:
 def test_a_file_is_compared_by_its_contents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file is compared by its contents: nodes may have other copies under the same path. The time
-    when it was written does not count."""
+    """Costs files are compared between nodes by their contents, because nodes may have different
+    copies under the same path. The time of the last change does not count."""
     facts: list[dict[str, Fact]] = []
     for node, figure in (("a", 1), ("b", 1), ("c", 2)):
         (tmp_path / node).mkdir()
@@ -188,8 +192,9 @@ def test_a_folder_of_traces_may_be_each_ranks_own() -> None:
 
 
 def test_unknown_sources_are_allowed_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unknown sources are allowed on all ranks or on none. Ranks with the variable began with
-    Megatron's own step, and waited for the others."""
+    """The variable that allows unknown versions of Megatron's sources must be set on all ranks or
+    on none. In a launch only some ranks had the variable: they began with Megatron's own step, and
+    waited for the others."""
     facts = []
     for allowed in ("", "a.module:function@0123456789ab", "another.module:function@0123456789ab"):
         monkeypatch.setenv(ALLOW_UNKNOWN, allowed)
@@ -200,8 +205,8 @@ def test_unknown_sources_are_allowed_on_all_ranks(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_commit_while_ranks_start_is_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit in Megatron's version is that of the repository around Megatron, which may be the
-    user's own. It may change while ranks start."""
+    """Ranks may report different commits in Megatron's version. The commit is that of the
+    repository around Megatron, which may be the user's own, and may change while ranks start."""
     facts = []
     for version in ("0.19.2+0123abc", "0.19.2+4567def", "0.19.2", "0.19.1+0123abc"):
         monkeypatch.setattr(megatron.core, "__version__", version)

@@ -1,7 +1,7 @@
-"""Models other than a bare GPTModel: a stage is any module with set_input_tensor.
+"""Tests of models other than a bare GPTModel: a stage may be any module with set_input_tensor.
 
-Attributes that only GPT models have are optional. A caller's own steps on two ranks have the losses
-and gradients of stock's schedules to the last bit.
+Attributes that only GPT models have are optional. Steps that a caller runs on two ranks without
+Megatron's training loop have the losses and gradients of stock's schedules to the last bit.
 """
 
 from __future__ import annotations
@@ -60,16 +60,17 @@ RANKS = 2
 SEQUENCE, BATCH, WIDTH, VOCABULARY, MICROBATCHES = 12, 2, 16, 32, 6
 
 
-# A module of the caller's own.
+# --- a module written by a caller, without Megatron's transformer layers
 
 
 class Block(torch.nn.Module):
-    """One stage: a linear layer of Megatron's and one of torch's."""
+    """Model of one stage: a linear layer of Megatron's and one of torch's."""
 
     def __init__(self, config: ModelParallelConfig, stage: int) -> None:
         super().__init__()
         self.config = config
-        self.model_type = ModelType.encoder_or_decoder  # which stock's interleaved schedule asks
+        # Stock's interleaved schedule reads model_type.
+        self.model_type = ModelType.encoder_or_decoder
         self.stage = stage
         self.inner = ColumnParallelLinear(
             WIDTH, WIDTH, config=config, init_method=torch.nn.init.normal_, bias=False
@@ -97,10 +98,11 @@ def blocks(stages: tuple[int, ...]) -> list[torch.nn.Module]:
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
-        overlap_p2p_comm=len(stages) > 1,  # batched, stock mixes directions up on two ranks
+        # With batched messages, stock's interleaved schedule mixes up directions on two ranks.
+        overlap_p2p_comm=len(stages) > 1,
         batch_p2p_comm=len(stages) == 1,
     )
-    config.hidden_size = WIDTH  # which Megatron's schedules ask for
+    config.hidden_size = WIDTH  # Megatron's schedules read hidden_size from the config.
     return [Block(config, stage) for stage in stages]
 
 
@@ -117,7 +119,8 @@ def mean(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
 def block_step(
     schedule: str, microbatches: int = MICROBATCHES, **call: Any
 ) -> tuple[list[Any], callers.Gradients]:
-    """A step of `Block`s, on the stages that ``schedule`` gives to this rank."""
+    """Run a step of `Block`s on the stages of this rank under ``schedule``, and return losses and
+    gradients."""
     placement = choose(schedule).place(RANKS)
     stages = placement.stages_of[torch.distributed.get_rank()]
     return callers.whole_step(
@@ -134,8 +137,8 @@ OWN = ("1f1b", "zb-h1", "interleaved", "interleaved-zb", "zb-v")
 
 
 def test_a_module_of_the_callers_own() -> None:
-    """A caller's own module trains. It ended the training with `_get_attr_wrapped_model couldn't
-    find attribute decoder`."""
+    """A model made of a caller's own modules trains. Such a training ended with
+    `_get_attr_wrapped_model couldn't find attribute decoder`."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -147,15 +150,16 @@ def test_a_module_of_the_callers_own() -> None:
                     assert_same(block_step(schedule), stocks)
             with megatron_ext.install(schedule="interleaved-zb"):
                 assert_same(block_step("interleaved-zb", forward_only=True), evaluated)
-                block_step("interleaved-zb", microbatches=7)  # which stock refuses
+                # A step of 7 microbatches, which stock's interleaved schedule refuses on two ranks.
+                block_step("interleaved-zb", microbatches=7)
 
     values(run_ranks(RANKS, on_rank))
 
 
 def test_with_several_chunks_either_sequence_length_may_be_meant() -> None:
-    """With several chunks a rank either sequence length may be the one of the messages. Stock's
-    interleaved schedule uses seq_length, whatever decoder_seq_length says, and its other schedule
-    the latter. Ours always used the latter, and refused what the stages sent."""
+    """With several chunks a rank, messages may have the length seq_length or decoder_seq_length.
+    Stock's interleaved schedule uses seq_length, its other schedules use decoder_seq_length. Our
+    schedules always used decoder_seq_length, and refused outputs of the other length."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -178,8 +182,8 @@ def test_with_several_chunks_either_sequence_length_may_be_meant() -> None:
 
 
 def test_a_rank_has_as_many_chunks_and_iterators_as_stages() -> None:
-    """The number of chunks and iterators on a rank must equal that of its stages. A wrong number
-    ended with an IndexError on rank 0, and the other ranks waited for it."""
+    """A step is refused if a rank passes fewer model chunks or data iterators than it has stages. A
+    wrong number ended with an IndexError on rank 0, and the other ranks waited for rank 0."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()), megatron_ext.install(schedule="interleaved-zb"):
@@ -237,9 +241,9 @@ def test_costs_that_cannot_be_estimated_are_equal_and_can_be_measured(tmp_path: 
     assert costs.held_bytes is not None and all(map(all, costs.seconds.values()))
 
 
-# A language model with a tower that sees images, on the first stage.
+# --- a language model with an image encoder (tower) on the first stage
 
-IMAGES = 4  # embeddings that an image becomes, which come before the text
+IMAGES = 4  # number of embeddings of an image, which come before the text
 TEXT = SEQUENCE - IMAGES
 
 
@@ -263,7 +267,8 @@ class Tower(MegatronModule):
 
 
 class Multimodal(MegatronModule):
-    """As those of Megatron-Bridge: stage for stage a language model, behind a tower."""
+    """Multimodal model as in Megatron-Bridge: each stage is a part of the language model, the first
+    with an image encoder before it."""
 
     def __init__(self, config: TransformerConfig, vp_stage: int) -> None:
         super().__init__(config)
@@ -313,8 +318,8 @@ def images_and_tokens() -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-# Megatron's LLaVA, as examples/multimodal makes it: configs of the tower and the projection are
-# copies of the language model's.
+# Megatron's LLaVA is built here as examples/multimodal builds it: the configs of the image encoder
+# and of the projection are copies of the language model's config.
 
 TOKEN_OF_IMAGE = -200
 
@@ -326,7 +331,7 @@ def llava(vp_stage: int, chunks: int | None, layout: str | None = None) -> torch
     tower, projection = copy.deepcopy(language), copy.deepcopy(language)
     tower.pipeline_model_parallel_layout = projection.pipeline_model_parallel_layout = None
     tower.num_layers = 2
-    tower.vision_model_type = "internvit"  # others have norms of Transformer Engine's alone
+    tower.vision_model_type = "internvit"  # other vision models need Transformer Engine's norms
     tower.pipeline_model_parallel_size = projection.pipeline_model_parallel_size = 1
     ends = first_and_last(vp_stage)
     return LLaVAModel(
@@ -374,7 +379,8 @@ def llava_step(data: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
 
 
 def images_in_tokens() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """An image of 2 x 2 patches and a class token, in the place of one token of eight."""
+    """Return pairs of an image and tokens. Of 2 x 2 patches and a class token come five embeddings,
+    which replace one token of each sequence."""
     generator = torch.Generator().manual_seed(2)
     return [
         (
@@ -404,7 +410,8 @@ def model_step(
     layout: str | None = None,
     **call: Any,
 ) -> tuple[list[Any], callers.Gradients]:
-    """A step of that model, on so many chunks a rank, without gradients of what is frozen."""
+    """Run a step of the model ``name`` on ``chunks`` chunks a rank, with gradients of the parts
+    that are not frozen."""
     make, forward_step, data = MODELS[name]
 
     def build() -> list[torch.nn.Module]:
@@ -439,7 +446,7 @@ FROZEN: dict[str, dict[str, bool]] = {
     "the projection": {"freeze_vision_model": True, "freeze_language_model": True},
 }
 
-Case = tuple[str, str, tuple[str, ...]]  # model, what of it is trained, schedules
+Case = tuple[str, str, tuple[str, ...]]  # model, its trained parts, schedules
 
 BY_DAY: tuple[Case, ...] = (
     ("a wrapper", "all", ("1f1b", "zb-h1", "interleaved-zb", "zb-v")),
@@ -467,14 +474,16 @@ def case(name: str, trained: str, schedules: tuple[str, ...]) -> Any:
     ("name", "trained", "schedules"), [case(*names) for names in (*BY_DAY, *at_night(*BY_NIGHT))]
 )
 def test_a_tower_on_the_first_stage(name: str, trained: str, schedules: tuple[str, ...]) -> None:
-    """A model with an encoder (tower) on the first stage trains. It ended with
-    `_get_attr_wrapped_model couldn't find attribute decoder`. Under a V LLaVA's tower then had as
-    many layers as the language model's layout has on that stage, without an error."""
+    """A model with an image encoder on the first stage trains. The training ended with
+    `_get_attr_wrapped_model couldn't find attribute decoder`. Later, under a V schedule, LLaVA's
+    encoder was built with as many layers as the layout gives the language model on that stage,
+    without an error."""
     is_frozen = TRAINED[trained]
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
-            # As stock's callers say it on a line: the image's embeddings, and all of them.
+            # Callers of stock's 1F1B give two lengths: of the image's embeddings, and of the whole
+            # sequence.
             lengths: dict[str, Any] = {"seq_length": 5, "decoder_seq_length": SEQUENCE}
             expected = model_step(name, None, is_frozen, **lengths)
             for schedule in schedules:
@@ -490,7 +499,8 @@ def test_a_tower_on_the_first_stage(name: str, trained: str, schedules: tuple[st
     values(run_ranks(RANKS, on_rank))
 
 
-# Layouts as plan writes them: fewer layers behind the tower. Stock's own first.
+# Layouts as the command `plan` writes them, with fewer layers behind the image encoder. Stock's
+# layout comes first.
 LAID_OUT: dict[int, dict[str, str]] = {
     2: {
         "1f1b": "Ett|t*5L",
@@ -524,8 +534,8 @@ def test_a_layout_balanced_to_the_tower(ranks: int) -> None:
 
 
 def test_the_tower_is_measured(tmp_path: Path) -> None:
-    """A measuring training measures an encoder. It wrote nothing for models with parts outside the
-    language model."""
+    """A training that measures costs also measures an image encoder. It wrote no costs file for
+    models with parts outside the language model."""
     path = tmp_path / "costs.json"
 
     def on_rank(rank: int) -> None:
@@ -552,8 +562,9 @@ def test_the_tower_is_measured(tmp_path: Path) -> None:
     assert costs.tower is not None and all(costs.tower.seconds)
     assert costs.tower.seconds == pytest.approx(tower["seconds"])
     assert len(tower["forward by microbatch"]) == MICROBATCHES
-    # "f" is without it, and only the first stage has it.
-    measured = tower["forward by microbatch"]  # of what was measured with it, 0 at least
+    # The costs "f" are without the encoder, which only the first stage has.
+    # the encoder's share of the measured forward passes, at least 0
+    measured = tower["forward by microbatch"]
     assert min(measured) >= 0 and max(measured) > 0
     first = written["f"][0] + tower["seconds"][0]
     assert costs.seconds[Kind.FORWARD][:3] == pytest.approx([first, *written["f"][1:3]])
@@ -562,8 +573,8 @@ def test_the_tower_is_measured(tmp_path: Path) -> None:
 def check_put_off(
     resolved: ResolvedSpec, put_off: set[torch.Tensor], rank: int, is_frozen: bool
 ) -> None:
-    """The tower's linear layers are split as any: a frozen one has no W, nor has one whose input
-    needs no gradient."""
+    """Assert that the encoder's linear layers are split like those of other layers: a frozen layer
+    has no W, and a layer whose input needs no gradient has none either."""
     shapes = {tuple(weight.shape) for weight in put_off}
     is_here = resolved.place(RANKS).rank_of[0] == rank
     assert ((WIDTH, 2 * WIDTH) in shapes) == (
@@ -590,8 +601,8 @@ def test_the_table_of_models() -> None:
 
 
 def _cases(name: str) -> list[tuple[str, list[str]]]:
-    """Return the trained parts of the model ``name``, each with all schedules that it is tested
-    under."""
+    """Return the trained parts of the model ``name``, each with all schedules under which tests
+    train it."""
     schedules: dict[str, list[str]] = {trained: [] for trained in TRAINED}
     for model, trained, own in (*BY_DAY, *BY_NIGHT):
         if model == name:

@@ -1,7 +1,7 @@
-"""Days on which training does not go as planned, in Megatron's own loop and in a caller's.
+"""Tests of trainings in which something goes wrong, in Megatron's own loop and in a caller's.
 
-A loss that is not a number, a forward that throws, data that ends early, a batch that grows, an
-evaluation of another size: either it is what stock does, or every rank ends with a clear error.
+A loss is NaN, a forward pass raises, data end early, a batch grows, or an evaluation has another
+size. Either the ranks do what stock Megatron does, or every rank ends with a clear error.
 """
 
 from __future__ import annotations
@@ -71,30 +71,31 @@ SCHEDULES = ("zb-h1", "zb-v", "interleaved")
 BROKEN = "the model is broken"
 
 
-# --- a training in which something happens
+# --- launching a training with a seeded fault
 
 
 class Mishap(Protocol):
-    """A misfortune of some rank."""
+    """Fault that a test seeds in one rank of a training."""
 
     def install(self, rank: int) -> None:
-        """In the rank, before it trains."""
+        """Seed the fault in the process of ``rank``, before it trains."""
         ...
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Fault of a model chunk in its forward ``first``, counted from 0, or also in all later
-    ones."""
+    """Fault of one model chunk: its forward pass number ``first``, counted from 0, raises or
+    returns NaN, and with ``again`` all later passes too."""
 
     rank: int
     chunk: int
     first: int
-    throws: bool = False  # else its output is not a number
+    throws: bool = False  # if false, the output of the pass is NaN
     again: bool = False
 
     def install(self, rank: int) -> None:
-        """In the rank, or in the process that it will be forked from."""
+        """Seed the fault in the process of ``rank``, or in the process from which that rank will be
+        forked."""
         calls = 0
 
         def change(module: torch.nn.Module, args: Any, output: Any) -> Any:
@@ -115,9 +116,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class FullDisk:
-    """A rank cannot write files of 100 kB: as on a full disk, writing raises OSError.
+    """Fault of a rank that cannot write files of 100 kB: as on a full disk, writing raises OSError.
 
-    What a rank writes of a checkpoint is larger, what it says is not.
+    A rank's part of a checkpoint is larger than that, its log is smaller.
     """
 
     rank: int
@@ -125,7 +126,7 @@ class FullDisk:
     def install(self, rank: int) -> None:
         if rank == self.rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-            sys.dont_write_bytecode = True  # it would be cut off, without an error
+            sys.dont_write_bytecode = True  # a .pyc file would be cut off without an error
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Training:
     def __call__(self, rank: int) -> None:
         torch.compiler.set_stance("force_eager")
         os.environ |= torchrun_environment(rank, self.ranks, self.port)
-        os.dup2(2, 1)  # where Megatron's loggers write
+        os.dup2(2, 1)  # Megatron's loggers write to standard output
         from megatron_ext.__main__ import main
 
         if "--save" in self.flags:
@@ -150,8 +151,8 @@ class Training:
 
 
 def end_of(script: Script, ranks: int, flags: Sequence[str], fault: Mishap) -> list[RankResult]:
-    """Return the results of a training's ranks. Fails if a rank had to be killed, as one that waits
-    until torch's timeout is."""
+    """Train with ``fault`` and return the results of the ranks. Fails if a rank hangs, and had to
+    be killed."""
     with agent_store() as port:
         training = Training(ranks, port, tuple(flags), fault)
         with running_ranks(ranks, training, script, connect=False) as running:
@@ -192,10 +193,12 @@ def said_of_the_loss(result: RankResult) -> list[str]:
     ],
 )
 def test_a_loss_that_is_not_a_number(script: Script, tmp_path: Path, again: bool) -> None:
-    """A loss that is not finite ends the training as in stock. Megatron repeats such an iteration
-    to learn whether the machine is to blame, and ends all ranks: with 17 if the second result
-    differs, with 16 and a checkpoint if it does not."""
-    at = 4 + 2  # the third microbatch of the second iteration: the first is never judged
+    """A NaN loss ends the training with stock's exit codes. Megatron repeats such an iteration to
+    learn whether the hardware is to blame, and ends all ranks: with code 17 if the second result
+    differs, and with code 16 and a checkpoint if the second result is the same."""
+    # The pass is that of the third microbatch of the second iteration, because Megatron never
+    # checks the first iteration.
+    at = 4 + 2
     line, chunks = Fault(1, 0, at, again=again), Fault(1, 1, at, again=again)
     expected = end_of(
         script, 2, pipeline_flags(2, 4, save_interval=1000, save=tmp_path / "stock"), line
@@ -216,7 +219,7 @@ def test_a_loss_that_is_not_a_number(script: Script, tmp_path: Path, again: bool
 
 @contextlib.contextmanager
 def fault_in_ranks(fault: Fault) -> Iterator[None]:
-    """For all ranks that are forked within."""
+    """Seed ``fault`` in all ranks that are forked within the context."""
     hooks = torch.nn.modules.module._global_forward_hooks
     before = dict(hooks)
     fault.install(fault.rank)
@@ -229,8 +232,8 @@ def fault_in_ranks(fault: Fault) -> Iterator[None]:
 
 @pytest.mark.parametrize("precision", [{}, {"fp16": True, "initial_loss_scale": 1024}], ids=str)
 def test_a_loss_that_is_not_a_number_and_nobody_checks(precision: dict[str, object]) -> None:
-    """If no check of the loss is on, a loss that is not finite has gradients that are not finite
-    either: they are applied, or in fp16 the iteration is skipped."""
+    """Without Megatron's check of the loss, a NaN loss has NaN gradients. As in stock, the
+    optimizer applies these gradients, or in fp16 skips the iteration."""
     flags: dict[str, object] = {"no_check_for_nan_in_loss_and_grad": True, **precision}
     with fault_in_ranks(Fault(1, 0, 4 + 2)):
         expected = train(2, pipeline_flags(2, 4, **flags))
@@ -254,8 +257,9 @@ IN_THE_BACKGROUND: dict[str, object] = {
 }
 
 
-# By day a pipeline of two ranks, at night two of them. In the background each rank has a process of
-# its own, which imports Megatron; both kinds of checkpoint end in the same error of Megatron's.
+# By day one pipeline of two ranks runs, at night two such pipelines. If checkpoints are saved in
+# the background, each rank has a second process that imports Megatron; with and without that
+# process a full disk ends in the same error of Megatron's.
 FULL = {
     "at once": (4 if IS_NIGHT else 2, {}),
     **dict(at_night(("in the background", (2, IN_THE_BACKGROUND)))),
@@ -264,9 +268,9 @@ FULL = {
 
 @pytest.mark.parametrize(("ranks", "how"), FULL.values(), ids=FULL)
 def test_a_full_disk(script: Script, tmp_path: Path, ranks: int, how: dict[str, object]) -> None:
-    """A full disk ends all ranks. The rank whose disk is full says what failed (torch's zip writer
-    sometimes hides the OSError behind a wrong position), and global rank 0 says which rank it was.
-    The checkpoint before is the valid one."""
+    """A full disk ends all ranks of a training that saves a checkpoint. The rank with the full disk
+    says what failed (torch's zip writer sometimes hides the OSError behind a wrong position), and
+    global rank 0 names that rank. The checkpoint before is the valid one."""
     common: dict[str, object] = {
         "hidden_size": 64,
         "use_distributed_optimizer": True,
@@ -316,8 +320,8 @@ def test_a_forward_that_throws(script: Script, schedule: str, stage: str) -> Non
     ), own.stderr
     for rank, result in enumerate(results):
         if rank != failing:
-            # On a busy machine the store may tell before the connection breaks, and says what was
-            # raised there; or even before the rank waits for it.
+            # On a busy machine the store may report the failure before the connection breaks, or
+            # even before the rank waits for its peer. The message then quotes the peer's error.
             assert re.search(
                 rf"PeerFailure: pipeline rank {rank} was (waiting for|at) ", result.stderr
             ), result.stderr
@@ -328,7 +332,8 @@ def test_a_forward_that_throws(script: Script, schedule: str, stage: str) -> Non
 
 
 def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-    """Read data where they are used, as real training does."""
+    """Run a forward step that reads the iterator only on the stages that use data, as real training
+    does."""
     ends = model.pre_process or model.post_process
     unread = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
     return callers.forward_step(data if ends else iter([unread]), model)
@@ -337,7 +342,7 @@ def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor
 def step(
     chunks: list[GPTModel], items: int, microbatches: int, forward_only: bool = False
 ) -> list[Any]:
-    """One step on a list of ``items`` microbatches; this rank's losses."""
+    """Run one step on iterators of ``items`` microbatches, and return the losses of this rank."""
     generator = torch.Generator().manual_seed(2)
     data = [torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator) for _ in range(items)]
     return stock_schedules.get_forward_backward_func()(
@@ -352,7 +357,7 @@ def step(
 
 
 def chunks_for(schedule: str, ranks: int) -> list[GPTModel]:
-    """This rank's chunks of a model, its process groups made."""
+    """Create the process groups, and return this rank's chunks of a small model."""
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=2 if schedule == "zb-v" else None,
@@ -365,15 +370,16 @@ def chunks_for(schedule: str, ranks: int) -> list[GPTModel]:
 @pytest.mark.real_time
 @pytest.mark.parametrize(("schedule", "ranks"), [("zb-h1", 4), ("zb-v", V_RANKS)])
 def test_data_that_end_early(schedule: str, ranks: int) -> None:
-    """An iterator with three microbatches for a step of four is a named error. The rank that reads
-    it had a bare StopIteration."""
+    """A data iterator with three microbatches, in a step of four, gives an error that names the
+    iterator. The rank that reads the data ended with a bare StopIteration."""
 
     def on_rank(rank: int) -> list[str]:
         with apply(cpu.patches()), megatron_ext.install(schedule=schedule):
             chunks = chunks_for(schedule, ranks)
             with pytest.raises((StopIteration, RuntimeError)) as caught:
                 step(chunks, items=3, microbatches=4)
-            time.sleep(1)  # it goes on: that must not keep the others
+            # the failed rank continues for a second, which must not delay the errors of the others
+            time.sleep(1)
             return [f"{caught.typename}: {caught.value}", *caught.value.__notes__]
 
     results = run_ranks(ranks, on_rank)
@@ -393,7 +399,8 @@ def test_data_that_end_early(schedule: str, ranks: int) -> None:
 
 @contextlib.contextmanager
 def counting_builds(folder: Path) -> Iterator[Path]:
-    """Programs that ranks build within, a line each: rank, microbatches, whether for evaluation."""
+    """Yield a file with a line for each program that a rank builds in the context: rank,
+    microbatches, and whether the program is for an evaluation."""
     build, file = programs.place_output_layer, folder / "builds"
 
     def counted(resolved: Any, problem: Problem) -> Program:
@@ -408,8 +415,8 @@ def counting_builds(folder: Path) -> Iterator[Path]:
         programs.place_output_layer = build
 
 
-# Megatron 0.19's --rampup-batch-size does nothing. Tokens, of 16 a sample, and batch sizes: m is 2,
-# 2, 4, 4, 6, 6, 8, 8.
+# The batch grows by a schedule of Megatron in tokens (16 a sample), because --rampup-batch-size
+# does nothing in Megatron 0.19. The eight steps have 2, 2, 4, 4, 6, 6, 8 and 8 microbatches.
 RAMPED: dict[str, object] = {
     "pipeline_model_parallel_size": 2,
     "global_batch_size": None,
@@ -424,7 +431,8 @@ def ramped(**flags: object) -> list[Run]:
 
 
 def test_a_batch_that_grows(tmp_path: Path) -> None:
-    """Each number of microbatches has its program, which is built once and found again."""
+    """A training whose batch grows builds one program for each number of microbatches, and uses it
+    again in later steps of that size."""
     reference = ramped(save=tmp_path / "at 2", save_interval=2)
     assert len(losses(reference)) == 8
     with counting_builds(tmp_path) as file:
@@ -440,7 +448,7 @@ def test_a_batch_that_grows(tmp_path: Path) -> None:
 
 
 def test_evaluation_of_another_size(tmp_path: Path) -> None:
-    """An evaluation may have fewer microbatches than a training step, and larger ones."""
+    """An evaluation may have fewer microbatches than a training step, and more samples in each."""
     flags: dict[str, object] = {
         "eval_iters": 2,
         "eval_interval": 2,

@@ -1,6 +1,7 @@
-"""Training with --pipeline-p2p batched against stock Megatron: the same numbers, to the last bit.
+"""Tests of training with --pipeline-p2p batched: the losses and weights are stock Megatron's, to
+the last bit.
 
-Stock trains and saves at iteration 2; a schedule loads that and trains on.
+Stock trains and saves at iteration 2; a schedule loads that checkpoint and trains on.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def run(ranks: int, **flags: object) -> list[Run]:
 
 @functools.cache
 def stock(ranks: int) -> tuple[list[Run], Path]:
-    """Stock's run, and the checkpoint it left at iteration 1."""
+    """Return the run of stock Megatron, and the folder of its checkpoint."""
     folder = lasting_folder()
     return run(ranks, save=folder, save_interval=SAVED_AT), folder
 
@@ -58,8 +59,8 @@ def test_resumed_training_is_stock_to_the_last_bit(ranks: int, schedule: str) ->
 
 
 def test_two_pipelines_with_both_overlaps() -> None:
-    """Two pipelines run with overlapped gradient reductions and parameter gathers. Each pipeline
-    sends its batches on its own group, and gradients are reduced on others meanwhile."""
+    """Two pipelines train with overlapped gradient reductions and parameter gathers. Each pipeline
+    sends its batched messages in its own group while gradients are reduced in other groups."""
     flags: dict[str, object] = {
         "pipeline_model_parallel_size": 2,
         "use_distributed_optimizer": True,

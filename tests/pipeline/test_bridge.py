@@ -1,7 +1,7 @@
-"""Megatron-Bridge's own training loop, under its own schedule and under ours.
+"""Tests of Megatron-Bridge's own training loop, under Bridge's schedule and under ours.
 
-The recipes, `pretrain` and the forward step are Bridge's; a recipe's model is made small. All
-trainings of this file run in one process, whose import of Bridge takes longer than they do.
+The recipes, `pretrain` and the forward step are Bridge's; a recipe's model is shrunk. All trainings
+of this file run in one process, because the import of Bridge takes longer than they do.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ OURS = {
     "zb-v": {"schedule": "zb-v", **COSTS},
     "interleaved-zb": {"schedule": "interleaved-zb", **COSTS},
 }
-FOLDER = lasting_folder()  # checkpoints
-_ATTENTION = contextlib.ExitStack()  # of a rank, until it ends
+FOLDER = lasting_folder()  # folder of the checkpoints that the jobs share
+_ATTENTION = contextlib.ExitStack()  # replaced attention of a rank, until the rank ends
 
 
 def experts(config: Any) -> None:
-    """Four experts on two ranks each, and a distributed optimizer."""
+    """Set four experts, on two expert-parallel ranks, and a distributed optimizer."""
     put(
         config,
         {
@@ -54,7 +54,8 @@ def experts(config: Any) -> None:
 
 
 def multi_token_prediction(config: Any) -> None:
-    """Rotary positions: Megatron leaves two tables of learned ones unequal, under any schedule."""
+    """Set multi-token prediction with rotary positions, because Megatron leaves two tables of
+    learned positions unequal under any schedule."""
     put(
         config,
         {
@@ -66,27 +67,30 @@ def multi_token_prediction(config: Any) -> None:
 
 
 def overlap(config: Any) -> None:
-    """Bridge's overlap of communication over two replicas, which it applies in ``pretrain``."""
+    """Set Bridge's overlap of communication, which ``pretrain`` applies if there are two
+    replicas."""
     comm_overlap: Any = importlib.import_module("megatron.bridge.training.comm_overlap")
     config.comm_overlap = comm_overlap.CommOverlapConfig(tp_comm_overlap=False)
     put(config, {"ddp.use_distributed_optimizer": True})
 
 
 def overlap_and_deferral(config: Any) -> None:
-    """Set the overlaps, and a setting whose work our schedules do."""
+    """Set the overlap of communication, and deferred weight gradients of the embedding, which our
+    schedules compute by themselves."""
     overlap(config)
     put(config, {"comm_overlap.defer_embedding_wgrad_compute": True})
 
 
 def adapters(config: Any) -> None:
-    """Low-rank adapters on the weights of a checkpoint."""
+    """Set low-rank adapters on the weights of the checkpoint that the stock job saved."""
     lora: Any = importlib.import_module("megatron.bridge.peft.lora")
     config.peft = lora.LoRA(dim=4, alpha=8)
     config.checkpoint.pretrained_checkpoint = str(FOLDER / "stock")
 
 
 def two_expert_ranks(config: Any) -> None:
-    """Experts on two ranks each; DeepEP's kernels, which the recipe names, need a GPU."""
+    """Set two expert-parallel ranks without DeepEP, whose kernels the recipe names and which needs
+    a GPU."""
     put(
         config,
         {"model.expert_model_parallel_size": 2, "model.moe_token_dispatcher_type": "alltoall"},
@@ -94,7 +98,8 @@ def two_expert_ranks(config: Any) -> None:
 
 
 def packed_conversations(config: Any) -> None:
-    """Bridge packs the recipe's prompts and completions, of a file here in place of SQuAD."""
+    """Set Bridge's packing of prompts and completions, with a local file in place of the recipe's
+    SQuAD."""
     put(
         config,
         {
@@ -147,7 +152,7 @@ PREDICTION = Job("prediction", multi_token_prediction)
 OVERLAP = Job("overlap", overlap, ranks=4)
 DEFERRAL = Job("deferral", overlap_and_deferral, ranks=4)
 ADAPTERS = Job("adapters", adapters)
-# Recipes that read a config.json from Hugging Face.
+# These recipes read the model's config.json from Hugging Face.
 LLAMA = Job("llama2", recipe="llama.h100.llama2:llama2_7b_pretrain_2gpu_h100_bf16_config")
 QWEN = Job("qwen3", recipe="qwen.h100.qwen3:qwen3_600m_pretrain_1gpu_h100_bf16_config")
 QWEN_EXPERTS = Job(
@@ -170,7 +175,7 @@ SAVING = DENSE.but(
 RESUMING = DENSE.but("resuming", checkpoint__ckpt_step=2)
 TIED = DENSE.but("tied", OURS["zb-v"])
 
-# Recipes that are read, and their ranks.
+# Recipes that `launch_from_recipe` reads, by name, with the number of ranks.
 READ = {
     "gpt.gpt3_175b:gpt3_175b_pretrain_config": 64,
     "olmoe.h100.olmoe_7b:olmoe_7b_pretrain_8gpu_h100_bf16_config": 8,
@@ -179,7 +184,7 @@ READ = {
     "qwen.h100.qwen3:qwen3_600m_peft_1gpu_h100_bf16_config": 8,
     "qwen_vl.h100.qwen3_vl:qwen3_vl_8b_pretrain_4gpu_h100_bf16_mock_config": 4,
 }
-# Frozen weights and towers, of which Megatron has no arguments.
+# Settings of these recipes that Megatron has no arguments for: frozen weights and image encoders.
 BESIDE_ARGUMENTS = {
     "qwen3_600m_peft": {
         "freeze_language_model": True,
@@ -202,7 +207,8 @@ BESIDE_ARGUMENTS = {
     },
 }
 
-# Job with our settings, and the one of Bridge's own that it must equal.
+# Each entry is a job, our settings for it, and the job under Bridge's own schedule that must have
+# the same losses.
 BY_DAY = ((DENSE, "v-auto", DENSE),)
 AT_NIGHT = (
     *((DENSE, name, DENSE) for name in ("zb-h1", "zb-v", "interleaved-zb")),
@@ -217,7 +223,7 @@ CASES = (*BY_DAY, *at_night(*AT_NIGHT))
 
 
 def used_before(config: Any) -> None:
-    """`use` is called here, and again as for every job."""
+    """Call `use` on the config here; every job calls `use` once more."""
     bridge.use(config, **OURS["zb-v"])
 
 
@@ -226,7 +232,8 @@ SLICES = PACKED.but(
     "packed/slices",
     {"schedule": "zb-h1", "slices": "4", "slice_lengths": "9,11,5,7", **COSTS},
 )
-# As plan's lines write it: a layout, and no virtual stages.
+# The job sets a layout as the command `plan` writes it for Bridge, without a number of virtual
+# stages.
 LAID_OUT = DENSE.but(
     "dense/laid-out", OURS["zb-v"], model__pipeline_model_parallel_layout="Ett|ttt|t|ttL"
 )
@@ -279,9 +286,9 @@ def trained() -> dict[str, list[Run] | str]:
 
 @nightly("by day with a stand-in for a recipe: test_bridge_recipe.py")
 def test_recipes_are_read_as_bridge_applies_them() -> None:
-    """`launch_from_recipe` reads a recipe into Megatron's arguments. From these Megatron makes the
-    same model config as Bridge from its recipe, and the same settings of optimizer and
-    reductions."""
+    """`launch_from_recipe` translates a recipe of Bridge into Megatron's arguments. Megatron makes
+    from these arguments the same model config, optimizer settings and reduction settings as Bridge
+    makes from its recipe."""
     folder, problem = prepare("bridge")
     if problem:
         pytest.skip(f"Megatron-Bridge cannot be installed with pip: {problem}")
@@ -322,7 +329,8 @@ def test_bridge_trains_to_the_same_bits_under_our_schedule(
 
 @nightly("test_slices_of_packs.py has Megatron's own packs")
 def test_packs_are_cut_into_slices() -> None:
-    """Slices accept packs of Megatron-Bridge, which they refused."""
+    """Sequences packed by Megatron-Bridge train in slices of a sequence, which used to be
+    refused."""
     theirs, ours = runs("packed"), runs("packed/slices")
     assert {run.schedule for run in ours} == {"PipelineStep"}
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-6) and len(losses(ours)) == 4
@@ -342,8 +350,9 @@ def test_use_may_be_called_twice() -> None:
 
 @nightly("Megatron's own checkpoints go both ways in test_checkpoints.py")
 def test_checkpoints_go_both_ways() -> None:
-    """Bridge's checkpoints can be loaded under a V and under stock. Bridge saved optimizer states
-    rank by rank, which did not fit a V."""
+    """Checkpoints of Bridge's loop go both ways: saved under a V schedule and loaded under stock,
+    and the reverse. Bridge saved optimizer states rank by rank, which did not fit the stages of a
+    V."""
     assert_same(runs("saving/zb-v"), runs("saving"))
     for name in ("resuming", "resuming/zb-v"):
         assert len(losses(runs(name))) == 2
@@ -353,6 +362,7 @@ def test_checkpoints_go_both_ways() -> None:
 
 @nightly("the same rule under Megatron's own builder: test_placements.py")
 def test_a_v_begins_with_equal_copies_of_a_tied_embedding() -> None:
-    """Bridge builds chunks by itself. On a V, Megatron's setup left the output layer's copy at
-    zero, and the first step refused it."""
+    """Both copies of a tied embedding are equal when Bridge's training starts on a V. Bridge builds
+    chunks by itself, so Megatron's setup left the output layer's copy at zero, and the first step
+    refused the model."""
     assert len(losses(runs("tied"))) == 4

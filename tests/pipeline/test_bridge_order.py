@@ -1,4 +1,5 @@
-"""Microbatches ordered and dealt by their cost in Megatron-Bridge's own loop and loader."""
+"""Tests of ordering and dealing microbatches by their cost in Megatron-Bridge's own loop and
+loader."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ FOLDER = lasting_folder()
 ORDER: dict[str, Any] = {"microbatch_order": "small-ends", "deal_microbatches": True}
 
 
-SEQUENCE = 17  # with the label of the last token
+SEQUENCE = 17  # tokens of a pack, with the label of the last one
 
 
 def packs() -> list[dict[str, Any]]:
@@ -47,7 +48,8 @@ def packs() -> list[dict[str, Any]]:
 
 
 def packed(config: Any) -> None:
-    """Bridge's packs and its sampler of whole steps, over two replicas of four microbatches."""
+    """Set Bridge's packed data and its sampler of whole steps, for two replicas of four
+    microbatches."""
     base: Any = importlib.import_module("megatron.bridge.data.base")
     packing: Any = importlib.import_module("megatron.bridge.data.packing.gpt_sft")
 
@@ -83,7 +85,7 @@ def packed(config: Any) -> None:
 
 
 def arranged_by_stock(config: Any) -> None:
-    """Bridge's own schedule, fed the same order."""
+    """Set Bridge's own schedule with microbatches in the order that our schedules read."""
     packed(config)
     importlib.import_module("megatron.bridge.data.loaders")
     install(PipelineConfig.parse(**ORDER))
@@ -127,8 +129,8 @@ def costs(samples: np.ndarray) -> np.ndarray:
 
 
 def read(replica: int, consumed: int, *, is_arranged: bool, epochs: int = 2) -> list[list[int]]:
-    """Return what a replica of two reads of 20 samples in steps of 8, the last of which is padded,
-    by Bridge's sampler."""
+    """Return, by step, the samples that ``replica`` of two reads with Bridge's sampler: 20 samples
+    in steps of 8, the last one padded."""
     samplers: Any = importlib.import_module("megatron.bridge.data.samplers")
     batches = samplers.MegatronPretrainingBatchSampler(
         20,
@@ -147,7 +149,7 @@ def read(replica: int, consumed: int, *, is_arranged: bool, epochs: int = 2) -> 
 
 
 def all_reads() -> dict[str, list[list[list[int]]]]:
-    """By name, a list per replica of its steps."""
+    """Return, for three ways to read, the steps of each of the two replicas."""
     return {
         "plain": [read(replica, 0, is_arranged=False) for replica in (0, 1)],
         "arranged": [read(replica, 0, is_arranged=True) for replica in (0, 1)],
@@ -165,7 +167,8 @@ def results() -> tuple[dict[str, list[Run] | str], dict[str, list[list[list[int]
     folder, problem = prepare("bridge")
     if problem:
         pytest.skip(f"Megatron-Bridge cannot be installed with pip: {problem}")
-    np.save(WEIGHTS, np.random.default_rng(4).lognormal(0, 1, 32))  # of four steps
+    # weights of the microbatches of four steps
+    np.save(WEIGHTS, np.random.default_rng(4).lognormal(0, 1, 32))
     with packed_on_the_cpu():
         ranks = run_ranks(
             1, lambda rank: work(folder), timeout=HANGS * (1 + len(JOBS)), connect=False
@@ -182,25 +185,25 @@ def runs(name: str) -> list[Run]:
 
 @nightly("Megatron's own loop: test_microbatch_order.py")
 def test_bridge_reads_the_same_microbatches_in_the_same_order() -> None:
-    """Bridge reads the same microbatches in the same order under our schedule and under its own,
-    bitwise. The order is not that of arrival."""
+    """Bridge reads the same microbatches in the same order under our schedule and under its own, so
+    losses are bitwise equal. The order differs from that in which the data arrive."""
     arrival, stock = runs("arrival"), runs("stock")
     for name in ("zb-h1", "zb-v"):
         assert {run.schedule for run in runs(name)} == {"PipelineStep"}
         assert_same(runs(name), stock)
-    with pytest.raises(AssertionError):  # sums in another order
+    with pytest.raises(AssertionError):  # the gradients are summed in another order
         assert_same(stock, arrival)
     assert losses(stock)[0] == pytest.approx(losses(arrival)[0], rel=1e-6)
 
 
 @nightly("Megatron's own loop: test_microbatch_order.py")
 def test_bridge_orders_by_weights_of_a_file() -> None:
-    """Bridge orders microbatches by the weights in a file, bitwise as under its own schedule. The
-    order differs from that by the conversations' lengths."""
+    """Bridge orders microbatches by the weights in a file, with the same losses under our schedule
+    and under its own, bitwise. The order differs from the one by the conversations' lengths."""
     stock = runs("weighed by stock")
     assert {run.schedule for run in runs("weighed")} == {"PipelineStep"}
     assert_same(runs("weighed"), stock)
-    with pytest.raises(AssertionError):  # sums in another order
+    with pytest.raises(AssertionError):  # the gradients are summed in another order
         assert_same(stock, runs("stock"))
 
 
@@ -213,8 +216,8 @@ def test_configs_that_cannot_be_arranged_are_refused() -> None:
 
 @nightly("Megatron's own sampler: test_microbatch_order.py")
 def test_each_pack_is_read_once_in_its_step_over_epochs_and_resumes() -> None:
-    """Each pack is read once, in its own step, over epochs and resumes. Steps are those of Bridge's
-    sampler, which shuffles each epoch; a padded step stays as it is."""
+    """Arranged microbatches read each pack once, in the step in which Bridge's sampler reads it,
+    over epochs (which the sampler shuffles) and after a resume. A padded step is not rearranged."""
     made = results()[1]
     plain, arranged, resumed = made["plain"], made["arranged"], made["resumed"]
     assert [len(replica) for replica in arranged] == [6, 6]

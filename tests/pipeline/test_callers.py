@@ -1,6 +1,7 @@
-"""Code that calls Megatron's schedule itself, as Megatron-Bridge, verl and NeMo do.
+"""Tests of code that calls Megatron's pipeline schedule itself, as Megatron-Bridge, verl and NeMo
+do.
 
-They bring their own model, their own p2p_communicator and pg_collection, and a loss of their own.
+Such callers bring their own model, p2p_communicator, pg_collection and loss.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def step(
     sequences_vary: bool = False,
     microbatches: int = MICROBATCHES,
 ) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """One step; losses and gradients of this rank."""
+    """Run one step, and return the losses and gradients of this rank."""
     torch.manual_seed(1)
     model = build_model()
     model.config.variable_seq_lengths = sequences_vary
@@ -106,7 +107,7 @@ def step(
 
 @contextlib.contextmanager
 def installed(pipeline_size: int, **settings: Any) -> Iterator[None]:
-    """In pipelines of so many ranks, with a schedule of ours."""
+    """Create pipelines of ``pipeline_size`` ranks, and install a schedule within the context."""
     with apply(cpu.patches()):
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline_size)
         model_parallel_cuda_manual_seed(0)
@@ -142,8 +143,8 @@ def on_rank(rank: int, schedule: str, p2p: str, own_groups: bool, **more: Any) -
     in_pairs(["1f1b", "zb-h1"], ["async", "batched"], [False, True]),
 )
 def test_gradients_and_losses_are_stocks(schedule: str, p2p: str, own_groups: bool) -> None:
-    """Gradients and losses are stock's for a caller with its own groups. Messages are batched over
-    these groups, and no group is created."""
+    """A caller with process groups of its own gets stock's gradients and losses. Batched messages
+    use the caller's groups, and no group is created."""
     values(run_ranks(RANKS, lambda rank: on_rank(rank, schedule, p2p, own_groups)))
 
 
@@ -155,7 +156,8 @@ def test_passes_that_run_again() -> None:
 
 
 def traced_loop(rank: int, folder: Path, own_groups: bool, schedule: str | None = "zb-h1") -> None:
-    """Three training steps, with evaluations; the second and third are to be traced."""
+    """Run three training steps with evaluations in between; the trace is to show the second and the
+    third."""
     with apply(cpu.patches()):
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
         model_parallel_cuda_manual_seed(0)
@@ -170,8 +172,8 @@ def traced_loop(rank: int, folder: Path, own_groups: bool, schedule: str | None 
 def test_steps_of_a_loop_of_ones_own_are_counted_for_a_trace(
     own_groups: bool, schedule: str | None, kinds: int, tmp_path: Path
 ) -> None:
-    """A trace counts the steps of a caller's own loop from 1, and evaluations are not training
-    steps. Megatron's own steps are counted alike."""
+    """In a caller's own loop, a trace counts training steps from 1 and does not count evaluations.
+    Steps under stock's schedule are counted in the same way."""
     values(run_ranks(RANKS, lambda rank: traced_loop(rank, tmp_path, own_groups, schedule)))
     steps = read_trace(tmp_path)
     assert [traced.iteration for traced in steps] == [2, 3]
@@ -180,7 +182,8 @@ def test_steps_of_a_loop_of_ones_own_are_counted_for_a_trace(
 
 
 def test_a_trace_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
-    """The training goes on, and prints one line. It used to print one line for each step."""
+    """A training continues if its trace cannot be written, and prints one line about it. It used to
+    print a line for each step."""
     (tmp_path / NAME).mkdir()
     results = run_ranks(RANKS, lambda rank: traced_loop(rank, tmp_path, False))
     values(results)
@@ -199,7 +202,9 @@ def test_varying_sequence_lengths_cannot_be_batched() -> None:
                 pytest.raises(ValueError, match="batched does not go with variable_seq_lengths"),
             ):
                 step(own_groups=False, sequences_vary=True)
-            dist.barrier()  # a rank that has ended would take others' connections down
+            # the barrier keeps ranks alive, because one that ends would break the connections of
+            # others
+            dist.barrier()
             return "refused"
 
     assert values(run_ranks(RANKS, refused)) == ["refused"] * RANKS
@@ -209,14 +214,16 @@ def test_varying_sequence_lengths_cannot_be_batched() -> None:
     ("size", "stale", "listed"),
     [
         (RANKS, [2], "global ranks 0-1, 3; .* on global rank 2;"),
-        (2, [1, 3], "global ranks 0, 2; .* on global ranks 1, 3;"),  # all of the second pipeline
+        # all ranks of the second pipeline
+        (2, [1, 3], "global ranks 0, 2; .* on global ranks 1, 3;"),
     ],
 )
 def test_a_rank_with_another_program_is_found_before_the_first_pass(
     size: int, stale: list[int], listed: str
 ) -> None:
-    """Each rank reads its own copy of a schedule file; some of them are stale. Pipelines that run
-    different programs, each sound by itself, could wait for one another for ever."""
+    """Ranks with another program than the others are found before the first pass, and listed. Each
+    rank reads its own copy of a schedule file, and some copies are stale. Two programs that are
+    valid by themselves could wait for each other for ever."""
 
     def differing(rank: int) -> str:
         schedule = "gpipe" if rank in stale else "1f1b"
@@ -230,8 +237,8 @@ def test_a_rank_with_another_program_is_found_before_the_first_pass(
 
 @pytest.mark.parametrize("size", [RANKS, 2])
 def test_all_pipelines_take_the_costs_of_global_rank_0(size: int) -> None:
-    """All pipelines use the costs of global rank 0. A costs file may differ between nodes, and each
-    pipeline used that of its own first rank."""
+    """All pipelines use the costs of global rank 0. Costs files may differ between nodes; earlier
+    each pipeline used the file of its own first rank."""
 
     def told(rank: int) -> float:
         costs = f"f={1 + rank},i=1,w={1 + rank},comm={rank}"
@@ -244,9 +251,9 @@ def test_all_pipelines_take_the_costs_of_global_rank_0(size: int) -> None:
 
 
 def test_pipelines_that_nothing_ties_may_come_to_other_numbers_of_microbatches() -> None:
-    """Pipelines that no communication connects may have different numbers of microbatches: verl
-    batches by tokens. When all ranks compared programs each time, a pipeline with a new number
-    waited for one that had that number already, without a message."""
+    """Pipelines that no communication connects may run different numbers of microbatches, as verl's
+    do, which batches by tokens. When all ranks compared programs in each step, a pipeline with a
+    new number waited without a message for one that had built its program before."""
 
     def differing(rank: int) -> str:
         with installed(2, schedule="1f1b"):
@@ -257,13 +264,13 @@ def test_pipelines_that_nothing_ties_may_come_to_other_numbers_of_microbatches()
     assert values(run_ranks(RANKS, differing)) == ["done"] * RANKS
 
 
-SECOND = (1, 3)  # global ranks of the second pipeline of two
+SECOND = (1, 3)  # global ranks of the second of two pipelines
 
 
 def test_offload_takes_programs_that_only_one_pipeline_comes_to() -> None:
-    """Offload accepts programs that only one pipeline runs. All ranks together counted the host
-    memory of each new program: if only one of two pipelines had a new program, its ranks waited for
-    the others."""
+    """A pipeline with offload may build a program that no other pipeline builds. All ranks together
+    used to count the host memory of each new program, so the ranks of the first pipeline waited for
+    the second, which had none."""
 
     def differing(rank: int) -> list[str]:
         told: list[str] = []
@@ -289,9 +296,9 @@ def test_offload_takes_programs_that_only_one_pipeline_comes_to() -> None:
 def test_measured_costs_come_to_all_ranks_at_one_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured costs reach all ranks at the same step. The second pipeline has measured enough
-    steps of one program some steps later than the first, which waited for it there; and only one
-    pipeline has some shape, whose costs all ranks exchanged."""
+    """Measured costs take effect on all ranks at the same step. The second of two pipelines
+    measures enough steps of a program later than the first, which used to wait there. All ranks
+    used to exchange the costs of a shape that only one pipeline has."""
     monkeypatch.setattr(leader, "AHEAD_SECONDS", 0.1)
 
     def measuring(rank: int) -> tuple[list[int], list[object]]:
@@ -321,9 +328,9 @@ def test_measured_costs_come_to_all_ranks_at_one_step(
 def test_a_race_is_the_same_on_all_ranks(
     sizes: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A race is the same on all ranks. The second pipeline sometimes, or always, has steps of
-    another size: it restarted its race alone, and the first pipeline waited at the end of its turn
-    for ranks that would not come."""
+    """A race of schedules makes the same choices on all ranks. The second pipeline has steps of
+    another size, sometimes or always. That pipeline used to restart its race alone, and the first
+    one waited at the end of its turn for ranks that did not come."""
     for module in (rounds, turn, step_race, race_texts):
         monkeypatch.setattr(module, "ROUNDS", 1, raising=False)
         monkeypatch.setattr(module, "TIMED", 1, raising=False)
@@ -349,8 +356,8 @@ def test_a_race_is_the_same_on_all_ranks(
 
 
 def test_another_program_is_found_in_a_later_step_too() -> None:
-    """A rank with another program is found in later steps too, and ends all ranks, also those that
-    do not see it: the first rank in the store has nothing to compare with."""
+    """A rank that builds a different program in a later step is found, and all ranks end. Ranks
+    that see no difference end too, as the first rank in the store has nothing to compare with."""
 
     def differing(rank: int) -> None:
         with installed(RANKS, schedule="1f1b"):
@@ -370,9 +377,9 @@ def test_another_program_is_found_in_a_later_step_too() -> None:
 
 @pytest.mark.real_time
 def test_an_error_beside_the_passes_ends_the_other_ranks() -> None:
-    """An error between the passes ends the other ranks, such as one of Megatron's at a step's end
-    or one for lack of host memory. Only errors in passes were reported: if the caller of the failed
-    rank continued, the other ranks waited for ever."""
+    """An error of one rank between its passes (of Megatron at the end of a step, or for lack of
+    host memory) ends the other ranks. Only errors within passes were reported to the others: if the
+    caller of the failed rank went on, they waited for ever."""
 
     def failing(rank: int) -> None:
         with installed(RANKS, schedule="1f1b"):
@@ -396,7 +403,7 @@ def broken(*args: object) -> None:
     raise OSError("no memory")
 
 
-# Layouts given as a list.
+# --- layouts that a caller gives as a list
 
 V_RANKS = 2
 V_LAYOUT = [
@@ -415,8 +422,8 @@ def build_chunks(
     tied: bool = False,
     depths: int | None = None,
 ) -> list[GPTModel]:
-    """This rank's chunks of a model, weights drawn by their names; ``depths``: of multi-token
-    prediction."""
+    """Return this rank's chunks of a model whose weights are drawn by name. ``depths`` is the
+    number of depths of multi-token prediction."""
     config = small_config(6, V_RANKS, pipeline_model_parallel_layout=layout, mtp_num_layers=depths)
     spec = get_gpt_layer_local_spec()
     chunks = []
@@ -449,7 +456,7 @@ def tokens() -> list[torch.Tensor]:
 
 
 def run_step(chunks: list[GPTModel]) -> list[Any]:
-    """One step on the same data in every chunk; this rank's losses."""
+    """Run one step in which every chunk reads the same data, and return this rank's losses."""
     return schedules.get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(tokens()) for _ in chunks],
@@ -462,7 +469,8 @@ def run_step(chunks: list[GPTModel]) -> list[Any]:
 
 
 def step_of_layout(layout: list[list[str]]) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """One step; the losses and gradients of all ranks."""
+    """Run one step of the model cut by ``layout``, and return the losses and gradients of all
+    ranks."""
     return whole_step(
         partial(build_chunks, layout),
         named_parameters,
@@ -509,8 +517,8 @@ WITHOUT_LAYERS = {
     ],
 )
 def test_stages_without_layers(schedules: tuple[str, ...]) -> None:
-    """Stages without layers train: of the embedding only, of the loss only, or of nothing, as
-    recipes of GLM have them (Megatron-LM #1852). A stage of nothing sends its input on."""
+    """Models train whose stages have the embedding only, the loss only, or no layer at all, as in
+    recipes of GLM (Megatron-LM #1852). A stage without any layer passes its input on."""
 
     def on_all_placements(rank: int) -> None:
         with apply(cpu.patches()):
@@ -523,7 +531,7 @@ def test_stages_without_layers(schedules: tuple[str, ...]) -> None:
     values(run_ranks(V_RANKS, on_all_placements))
 
 
-# Models whose last stage has a copy of the embedding.
+# The last stage of these models has a copy of the embedding.
 COPIES = pytest.mark.parametrize(
     ("layout", "tied", "depths"), [(V_LAYOUT, True, None), (PREDICTING_LAYOUT, False, 1)]
 )
@@ -534,11 +542,12 @@ COPIES = pytest.mark.parametrize(
 def test_an_embedding_group_that_does_not_fit_a_v_is_refused(
     own_groups: bool, layout: list[list[str]], tied: bool, depths: int | None
 ) -> None:
-    """An embedding group that does not fit a V is refused. It was created before the schedule was
-    installed, or by the caller, and has the ranks of both ends of a line.
+    """A V schedule is refused if the embedding group has the ranks of the first and last stage of a
+    linear placement. The caller brought that group, or it was created before the schedule was
+    installed.
 
-    The last rank, which would wait in that group, refuses it. The other ranks have no end of the
-    model.
+    The last rank holds both the first and the last stage of a V, so it would wait in that group,
+    and refuses it. The other ranks only lose their peer.
     """
 
     def refused(rank: int) -> None:
@@ -562,8 +571,9 @@ def test_an_embedding_group_that_does_not_fit_a_v_is_refused(
 
 
 def test_multi_token_prediction_outside_the_embedding_group_is_refused_on_a_line() -> None:
-    """The caller's group has the first rank alone: Megatron would add no gradients of the two
-    copies, and they would part."""
+    """The embedding group of a caller has only the first rank, although the last rank has a copy of
+    the embedding. A step is refused, because Megatron would not add up the gradients of the two
+    copies, and the copies would drift apart."""
     line = [LINE_LAYOUT[0], [*LINE_LAYOUT[1][:-1], "mtp", "loss"]]
 
     def refused(rank: int) -> None:
@@ -576,7 +586,7 @@ def test_multi_token_prediction_outside_the_embedding_group_is_refused_on_a_line
             chunks = build_chunks(line, groups, depths=1)
             text = r"rank 1 has a copy .* rank 0, .* ranks \[\]"
             error, match = (ValueError, text) if rank == 1 else (RuntimeError, None)
-            with pytest.raises(error, match=match):  # rank 0 loses its peer
+            with pytest.raises(error, match=match):  # rank 0 only learns that its peer has ended
                 run_step(chunks)
 
     values(run_ranks(V_RANKS, refused))
@@ -587,7 +597,7 @@ def test_copies_that_differ_are_refused_before_the_first_pass(
     layout: list[list[str]], tied: bool, depths: int | None
 ) -> None:
     """Copies of a tied embedding that differ are refused before the first pass. A caller that
-    builds the chunks itself, as Megatron-Bridge does, has to copy the weight."""
+    builds the chunks itself, as Megatron-Bridge does, has to make the copies equal."""
 
     def refused(rank: int) -> None:
         with apply(cpu.patches()), megatron_ext.install(schedule="zb-v"):
@@ -598,7 +608,7 @@ def test_copies_that_differ_are_refused_before_the_first_pass(
             assert (copies is not None) == (rank == V_RANKS - 1)
             if copies is not None:
                 with torch.no_grad():
-                    copies[1].zero_()  # as Megatron's model leaves it
+                    copies[1].zero_()  # zeros, as Megatron initializes the copy
             differ = "the copies of the embedding differ"
             with pytest.raises(ValueError, match=differ):
                 run_step(chunks)
@@ -606,7 +616,8 @@ def test_copies_that_differ_are_refused_before_the_first_pass(
                 with torch.no_grad():
                     copies[1].copy_(copies[0])
             assert len(run_step(chunks)) == (MICROBATCHES if copies else 0)
-            second = build_chunks(layout, tied=tied, depths=depths)  # a critic beside an actor
+            # a second model in the same process, as a critic next to an actor
+            second = build_chunks(layout, tied=tied, depths=depths)
             if (others := tied_weights(second)) is not None:
                 with torch.no_grad():
                     others[1].zero_()

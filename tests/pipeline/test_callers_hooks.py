@@ -1,4 +1,5 @@
-"""Hooks that callers put on weights and on modules, where W computes weights' gradients."""
+"""Tests of callers' hooks on weights and modules, under schedules whose W passes compute the weight
+gradients."""
 
 from __future__ import annotations
 
@@ -46,16 +47,17 @@ from tests.pipeline.test_code_of_callers import (
 )
 
 LINEAR = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1")
-Handle = Any  # with ``remove``
+Handle = Any  # a hook's handle, which has ``remove``
 Hook = Callable[..., None]
 
 
 def node_of(weight: Tensor) -> Any:
-    """Return the node that accumulates a weight's gradients."""
+    """Return the autograd node that accumulates the gradients of ``weight``."""
     return weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-# By kind: a hook put on a layer, and the weights that it concerns.
+# By kind of hook: a function that puts the hook on a layer, and the weights whose gradients it
+# sees.
 KINDS: dict[str, tuple[Callable[[Any, Hook], Handle], set[str]]] = {
     "weight": (
         lambda layer, hook: layer.mlp.linear_fc1.weight.register_hook(hook),
@@ -98,7 +100,8 @@ def wrapped(chunk: Any, overlap: bool) -> DistributedDataParallel:
 
 
 def split_weights(chunks: list[Any], **more: Any) -> set[str]:
-    """Run a step, and return the names of the layers' weights whose gradients waited for W."""
+    """Run a step, and return the names of the layers' weights whose gradients were deferred to
+    W."""
     queue.weights = set()
     run_step(chunks, **more)
     split, queue.weights = queue.weights, None
@@ -113,10 +116,10 @@ def split_weights(chunks: list[Any], **more: Any) -> set[str]:
 def test_no_weight_without_a_callers_hook_is_left_out_of_the_split(
     overlap: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The split backward pass includes every weight without a hook of the caller's. Megatron's
-    data-parallel wrapper has a hook on the node of each weight. If it counted as a caller's, no
-    training would be split, without a message. A caller's hook on the same node, which the wrapper
-    keeps alive, was never called."""
+    """Only weights with a hook of the caller's are exempt from the split into I and W. Megatron's
+    data-parallel wrapper has a hook on the autograd node of each weight; if that counted as a
+    caller's hook, no backward pass would be split, without a message. A caller's hook on the same
+    node, which the wrapper keeps alive, was never called."""
 
     def on_rank(rank: int) -> None:
         calls: list[Any] = []
@@ -154,15 +157,15 @@ def test_no_weight_without_a_callers_hook_is_left_out_of_the_split(
                     assert torch.equal(parameter.main_grad, expected[name]), (kind, name)
 
     values(run_ranks(2, on_rank))
-    said = capfd.readouterr().out  # two ranks may write into one line
+    said = capfd.readouterr().out  # outputs of two ranks may share a line
     assert said.count("hooks on gradients") == 2, "each rank says it once"
     name = "module.decoder.layers.1.mlp.linear_fc1.weight"
     assert f"W omits 1 weight of this rank that they depend on, such as {name}" in said
 
 
 def test_hooks_of_all_modules_concern_all_weights() -> None:
-    """Global backward hooks (torch's ``register_module_full_backward_hook``) concern all weights.
-    Few models of Megatron's run under such a hook."""
+    """Global backward hooks (torch's ``register_module_full_backward_hook``) count as callers'
+    hooks of all weights, so no weight gradient is deferred to W."""
     model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[1].bias.requires_grad_(False)
     assert callers_hooks([model]) == CallersHooks()
@@ -199,7 +202,8 @@ def double_behind_nodes(chunk: Any) -> None:
 
 
 def swap_data(chunk: Any) -> None:
-    """Let linear layers run on rounded weights, and pass gradients on by the weights themselves."""
+    """Put hooks on linear layers that round the weight's data during the forward pass. The input's
+    gradient is computed from the unrounded weight."""
     kept = {}
 
     def swap(module: Any, args: Any) -> None:
@@ -224,9 +228,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("change", [halve_before_nodes, double_behind_nodes, swap_data])
 def test_gradients_are_stocks(change: Callable[[Any], None]) -> None:
-    """Gradients equal stock's with hooks of callers. Hooks on nodes never ran for split layers. If
-    the hooks of a layer gave its weight other data for the forward pass, the input's gradient came
-    from that data; stock's comes from the weight's own."""
+    """Gradients equal stock's in a model with hooks of a caller. Under split backward passes, hooks
+    on autograd nodes never ran. If a hook gave a weight other data for the forward pass, I computed
+    the input's gradient from that data, and stock from the weight's own data."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -241,8 +245,9 @@ def test_gradients_are_stocks(change: Callable[[Any], None]) -> None:
 
 
 def test_a_hook_that_a_loss_function_registers_runs_from_that_microbatch_on() -> None:
-    """A weight hook that a loss function registers during a step runs from that microbatch on. W
-    added the gradients of earlier microbatches without calling the hook."""
+    """A loss function registers a hook on a weight during a step, and the hook sees the gradients
+    from that microbatch on. W added the gradients of earlier microbatches later, without calling
+    the hook."""
 
     def stepped() -> tuple[Any, int]:
         calls: list[Tensor] = []
@@ -279,7 +284,8 @@ def test_a_hook_that_a_loss_function_registers_runs_from_that_microbatch_on() ->
 
 
 def sums_so_far(kind: str, records: dict[str, list[Tensor]], chunk: Any) -> None:
-    """Let hooks of modules record the gradients of their weights."""
+    """Put hooks on modules that record the accumulated gradients of their weights at the module's
+    backward pass."""
 
     def record(layer: Any, module: Any, *gradients: Any) -> None:
         for name, weight in module.named_parameters():
@@ -296,9 +302,9 @@ def sums_so_far(kind: str, records: dict[str, list[Tensor]], chunk: Any) -> None
 
 @pytest.mark.parametrize("kind", ["before", "behind"])
 def test_hooks_of_a_modules_backward_pass_find_stocks_gradients(kind: str) -> None:
-    """Hooks of a module's backward pass find stock's gradients. They ran in I, and the gradients
-    lacked what W adds later: that of this microbatch for hooks after the pass, and that of earlier
-    microbatches for hooks before it."""
+    """Backward hooks of a module find the same accumulated weight gradients as in stock. The hooks
+    ran in I, before W had added anything: hooks after the module's pass missed this microbatch's
+    gradient, and hooks before the pass missed those of earlier microbatches."""
 
     def recorded() -> dict[str, list[Tensor]]:
         own: dict[str, list[Tensor]] = {}
@@ -323,8 +329,8 @@ def test_hooks_of_a_modules_backward_pass_find_stocks_gradients(kind: str) -> No
 
 
 def depend_on_whole_gradients(calls: Counter[str], chunk: Any) -> None:
-    """Put hooks of all kinds on weights, whose effects on parts of a gradient are not the parts of
-    the effect on the whole."""
+    """Put hooks of all kinds on weights. Each hook's effect is not linear, so calling it on parts
+    of a gradient gives another result than calling it on the sum."""
 
     def of_length_one(name: str, gradient: Tensor) -> Tensor:
         calls[name] += 1
@@ -354,16 +360,16 @@ def depend_on_whole_gradients(calls: Counter[str], chunk: Any) -> None:
 
 @pytest.mark.parametrize("wraps", [False, True], ids=["", "wrapped"])
 def test_hooks_get_the_gradient_of_a_whole_sequence_once(wraps: bool) -> None:
-    """A hook of a weight gets the gradient of a whole sequence once. Each slice called the hook
-    with its part of the gradient, so hooks that clip, draw or count did so for every slice. In a
-    wrapped model ``main_grad`` has the sums."""
+    """Under slices of a sequence, a weight's hook gets the gradient of the whole sequence, once.
+    Each slice used to call the hook with its part, so hooks that clip, draw or count ran once for
+    every slice. In a model in Megatron's data-parallel wrapper the sums are in ``main_grad``."""
 
     def gradients(**settings: Any) -> dict[str, Tensor]:
         calls: Counter[str] = Counter()
         with pipelines_of_two(**settings):
             chunks: list[Any] = build(partial(depend_on_whole_gradients, calls))
             own = [wrapped(chunk, True) for chunk in chunks] if wraps else chunks
-            for _ in range(2):  # what a step leaves, the next one does not find
+            for _ in range(2):  # two steps, as the second must find nothing left of the first
                 run_step(own)
             parallel_state.destroy_model_parallel()
         passes = 2 * MICROBATCHES
@@ -398,8 +404,8 @@ HOOKED = {
 
 
 class Collecting:
-    """A caller's term of the loss, which a hook on the decoder of the last stage collects, and the
-    calls of its hooks by stage and module."""
+    """Loss term that a hook on the last stage's decoder collects, and the number of calls of its
+    hooks by stage and module."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -443,10 +449,10 @@ class Collecting:
 def test_hooks_around_the_layers_run_once_where_passes_are_recomputed(
     schedule: str, stages: int
 ) -> None:
-    """Hooks around the layers run once if passes are recomputed. F and R both ran them: a loss term
-    that a hook collects counted twice, and a hook that reads an activation's gradient failed in F,
-    which has none. On a V dropout draws other numbers than in stock, and the same as without
-    recompute."""
+    """Hooks around the transformer layers run once for each microbatch, although its layers are
+    recomputed. Both F and R ran them: a loss term that a hook collects counted twice, and a hook
+    that reads an activation's gradient failed in F, which has none. On a V, dropout draws other
+    numbers than stock's, but the same with and without recompute."""
 
     def without() -> contextlib.AbstractContextManager[Any]:
         if schedule == "zb-h1":
@@ -487,9 +493,9 @@ def test_hooks_around_the_layers_run_once_where_passes_are_recomputed(
     ],
 )
 def test_hooks_of_megatrons_training_are_a_callers(module: str, is_callers: bool) -> None:
-    """Hooks of Megatron's training code count as a caller's. Megatron's recorder of a teacher's
-    logits has a hook on the output layer. Everything in the package megatron counted as part of the
-    passes: the hook ran in F and in R, and each microbatch's logits were recorded twice."""
+    """Hooks of Megatron's training code count as a caller's, such as the one on the output layer
+    that records a teacher's logits. All hooks of the package megatron used to count as part of the
+    passes: that hook ran in F and in R, and each microbatch's logits were recorded twice."""
 
     def hook(layer: torch.nn.Module, *unused: Any) -> None:
         pass
@@ -501,8 +507,9 @@ def test_hooks_of_megatrons_training_are_a_callers(module: str, is_callers: bool
 
 
 def test_hooks_that_run_twice_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line in the log names a caller's hooks that run in F and in R. They do in a stage that is
-    recomputed whole, as its output is needed, its decoder is not Megatron's, or it runs slices."""
+    """A line in the log names the hooks of a caller that run in both F and R. They do so if the
+    whole stage is recomputed: because its output is needed, because its decoder is not Megatron's,
+    or because it runs slices of a sequence."""
     said: list[str] = []
     monkeypatch.setattr(of_callers.logger, "log", lambda level, text: said.append(text))
     config = SimpleNamespace(enable_autocast=False)

@@ -1,9 +1,9 @@
-"""Judgements of checkpoints before a launch, compared with what the launch does.
+"""Tests of the verdict on a checkpoint before a launch, compared with what the launch does.
 
-The check of a command said "right" of any folder that exists, and launches died: stages on other
-ranks, another number of stages a rank, another layout, another learning-rate schedule. The plan
-said "can be loaded" of them. Now one judgement answers, from the checkpoint's own metadata; each
-answer is compared here with a launch, by day for some, at night for a whole table.
+The check of a launch command called any existing folder right, and `plan` said "can be loaded", but
+launches died: the stages were on other ranks, in another number on each rank, in another layout, or
+the learning-rate schedule differed. Now one function answers from the checkpoint's own metadata.
+Some of its answers are compared with a launch by day, a whole table of them at night.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ LOADED: dict[str, dict[str, object]] = {
     "vocabulary split": {"pipeline_schedule": "zb-h1", "pipeline_vocab_parallel": 1},
     "larger vocabulary": {"vocab_size": 200},
 }
-# What changes the model, the optimizer or the precision, against a checkpoint that it concerns.
+# Flags that change the model, the optimizer or the precision, each with the checkpoint that is
+# loaded under them.
 OTHERS: list[tuple[str, dict[str, object]]] = [
     ("stock", {"num_layers": 8}),
     ("stock", {"ffn_hidden_size": 64}),
@@ -122,7 +123,8 @@ def cases() -> list[Any]:
 
 
 def words_of(saved: str, flag: bool, loaded: dict[str, object]) -> tuple[int, list[str]]:
-    """The ranks and the flags of a launch that loads what ``saved`` wrote."""
+    """Return the number of ranks and the flags of a launch that loads the checkpoint of
+    ``saved``."""
     own = SAVED[saved]
     folder = BASE.but(**own).saved(**RESHARDABLE if flag else {})[1]
     model = {name: own[name] for name in ("bf16", *OTHER_OPTIMIZER, *EXPERTS) if name in own}
@@ -133,7 +135,8 @@ def words_of(saved: str, flag: bool, loaded: dict[str, object]) -> tuple[int, li
 
 
 def judged(ranks: int, words: list[str]) -> Finding:
-    """The finding on the checkpoint, of the check of a launch."""
+    """Return the finding on the checkpoint from the check of a launch command, the only wrong one
+    allowed."""
     ours = ["-m", "megatron_ext"] if "--pipeline-schedule" in words else []
     command = ["torchrun", "--nproc-per-node", str(ranks), *ours, str(SCRIPT), *words]
     report = check_launch(read_launch(command), None, None)
@@ -160,9 +163,9 @@ def test_a_launch_does_what_was_said(saved: str, flag: bool, loaded: dict[str, o
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb"])
 def test_a_launch_of_ours_says_it_in_one_line(schedule: str) -> None:
-    """A launch under our schedule refuses a checkpoint that does not fit in one line. Stages on
-    Megatron's own ranks were not compared: a checkpoint of one stage a rank, loaded with two, or of
-    two with one, ended each rank in "Global shape mismatch"."""
+    """A launch under our schedule says in one line that a checkpoint does not fit. Loading a
+    checkpoint of one stage a rank with two, or of two with one, ended each rank with "Global shape
+    mismatch", because stages on Megatron's own ranks were not compared."""
     saved = "stock, 2 stages a rank" if schedule == "zb-h1" else "stock"
     ranks, words = words_of(saved, False, LOADED[schedule])
     results = train_or_fail(ranks, words)
@@ -173,9 +176,9 @@ def test_a_launch_of_ours_says_it_in_one_line(schedule: str) -> None:
 
 
 def test_a_vocabulary_with_more_rows_is_remarked_on() -> None:
-    """A checkpoint whose vocabulary has more rows than saved is remarked on. Megatron loads fewer
-    rows without a message, and the others stay random: with tensor parallelism, which pads to more,
-    a training went on with a loss of 5.15 after 4.46."""
+    """The check of a launch remarks on a vocabulary with more rows than the checkpoint has.
+    Megatron loads the saved rows without a message, and the others stay random: with tensor
+    parallelism, which pads to more rows, a training continued with a loss of 5.15 after 4.46."""
     finding = judged(*words_of("stock", True, LOADED["TP 2"]))
     assert finding.verdict is Severity.REMARK and "loads whole" in finding.text
     assert "256 rows and the checkpoint 128" in finding.text

@@ -1,7 +1,9 @@
-"""Checkpoints of the distributed optimizer, under one schedule and loaded under another.
+"""Tests of checkpoints of the distributed optimizer, saved under one schedule and loaded under
+another.
 
-Two pipeline ranks with two data-parallel ranks each, both overlaps on. As in test_placements,
-losses, parameters, main parameters and Adam's tensors are compared to the last bit.
+The trainings run on two pipeline ranks with two data-parallel ranks each, with reductions and
+gathers overlapped. Losses, parameters, main parameters and Adam's tensors are compared to the last
+bit.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from tests.helpers.ranks import RankResult
 from tests.helpers.trainings import Saved
 from tests.pipeline.test_placements import ITERATIONS, SAVED_AT, SETTINGS
 
-STOCK = None  # no flag of ours
+STOCK = None  # stock Megatron: no schedule flag
 
 
 def saved(setting: str, schedule: str | None, **flags: object) -> Saved:
@@ -43,16 +45,17 @@ def resume(setting: str, whole: Saved, schedule: str | None, **flags: object) ->
     ],
 )
 def test_saved_on_a_v_and_resumed(setting: str, schedule: str | None) -> None:
-    """A V with tied embeddings and data-parallel ranks is saved and resumed. It could not be saved
-    at all: both copies of the embedding's weight are on one rank, and both were to be written."""
+    """A training on a V with a tied embedding and data-parallel ranks is saved and resumed. Such a
+    checkpoint could not be saved: both copies of the embedding's weight are on one rank, and both
+    were to be written."""
     resume(setting, saved(setting, "zb-v"), schedule)
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", STOCK])
 def test_states_behind_padding(schedule: str | None) -> None:
-    """Optimizer states behind a bucket's padding are saved in place. A resumed run drifted: at this
-    size the layers' bucket is padded by 64 elements, and the embedding's states behind it lacked
-    their first 64 elements and ended with 64 zeros."""
+    """A training resumes with the right optimizer states although a gradient bucket is padded. At
+    this model size the layers' bucket gets 64 elements of padding; the embedding's states, which
+    follow, lost their first 64 elements and ended with 64 zeros, so a resumed run drifted."""
     setting = "distributed optimizer, padded buckets"
     resume(setting, saved(setting, "zb-v"), schedule)
 
@@ -67,11 +70,13 @@ def test_states_behind_padding(schedule: str | None) -> None:
     ],
 )
 def test_saved_by_stock_and_resumed(setting: str, schedule: str | None) -> None:
-    """A checkpoint that stock saved is resumed. On the platform without a GPU stock itself resumed
-    with other numbers, or not at all: all parameters shared one step count of Adam's, which each of
-    them incremented."""
+    """A training resumes from a checkpoint that stock Megatron saved. Without a GPU, stock itself
+    resumed with other numbers or not at all: all parameters shared one step count of Adam's, and
+    each parameter incremented it."""
     runs = resume(setting, saved(setting, STOCK), schedule)
-    if schedule == "zb-v":  # rank by rank: what others updated is gathered in the next forward pass
+    # On a V each rank compares its states at once; parameters that other ranks updated arrive with
+    # the gather in the next forward pass.
+    if schedule == "zb-v":
         moments = [tables for run in runs[2:] for tables in run.tables]
         assert len(moments) == 2 * (ITERATIONS - SAVED_AT + 1)
         assert all(len(tables) == 2 and len({*tables.values()}) == 1 for tables in moments)
@@ -90,8 +95,8 @@ def test_saved_in_the_background() -> None:
 
 
 def test_a_checkpoint_needs_nothing_of_ours() -> None:
-    """A checkpoint can be loaded without our package. Megatron saves its arguments, and one of ours
-    was an enum of this package."""
+    """A checkpoint that was saved under our schedule contains nothing of our package, so stock can
+    load it. Megatron saves its arguments, and one of our arguments was an enum of megatron_ext."""
     folder = saved("distributed optimizer", "zb-v")[1]
     contents = [path.read_bytes() for path in folder.glob("iter_*/*") if path.is_file()]
     assert any(b"pipeline_schedule" in content for content in contents), "no arguments were saved"
@@ -99,14 +104,15 @@ def test_a_checkpoint_needs_nothing_of_ours() -> None:
 
 
 def test_loaded_in_parallel() -> None:
-    """A checkpoint is loaded in parallel: each data-parallel rank reads a part and sends it to the
-    others."""
+    """A checkpoint is resumed with Megatron's fully parallel load: each data-parallel rank reads a
+    part and sends it to the other replicas."""
     setting = "distributed optimizer"
     for schedule in ("gis", *at_night("zb-v")):
         resume(setting, saved(setting, "zb-v"), schedule, ckpt_fully_parallel_load=True)
 
 
-# Megatron's default format of the distributed optimizer's states, which stay on their ranks.
+# --- Megatron's default format (dp_reshardable), in which optimizer states cannot move to other
+# pipeline ranks
 
 
 def refused(setting: str, folder: Path, schedule: str | None) -> list[RankResult]:
@@ -122,9 +128,9 @@ def test_one_placement_needs_no_other_format() -> None:
 
 @pytest.mark.parametrize(("saver", "loader"), [("zb-v", "gis"), (STOCK, "zb-v")])
 def test_another_placement_is_refused(saver: str | None, loader: str) -> None:
-    """A checkpoint of another placement is refused. Some ranks said that a bucket's size differs,
-    some that a peer had gone; if all sizes agree, Megatron gives a stage the states of another
-    without a message."""
+    """A checkpoint in the format dp_reshardable is refused under another placement, in one line.
+    Some ranks said that a bucket's size differs, others that a peer had gone. If all sizes agree,
+    Megatron gives a stage the states of another without a message."""
     folder = saved("dp_reshardable", saver)[1]
     results = refused("dp_reshardable", folder, loader)
     for result in results:
@@ -134,16 +140,16 @@ def test_another_placement_is_refused(saver: str | None, loader: str) -> None:
 
 
 def test_stock_refuses_a_vs_states() -> None:
-    """Stock without our package refuses a V's optimizer states: the first stage's weights are on
-    another rank, and the sizes differ on each rank."""
+    """Stock Megatron refuses optimizer states of a V in the format dp_reshardable: the first
+    stage's weights are on another rank, so sizes differ on each rank."""
     folder = saved("dp_reshardable", "zb-v")[1]
     for result in refused("dp_reshardable", folder, STOCK):
         assert result.exit_code == 1 and "Global shape mismatch" in result.error, result.error
 
 
 def test_model_alone_loads_anywhere() -> None:
-    """A checkpoint's model alone, without optimizer states, loads under any schedule, as the
-    refusal says."""
+    """A checkpoint in the format dp_reshardable loads under any placement with --no-load-optim, as
+    the refusal recommends: the model alone, without optimizer states."""
     whole, folder = saved("dp_reshardable", "zb-v")
     ours: dict[str, object] = {"pipeline_schedule": "gis", "no_load_optim": True}
     runs = SETTINGS["dp_reshardable"].resume(folder, **ours)
@@ -157,7 +163,7 @@ def test_another_format_is_converted_by_stock(tmp_path: Path) -> None:
     whole = setting.run(save=tmp_path / "old", save_interval=SAVED_AT, **older)
     (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
     to = {"ckpt_convert_format": "torch_dist", "ckpt_convert_save": tmp_path / "new"}
-    # It ends before it trains, and a rank has nothing to hand back.
+    # This run ends before it trains, so its ranks return nothing.
     train_or_fail(setting.ranks, setting.words(**older | to, load=tmp_path / "old"))
     runs = setting.run(load=tmp_path / "new" / "torch_dist", pipeline_schedule="zb-v")
     assert len(losses(runs)) == len(losses(whole)) - SAVED_AT

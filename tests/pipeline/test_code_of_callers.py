@@ -1,4 +1,5 @@
-"""Code that callers add to the models they build: hooks, computed weights, their own reductions."""
+"""Tests of what callers add to their models: hooks, computed weights, gradient reductions of their
+own."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ LAYERS, SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 4, 8, 2, 32, 4
 
 
 def build(change: Callable[[Any], object] = lambda chunk: None) -> Chunks:
-    """Return this rank's chunks, each after ``change``."""
+    """Return this rank's chunks, each after a call of ``change``."""
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
     config = small_config(LAYERS, ranks)
     chunks: Chunks = []
@@ -71,7 +72,7 @@ def step(change: Callable[[Any], object]) -> tuple[list[Any], Gradients]:
 
 
 def run_step(chunks: Chunks, forward: Callable[..., Any] = forward_step, seed: int = 2) -> None:
-    """Run one step of chunks that this rank has built."""
+    """Run one step of the chunks that this rank has built."""
     data = batches(seed)
     schedules.get_forward_backward_func()(
         forward_step_func=forward,
@@ -123,8 +124,9 @@ def shift_tokens(chunk: Any) -> None:
 def test_weights_that_only_autograd_can_serve_have_stocks_gradients(
     change: Callable[[Any], object],
 ) -> None:
-    """Weights that only autograd can serve have stock's gradients. W would compute a gradient that
-    never reaches the tensors from which the weight is computed, and that no hook sees."""
+    """Weights that are computed from other tensors, or that have hooks, get stock's gradients,
+    because autograd computes them rather than W. A gradient from W would never reach the tensors
+    behind a computed weight, and no hook would see it."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -144,7 +146,7 @@ def test_weights_that_only_autograd_can_serve_have_stocks_gradients(
 
 
 def with_backward(chunk: Any, own: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-    """Have each MLP multiply its output with what ``own`` makes of the module and its input."""
+    """Multiply the output of each MLP by one plus ``own`` of the module and its input."""
 
     def changed(module: Any, inputs: Any, outputs: Any) -> Any:
         hidden = inputs[0].detach().requires_grad_()
@@ -186,9 +188,10 @@ def backward_of_the_stage(chunk: Any) -> None:
 def test_a_callers_own_backward_pass_inside_a_forward_pass_is_stocks(
     change: Callable[[Any], object],
 ) -> None:
-    """A caller's own backward pass inside a forward pass ended with an AssertionError, as no W
-    follows it. Now it adds gradients of weights to the leaves at once, and `torch.autograd.grad`
-    adds none. The order of sums differs from stock's if W comes later."""
+    """A caller may run a backward pass of its own inside a forward pass. Such a training ended with
+    an AssertionError, because no W follows that backward pass. Now its weight gradients are added
+    without waiting for a W, and `torch.autograd.grad` adds none. If W passes run later, the order
+    of sums differs from stock's."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -197,7 +200,8 @@ def test_a_callers_own_backward_pass_inside_a_forward_pass_is_stocks(
             assert expected[0] != plain[0] or any(
                 not torch.equal(gradient, plain[1][name]) for name, gradient in expected[1].items()
             )
-            # The pass of a stage reaches stock's stages on a line alone.
+            # Only on a linear placement are the stages, on which this change runs a backward pass,
+            # stock's.
             for schedule in ("zb-h1",) if change is backward_of_the_stage else ("zb-h1", "zb-v"):
                 with megatron_ext.install(schedule=schedule):
                     losses, gradients = step(change)
@@ -208,8 +212,8 @@ def test_a_callers_own_backward_pass_inside_a_forward_pass_is_stocks(
 
 
 def test_a_callers_second_derivatives_are_refused_by_name() -> None:
-    """Second derivatives would lack the weights' part, which autograd does not see, so they are
-    refused."""
+    """A caller that takes second derivatives (``create_graph=True``) is refused: the weight
+    gradients that W computes are unknown to autograd, so the derivatives would lack them."""
 
     def penalize(chunk: Any) -> None:
         def own(module: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -233,8 +237,9 @@ def checkpoint_layers(chunk: Any) -> None:
 
 
 def test_layers_that_torch_recomputes_have_stocks_gradients() -> None:
-    """Layers that torch recomputes have stock's gradients. A backward pass can read the tensors
-    that they have saved only once."""
+    """Layers that recompute with torch's checkpoint get stock's gradients under a split backward
+    pass. I and W use their saved tensors in one backward pass, because those can be read only
+    once."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -257,8 +262,9 @@ def test_layers_that_torch_recomputes_have_stocks_gradients() -> None:
 def test_a_hook_before_the_model_gets_the_callers_arguments_each_time(
     settings: dict[str, Any],
 ) -> None:
-    """A hook before the model gets the caller's arguments each time. The model's call is repeated,
-    and the hook with it: on the caller's arguments, not on those that the hook has changed."""
+    """A caller's forward pre-hook of the model gets the caller's own arguments in each call. Slices
+    and recomputed passes repeat the model's call and the hook, which must not see arguments that it
+    has changed before."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -301,8 +307,8 @@ def test_an_output_layer_that_the_caller_changed_is_refused_where_it_is_not_call
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_reduction_of_the_callers_own_takes_place_once(schedule: str) -> None:
-    """A caller's own reduction runs once. Two pipelines of two ranks have different data; a sum
-    would double if it ran twice."""
+    """A caller's own gradient reduction runs once in a step. Two pipelines of two ranks have
+    different data, so a sum that ran twice would be doubled."""
 
     def on_rank(rank: int) -> None:
         replicas = 2
@@ -358,8 +364,8 @@ def test_steps_that_no_loop_of_megatrons_runs_do_not_overlap() -> None:
 
 
 def test_a_gradient_that_a_frozen_stage_would_lose_is_refused() -> None:
-    """A gradient that a frozen stage would lose is refused: a prompt outside of the model is
-    trained, before a first stage that is frozen."""
+    """A step is refused if a stage without trained weights would lose a gradient. Here the caller
+    trains a prompt outside of the model, in front of a frozen first stage."""
 
     def on_rank(rank: int) -> None:
         prompt = torch.zeros(SEQUENCE, BATCH, 16, requires_grad=True)
@@ -372,7 +378,7 @@ def test_a_gradient_that_a_frozen_stage_would_lose_is_refused() -> None:
             chunks: Any = build()
             if rank == 0:
                 chunks[0].requires_grad_(False)
-            run_step(chunks)  # merely frozen
+            run_step(chunks)  # a frozen stage without a trained prompt runs
             is_lost = "a tensor that has a gradient, which would be lost"
             with pytest.raises(BaseException, match=is_lost if rank == 0 else ""):
                 run_step(chunks, prompted)

@@ -1,6 +1,7 @@
-"""First step compared with Megatron's own function where unknown sources are allowed.
+"""Tests of the comparison of a training's first step with Megatron's own function.
 
-A patch whose target now does something else trains wrong numbers without an error.
+The comparison runs if a user allows a version of Megatron's sources that we do not know. A patch
+whose target now does something else would train wrong numbers without an error.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_step_is_compared_and_training_goes_on(
     schedule: str, flags: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first step is compared with stock's, and the training goes on as if it had not: random
-    numbers, the data, counts of routers and the log are the same."""
+    """A training continues after its compared first step as if there had been no comparison: random
+    numbers, data, the routers' counts and the log are the same."""
     training = PAIR.but(**flags)
     if schedule == "interleaved-zb":
         training.resume_as_stock(pipeline_schedule=schedule)
@@ -91,8 +92,8 @@ def test_a_difference_ends_the_training() -> None:
 def test_values_that_are_not_finite_in_both_are_alike(
     a: list[float], b: list[float], difference: float
 ) -> None:
-    """Values that are not finite in both steps count as equal. Gradients of the first steps in fp16
-    overflow, and the comparison ended the training."""
+    """Gradients that are infinite or NaN in both compared steps count as equal. In fp16 the
+    gradients of the first steps overflow, and the comparison ended the training."""
     assert _difference(torch.tensor(a), torch.tensor(b)) == difference
 
 
@@ -101,8 +102,8 @@ def test_values_that_are_not_finite_in_both_are_alike(
 def test_a_microbatch_packed_into_one_row_is_compared(
     schedule: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A microbatch packed into one row is compared too. Megatron's own messages have a row for each
-    sample, and the comparison ended the training."""
+    """The first step is compared if two samples are packed into one row. The comparison ended the
+    training, because the messages of Megatron's own schedule have a row for each sample."""
     packs = {"dataloader_inter_document_masking": True, "position_embedding_type": "rope"}
     training = PAIR.but(**packs, micro_batch_size=2, global_batch_size=8)
     replace(training, around=packed_on_the_cpu).run(pipeline_schedule=schedule)
@@ -111,8 +112,8 @@ def test_a_microbatch_packed_into_one_row_is_compared(
 
 @nightly("a V is not compared by day")
 def test_a_rehearsed_rank_is_not_compared(capfd: pytest.CaptureFixture[str]) -> None:
-    """A rehearsed rank compares no step: Megatron's own messages would bring it whatever was in
-    memory."""
+    """A rank that is rehearsed alone compares no step, because Megatron's own messages would bring
+    it arbitrary memory contents."""
     record = rehearsed(0, 2, PAIR.words(pipeline_schedule="zb-h1", pipeline_costs="f=1,i=1,w=1"))
     assert record.trained == 2
     told = capfd.readouterr()
@@ -121,8 +122,9 @@ def test_a_rehearsed_rank_is_not_compared(capfd: pytest.CaptureFixture[str]) -> 
 
 @nightly("another step is compared by day")
 def test_a_later_step_saves_its_gradients_while_reductions_overlap() -> None:
-    """A later step saves its gradients while reductions overlap. The compared step, which was
-    Megatron's own, had told Megatron to wait for gradients, and ours come without its hooks."""
+    """--save-wgrads-interval and --overlap-grad-reduce go together after a compared first step. The
+    compared step, which is Megatron's own, told Megatron to wait for gradients from its hooks, and
+    ours come without these hooks."""
     PAIR.but(overlap_grad_reduce=True, save_wgrads_interval=2).saved(pipeline_schedule="zb-h1")
 
 
@@ -166,7 +168,9 @@ def test_a_step_that_is_not_compared_says_why(
 def test_passes_of_a_step_that_megatron_saves_are_noticed(
     interval: int | None, saved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron hooks its saving to Transformer Engine's layers, which no training here has."""
+    """A step whose gradients Megatron is about to save (save_dgrads_interval) is recognized.
+    Megatron hooks this to Transformer Engine's layers, which no training in these tests has, so
+    only the decision is tested."""
     args = SimpleNamespace(save_dgrads_interval=interval)
     monkeypatch.setattr(compared_step, "training_global", lambda name: args)
     monkeypatch.setattr(compared_step, "current_iteration", lambda: 5)
@@ -174,7 +178,8 @@ def test_passes_of_a_step_that_megatron_saves_are_noticed(
 
 
 def test_lengths_of_packs_that_the_comparison_ran_are_not_counted() -> None:
-    """Lengths that the compared steps added would count three times in Megatron's TFLOP/s."""
+    """The comparison removes the packed lengths that its own passes added to Megatron's statistics.
+    These lengths would count three times in Megatron's TFLOP/s."""
     from megatron.training import training
 
     training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 3, 8]))

@@ -1,7 +1,8 @@
-"""A rank fails, or is killed, before all ranks are connected: the others say so and end.
+"""Tests of a rank that fails, or is killed, before all ranks are connected: the other ranks report
+it and end.
 
-No rank watched or listened until all connections stood: the others waited for torch's timeout, ten
-minutes or more, without a word.
+Ranks used to watch for failures only once all connections existed. Before that the others waited
+for torch's timeout, ten minutes or more, without a message.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ from tests.pipeline.test_faults import HERE, kill, say, throw
 pytestmark = pytest.mark.real_time
 
 RANKS, FAILING = 3, 1
-SOON = 20.0  # seconds, on a busy machine; Megatron's own timeout is 10 minutes
+SOON = 20.0  # seconds on a busy machine; Megatron's own timeout is 10 minutes
 
 
 @dataclass(frozen=True)
 class WhileConnecting:
-    """Rank `FAILING` does ``fault`` before, in or between its connections."""
+    """Fault that rank `FAILING` runs before it connects, in a connection, or between two
+    connections."""
 
     where: str
     fault: Callable[[], None]
@@ -83,7 +85,7 @@ class WhileConnecting:
         raise AssertionError("no fault")
 
 
-# What the rank was at, as the others tell it.
+# By moment of the fault, the position of the failed rank as the other ranks report it.
 PLACES = {
     "before the first": "the connecting of the ranks",
     "in the first": r"the connection SEND_F 0>1",
@@ -126,7 +128,7 @@ def test_every_rank_hears_of_one_that_fails_while_it_connects(script: Script, wh
 @pytest.mark.parametrize(
     ("where", "waits"),
     [
-        # The rank before it waits for the connection to it, and so does the one behind it.
+        # Both neighbours of the killed rank wait for their connection to it.
         ("before the first", {0: r"SEND_\w \d>\d to pipeline rank 1", 2: r"SEND_\w \d>\d to"}),
         *at_night(
             ("before all", dict.fromkeys((0, 2), "of the pipeline with global rank 1")),
@@ -138,8 +140,9 @@ def test_every_rank_hears_of_one_that_fails_while_it_connects(script: Script, wh
 def test_one_that_is_killed_while_it_connects_is_named(
     script: Script, where: str, waits: dict[int, str]
 ) -> None:
-    """A killed rank reports nothing itself. After a minute, and when a launcher ends them, the
-    other ranks name the rank and the connection that they wait for."""
+    """The other ranks name a rank that was killed while it connected, and the connection that they
+    wait for. They do so after a minute, and when a launcher ends them. A killed rank cannot report
+    anything by itself."""
     with agent_store() as port:
         run = Training(RANKS, port, flags_of(where), WhileConnecting(where, kill))
         with running_ranks(RANKS, run, script, connect=False) as running:
@@ -157,12 +160,12 @@ def test_one_that_is_killed_while_it_connects_is_named(
             assert len(re.findall(f"^megatron_ext: {line}$", result.stderr, re.MULTILINE)) == 1, (
                 result.stderr
             )
-        # Its host is known from the first exchange on.
+        # The host of the killed rank is known from the first exchange on.
         peer = f"pipeline rank {FAILING} is global rank {FAILING}"
         assert ("to pipeline rank 1" not in words) or peer in result.stderr
 
 
-# --- without a training
+# --- connections without a training
 
 
 def of_schedule(spec: str, ranks: int) -> set[Channel]:
@@ -174,9 +177,9 @@ def short_timeout(seconds: float) -> None:
 
 
 def test_a_rank_that_never_comes_is_named_at_the_timeout() -> None:
-    """A rank that never connects is named at the timeout. The wait for it ended with torch's own
-    words, which name no rank, or the waiting one. The other ranks end when the rank that was to
-    meet it has ended."""
+    """A rank that never connects is named at the timeout by the rank that waits for it. torch's
+    error named neither of the two. Other ranks, which only wait for the waiting rank, end when it
+    has ended."""
 
     def on_rank(rank: int) -> str:
         short_timeout(0.5)
@@ -195,8 +198,8 @@ def test_a_rank_that_never_comes_is_named_at_the_timeout() -> None:
 
 
 def test_a_rank_that_waits_for_others_ends_when_it_hears_of_a_failure() -> None:
-    """A rank that waits for others ends when it hears of a failure. The error comes from the main
-    thread, so the cleanup of the rank's caller runs."""
+    """A rank that waits for connections ends when it hears of another rank's failure. The error is
+    raised in the main thread, so the cleanup code of the rank's caller runs."""
 
     def on_rank(rank: int) -> str:
         if rank == 0:
@@ -217,8 +220,8 @@ def test_a_rank_that_waits_for_others_ends_when_it_hears_of_a_failure() -> None:
 
 
 def test_connections_are_made_anew_in_a_second_training() -> None:
-    """A second training makes new connections: a rank must not take arrivals of the first training
-    for those of the second."""
+    """The ranks connect anew in a second training of the same processes: arrivals of the first
+    training must not count for the second."""
 
     def on_rank(rank: int) -> list[float]:
         times = []
@@ -235,10 +238,10 @@ def test_connections_are_made_anew_in_a_second_training() -> None:
 
 
 def test_a_restart_meets_nothing_of_the_start_before_it() -> None:
-    """A restart does not meet keys of the start before. torchrun restarts failed ranks with the
-    same store. Rank 0 had begun to connect as rank 1 died: after each restart it waited until the
-    timeout for arrivals of rank 1 under another number, and rank 1 took the earlier arrival for a
-    new one."""
+    """Ranks that torchrun restarts do not meet keys of the start before, although the store is the
+    same. Rank 0 had begun to connect as rank 1 died: after each restart rank 0 waited until the
+    timeout for an arrival of rank 1 under another number, and rank 1 took the earlier arrival of
+    rank 0 for a new one."""
 
     def on_rank(rank: int) -> str:
         short_timeout(5.0)
@@ -256,8 +259,8 @@ def test_a_restart_meets_nothing_of_the_start_before_it() -> None:
 
 
 def test_a_connection_that_was_made_is_cut_while_others_are_being_made() -> None:
-    """A finished connection is cut while others are still being made, since connections register as
-    they are made."""
+    """A failure cuts connections that are finished while others are still being made, because each
+    connection is registered as soon as it exists."""
 
     def on_rank(rank: int) -> list[bool]:
         recorder = Recorder(rank)

@@ -1,9 +1,9 @@
-"""Context parallelism under every placement, against stock Megatron at the same size: the same, to
+"""Tests of context parallelism under every placement: losses and weights are stock Megatron's, to
 the last bit.
 
-Four ranks, two of a pipeline and two of each sequence, and more where something else is parallel
-besides. Attention is a stand-in (`tests.helpers.context_parallel`); what is compared is all that a
-schedule has to do with: scales of losses, shapes, groups, checkpoints, and messages amid passes.
+Two pipeline ranks and two context-parallel ranks run, more if another kind of parallelism is added.
+Attention is a stand-in (`tests.helpers.context_parallel`). Compared is all that a schedule affects:
+scales of losses, shapes, process groups, checkpoints, and messages within passes.
 """
 
 from __future__ import annotations
@@ -95,15 +95,15 @@ MODELS: dict[str, Flags] = {
     "conversations, loss per token": PACKED | {"calculate_per_token_loss": True},
     "conversations, 1 depth, bf16": PACKED | {"mtp_num_layers": 1, "bf16": True},
 }
-LARGER: dict[str, Flags] = {  # on eight ranks
+LARGER: dict[str, Flags] = {  # models that run on eight ranks
     "TP 2, SP, 2 depths": DEPTHS | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "DP 2, distributed optimizer, both overlaps": OPTIMIZER,
 }
 LARGER_CASES = [
     ("TP 2, SP, 2 depths", "zb-h1"),
     ("TP 2, SP, 2 depths", "zb-v"),
-    # Four replicas: gloo sums in an order that depends on the place in a bucket, and a V has others
-    # than stock.
+    # Four replicas run on a line only: gloo sums in an order that depends on the position in a
+    # bucket, and on a V that position differs from stock's.
     ("DP 2, distributed optimizer, both overlaps", "zb-h1"),
 ]
 KINDS = {
@@ -147,7 +147,7 @@ def ranks_of(model: str) -> int:
 
 @functools.cache
 def saved(model: str, schedule: str | None = None) -> tuple[list[Run], Path]:
-    """A run from a seed, and the checkpoint of its first iteration."""
+    """Return a run from the start, and the folder with the checkpoint of its first iteration."""
     folder = lasting_folder()
     saving: Flags = {"save": folder, "save_interval": SAVED_AT, "pipeline_schedule": schedule}
     return train(ranks_of(model), flags(**(MODELS | LARGER)[model], **saving)), folder
@@ -212,8 +212,8 @@ def test_it_is_stock_to_the_last_bit(model: str, schedule: str) -> None:
 
 @nightly("what attention gives does not matter where two runs are compared")
 def test_the_stand_in_for_attention_attends_to_all_of_a_sequence() -> None:
-    """The stand-in for attention attends to the whole sequence: stock's losses equal those of
-    undivided sequences up to the order of sums."""
+    """The stand-in for attention attends to the whole sequence: stock's losses on two
+    context-parallel ranks equal those of unsplit sequences up to the order of sums."""
     divided, undivided = (
         train(2 * ranks, flags(context_parallel_size=ranks), model_provider=drawn_by_name)
         for ranks in (2, 1)
@@ -259,7 +259,7 @@ def test_steps_that_are_taken_back(schedule: str, more: Flags) -> None:
 @pytest.mark.parametrize(("schedule", "variant"), [("zb-h1", 1), ("zb-v", 2)])
 def test_packed_with_the_vocabulary_divided(schedule: str, variant: int) -> None:
     sizes: Flags = {"context_parallel_size": 2, "calculate_per_token_loss": True}
-    # Stock takes one pack a microbatch.
+    # Stock accepts one pack of sequences a microbatch.
     flags = PACKED | sizes | {"position_embedding_type": "rope", "micro_batch_size": 1}
     setting = vocabulary.training(4, 2, flags)
     reference, folder = setting.saved()
@@ -268,7 +268,7 @@ def test_packed_with_the_vocabulary_divided(schedule: str, variant: int) -> None
     vocabulary.assert_close(runs, reference)
 
 
-# Sequences that a caller has packed, with padding behind each to what divides, as Megatron-Bridge.
+# --- sequences that a caller has packed, each padded to a divisible length, as Megatron-Bridge does
 
 Batch = dict[str, Any]
 
@@ -278,7 +278,8 @@ TOKENS, VOCABULARY = 16, 32
 
 
 def batches() -> list[Batch]:
-    """This rank's part of each: of every sequence, with what pads it, two pieces."""
+    """Return this context-parallel rank's part of each batch: two pieces of every padded
+    sequence."""
     generator = torch.Generator().manual_seed(2)
     group = parallel_state.get_context_parallel_group()
     made = []
@@ -294,7 +295,8 @@ def batches() -> list[Batch]:
         }
         parts = {name: tensor[own].unsqueeze(0) for name, tensor in whole.items()}
         packed = packed_params(lengths, padding)
-        packed.max_seqlen_q = packed.max_seqlen_kv = max(padded)  # rotary embeddings are made of
+        # rotary embeddings are computed for the longest padded sequence
+        packed.max_seqlen_q = packed.max_seqlen_kv = max(padded)
         made.append(parts | {"packed": packed})
     return made
 
@@ -336,8 +338,8 @@ def chunks() -> list[torch.nn.Module]:
 
 
 def names(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the parameters with the context-parallel rank in their names: gradients are not summed
-    over the group here, so each rank has its own."""
+    """Yield the parameters, with the context-parallel rank in their names. Gradients are not summed
+    over that group in this test, so each rank has its own."""
     rank = parallel_state.get_context_parallel_rank()
     for name, parameter in named_parameters(chunk):
         yield f"{name} of rank {rank}", parameter
@@ -373,7 +375,7 @@ def test_packed_sequences_of_a_caller() -> None:
     values(run_ranks(4, on_rank))
 
 
-# Multi-token prediction's messages amid passes.
+# --- messages of multi-token prediction between context-parallel ranks, in the middle of passes
 
 SMALL: Flags = UNTIED | {
     "mtp_num_layers": 1,
@@ -400,9 +402,10 @@ STOPPED = [(name, mode) for name in ("zb-v", "zb-h1", "interleaved-zb") for mode
     ],
 )
 def test_no_rank_waits_for_ever_where_passes_send(schedule: str, mode: str) -> None:
-    """No rank waits for ever if passes send messages of context parallelism, on ranks whose device
-    stands still before each pass, or is late (`tests.helpers.adversary`). With NCCL the first
-    message of two ranks makes a communicator; none is made in the middle of a pass."""
+    """Passes of multi-token prediction send messages between context-parallel ranks, and no rank
+    waits for ever. The simulated devices block before each pass or finish late
+    (`tests.helpers.adversary`). With NCCL the first message between two ranks creates a
+    communicator, which must not happen in the middle of a pass."""
     with MODES[mode]():
         ours = flags(**SMALL, pipeline_schedule=schedule)
         runs = train(4, ours, model_provider=drawn_by_name)
@@ -412,7 +415,7 @@ def test_no_rank_waits_for_ever_where_passes_send(schedule: str, mode: str) -> N
 
 
 class Predicting(torch.nn.Module):
-    """As the chunk of a model with multi-token prediction."""
+    """Stand-in for the chunk of a model with multi-token prediction."""
 
     mtp_process = True
 
@@ -423,8 +426,9 @@ class Predicting(torch.nn.Module):
 
 
 def test_ranks_that_shift_tokens_meet_before_the_first_step() -> None:
-    """Ranks of a model with multi-token prediction connect to their neighbours in the group. Ranks
-    of a model without it connect to no rank."""
+    """Ranks of a model with multi-token prediction connect to their neighbours in the
+    context-parallel group before the first step. Ranks of a model without multi-token prediction
+    connect to no rank."""
 
     def run(rank: int) -> tuple[set[int], ...]:
         met: set[int] = set()

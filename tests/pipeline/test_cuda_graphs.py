@@ -1,8 +1,8 @@
-"""Trainings with per-layer CUDA graphs (``--cuda-graph-impl transformer_engine``), under schedules
-that split the backward: stock's without graphs, to the last bit.
+"""Tests of trainings with CUDA graphs of layers (``--cuda-graph-impl transformer_engine``) under
+split backward passes.
 
-Everything is Megatron's own and ours but `make_graphed_callables`. In its stand-in a layer is
-computed with the graph's buffers wherever a GPU would replay the graph.
+Losses and weights equal stock's without graphs, to the last bit. Only `make_graphed_callables` is a
+stand-in: it computes a layer in the graph's buffers wherever a GPU would replay the graph.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ COVERS = {"zb-h1": "line", "interleaved-zb": "loop"}
 
 
 def case(model: str, parts: str, schedule: str) -> Any:
-    if schedule == "1f1b":  # splits nothing
+    if schedule == "1f1b":  # 1F1B splits no backward pass
         return pytest.param(model, parts, schedule)
     kind = COVERS.get(schedule, "v")
     settings = {**MODELS[model], "cuda_graph_impl": "transformer_engine"}
@@ -90,7 +90,7 @@ def stock(model: str) -> list[Run]:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the ranks forked from now on capture layers without a GPU."""
+    """Let ranks that are forked from now on capture layers without a GPU."""
     monkeypatch.delitem(cpu._REFUSED, "--cuda-graph-impl")
     monkeypatch.setattr(graphs_on_cpu, "pool", graphs_on_cpu.Pool())
     monkeypatch.setattr(layer_graphs, "graph_memory", lambda: graphs_on_cpu.pool.ranges())
@@ -150,8 +150,9 @@ def test_training_is_stocks_to_the_last_bit(
 )
 @pytest.mark.usefixtures("graphs")
 def test_beside_graphs_settings_do_what_they_do_without(schedule: str, more: Flags) -> None:
-    """Next to CUDA graphs, settings do what they do without them. Gradients that are sent also go
-    to passes of the vocabulary."""
+    """A training with CUDA graphs of layers equals the one without them under further settings:
+    batched messages, a split vocabulary, recompute. With a split vocabulary, gradients that are
+    sent also go to passes of the vocabulary."""
     words = flags("dense", pipeline_schedule=schedule, **more)
     reference = train(2, words, model_provider=drawn_by_name)
     assert_same(with_graphs("dense", "mlp", schedule, **more), reference)

@@ -1,4 +1,5 @@
-"""Progress of a device as its host knows it: the host's lead, and the action that is stuck."""
+"""Tests of what the host knows about its device: how many passes it is ahead, and which action is
+stuck."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ pytestmark = pytest.mark.real_time
 
 @dataclass
 class Device:
-    """Ends what it was given, in order: when it is told to, or somebody waits for it."""
+    """Stand-in for a device that finishes its work in order: when a test says so, or when the host
+    waits for an event."""
 
     events: list[Event] = field(default_factory=list)
     ended: int = 0
@@ -63,7 +65,7 @@ class Event:
 
 
 class KnownProgress(DeviceProgress):
-    """Remembers what each event stands behind."""
+    """Progress of a device that remembers the position in the schedule of each event."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device.record)
@@ -83,9 +85,9 @@ class KnownProgress(DeviceProgress):
 def test_nobody_asks_a_device_while_a_graph_is_captured(
     has_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user's capture of a CUDA graph failed, because the watchdog's thread queried the last
-    events of the step before. No thread may do so during a capture. The watchdog knew Transformer
-    Engine's captures of layers, but not the capture of --optimizer-cuda-graph."""
+    """No thread queries a device's events while a CUDA graph is captured. A user's capture failed
+    because the watchdog's thread queried the last events of the step before. The watchdog knew
+    Transformer Engine's captures of layers, but not the capture of --optimizer-cuda-graph."""
     device = Device()
     recorder = Recorder(0, device=DeviceProgress(device.record))
     monkeypatch.setattr(Watchdog, "_running", Watchdog(recorder))
@@ -106,16 +108,17 @@ def test_nobody_asks_a_device_while_a_graph_is_captured(
         torch.cuda.CUDAGraph.capture_begin("graph", pool=1, capture_error_mode="global")  # type: ignore[arg-type]
     assert captured == [("graph", 1, "global")]
     assert recorder.device.position is None
-    recorder.device.add(Position(0, parse_action("0F1"), None, "", 0.0))  # the next step's
+    # an event of the next step
+    recorder.device.add(Position(0, parse_action("0F1"), None, "", 0.0))
     recorder.device.look()
     recorder.device.look()
     assert recorder.device.position is not None
 
 
 def test_the_host_is_a_few_passes_ahead_of_its_device() -> None:
-    """The host is a few passes ahead of its device and no more. With a slow device, messages of
-    passes that had begun long before kept their memory: the host had freed it, and the device had
-    not reached the end."""
+    """The host enqueues at most a few passes more than its device has finished. On a slow device,
+    messages of passes enqueued long before kept their memory: the host had freed it, and the device
+    had not come to the end of the pass."""
     program = program_for(choose("zb-h1"), 2, 8)
 
     def on_rank(rank: int) -> None:
@@ -126,10 +129,10 @@ def test_the_host_is_a_few_passes_ahead_of_its_device() -> None:
         pipeline = Pipeline(program, world(), faults=faults)
         pipeline.recorder.device = progress
         pipeline.step()
-        pipeline.step()  # the bound holds from step to step
+        pipeline.step()  # the bound also holds across steps
         assert len(most) == 2 * len(row)
         assert max(most) == PASSES_AHEAD and most[0] == 1
-        # It has waited for passes, each once, and for nothing else.
+        # The host has waited once for each pass but the last few, and for nothing else.
         awaited = [p for p, e in zip(progress.positions, progress.device.events, strict=True)
                    if e.was_awaited]  # fmt: skip
         assert [p.action for p in awaited] == [*row, *row][:-PASSES_AHEAD]
@@ -164,9 +167,9 @@ def test_what_has_ended_is_forgotten() -> None:
 
 
 def test_a_device_whose_host_goes_on_is_not_asked() -> None:
-    """The watchdog queries no device whose host goes on. In each second of a healthy run its thread
-    queried the device between the main thread's calls. Now it queries only if the host has stood
-    still."""
+    """The watchdog queries the device only if the host has stood still between two looks. Earlier
+    the watchdog's thread queried the device every second of a healthy run, between the main
+    thread's calls."""
     device = Device()
     progress = DeviceProgress(device.record)
     for microbatch in range(3):
@@ -211,8 +214,9 @@ OWN = "pipeline rank 3 is global rank 27, local rank 3 on node3"
 
 
 def test_a_device_that_waits_is_named_with_action_peer_and_age(script: Script) -> None:
-    """The watchdog names a device that waits, with action, peer and age. With NCCL a host never
-    waits for long, so the watchdog noticed nothing, or named a later pass at which the host was."""
+    """The watchdog names the action at which a device waits, its peer and the waiting time. With
+    NCCL a host itself never waits for long, so the watchdog noticed nothing, or named a later pass
+    that the host had come to."""
     waits = "the device of pipeline rank 3 has ended 3F7 and is waiting for 3RECV_B2 from"
     computes = "the device of pipeline rank 3 has ended 3F7 and is in 3B2"
     together = "has ended 3B2 and is waiting for 3REDUCE_E4 with the other pipeline ranks"

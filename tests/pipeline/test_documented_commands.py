@@ -1,4 +1,5 @@
-"""The commands of README.md and docs/index.md: each is run here, or it is said why not."""
+"""Test that runs the commands of README.md and docs/index.md, or has a reason why a command does
+not run."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ NOT_RUN = {
 
 
 def commands(page: str) -> list[str]:
-    """A page's commands, each on one line, without comments and settings before it."""
+    """Return the commands of a page, each on one line, without comments and environment
+    variables."""
     blocks = re.findall(r"```(?:bash|diff)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     plain = (re.sub(r"^[-+] |^([A-Z]+=\S+ )+|\s#.*", "", line) for line in lines)
@@ -58,9 +60,9 @@ def test_what_is_not_run_stands_on_a_page() -> None:
 
 
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documented commands run in their order, as later ones read files that the quick start has
-    written. The quick start is shorter here: two ranks, fewer layers, microbatches and iterations,
-    no evaluation, and searches have little effort."""
+    """The documented commands run, the quick start first, because other commands read files that
+    the quick start has written. The quick start is shortened here: two ranks, fewer layers,
+    microbatches and iterations, no evaluation, and a short search."""
     shorten_search(monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain_gpt.py").symlink_to(SCRIPT)
@@ -87,7 +89,7 @@ SHORTER = ("--num-layers", "4", "--global-batch-size", "8", "--eval-iters", "0")
 
 
 def train(flags: list[str]) -> None:
-    """Train as scripts/quickstart.sh does in a prepared environment."""
+    """Train as scripts/quickstart.sh does once its environment exists."""
     ended = subprocess.run(
         [sys.executable, ROOT / "scripts" / "quickstart.py", *SHORTER, *flags],
         env={**os.environ, "NPROC": "2", "ITERS": "5", "PYTHONPATH": str(ROOT)},

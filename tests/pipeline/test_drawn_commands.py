@@ -1,7 +1,7 @@
-"""Doctor's verdict on a drawn command is what its launch does: it trains, or it ends in one line.
+"""Tests that the command `doctor` predicts what a random launch does: train, or end in one line.
 
-Of a hundred commands drawn by hand, five were called right and died in their first step or their
-first evaluation.
+Of a hundred hand-drawn launch commands, doctor called five right that then died in their first step
+or first evaluation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BY_DAY = (0, 3)
 
 
 def drawn(seed: int) -> tuple[int, Flags]:
-    """Return the number of ranks and the flags of a tiny model, valid or not."""
+    """Draw a number of ranks and the flags of a tiny model, which may be valid or not."""
     draw = random.Random(seed)
 
     def perhaps(chance: float, **flags: Any) -> Flags:

@@ -1,6 +1,7 @@
-"""Steps that differ: other numbers of microbatches, evaluations with longer sequences.
+"""Tests of steps that differ: in the number of microbatches, or as evaluations with longer
+sequences.
 
-verl and slime divide a batch by tokens, NeMo-RL and verl evaluate before they train.
+verl and slime split a batch by its tokens, and NeMo-RL and verl evaluate before they train.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tests.helpers.short_search import shorten_search
 RANKS = 2
 LONGEST, BATCH, VOCABULARY = 8, 1, 32
 
-Asked = tuple[int, int, bool]  # microbatches, length of a sequence, whether it is an evaluation
+Asked = tuple[int, int, bool]  # microbatches, sequence length, whether the step is an evaluation
 EVALUATED_FIRST: list[Asked] = [
     (5, 8, True),
     (8, 6, False),
@@ -86,7 +87,8 @@ def mean(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
 def run(
     asked: list[Asked], watched: Callable[[], Any] = lambda: None, *, varies: bool = False
 ) -> tuple[list[Any], list[Any]]:
-    """Losses and gradients of all ranks, of each step, and what ``watched`` was after it."""
+    """Run the steps ``asked``. Return the losses and gradients of all ranks by step, and what
+    ``watched`` returned after each step."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
     model_parallel_cuda_manual_seed(0)
     chunks = build_chunks(varies)
@@ -103,7 +105,7 @@ def run(
             data_iterator=[iter(data) for _ in chunks],
             model=chunks,
             num_microbatches=microbatches,
-            seq_length=1 if varies else length,  # as verl says
+            seq_length=1 if varies else length,  # verl passes a length of 1 if lengths vary
             micro_batch_size=BATCH,
             forward_only=forward_only,
         )
@@ -121,7 +123,8 @@ def run(
 
 
 class Searches:
-    """Counts the searches of v-auto and zb-auto."""
+    """Counter of searches by the families v-auto and zb-auto, and of schedules made longer or
+    shorter."""
 
     def __init__(self) -> None:
         self.count = self.longer_or_shorter = 0
@@ -151,10 +154,10 @@ def costs_by_now() -> Costs:
 def test_no_step_waits_for_a_search_but_the_first_of_a_training(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the first step of a training waits for a search. Each new number of microbatches was
-    searched for, and all ranks waited. The costs were those of the evaluation that came first, with
-    its longer sequences. Now other numbers run the schedule that was found, made longer or shorter,
-    if it had enough microbatches."""
+    """Only the first step of a training waits for a search of its schedule. Each new number of
+    microbatches used to start a search while all ranks waited, with the costs of the longer
+    sequences in the evaluation before. Now steps with another number run the schedule that was
+    found, made longer or shorter, if that one had enough microbatches."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
 
@@ -168,7 +171,8 @@ def test_no_step_waits_for_a_search_but_the_first_of_a_training(
                 ours, seen = run(EVALUATED_FIRST, lambda: (searches.count, costs_by_now()))
             assert ours == expected
             counts, costs = zip(*seen, strict=True)
-            # For 3 and for 5, with the output layer's W in I and apart.
+            # The schedule was adapted to 3 and to 5 microbatches, each with the output layer's W
+            # fused into I and not fused.
             assert searches.longer_or_shorter == 4
             with megatron_ext.install(**settings):
                 _, of_training = run(EVALUATED_FIRST[1:2], costs_by_now)
@@ -177,15 +181,15 @@ def test_no_step_waits_for_a_search_but_the_first_of_a_training(
 
     (counts, told), (of_other, _) = values(run_ranks(RANKS, on_rank))
     assert counts[0] == 0 and counts[1] > 0
-    assert set(of_other) == {0}  # one rank searches for all
+    assert set(of_other) == {0}  # only one rank searches, for all ranks
     assert set(counts[1:]) == {counts[1]}
     line = f"{schedule} was searched for 8 microbatches a step, and one has come with 3: "
     assert told.count("was searched for") == told.count(line) == 1
 
 
 def test_programs_that_were_not_used_for_longest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that have not run for longest are dropped. A program stayed in memory for every
-    number of microbatches that had ever come."""
+    """Programs that have not run for longest are dropped from memory. Earlier a program stayed in
+    memory for every number of microbatches that had occurred."""
     monkeypatch.setattr(programs, "KEPT", 2)
 
     def on_rank(rank: int) -> list[list[int]]:
@@ -202,8 +206,9 @@ def test_programs_that_were_not_used_for_longest_make_room(monkeypatch: pytest.M
 
 
 def test_a_limit_in_bytes_needs_the_length_of_a_sequence() -> None:
-    """A limit in bytes requires the length of a sequence. verl calls with a sequence of one token,
-    and the limit allowed a hundred times too much."""
+    """A memory limit in bytes is refused for a caller that does not tell the sequence length. verl
+    calls the schedule with a length of one token, so a limit in bytes allowed a hundred times too
+    many microbatches."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -220,8 +225,8 @@ def test_a_limit_in_bytes_needs_the_length_of_a_sequence() -> None:
 def test_a_batch_size_that_ramps_up_is_searched_for_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A ramp-up of the batch size searches for each size, under Megatron's own --rampup-batch-size,
-    as many steps have each size."""
+    """Under Megatron's --rampup-batch-size each batch size gets a search of its own, because each
+    size lasts for many steps."""
     assert not ramps_up_to(4)
     constant = num_microbatches_calculator.ConstantNumMicroBatchesCalculator
     for calculator, expected in (

@@ -1,15 +1,12 @@
-"""Estimated bytes of a microbatch, compared with those counted in a training without a GPU.
+"""Tests that estimated bytes of a microbatch equal those counted in a training without a GPU.
 
-The layers are local, with torch's kernels. On a GPU Transformer Engine's attention keeps no matrix,
-its RMSNorm its input once, and its rotary positions no tables.
+The layers are Megatron's local ones, with torch's kernels. On a GPU Transformer Engine's attention
+stores no attention matrix, its RMSNorm stores its input once, and its rotary positions store no
+tables.
 
-Some cases failed when they were written. The last rank's bytes until W included the output layer's
-input even if its weight gradient was computed in I, and the gradient of bf16 logits in fp32.
-Recomputed attention lacked the joint output that its values keep, and torch's RMSNorm of bf16 its
-copies in fp32. Rotated queries and keys, with as many groups as heads, were not counted in addition
-to that joint output. The training also counts the microbatch's own tokens and mask, which are no
-activations and matter if all layers are recomputed. torch's dropout keeps a mask of booleans on a
-GPU, but on the CPU a tensor of its input's type.
+The training also counts the microbatch's own tokens and mask, which are no activations and matter
+if all layers are recomputed. torch's dropout stores a mask of booleans on a GPU, and on the CPU a
+tensor of its input's type.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ COMMON: dict[str, Any] = {
     "rerun_mode": "disabled",
     "transformer_impl": "local",
 }
-# Bytes of a microbatch's tokens, and of its mask, which Megatron's loader makes for each sample.
+# Bytes of a microbatch's tokens and of the mask that Megatron's loader makes for each sample.
 DATA = 2 * 64 * 8 + 2 * 64 * 64
 ALONE: dict[str, Any] = EXPERTS | {"expert_model_parallel_size": None, "moe_layer_freq": 1}
 FULL: dict[str, Any] = {
@@ -65,7 +62,7 @@ def again(*modules: str) -> dict[str, Any]:
 
 
 def grouped(groups: int, **more: Any) -> dict[str, Any]:
-    """Return Llama with so many query groups for its 4 heads."""
+    """Return flags of a Llama model with ``groups`` query groups for its 4 heads."""
     return LLAMA | {"num_query_groups": groups} | more
 
 
@@ -96,7 +93,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def dropout_of_a_gpu(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
-    """Drop as torch does on GPUs, with a mask of booleans."""
+    """Stand-in for torch's dropout that stores a mask of booleans, as on GPUs."""
     return torch.native_dropout(input, p, True)[0] if training and p else input
 
 
@@ -104,8 +101,8 @@ def dropout_of_a_gpu(
 def test_held_bytes_are_those_of_a_training(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The estimated bytes are those that a training stores: exact to 0.1 % for the bytes until W,
-    and to 3 % for the bytes until I."""
+    """Estimated bytes of a microbatch equal those that a training stores: to 0.1 % for bytes that
+    stay until W, and to 3 % for bytes that stay until I."""
     take_local_attention()
     monkeypatch.setattr(torch.nn.functional, "dropout", dropout_of_a_gpu)
     flags = COMMON | (MODELS | {"experts": ALONE})[name]
@@ -127,7 +124,8 @@ def test_held_bytes_are_those_of_a_training(
 
 
 def count_in_stock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each rank of Megatron's own schedule write what its stage holds of a microbatch."""
+    """Patch Megatron's own schedule so that each rank writes the bytes its stage stores for a
+    microbatch."""
     begin, end = StockPasses.__init__, Recorder.end
 
     def counting(self: StockPasses, recorder: Recorder, placement: Placement) -> None:
@@ -152,9 +150,10 @@ def count_in_stock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_multi_token_prediction_holds_what_a_training_does(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The estimated bytes of multi-token prediction are those of a training. The estimate omitted
-    its last norm, and the inputs of the output layer's further runs, and counted the final norm on
-    the stage of the loss, although it is on the stage of the last layer."""
+    """Estimated bytes of multi-token prediction equal those that a training stores. The estimate
+    had omitted the last norm of a depth and the inputs of the output layer's further calls. It had
+    counted the final norm on the stage of the loss, although the norm is on the stage of the last
+    layer."""
     count_in_stock(tmp_path, monkeypatch)
     ranks = layout.count("|") + 1
     flags: dict[str, Any] = COMMON | {
@@ -175,7 +174,7 @@ def test_multi_token_prediction_holds_what_a_training_does(
         settle_vocabulary(args, PipelineConfig(), args.vocab_size)
         estimated = costs_of_arguments(args, choose("1f1b").place(ranks)).held_bytes
     assert estimated is not None
-    # What each depth shifts (tokens, positions, a mask) are no activations; a hidden state has
-    # 49,152 bytes.
+    # The tensors that each depth shifts (tokens, positions, a mask) are no activations; a hidden
+    # state has 49,152 bytes.
     for held, told in zip(counted, estimated[Held.ACTIVATION], strict=True):
         assert 0 <= held - told <= 3 * DATA

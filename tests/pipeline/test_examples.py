@@ -1,4 +1,5 @@
-"""The scripts in examples/ train, and without our lines they train to the same losses."""
+"""Tests that the scripts in examples/ train, to the same losses as without the lines that use
+megatron_ext."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Example:
-    """A script, the schedule in its text, and how many of its lines are ours."""
+    """Script of examples/, the schedule in its text, and the number of lines that name
+    megatron_ext."""
 
     name: str
     schedule: str
@@ -36,13 +38,14 @@ class Example:
         return (EXAMPLES / self.name).read_text()
 
     def under(self, schedule: str) -> str:
-        """Its text with another schedule."""
+        """Return the script's text with ``schedule`` in place of its own."""
         here = f'schedule="{self.schedule}"'
         assert self.source.count(here) == 1
         return self.source.replace(here, f'schedule="{schedule}"')
 
     def without_ours(self) -> str:
-        """Its text without the lines that name us; fails if there are more than there should be."""
+        """Return the script's text without the lines that name megatron_ext, and check their
+        number."""
         lines = self.source.splitlines(keepends=True)
         code = self.source.partition('"""\n\n')[2]
         assert code.count("megatron_ext") == self.our_lines
@@ -55,10 +58,11 @@ VERL_LOOP = Example("verl_loop.py", "", our_lines=2)
 
 
 def draw_weights_by_name(model: GPTModel) -> None:
-    """The same weights wherever a layer lies: ranks otherwise draw by their own place."""
+    """Draw weights by name, so that a layer has the same weights on any rank. Ranks otherwise draw
+    by their own position."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            continue  # zeros and ones
+            continue  # biases and norms, which begin as zeros and ones
         words = name.split(".")
         if words[:2] == ["decoder", "layers"]:
             words[2] = str(model.decoder.layers[int(words[2])].layer_number)
@@ -70,7 +74,7 @@ def run(source: str, **env: str) -> list[str]:
     """Return the lines that the script prints when launched on two ranks of the CPU platform."""
 
     def on_rank(rank: int) -> str:
-        torch.compiler.set_stance("force_eager")  # as the launcher says before torch is imported
+        torch.compiler.set_stance("force_eager")  # as the launcher sets before torch is imported
         os.environ |= torchrun_environment(rank, RANKS, port) | env
         build = GPTModel.__init__
 
@@ -97,14 +101,14 @@ def stock_steps(example: Example) -> list[str]:
 
 
 def steps(lines: list[str]) -> list[str]:
-    """The lines that tell the losses, every digit of them."""
+    """Return the printed lines with the losses of steps, in full precision."""
     of_steps = [line for line in lines if line.startswith("step ")]
     assert len(of_steps) >= 5
     return of_steps
 
 
 def schedules(lines: list[str]) -> set[str]:
-    """The schedules of ours that ran; none for stock."""
+    """Return the names of the schedules of megatron_ext that ran; none if stock's ran."""
     return {line.split()[1] for line in lines if " ranks, " in line}
 
 
@@ -123,8 +127,9 @@ def test_two_lines_change_the_schedule_and_no_loss(example: Example, schedule: s
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "zb-auto"])
 def test_variables_change_the_schedule_and_no_loss(schedule: str) -> None:
-    """Environment variables change the schedule and no loss. verl evaluates before it trains: the
-    channels were made for the tensors of an evaluation."""
+    """Environment variables alone put verl's loop under our schedule, and no loss changes. verl
+    evaluates before it trains, and channels were once created for the tensors of that
+    evaluation."""
     ours = run(
         VERL_LOOP.source,
         VERL_USE_EXTERNAL_MODULES="megatron_ext.auto",
@@ -135,12 +140,13 @@ def test_variables_change_the_schedule_and_no_loss(schedule: str) -> None:
     assert schedules(ours) == {schedule}
     assert steps(ours) == stock_steps(VERL_LOOP)
     stand_ins = [line for line in ours if "no step waits for a search" in line]
-    assert len(stand_ins) == (schedule == "zb-auto")  # its steps differ in microbatches
+    # steps of zb-auto differ in their number of microbatches
+    assert len(stand_ins) == (schedule == "zb-auto")
 
 
 def test_a_caller_orders_its_microbatches_under_any_schedule() -> None:
-    """A caller may order its microbatches under any schedule. Megatron's schedule and ours use the
-    same order and have equal losses; and losses equal those in order of arrival to rounding, so
+    """A caller may order its microbatches under any schedule. Megatron's schedule and ours read the
+    same order, with equal losses. The losses equal those in order of arrival up to rounding, so
     each microbatch is read exactly once."""
     stock = steps(run(VERL_LOOP.source, ORDER="1"))
     ours = run(

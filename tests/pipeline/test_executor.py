@@ -1,6 +1,7 @@
-"""Programs on real ranks, over gloo: what they run, in which order, and what comes out.
+"""Tests of programs that real ranks execute over gloo: the actions that run, their order, and the
+results.
 
-Each case compares with the same stages in one process, to the last bit.
+Each case compares losses and gradients with the same stages run in one process, to the last bit.
 """
 
 from __future__ import annotations
@@ -57,11 +58,12 @@ from tests.helpers.stages import (  # noqa: E402
 
 Place = Callable[[int], Placement]
 
-MICROBATCHES = (1, 2, 5)  # fewer than ranks, and not a multiple of them, among these
+MICROBATCHES = (1, 2, 5)  # with three ranks: fewer, and not a multiple
 
 
 def check_step(pipeline: Pipeline, transport: CountingTransport, program: Program) -> None:
-    """The step that has just run did what its program says, and left nothing behind."""
+    """Assert that the latest step ran exactly its program's actions and left no tensor or message
+    behind."""
     rank = transport.rank
     row = program.schedule.rows[rank]
     assert pipeline.events == expected_events(program, rank)
@@ -76,7 +78,7 @@ def check_step(pipeline: Pipeline, transport: CountingTransport, program: Progra
 
 
 def messages_used(program: Program, rank: int) -> list[Action]:
-    """The messages that the rank's passes use, in their order."""
+    """Return the messages that the passes of ``rank`` read, in the order of the passes."""
     placement = program.schedule.placement
     used = []
     for stage, kind, microbatch in program.schedule.rows[rank]:
@@ -90,7 +92,7 @@ def messages_used(program: Program, rank: int) -> list[Action]:
 
 
 def check_numbers(pipeline: Pipeline, steps: int = 1) -> None:
-    """Gradients and losses are those of one process, to the last bit."""
+    """Assert that gradients and losses equal those of one process, to the last bit."""
     reference = alone(pipeline, steps)
     for number, stage in pipeline.stages.items():
         assert len(stage.gradients) == (0 if pipeline.program.problem.forward_only else 2)
@@ -100,7 +102,7 @@ def check_numbers(pipeline: Pipeline, steps: int = 1) -> None:
 
 
 def run_programs(programs: list[Program], varies: bool = False) -> Callable[[int], None]:
-    """Run of all ``programs``, one after the other, on each rank."""
+    """Return a function that runs and checks all ``programs`` on a rank, one after the other."""
 
     def run(rank: int) -> None:
         for program in programs:
@@ -124,8 +126,8 @@ def test_line(name: str, ranks: int, p2p: P2P) -> None:
     in_pairs([v_placement, loop_placement], [1, 2, 4], [False, True], P2P),
 )
 def test_two_chunks_a_rank(place: Place, ranks: int, splits: bool, p2p: P2P) -> None:
-    """The executor runs two chunks a rank. Two stages on one rank pass tensors directly, on a V at
-    its turn, and in a pipeline of one rank always."""
+    """The executor runs two chunks a rank. Neighbouring stages on one rank pass tensors without
+    messages: at the turn of a V, and everywhere in a pipeline of one rank."""
     programs = [
         program_for(as_file(greedy(place(ranks), m, splits)), ranks, m, p2p=p2p)
         for m in MICROBATCHES
@@ -135,10 +137,10 @@ def test_two_chunks_a_rank(place: Place, ranks: int, splits: bool, p2p: P2P) -> 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_chunks_are_reduced_in_one_order_whatever_the_program(reverse: bool) -> None:
-    """Chunks are reduced in one order in all programs. In a race one replica ran the baseline while
-    another ran a candidate; steps with other numbers of microbatches run other programs too.
-    Replicas whose chunks end in different orders met in collectives of different chunks: a hang, or
-    sums of different chunks' gradients."""
+    """A rank reduces the gradients of its chunks in the same order under all programs. In a race
+    one replica ran the baseline while another ran a candidate, and steps of other sizes run other
+    programs too. Replicas whose chunks ended in different orders met in collectives of different
+    chunks: the job hung, or summed gradients of different chunks."""
     schedule = greedy(loop_placement(1), 3, True)
     (row,) = schedule.rows
     ends = sorted((a for a in row if a.kind is Kind.BACKWARD_WEIGHT), reverse=reverse)
@@ -151,7 +153,7 @@ def test_chunks_are_reduced_in_one_order_whatever_the_program(reverse: bool) -> 
         return [event for event in pipeline.events if event[1:] in ("W2", "W0", " complete")]
 
     (events,) = values(run_ranks(1, run))
-    if reverse:  # the later chunk's reduction does not wait
+    if reverse:  # the reduction of the later chunk starts without waiting
         assert events == ["1W2", "1W0", "1 complete", "0W2", "0W0", "0 complete"]
     else:
         assert events == ["0W0", "0W2", "1W0", "1W2", "1 complete", "0 complete"]
@@ -167,7 +169,8 @@ def test_passes_that_run_again(p2p: P2P) -> None:
 
 @pytest.mark.parametrize("p2p", P2P)
 def test_pairs(p2p: P2P) -> None:
-    """The executor runs overlapped passes as one call, between the messages of both."""
+    """The executor runs an overlapped forward and backward as one call, after the receives of both
+    passes and before their sends."""
     names = ["interleaved", "zb-v", "dualpipe-v"]
     programs = [program_for(choose(name), 2, 6, p2p=p2p, pairs=True) for name in names]
     assert all(program.schedule.pairs for program in programs)
@@ -175,7 +178,8 @@ def test_pairs(p2p: P2P) -> None:
 
 
 def test_who_fails_in_a_pair_says_so() -> None:
-    """If one of two overlapped passes fails, the error names both, as either may be the cause."""
+    """If one of two overlapped passes fails, the error names both passes, as either may be the
+    cause."""
     program = program_for(choose("zb-v"), 2, 6, pairs=True)
     rank = program.schedule.placement.rank_of[0]
     pair = next(pair for pair in sorted(program.schedule.pairs) if pair.forward.stage == 0)
@@ -193,8 +197,8 @@ def test_who_fails_in_a_pair_says_so() -> None:
 
 
 def test_who_fails_shows_the_place_in_its_row() -> None:
-    """A rank whose own pass has failed shows the pass' place in its row. Other ranks only name what
-    they waited for."""
+    """A rank whose own pass fails prints the failed action among its neighbours in the rank's row
+    of the schedule. The other ranks only name what they waited for."""
     program = program_for(choose("zb-h1"), 2, 6)
 
     def fail() -> None:
@@ -226,8 +230,9 @@ def test_shapes_that_vary_by_microbatch(place: Place) -> None:
 
 @pytest.mark.parametrize("microbatches", [6, 8])
 def test_evaluation_with_varying_shapes_does_not_hang(microbatches: int) -> None:
-    """A receive of a shape yet unknown is done at its use, not ahead of it. The proof took it as
-    posted ahead, let this evaluation pass, and three ranks waited for one another."""
+    """A receive of a tensor of unknown shape happens when a pass needs it, not ahead of it. The
+    proof treated this receive as posted ahead and accepted this evaluation, in which three ranks
+    waited for one another."""
     m = range(microbatches)
     forward = {stage: [Action(stage, Kind.FORWARD, k) for k in m] for stage in range(5)}
     backward = {stage: [Action(stage, Kind.FULL_BACKWARD, k) for k in m] for stage in range(5)}
@@ -253,8 +258,8 @@ def test_evaluation_with_varying_shapes_does_not_hang(microbatches: int) -> None
 )
 @pytest.mark.parametrize("place", [line, v_placement, loop_placement])
 def test_steps_over_the_same_channels(place: Place, varies: bool, p2p: P2P) -> None:
-    """Steps use the same channels one after the other: a training step, an evaluation (with more
-    microbatches than sends may be pending), a training step."""
+    """A training step, an evaluation with more microbatches than sends may be pending, and a
+    training step run over the same channels."""
     train = program_for(as_file(greedy(place(3), 4, True)), 3, 4, p2p=p2p)
     evaluate = program_for(as_file(greedy(place(3), 9, True)), 3, 9, True, p2p)
 
@@ -300,7 +305,7 @@ def test_a_kind_that_nobody_runs_is_not_passed_over() -> None:
 @pytest.mark.parametrize("p2p", P2P)
 @pytest.mark.parametrize("pipelines", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
 def test_two_pipelines_in_one_world(pipelines: list[list[int]], p2p: P2P) -> None:
-    """Two pipelines in one world each make the channels of their own ranks."""
+    """Two pipelines in one world each create the channels of their own ranks only, and train."""
     program = program_for(choose("zb-h1"), 2, 3, p2p=p2p)
 
     def run(rank: int) -> None:
@@ -317,8 +322,8 @@ def test_two_pipelines_in_one_world(pipelines: list[list[int]], p2p: P2P) -> Non
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_any_valid_schedule_runs(ranks: int) -> None:
-    """Any valid schedule runs: random placements and orders, fixed and varying shapes, batched
-    messages, and forward passes alone."""
+    """Random valid schedules run: with random placements and orders, fixed and varying shapes,
+    batched messages, and with forward passes alone."""
     cases = [case for case in map(random_case, range(60)) if case.problem.ranks == ranks][:6]
     assert len(cases) == 6
 
@@ -341,12 +346,12 @@ def test_any_valid_schedule_runs(ranks: int) -> None:
 
 @pytest.mark.parametrize("p2p", P2P)
 def test_what_the_proof_lets_through_runs(p2p: P2P) -> None:
-    """Every program that the proof accepts runs. A program is changed a little, including its
-    messages and waits.
+    """Every program that the proof accepts runs to its end. Programs are small random changes of
+    one program, its messages and waits included.
 
-    Either the proof rejects the result, or it runs to its end on real ranks. If the proof were too
-    mild, a run would hang: messages are batched on a group that is as strict about their order as
-    NCCL's.
+    The proof rejects a changed program, or that program runs on real ranks. If the proof accepted
+    too much, a run would hang: batched messages go over a group that is as strict about their order
+    as NCCL's.
     """
     rng = random.Random(0)
     problem = problem_for(v_placement(3), 4).with_options(p2p=p2p)
@@ -366,9 +371,9 @@ def test_what_the_proof_lets_through_runs(p2p: P2P) -> None:
 
 
 def test_what_the_proof_refuses_hangs() -> None:
-    """Schedules that the proof refuses hang, otherwise the test above could not fail. With batched
-    messages, receives that are posted ahead block the messages that they wait for. This test breaks
-    the seal of a program to run it."""
+    """A schedule that the proof refuses hangs if it runs all the same; otherwise the test of
+    accepted programs could not fail. With batched messages, receives that are posted ahead block
+    the messages that they wait for. This test creates a program without a proof."""
     schedule = written(
         """
         0RECV_B0 0F0 0SEND_F0 0B0 0WAIT_F0
@@ -398,8 +403,8 @@ def test_what_the_proof_refuses_hangs() -> None:
 def test_a_tensor_that_the_other_rank_does_not_expect(
     tensor: Tensor, shape: tuple[int, ...] | None
 ) -> None:
-    """A tensor of another type than the next rank expects is an error. gloo took its bytes for the
-    expected type, and the next stage computed with noise."""
+    """Sending a tensor of another type or shape than the next rank expects is an error. gloo
+    interpreted the bytes as the expected type, and the next stage computed with noise."""
 
     def run(rank: int) -> None:
         channels = Channels(world(), [Channel(0, 1, Kind.SEND_F)], torch.device("cpu"))
@@ -409,15 +414,15 @@ def test_a_tensor_that_the_other_rank_does_not_expect(
         if rank == 0:
             with pytest.raises(ValueError, match=r"0SEND_F1 has .* pass on torch\.float32"):
                 transport.send(Action(0, Kind.SEND_F, 1), tensor)
-        dist.barrier()  # a rank that ends while the other still connects breaks the connection
+        dist.barrier()  # the barrier keeps a rank alive until its peer has connected
 
     values(run_ranks(2, run))
 
 
 @pytest.mark.real_time
 def test_of_a_batch_the_message_that_fails_is_named() -> None:
-    """The failing message of a batch is named, not the one that was waited for, which has
-    arrived."""
+    """If a message of a batch fails, the error names that message rather than the one that the rank
+    waited for, which has arrived."""
     program = program_for(choose("1f1b"), 3, 3, p2p=P2P.BATCHED)
     row = program.schedule.rows[1]
     receive, send = next(
@@ -433,7 +438,7 @@ def test_of_a_batch_the_message_that_fails_is_named() -> None:
             (work,) = group.start([(Channel(0, 1, Kind.SEND_F), tensor)])
             work.wait()
         if rank == 2:
-            time.sleep(1)  # for rank 1 to have started
+            time.sleep(1)  # time for rank 1 to start its messages
         if rank != 1:
             return ""
         boundary = Boundary((3, 4), torch.float32)
@@ -449,7 +454,7 @@ def test_of_a_batch_the_message_that_fails_is_named() -> None:
 
 
 def test_stages_agree_with_autograd() -> None:
-    """The stages of all other tests have autograd's gradients."""
+    """The stages that tests of the executor use have the gradients that autograd computes."""
 
     def run(rank: int) -> None:
         pipeline = Pipeline(program_for(choose("gpipe"), 1, 2), world())

@@ -1,4 +1,5 @@
-"""The benchmark on emulated clocks runs every contender and does not flatter any."""
+"""Tests of the executor's benchmark on emulated clocks: every schedule runs, and none looks faster
+than it is."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Output = pytest.CaptureFixture[str]
 
 
 def report_of(capsys: Output, *words: str, costs: str = "f=4,i=4,w=4") -> dict[str, Any]:
-    """The report of a benchmark of two ranks, with its rows by name."""
+    """Run a benchmark of two ranks, and return its report with the rows by name."""
     size = ["--pp", "2", "-m", "4", "--costs", costs, "--launches", "1", "--json"]
     assert main([*size, *words]) == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -32,7 +33,8 @@ def report_of(capsys: Output, *words: str, costs: str = "f=4,i=4,w=4") -> dict[s
 
 
 def test_every_contender_takes_at_least_its_ideal_time(capsys: Output) -> None:
-    """A sleep never ends early, so a step shorter than the ideal one would have omitted passes."""
+    """No schedule in the benchmark is measured faster than its ideal time. Emulated passes sleep
+    and never end early, so a shorter step would have omitted passes."""
     report = report_of(capsys, "--schedules", "1f1b zb-v")
     rows = report["rows"]
     assert {"megatron 1f1b", "torch 1F1B", "torch ZBVZeroBubble", "megatron-ext zb-v"} <= set(rows)
@@ -46,8 +48,9 @@ def test_every_contender_takes_at_least_its_ideal_time(capsys: Output) -> None:
 
 
 def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not(capsys: Output) -> None:
-    """The benchmark measures a divided vocabulary next to a whole one. The output layer, as long as
-    a stage, is on one of two ranks, or half of it on each."""
+    """The benchmark has a row for a vocabulary split over the ranks next to one for a whole
+    vocabulary. The output layer, which takes as long as a stage, is on one of two ranks, or half of
+    it on each."""
     words = ("--schedules", "zb-v", "--vocab-parallel", "2")
     rows = report_of(capsys, *words, costs="f=4,i=4,w=4,output_layer=4/4/4")["rows"]
     naive, divided = rows["megatron-ext zb-v"], rows["megatron-ext zb-v, vocabulary 2"]
@@ -57,8 +60,8 @@ def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not(capsys:
 
 
 def test_a_pair_takes_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Overlapped passes take their common cost, and neither pass takes time of its own. Schedules
-    on a line placement have none."""
+    """In the benchmark an overlapped forward and backward take their common cost, and neither pass
+    takes time in addition. Schedules on a linear placement have no overlapped passes."""
     taken: list[float] = []
     monkeypatch.setattr(
         emulated, "take", lambda seconds: taken.append(seconds) if emulated._clock.runs else None
@@ -85,7 +88,8 @@ def test_a_schedule_that_does_not_exist() -> None:
 
 
 def test_steps_in_a_row_with_post_validation(capsys: Output) -> None:
-    """Post-validated steps overlap, so the ideal time of a step is its span."""
+    """With post-validation the steps of the benchmark overlap, so the ideal time of a step is its
+    span (the longest time of one rank) rather than its makespan."""
     rows = report_of(capsys, "--schedules", "zb-2p", "--post-validation", "--steps", "4")["rows"]
     at_once, afterwards = rows["megatron-ext zb-2p"], rows["megatron-ext zb-2p, post-validation"]
     assert at_once["ideal"] == pytest.approx(0.052)
@@ -95,8 +99,8 @@ def test_steps_in_a_row_with_post_validation(capsys: Output) -> None:
 
 
 def test_a_table_of_a_benchmark_is_what_a_page_has(capsys: Output) -> None:
-    """A benchmark's table is the one on its page: a row for each contender, below one heading, in
-    the columns of docs/measurements.md."""
+    """The benchmark prints its table in the columns of docs/measurements.md, with a row for each
+    schedule below one heading."""
     size = ["--pp", "2", "-m", "4", "--costs", "f=1,i=1,w=1", "--launches", "1"]
     assert main([*size, "--schedules", "1f1b"]) == 0
     head, line, *rows = capsys.readouterr().out.partition("\n\n")[0].splitlines()

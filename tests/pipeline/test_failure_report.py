@@ -1,5 +1,7 @@
-"""A rank fails where waiting takes the host no time, as on NCCL: every rank ends soon all the same,
-and says which has failed, and where."""
+"""Tests of a failing rank on devices where a host never waits for a message, as with NCCL.
+
+Every rank must still end soon, and say which rank has failed, and at which action.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,12 @@ from tests.pipeline.test_faults import HERE, say, throw, wait_until_told  # noqa
 pytestmark = pytest.mark.real_time
 
 RANKS = 3
-SOON = 10.0  # seconds, on a busy machine; torch's own timeout is 30 minutes
+SOON = 10.0  # seconds on a busy machine; torch's own timeout is 30 minutes
 
 
 class NoWaits(Transport):
-    """No rank waits for another. ``wanted`` runs where a device would wait for a message."""
+    """Transport on which no rank waits for another. ``wanted`` runs where a device would wait for a
+    message."""
 
     wanted: Callable[[], None]
 
@@ -69,7 +72,8 @@ ABORTED = threading.Event()
 
 
 class Communicators:
-    """Communicators whose messages a device waits for, until they are aborted."""
+    """Stand-in for communicators whose messages a device waits for until the communicators are
+    aborted."""
 
     def close(self) -> None:
         ABORTED.set()
@@ -90,7 +94,8 @@ class PipelineWithoutWaits(Pipeline):
 
 
 def connected(fault: Callable[[], None] | None, wanted: Callable[[], None]) -> PipelineWithoutWaits:
-    """A watched pipeline, in which rank 1 may fail. Collective over the world."""
+    """Connect a pipeline with a watchdog, in which rank 1 runs ``fault`` if there is one. All ranks
+    of the world must call it."""
     failure_report.LOOK_SECONDS = 0.1
     watchdog.GRACE_SECONDS = 2.0
     faults = {parse_action("1I2"): fault} if fault else {}
@@ -105,19 +110,19 @@ def connected(fault: Callable[[], None] | None, wanted: Callable[[], None]) -> P
 
 
 def block() -> None:
-    """As in a call that waits for a device that never ends: no Python code runs here."""
+    """Block as in a call that waits for a device that never ends: no Python code runs here."""
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
 
 
 def tell() -> None:
-    """Note that this rank has come here."""
+    """Leave a file that says that this rank has come here."""
     (Path(tempfile.gettempdir()) / f"told by {dist.get_rank()}").touch()
 
 
 def wait_for(*ranks: int) -> None:
-    """Until they have told."""
+    """Wait until each of ``ranks`` has called `tell`."""
     while not all((Path(tempfile.gettempdir()) / f"told by {rank}").exists() for rank in ranks):
         time.sleep(0.01)
 
@@ -133,7 +138,7 @@ def tell_and_wait_for_device() -> None:
 
 
 def tell_and_use_what_comes() -> None:
-    """As an optimizer after the step."""
+    """Use the weights after a step that failed, as an optimizer would."""
     tell_and_wait_for_device()
     say("the weights are spoilt")
 
@@ -149,7 +154,7 @@ def throw_when_others_block() -> None:
 
 
 def take_long() -> None:
-    """Until rank 1 has failed, and a moment more."""
+    """Take until a moment after rank 1 has failed."""
     wait_for(1)
     time.sleep(0.3)
 
@@ -162,7 +167,8 @@ def nothing() -> None:
 class Step:
     """Step of zb-h1 in which rank 1 fails in 1I2.
 
-    ``wanted``: what the others do where they need a message; ``after``: after the step.
+    ``wanted`` runs on the other ranks where they need a message, ``after`` runs on them after the
+    step.
     """
 
     fault: Callable[[], None]
@@ -184,7 +190,7 @@ class Step:
 
 
 def check_words(rank: int, result: RankResult, failed: int = 1) -> None:
-    """The rank has ended, and has said why."""
+    """Assert that ``rank`` has ended and said that rank ``failed`` has failed, where and why."""
     host = re.escape(socket.gethostname())
     own = rf"\[pipeline rank {rank} is global rank {rank} on {host}.*iteration 5; [-\d]+ [:\d]+\]"
     theirs = rf"\[pipeline rank {failed} is global rank {failed} on {host}; iteration 5; .*\]"
@@ -216,14 +222,15 @@ def check_words(rank: int, result: RankResult, failed: int = 1) -> None:
     ],
 )
 def test_every_rank_ends_when_one_fails(script: Script, step: Step, is_interrupted: bool) -> None:
-    """The other ranks waited until torch's timeout, because no error ended their waits when one
-    rank failed."""
+    """If one rank fails, every other rank ends soon. No error used to end their waits, so they
+    waited until torch's timeout."""
     with running_ranks(RANKS, step, script) as running:
         results = running.wait()
     failed = results[1]
     assert failed.exit_code == 1
     assert "ValueError: the model is broken" in failed.stderr
-    assert "it ends" not in failed.stderr  # it has heard itself
+    # the failed rank raises its own error, and hears nothing from others
+    assert "it ends" not in failed.stderr
     for rank in (0, 2):
         check_words(rank, results[rank])
         assert results[rank].seconds - failed.seconds < SOON
@@ -233,7 +240,7 @@ def test_every_rank_ends_when_one_fails(script: Script, step: Step, is_interrupt
 
 @dataclass(frozen=True)
 class CannotSay:
-    """A step in which the others wait while rank 1 fails, on a stderr that is ``broken``."""
+    """Step in which the other ranks wait while rank 1 fails, and cannot write to their stderr."""
 
     broken: Callable[[], None]
 
@@ -247,8 +254,8 @@ class CannotSay:
 def test_a_rank_that_can_say_nothing_ends_with_the_others(
     script: Script, broken: Callable[[], None]
 ) -> None:
-    """A rank wrote first that another rank had failed, and ended after that. If stderr could not be
-    written, it never ended."""
+    """A rank that cannot write to stderr ends when another rank fails. Such a rank never ended,
+    because it reported the failure first and ended only after the write."""
     with running_ranks(RANKS, CannotSay(broken), script) as running:
         results = running.wait(timeout=15)
     assert [result.exit_code for result in results] == [1, 1, 1]
@@ -271,11 +278,11 @@ def test_a_rank_whose_caller_goes_on_after_its_error(script: Script) -> None:
         check_words(rank, results[rank])
 
 
-# --- stores
+# --- stores that end or do not answer
 
 
 def keep_the_store(rank: int) -> None:
-    """As without torchrun: the store is in the process of global rank 0."""
+    """Connect two ranks with the store in the process of global rank 0, as without torchrun."""
     file = Path(tempfile.gettempdir()) / "port"
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -286,12 +293,13 @@ def keep_the_store(rank: int) -> None:
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(file.read_text()), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    dist.barrier()  # else one that ends at once is gone before the other has connected
+    dist.barrier()  # the barrier keeps a rank that ends early until the other has connected
 
 
 def fail_with_the_store(rank: int) -> None:
     keep_the_store(rank)
-    failure_report.LOOK_SECONDS = 2.0  # the other looks when this process could have long ended
+    # the other rank looks so rarely that this process could have ended long before
+    failure_report.LOOK_SECONDS = 2.0
     words = connect_failure_report()
     assert words is not None
     heard = threading.Event()
@@ -309,8 +317,8 @@ def fail_with_the_store(rank: int) -> None:
 
 
 def test_the_rank_that_keeps_the_store_is_heard(script: Script) -> None:
-    """The report of the rank with the store was lost with its process, before any rank had read
-    it."""
+    """Other ranks get the failure report of the rank whose process has the store. That report was
+    lost with the process, before any rank had read it."""
     with running_ranks(2, fail_with_the_store, script, connect=False) as running:
         results = running.wait()
     values(results)
@@ -330,8 +338,8 @@ def fail_and_begin_again(rank: int) -> None:
 
 
 def test_words_of_another_run_are_not_heard(script: Script) -> None:
-    """Reports of another run are not heard. A store may outlive ranks that failed, and a process
-    may outlive one of its pipelines."""
+    """A rank ignores failure reports of an earlier run. A store may outlive the ranks that failed,
+    and a process may outlive one of its pipelines."""
     with running_ranks(RANKS, fail_and_begin_again, script) as running:
         results = running.wait()
     values(results)
@@ -341,7 +349,7 @@ def test_words_of_another_run_are_not_heard(script: Script) -> None:
 
 
 def end_well(rank: int) -> None:
-    """One soon, one late, and the store with the first."""
+    """End both ranks without an error: first the rank with the store, later the other."""
     keep_the_store(rank)
     failure_report.LOOK_SECONDS = 0.05
     words = connect_failure_report()
@@ -359,7 +367,7 @@ def test_a_store_that_goes_at_the_end_is_no_failure(script: Script) -> None:
 
 
 class DeadStore:
-    """A store that answers no request, and fails after `SOON` seconds."""
+    """Stand-in for a store that answers no request, and fails after `SOON` seconds."""
 
     def __init__(self) -> None:
         self.has_ended = threading.Event()
@@ -381,6 +389,6 @@ def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monkey
     words.leave("rank 0, in 0F0")
     words.stop()
     assert time.monotonic() - start < SOON / 2
-    store.has_ended.set()  # no thread is to be left where ranks are forked
+    store.has_ended.set()  # end the thread, because later tests fork this process
     assert words._thread is not None
     words._thread.join()

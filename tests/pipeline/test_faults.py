@@ -1,7 +1,8 @@
-"""A rank fails in the middle of a step: every rank ends soon, and says where it was.
+"""Tests of a rank that fails in the middle of a step: every rank ends soon, and says at which
+action it was.
 
 The ranks end as a training script's do, by the interpreter's own shutdown, with gloo's threads
-alive and messages under way.
+alive and messages pending.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ pytestmark = pytest.mark.real_time
 
 RANKS = 3
 HERE = "here it is"
-NOTE = r"\[.*\d\d:\d\d:\d\d\]"  # rank_identity
+NOTE = r"\[.*\d\d:\d\d:\d\d\]"  # a rank's identity in brackets, at the end of a line
 
 
 def nothing() -> None:
@@ -57,9 +58,10 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """Watched step of zb-h1 on three ranks, in which something happens at some actions.
+    """Step of zb-h1 on three ranks with a watchdog; ``faults`` are functions that run at the named
+    actions.
 
-    (zb-h1 on three ranks begins, on rank 1: 1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1.)
+    Rank 1's row in zb-h1 on three ranks begins: 1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1.
     """
 
     faults: Mapping[str, Callable[[], None]]
@@ -68,7 +70,7 @@ class Step:
     p2p: P2P = P2P.ASYNC
 
     def __call__(self, rank: int) -> None:
-        # Python takes Ctrl-C only if the shell that started the tests has not switched it off.
+        # Python handles Ctrl-C only if the shell that started the tests has not disabled it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         watchdog.GRACE_SECONDS = 0.5
         self.before()
@@ -82,7 +84,8 @@ class Step:
 
 
 def stay() -> None:
-    """Long, in short sleeps: a signal that comes as one begins is not noticed before its end."""
+    """Sleep for a minute in short sleeps: a signal at the start of a sleep is noticed only at its
+    end."""
     for _ in range(600):
         time.sleep(0.1)
 
@@ -91,7 +94,7 @@ def say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-# --- a rank fails: the others are cut off from it
+# --- a rank fails, and the other ranks lose their connection to it
 
 
 def kill() -> None:
@@ -115,7 +118,7 @@ def leave() -> None:
 
 
 def stop() -> None:
-    time.sleep(0.5)  # for gloo's thread, which stops too, to send what is on its way
+    time.sleep(0.5)  # time for gloo's thread, which is stopped too, to send pending messages
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -125,11 +128,12 @@ def wait_until_told() -> None:
     say(HERE)
     while not signals:
         time.sleep(0.02)
-    time.sleep(0.3)  # for gloo's thread to see that the neighbour has gone
+    time.sleep(0.3)  # time for gloo's thread to notice that the neighbour has gone
 
 
 def check_cut_off(rank: int, result: RankResult) -> None:
-    """The rank has ended by an error that says what it waited for, and from whom."""
+    """Assert that ``rank`` has ended by an error that names the message and the rank it waited
+    for."""
     assert result.exit_code == 1, (rank, result.exit_code, result.stderr)
     match = re.search(
         rf"PeerFailure: pipeline rank {rank} was waiting for {rank}(SEND|RECV)_([FB])\d "
@@ -183,8 +187,8 @@ def test_every_rank_ends_when_one_fails(
 def test_every_rank_of_a_batched_pipeline_ends_when_one_fails(
     script: Script, at: str, fault: Callable[[], None], exit_code: int
 ) -> None:
-    """Every rank of a batched pipeline ends when one fails. Gloo's connections end with the failed
-    process; the group itself stays."""
+    """If a rank of a pipeline with batched messages fails, every rank ends. gloo's connections end
+    with the failed process, although the process group itself stays."""
     with running_ranks(RANKS, Step({at: fault}, p2p=P2P.BATCHED), script) as running:
         results = running.wait()
     failed = parse_action(at).stage
@@ -196,10 +200,10 @@ def test_every_rank_of_a_batched_pipeline_ends_when_one_fails(
 
 @pytest.mark.parametrize("varies", [False, True])
 def test_sending_to_a_rank_that_has_failed(script: Script, varies: bool) -> None:
-    """Sending to a failed rank is reported with the pass. A rank was computing when its neighbour
-    died; then the next send or receive fails when it starts, not when it is waited for, and was
-    reported as gloo's error only. (1F0 comes after 1RECV_F1, which is waited for if shapes vary.)
-    """
+    """A send to a rank that has died is reported with the pass and the peer. If a rank computes
+    when its neighbour dies, the next send or receive fails at its start, not at its wait, and only
+    gloo's bare error was printed. (1F0 comes after 1RECV_F1, which the rank waits for if shapes
+    vary.)"""
     step = Step({"1F0": kill, "0F2": wait_until_told}, varies=varies)
     with running_ranks(RANKS, step, script) as running:
         running.wait_until_it_says(0, HERE)
@@ -210,7 +214,7 @@ def test_sending_to_a_rank_that_has_failed(script: Script, varies: bool) -> None
     assert "waiting for 0SEND_F2 (to pipeline rank 1)" in results[0].stderr
 
 
-# --- a rank hangs: the others are stuck until somebody ends them
+# --- a rank hangs, and the other ranks wait until they are ended from outside
 
 
 def hang() -> None:
@@ -219,7 +223,8 @@ def hang() -> None:
 
 
 def hang_in_torch() -> None:
-    """As in a collective whose other ranks do not come: no Python handler runs meanwhile."""
+    """Hang as in a collective whose other ranks do not come: no Python signal handler runs
+    meanwhile."""
     say(HERE)
     dist.recv(torch.zeros(1), src=0)
 
@@ -228,7 +233,7 @@ def be_soon_stuck() -> None:
     watchdog.STUCK_SECONDS = 0.1
 
 
-# Where zb-h1's other ranks wait when rank 1 stops in 1I2.
+# The messages that the other ranks of zb-h1 wait for when rank 1 stops in 1I2, by rank.
 WAIT_FOR_1I2 = {
     0: "pipeline rank 0 waiting for 0RECV_B2 from pipeline rank 1",
     2: "pipeline rank 2 waiting for 2RECV_F4 from pipeline rank 1",
@@ -246,12 +251,12 @@ def check_signal_report(stderr: str, name: str, where: str) -> None:
 def test_ranks_blocked_in_gloo_report_and_are_ended_from_outside(
     script: Script, name: str, exit_code: int
 ) -> None:
-    """Ranks blocked in gloo report their position and end at a launcher's SIGTERM or at Ctrl-C.
-    Rank 1 is stopped and the others wait for it."""
+    """Ranks that are blocked in gloo report their position, and end at a launcher's SIGTERM or at
+    Ctrl-C. Rank 1 is stopped, and the other ranks wait for it."""
     with running_ranks(RANKS, Step({"1I2": stop}, before=be_soon_stuck), script) as running:
         for rank, where in WAIT_FOR_1I2.items():
             running.wait_until_it_says(rank, where)
-        time.sleep(1.5)  # they look every second, and are not to repeat themselves
+        time.sleep(1.5)  # the watchdog looks every second, and must not repeat its message
         for rank in WAIT_FOR_1I2:
             running.send_signal(rank, signal.Signals[name])
         running.wait_until_ended(*WAIT_FOR_1I2)
@@ -278,7 +283,7 @@ def test_sigterm_to_a_rank_that_hangs_in_a_pass(script: Script, fault: Callable[
 
 @dataclass(frozen=True)
 class CannotSay:
-    """A step whose rank 0 soon has something to say, on a stderr that is ``broken``."""
+    """Step in which rank 0 soon has something to report, but cannot write to its stderr."""
 
     broken: Callable[[], None]
 
@@ -292,10 +297,12 @@ class CannotSay:
 def test_sigterm_ends_a_rank_that_can_say_nothing(
     script: Script, broken: Callable[[], None]
 ) -> None:
-    """A rank whose stderr could not be written ignored SIGTERM. The watchdog's thread, which acts
-    on the signal, had ended or was blocked when it wrote that the rank may hang."""
+    """SIGTERM ends a rank that cannot write to stderr. Such a rank ignored SIGTERM: the watchdog's
+    thread, which handles the signal, had ended or was blocked when it wrote that the rank may
+    hang."""
     with running_ranks(RANKS, CannotSay(broken), script) as running:
-        running.wait_until_it_says(2, "it may hang")  # and so does rank 0, or it tries to
+        # rank 0 says the same at that time, or tries to
+        running.wait_until_it_says(2, "it may hang")
         time.sleep(0.5)
         running.send_signal(0, signal.SIGTERM)
         running.wait_until_ended(0)
@@ -307,8 +314,8 @@ def test_sigterm_ends_a_rank_that_can_say_nothing(
 def test_without_a_thread_a_line_is_written_if_that_blocks_nobody(
     broken: Callable[[], None],
 ) -> None:
-    """At a limit of threads a line is still written if the write does not block. Such a line was
-    lost, although stderr was writable."""
+    """If no further thread can be started, the watchdog still writes its line, unless the write
+    would block. Such a line was lost although stderr was writable."""
 
     def no_thread(name: str, target: Callable[[], None]) -> threading.Thread:
         raise RuntimeError("can't start new thread")
@@ -327,7 +334,7 @@ FILE = "weights"
 
 
 def open_a_file_as_stderr() -> None:
-    """Close stderr, and open a file, which gets its descriptor."""
+    """Close stderr, and open a file, which gets the file descriptor of stderr."""
     sys.stderr.flush()
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     os.close(2)
@@ -343,7 +350,7 @@ FILES: list[IO[bytes]] = []
 def start_and_lose_stderr(rank: int) -> None:
     start_watchdog()
     open_a_file_as_stderr()
-    os.set_inheritable(2, True)  # as C++ opens a checkpoint
+    os.set_inheritable(2, True)  # a checkpoint that C++ code opens is inheritable
     hang()
 
 
@@ -359,9 +366,9 @@ def start_without_stderr(rank: int) -> None:
 def test_a_file_with_the_number_of_stderr_is_left_alone(
     script: Script, run: Callable[[int], None], is_said: bool
 ) -> None:
-    """The watchdog does not write into a file that has the number of stderr. If stderr is closed,
-    the next opened file gets its number: the watchdog wrote its lines into a checkpoint. It writes
-    to the stderr of its start."""
+    """The watchdog never writes into another file that has the descriptor of a closed stderr. A
+    program closed stderr, the next opened file, a checkpoint, got descriptor 2, and the watchdog
+    wrote its lines into it. Now the watchdog writes to the stderr that existed at its start."""
     with running_ranks(1, run, script, connect=False) as running:
         running.wait_until_it_says(0, HERE)
         running.send_signal(0, signal.SIGTERM)
@@ -377,7 +384,7 @@ def test_ctrl_c_in_a_pass_is_a_keyboard_interrupt(script: Script) -> None:
         running.wait_until_it_says(1, HERE)
         running.send_signal(1, signal.SIGINT)
         results = running.wait()
-    assert results[1].exit_code == -signal.SIGINT  # as Python itself ends on Ctrl-C
+    assert results[1].exit_code == -signal.SIGINT  # Python itself ends like this on Ctrl-C
     assert "KeyboardInterrupt\n" in results[1].stderr
     assert "pipeline rank 1, in 1I2" in results[1].stderr
 
@@ -392,8 +399,9 @@ def save_on_interrupt() -> None:
 
 
 def test_who_catches_ctrl_c_may_take_long(script: Script) -> None:
-    """A process that catches Ctrl-C may take long. The watchdog ended a process between two passes
-    3 s after Ctrl-C, though the main thread had caught it and was saving a checkpoint."""
+    """A training that catches Ctrl-C may take its time. The watchdog ended a process 3 s after
+    Ctrl-C if it was between two passes, although the main thread had caught the interrupt and was
+    saving a checkpoint."""
     with running_ranks(RANKS, Step({"1I2": save_on_interrupt}), script) as running:
         running.wait_until_it_says(1, HERE)
         running.send_signal(1, signal.SIGINT)
@@ -402,7 +410,7 @@ def test_who_catches_ctrl_c_may_take_long(script: Script) -> None:
     assert "saved" in results[1].stderr
 
 
-# --- signals that are not the watchdog's
+# --- signals that another part of the process handles
 
 
 def save_and_go_on(signum: int, frame: FrameType | None) -> None:
@@ -427,12 +435,12 @@ def take_sigterm_and_be_soon_stuck() -> None:
     ids=["taken before the watchdog starts", "taken after"],
 )
 def test_somebody_elses_sigterm_handler_is_left_alone(script: Script, step: Step) -> None:
-    """The watchdog leaves other SIGTERM handlers alone, such as Megatron's --exit-signal-handler,
-    which saves a checkpoint at the end of the step."""
+    """The watchdog leaves SIGTERM to a handler that is set already, or set later, such as
+    Megatron's --exit-signal-handler, which saves a checkpoint at the end of the step."""
     with running_ranks(RANKS, step, script) as running:
         running.wait_until_it_says(0, WAIT_FOR_1I2[0])
         running.send_signal(0, signal.SIGTERM)
-        time.sleep(1.0)  # twice the time after which the watchdog would have ended it
+        time.sleep(1.0)  # twice the time after which the watchdog would have ended the rank
         running.send_signal(1, signal.SIGCONT)
         results = running.wait()
     values(results)
@@ -445,7 +453,7 @@ def start_watchdog() -> None:
 
 
 def fork_a_worker(rank: int) -> None:
-    # Else a worker of tests that were started in the background would sleep through Ctrl-C.
+    # A worker of tests that were started in the background would otherwise ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     start_watchdog()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -463,9 +471,9 @@ def fork_a_worker(rank: int) -> None:
 
 
 def test_a_forked_workers_signals_are_its_own(script: Script) -> None:
-    """A forked worker's signals are its own. A data loader ends its workers with SIGTERM. They are
-    forked from the rank and had its watchdog's socket: the rank took the signal for its own and
-    ended 3 s later."""
+    """A rank does not react to signals of its forked data-loader workers. A loader ends its workers
+    with SIGTERM; they had inherited the socket of the rank's watchdog, so the rank took the signal
+    for its own and ended 3 s later."""
     with running_ranks(1, fork_a_worker, script, connect=False) as running:
         (result,) = running.wait()
     assert result.exit_code == 0, result.stderr
@@ -484,8 +492,8 @@ def start_two_watchdogs(rank: int) -> None:
 
 
 def test_one_watchdog_serves_two_pipelines(script: Script) -> None:
-    """One watchdog serves two pipelines. Only the first pipeline had the signals, and it said
-    `between passes` while the second was in a pass."""
+    """One watchdog serves two pipelines of a process. Earlier only the first pipeline handled
+    signals, and its report said `between passes` while the second pipeline was in a pass."""
     with running_ranks(1, start_two_watchdogs, script, connect=False) as running:
         running.wait_until_it_says(0, HERE)
         running.send_signal(0, signal.SIGTERM)
@@ -515,13 +523,13 @@ def start_in_a_thread(rank: int) -> None:
 def test_signals_that_cannot_be_had_are_left_alone(
     script: Script, start: Callable[[int], None]
 ) -> None:
-    """The watchdog does without signals that another library uses. An event loop in the main thread
-    (Ray's, verl's) is woken through the same descriptor."""
+    """The watchdog does not take over the wake-up descriptor of signals if another library uses it,
+    such as an event loop in the main thread (Ray's, verl's)."""
     with running_ranks(1, start, script, connect=False) as running:
         values(running.wait())
 
 
-# --- a failure that ends no process
+# --- a failed step after which the process continues
 
 
 def fail_once_then_step(rank: int) -> None:
@@ -570,9 +578,9 @@ def check_it_takes_no_further_step(p2p: P2P) -> None:
 
 
 def test_a_rank_whose_caller_goes_on_after_its_error(script: Script) -> None:
-    """A rank whose caller continues after its error closes its connections. A caller that logged
-    the exception and lived on kept them open, and the other ranks waited for torch's timeout of ten
-    minutes."""
+    """A rank closes its connections after an error, even if its caller continues. A caller logged
+    the exception and kept the process alive with open connections, and the other ranks waited for
+    torch's timeout of ten minutes."""
     with running_ranks(RANKS, go_on_after_failing, script) as running:
         running.wait_until_it_says(1, HERE)
         running.wait_until_ended(0, 2)
@@ -584,8 +592,8 @@ def test_a_rank_whose_caller_goes_on_after_its_error(script: Script) -> None:
 
 
 def test_a_batched_rank_whose_caller_goes_on_after_its_error(script: Script) -> None:
-    """After an error in a batched pipeline the group stays open, as it is not ours to close: the
-    other ranks wait until the failed process ends."""
+    """After an error in a pipeline with batched messages, the process group stays open, because
+    Megatron owns it. The other ranks wait until the failed process ends."""
     with running_ranks(RANKS, go_on_after_failing_in_a_batch, script) as running:
         running.wait_until_it_says(1, HERE)
         running.send_signal(1, signal.SIGUSR1)

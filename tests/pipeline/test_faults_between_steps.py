@@ -1,7 +1,8 @@
-"""A rank fails between two steps: the others hear of it, and say who has failed, where and when.
+"""Tests of a rank that fails between two steps: the other ranks report which rank failed, where and
+when.
 
-They waited for it in a collective of Megatron's, or for its next message: for torch's timeout, ten
-minutes or more, or, on gloo, until they were cut off by an error that names no rank.
+The other ranks waited for the failed one in a collective of Megatron's, or for its next message:
+until torch's timeout, ten minutes or more, or, on gloo, until an error that names no rank.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tests.pipeline.test_faults import HERE, kill, say, throw, wait_until_told
 pytestmark = pytest.mark.real_time
 
 RANKS, FAILING = 3, 1
-SOON = 60.0  # seconds, on a busy machine; Megatron's own timeout is 10 minutes
+SOON = 60.0  # seconds on a busy machine; Megatron's own timeout is 10 minutes
 
 BETWEEN = (
     r"between steps for \d+\.\d s \[pipeline rank {0} is global rank {0}, local rank {0} on .*; "
@@ -47,7 +48,7 @@ BETWEEN = (
 
 @dataclass(frozen=True)
 class BetweenSteps:
-    """Rank `FAILING` does ``fault`` in the ``call``-th call of ``where``, counted from 1."""
+    """Fault that rank `FAILING` runs in call number ``call`` of ``where``, counted from 1."""
 
     where: str
     fault: Callable[[], None]
@@ -123,15 +124,16 @@ def test_every_rank_hears_of_one_that_fails_between_steps(
 def test_every_rank_hears_of_one_that_is_killed_between_steps(
     script: Script, tmp_path: Path, where: str, call: int
 ) -> None:
-    """A killed rank reports nothing. The first rank that loses its connection tells the others when
-    and where that was."""
+    """If a rank is killed between two steps, the first rank that loses its connection tells the
+    others when and where that was. A killed rank cannot report anything by itself."""
     results = end_of(script, flags_of(where, tmp_path), BetweenSteps(where, kill, call))
     assert results[FAILING].exit_code == -signal.SIGKILL
     others = [results[rank] for rank in range(RANKS) if rank != FAILING]
     for result in others:
         assert result.exit_code == 1, result.stderr
         assert result.seconds - results[FAILING].seconds < SOON
-        # Its own error, or that of the first; the message after the optimizer is a step's.
+        # A rank names its own position or that of the first rank that lost a connection. A message
+        # after the optimizer belongs to the next step.
         assert re.search(
             r"pipeline rank \d, (between steps for \d+\.\d s|in \d\w+) \[.*; iteration [23]; ",
             result.stderr,
@@ -145,8 +147,8 @@ def leave() -> None:
 def test_a_rank_that_ends_an_evaluation_early_has_not_failed(
     script: Script, tmp_path: Path
 ) -> None:
-    """A rank that ends an evaluation early has not failed. The other ranks were told to look for
-    the first error of a rank that had none."""
+    """A rank that leaves an evaluation early, without an error, is reported as ended and not as
+    failed. Other ranks were told to look for the first error of that rank, which had none."""
     results = end_of(script, flags_of("evaluation", tmp_path), BetweenSteps("evaluation", leave, 1))
     assert results[FAILING].exit_code == 0, results[FAILING].stderr
     ended = f"pipeline rank {FAILING} {BETWEEN.format(FAILING, 2)}"
@@ -159,7 +161,7 @@ def test_a_rank_that_ends_an_evaluation_early_has_not_failed(
     ), said
 
 
-# --- without a training
+# --- ranks that listen for failures, without a training
 
 
 def listening(rank: int) -> Recorder:
@@ -177,7 +179,8 @@ def data() -> Iterator[int]:
 
 
 def catch_and_go_on(rank: int) -> None:
-    """A caller catches the end of an epoch, and attempts that it repeats: no process ends."""
+    """Raise errors that a caller catches: the end of an epoch, and attempts that it would repeat.
+    No process ends."""
     recorder = listening(rank)
     if rank == 0:
         items = data()
@@ -186,12 +189,12 @@ def catch_and_go_on(rank: int) -> None:
             with pytest.raises((StopIteration, ValueError, OSError)):
                 attempt()
         worker = os.fork()
-        if worker == 0:  # as one that loads data: it inherits the hook
+        if worker == 0:  # a data-loader worker, which inherits the hook
             try:
                 throw()
             except ValueError as error:
                 sys.excepthook(type(error), error, error.__traceback__)
-            stop_listening(recorder)  # as at the end of a process
+            stop_listening(recorder)  # as happens at the end of a process
             os._exit(0)
         os.waitpid(worker, 0)
     time.sleep(1.0)
@@ -211,11 +214,11 @@ def test_what_a_caller_catches_is_no_failure(script: Script) -> None:
 
 def fail_in_rank_1(rank: int) -> None:
     recorder = listening(rank)
-    dist.barrier()  # all are between steps
+    dist.barrier()  # from here on all ranks are between steps
     if rank == 1:
         throw()
     if rank == 0:
-        stop_listening(recorder)  # its training is over, and its process goes on
+        stop_listening(recorder)  # this rank's training is over, but its process continues
         wait_until_told()
     time.sleep(60)
 

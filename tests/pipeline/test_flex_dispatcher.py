@@ -1,8 +1,9 @@
-"""Megatron's flex dispatcher under schedules of ours: DeepEP and HybridEP, on gloo's all-to-all.
+"""Tests of Megatron's flex dispatcher of experts (DeepEP and HybridEP) under our schedules, on
+gloo's all-to-all.
 
-Several microbatches of a rank are under way at once, each with handles of its own from F to I, and
-all calls go through the process's one buffer. W needs neither: what it multiplies are the layers'
-own tensors.
+Several microbatches of a rank are between F and I at a time. Each has dispatcher handles of its
+own, and all calls go through one buffer of the process. W needs neither handles nor buffer, because
+it multiplies the layers' own tensors.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def flex(backend: str) -> Flags:
 
 
 def check_handles() -> None:
-    """In a forked process, whose ranks then check this in each step: a handle is used in F and in
-    I and never in W, and several microbatches are between the two at once."""
+    """Make the ranks of this process check in each step that F and I use a dispatcher handle and W
+    does not, and that several microbatches are between F and I at a time."""
     run, run_weights = PipelineTraining._train, StagePasses._backward_weight
     run_forward = StagePasses._forward
     between: list[int] = []
@@ -85,7 +86,8 @@ def check_handles() -> None:
 
 
 def compare(backend: str | None, flags: Flags, schedules: Sequence[str]) -> None:
-    """Ours with ``backend``, or else the all-to-all dispatcher, and stock's with the latter."""
+    """Compare our schedules with stock's under the all-to-all dispatcher; ours use ``backend``, or
+    all-to-all too if it is None."""
     given = EXPERTS | flags
     dispatcher = ALL_TO_ALL if backend is None else flex(backend)
 
@@ -120,8 +122,8 @@ FP32: Flags = {"moe_router_dtype": "fp32"}
 
 
 def case(name: str, backend: str | None, flags: Flags, *schedules: str) -> Any:
-    """Compared under ``schedules``, with a mark of what that covers: without a ``backend`` there is
-    nothing of a stand-in in it."""
+    """Return a test case under ``schedules``, with a mark of the settings that it covers. Without a
+    ``backend`` no stand-in takes part."""
     given = EXPERTS | (ALL_TO_ALL if backend is None else flex(backend)) | flags
     marks = covers("A" if backend is None else "B", schedules, given)
     return pytest.param(backend, flags, schedules, id=name, marks=marks)
@@ -147,6 +149,6 @@ OF_EACH_KIND = ("zb-h1", "interleaved-zb", "zb-v")
 def test_trainings_are_stocks_to_the_last_bit(
     backend: str | None, flags: Flags, schedules: Sequence[str]
 ) -> None:
-    """Trainings with the flex dispatcher are bitwise equal to stock's with the all-to-all
-    dispatcher. Stock's flex dispatcher equals that one, which a test at night shows."""
+    """Trainings with the flex dispatcher under our schedules are bitwise equal to stock's with the
+    all-to-all dispatcher. A test at night shows that stock's two dispatchers are equal."""
     compare(backend, flags, schedules)

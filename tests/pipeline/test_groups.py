@@ -1,4 +1,5 @@
-"""The process groups that we make: by whom, how many, under which names, with which settings."""
+"""Tests of the process groups that we create: on which ranks, how many, under which names and
+settings."""
 
 from __future__ import annotations
 
@@ -32,13 +33,13 @@ CPU = torch.device("cpu")
 needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
 
 
-# --- in a large world of which there is one process: groups are made, but nothing moves
+# --- one process that creates groups of a large world without sending anything
 
 
 @dataclasses.dataclass
 class Made:
-    """The members of the groups that a process has made, by the groups' names, and how often it has
-    called new_group."""
+    """Process groups that a process has created: members by the group's name, and the number of
+    calls of new_group."""
 
     members: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     calls: int = 0
@@ -48,7 +49,7 @@ class Made:
 
 
 def noting(monkeypatch: pytest.MonkeyPatch) -> Made:
-    """Return the record of groups that this process makes from now on."""
+    """Return a record of the process groups that this process creates from now on."""
     made = Made()
     helper, new_group = distributed_c10d._new_process_group_helper, dist.new_group
 
@@ -73,16 +74,17 @@ def large_world(rank: int, ranks: int) -> None:
 
 
 def pipeline_of(ranks: list[int]) -> dist.ProcessGroup:
-    options: Any = FakeProcessGroup.Options  # torch's stub wants a backend, its class takes none
+    # torch's stub requires a backend, but the class accepts none
+    options: Any = FakeProcessGroup.Options
     group = dist.new_group(ranks, pg_options=options())
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def test_a_rank_makes_no_group_that_it_is_no_member_of() -> None:
-    """A rank creates only groups that it is a member of. At 1,024 ranks the 28 channels of zb-v
-    took 3,584 calls of new_group on each rank. Megatron's own groups take 5,713 calls, for 18 that
-    a rank is a member of."""
+    """A rank creates only process groups that it is a member of. At 1,024 ranks, the 28 channels of
+    zb-v used to take 3,584 calls of new_group on each rank. Megatron's own groups take 5,713 calls,
+    for 18 groups that a rank is a member of."""
     ranks, size, mine = 1024, 8, 500
 
     def run(_: int) -> dict[str, tuple[int, int]]:
@@ -117,8 +119,9 @@ def test_a_rank_makes_no_group_that_it_is_no_member_of() -> None:
 
 
 def test_no_two_channels_share_a_group() -> None:
-    """On a shared group a message that is not received yet would delay those of another edge or
-    kind. For every schedule, on each rank of one to five, each channel has a group of its own."""
+    """For every schedule, on each rank of one to five, each channel has a process group of its own.
+    On a shared group, a message that is not received yet would delay messages of another edge or
+    kind."""
 
     def run(_: int) -> None:
         for ranks in range(1, 6):
@@ -144,12 +147,13 @@ def test_no_two_channels_share_a_group() -> None:
     values(run_ranks(1, run, connect=False))
 
 
-# --- in a small one, over gloo
+# --- groups of two or three real ranks, over gloo
 
 
 def test_torchs_own_groups_keep_their_names() -> None:
-    """torch's own groups keep their names. Ranks that are members of different numbers of groups
-    hung in the next new_group, each under another name, when other ranks did not call it."""
+    """Groups that we create do not change the names of torch's groups. Ranks that are members of
+    different numbers of our groups hung in the next call of new_group, because each gave the new
+    group another name."""
 
     def run(rank: int) -> int:
         made = make_groups(whole_world(), {"a": [0, 1], "b": [1, 2], "c": [2, 1]}, "gloo")
@@ -168,8 +172,8 @@ def whole_world() -> dist.ProcessGroup:
 
 
 def test_a_group_is_made_anew() -> None:
-    """A group of the same members is made anew. Entries of an earlier group in the store would lead
-    it to closed sockets."""
+    """Groups that are created again for the same members work. Entries that an earlier group left
+    in the store would lead the new one to closed sockets."""
 
     def run(rank: int) -> None:
         names = set()
@@ -186,14 +190,15 @@ def test_a_group_is_made_anew() -> None:
     values(run_ranks(2, run))
 
 
-# Set after `init_process_group`, which looks for the device. Newer versions of torch refuse a CPU.
+# The device is bound after `init_process_group`, which would look for it; newer versions of torch
+# refuse to bind a CPU.
 BOUND = torch.device("cuda:0")
 
 
 def test_in_a_world_that_is_bound_to_a_device(tmp_path: Path) -> None:
-    """Groups can be made in a world that is bound to a device. torch splits new communicators from
-    that world's, in which all of its ranks take part: ranks that are not members would be waited
-    for."""
+    """Our groups can be created in a world that is bound to a device. There torch splits a new
+    communicator from the world's, and all ranks of the world must take part: the group would wait
+    for ranks that are not its members."""
 
     def run(rank: int) -> None:
         dist.init_process_group(
@@ -202,7 +207,7 @@ def test_in_a_world_that_is_bound_to_a_device(tmp_path: Path) -> None:
             rank=rank,
             world_size=3,
         )
-        dist.barrier()  # else rank 2 is gone before others have connected
+        dist.barrier()  # the barrier keeps rank 2 alive until the others have connected
         whole_world().bound_device_id = BOUND
         plugin = dist.Backend._plugins["GLOO"]
         split_from = []
@@ -212,7 +217,7 @@ def test_in_a_world_that_is_bound_to_a_device(tmp_path: Path) -> None:
             return plugin.creator_fn(options, backend_options)
 
         dist.Backend._plugins["GLOO"] = plugin._replace(creator_fn=create)
-        if rank < 2:  # rank 2 does nothing
+        if rank < 2:  # rank 2 creates no group
             (group,) = make_groups(whole_world(), {"a": [0, 1]}, "gloo").values()
             number = torch.tensor([rank])
             dist.all_reduce(number, group=group)
@@ -224,13 +229,13 @@ def test_in_a_world_that_is_bound_to_a_device(tmp_path: Path) -> None:
     values(run_ranks(3, run, connect=False))
 
 
-# --- the settings of NCCL's
+# --- settings of NCCL communicators
 
 
 @needs_nccl
 def test_megatrons_settings_reach_our_communicators() -> None:
-    """Megatron's settings reach our communicators. --nccl-communicator-config-path and
-    --high-priority-stream-groups applied to Megatron's own groups only."""
+    """Our communicators get the settings of --nccl-communicator-config-path and
+    --high-priority-stream-groups, which used to apply to Megatron's own groups only."""
     said = {"max_ctas": 6, "min_ctas": 3, "cga_cluster_size": 2, "net_name": "IB"}
     of_pipeline = parallel_state.get_nccl_options("pp", {"pp": {**said, **PRIORITY}})
     options = communicator_options(of_pipeline, 4)
@@ -266,8 +271,8 @@ def test_nccl_is_left_alone_where_nothing_is_said() -> None:
 
 @needs_nccl
 def test_each_group_has_options_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group has its own options. NCCL's options are given if the world's backend for the
-    device is NCCL, and only then."""
+    """Each of our groups gets a copy of the pipeline group's NCCL options. No options are passed if
+    the world's backend for the device is not NCCL."""
     of_pipeline = dist.ProcessGroupNCCL.Options()
     of_pipeline.config.min_ctas = 1
     backend = SimpleNamespace(options=of_pipeline)
@@ -290,8 +295,9 @@ def test_each_group_has_options_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_both_ends_use_equally_many_ctas() -> None:
-    """Both ends of a channel use equally many CTAs. NCCL splits a message over them in the same way
-    at both ends, and a rank with few channels, or on a larger device, would have chosen more."""
+    """All ranks use the same number of CTAs for their channels, that of the rank with the fewest to
+    spare. NCCL splits a message over the CTAs in the same way at both ends; a rank with few
+    channels, or on a larger device, would have chosen more."""
     program = program_of("zb-v", 4)
 
     def run(rank: int) -> int | None:
@@ -301,13 +307,15 @@ def test_both_ends_use_equally_many_ctas() -> None:
             assert ctas_for(program, whole_world(), CPU) is None
             return ctas_for(program, whole_world(), torch.device("cuda", 0))
 
-    assert values(run_ranks(4, run)) == [2] * 4  # 8 channels of 4 would be 32 of 114
+    # 8 channels of 4 CTAs would be 32 of 114 multiprocessors
+    assert values(run_ranks(4, run)) == [2] * 4
 
 
 def test_batched_messages_need_no_communicator_of_ours() -> None:
-    """Batched messages need no communicator of ours. On the first GPU every training with batched
-    messages computed for ever before its first step: with no communicators, it doubled their number
-    of CTAs until they would take enough of the device."""
+    """No number of CTAs is computed for batched messages, which need no communicator of ours. On
+    the first GPU every training with batched messages computed for ever before its first step:
+    without communicators, the number of CTAs was doubled until they would take enough of the
+    device."""
     program = program_of("zb-v", 4, P2P.BATCHED)
 
     def run(rank: int) -> int | None:

@@ -1,6 +1,8 @@
-"""Hybrid models and linear attention under every placement, against stock Megatron.
+"""Tests of hybrid models and of linear attention under every placement, compared with stock
+Megatron.
 
-A hybrid model says in its pattern where stages end, and finds its own among them.
+The pattern of a hybrid model says which layers each stage has, so our schedules must pick the right
+part of the pattern for each stage.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def config(layers: int, chunks: int | None, **settings: Any) -> TransformerConfi
     return small_config(layers, RANKS, virtual_pipeline_model_parallel_size=chunks, **settings)
 
 
-Make = Callable[[int | None, int], Any]  # so many chunks a rank, of a model; its n-th
+# from the number of chunks a rank and a chunk's number to that chunk
+Make = Callable[[int | None, int], Any]
 
 
 def hybrid(
@@ -68,8 +71,8 @@ def hybrid(
     number: int,
     end: str = "",
 ) -> Any:
-    """Return chunk ``number`` of a model with those ``segments``, or with the same layers in fewer
-    segments."""
+    """Return chunk ``number`` of a hybrid model with ``segments``, joined so that there is one
+    segment for each stage."""
     stages = RANKS * (chunks or 1)
     own = len(segments) // stages
     main = "|".join("".join(segments[s * own : (s + 1) * own]) for s in range(stages))
@@ -179,15 +182,17 @@ SHOWN: dict[str, dict[str, Any]] = {
 
 
 def case(model: str, schedules: tuple[str, ...]) -> Any:
-    """Attention is Megatron's own, but for the delta rule's kernel."""
+    """Return a test case with its mark. Attention is Megatron's own except for the delta rule's
+    kernel."""
     grade = "A" if "-E" in model else "B"
     return pytest.param(model, schedules, marks=covers(grade, schedules, UNTIED | SHOWN[model]))
 
 
 @pytest.mark.parametrize(("model", "schedules"), [case(*names) for names in CASES])
 def test_steps_are_stocks(model: str, schedules: tuple[str, ...]) -> None:
-    """Steps of hybrid models are stock's. A V of a hybrid model trained with the stages of a loop,
-    without an error: its first stage was the third of the pattern."""
+    """Losses and gradients of hybrid models are stock's. A hybrid model under a V schedule trained
+    with the stages of a loop (interleaved) placement, without an error: its first stage ran the
+    third part of the pattern."""
     make = MODELS[model]
 
     def on_rank(rank: int) -> None:
@@ -213,8 +218,8 @@ def of_pattern(pattern: str, chunks: int | None, number: int) -> Any:
 
 
 def test_a_pattern_has_as_many_segments_as_there_are_stages() -> None:
-    """A pattern must have as many segments as there are stages. With more segments, stock builds
-    the first ones, and trains a smaller model."""
+    """A hybrid model is refused if its pattern has fewer or more segments than the schedule has
+    stages. Given more segments, stock builds the first ones only and trains a smaller model."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -235,7 +240,7 @@ def test_a_pattern_has_as_many_segments_as_there_are_stages() -> None:
     values(run_ranks(RANKS, on_rank))
 
 
-# Through the launcher.
+# --- trainings through the launcher
 
 
 def provider(
@@ -288,8 +293,8 @@ def trained(pattern: str, **flags: object) -> list[Run]:
 def test_checkpoints_go_from_stock_to_ours_and_back(
     schedule: str, stocks: str, ours: str, tmp_path: Path
 ) -> None:
-    """Checkpoints of hybrid models go from stock to ours and back. A pattern without segments is
-    split evenly."""
+    """Checkpoints of hybrid models go from stock to our schedules and back. A pattern without
+    segments is split evenly."""
     whole = trained(stocks, save=tmp_path / "stock")
     between = trained(
         ours,

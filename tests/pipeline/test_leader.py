@@ -1,6 +1,7 @@
-"""One rank searches for all, and those that wait for it end when it fails or dies.
+"""Tests that one rank searches for a schedule on behalf of all, and that waiting ranks end when it
+fails or dies.
 
-Each rank searched by itself: eight times the work on a node, and a search that took the longer.
+Earlier each rank searched by itself: a node did eight times the work, and a search took longer.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ HERE = "at work"
 
 
 def asked(work: Callable[[], Any], late: int | None = None) -> Callable[[int], tuple[Any, int]]:
-    """In a rank: the result, and how often it has worked. Rank ``late`` comes after the others."""
+    """Return a function for each rank that requests ``work`` twice, and returns the result and the
+    number of times the rank did the work. Rank ``late`` starts after the others."""
 
     def on_rank(rank: int) -> tuple[Any, int]:
         store = store_of_all()
@@ -56,7 +58,7 @@ def asked(work: Callable[[], Any], late: int | None = None) -> Callable[[int], t
             return work()
 
         apart = dist.PrefixStore("a search", store)
-        for _ in range(2):  # a rank may ask again
+        for _ in range(2):  # a rank may request the same work again
             result = run_on_leader(apart, rank, "the search", counted)
         return result, len(worked)
 
@@ -77,7 +79,7 @@ def refuse() -> None:
 
 
 def work_for_ever() -> None:
-    sys.stderr.write(f"{HERE}\n")  # which is written out by lines
+    sys.stderr.write(f"{HERE}\n")  # written at the newline
     time.sleep(600)
 
 
@@ -88,8 +90,8 @@ def test_one_rank_works_for_all() -> None:
 
 
 def test_who_comes_first_does_not_wait_for_ever_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that comes first does not wait for ever for rank 0, which may be in a pipeline whose
-    step has no work to share."""
+    """A rank that requests work does the work itself if rank 0 does not come soon. Rank 0 may be in
+    a pipeline whose step has no such work."""
     monkeypatch.setattr(waiting, "AHEAD_SECONDS", 0.1)
     results = values(run_ranks(2, asked(take_long, late=0)))
     assert [worked for _, worked in results] == [0, 1]
@@ -112,13 +114,13 @@ def test_no_memory_on_the_rank_that_works_ends_all() -> None:
 
 
 def test_who_is_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks do not wait for a killed worker, such as one that the kernel ended for its memory. The
-    store continues, in the agent or in another rank."""
+    """Ranks that wait for a working rank end soon after that one is killed, for example by the
+    kernel for its memory. The store still answers, in torchrun's agent or in another rank."""
     monkeypatch.setattr(waiting, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(waiting, "SILENT_SECONDS", 1.0)
     with running_ranks(2, asked(work_for_ever)) as running:
         running.wait_until_it_says(0, HERE)
-        time.sleep(1.5)  # it works for longer than it may be silent
+        time.sleep(1.5)  # the rank works for longer than a rank may be silent
         running.send_signal(0, signal.SIGKILL)
         killed, other = running.wait()
     assert killed.exit_code == -signal.SIGKILL and killed.seconds < other.seconds
@@ -127,7 +129,7 @@ def test_who_is_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Watched:
-    """A store that calls ``before`` with the name of each of its methods before it is called."""
+    """Store that calls ``before`` with a method's name before each call of that method."""
 
     def __init__(self, store: dist.Store, before: Callable[[str], object]) -> None:
         self._store = store
@@ -139,8 +141,8 @@ class Watched:
 
 
 def test_who_is_killed_with_the_store_is_not_waited_for() -> None:
-    """Ranks do not wait for a worker that is killed with the store. Without torchrun the store is
-    in the process of global rank 0."""
+    """Ranks that wait for a working rank end if that rank is killed together with the store.
+    Without torchrun the store is in the process of global rank 0."""
 
     def on_rank(rank: int, port: int) -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
@@ -152,7 +154,8 @@ def test_who_is_killed_with_the_store_is_not_waited_for() -> None:
         first.wait_until_it_says(0, HERE)
         port = int(first.stderr(0).split()[1])
         with running_ranks(1, lambda rank: on_rank(1, port), connect=False) as second:
-            second.wait_until_it_says(0, "calls add")  # it knows who works, and waits
+            # the second rank knows which rank works, and waits
+            second.wait_until_it_says(0, "calls add")
             first.send_signal(0, signal.SIGKILL)
             (error,) = errors(second.wait())
     assert error.startswith("RuntimeError: torch's store is gone, and global rank 0 on ")
@@ -170,15 +173,15 @@ def test_who_is_killed_with_the_store_is_not_waited_for() -> None:
 def test_a_store_that_is_lost_is_called_so_whenever_it_goes(
     call: str, rank: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lost store is reported as such, whenever it goes. A test of a killed rank failed now and
-    then on one machine: its store went at another moment, and the waiting rank ended with "Broken
-    pipe"."""
+    """A rank reports a lost store as such, at whichever call of the store it notices. A test of a
+    killed rank sometimes failed on one machine: there the store ended at another moment, and the
+    waiting rank ended with "Broken pipe"."""
 
     def lose(name: str) -> None:
         if name == call:
             raise dist.DistNetworkError("Broken pipe")
 
-    monkeypatch.setattr(waiting, "AHEAD_SECONDS", 0.1)  # for a rank 0 that never comes
+    monkeypatch.setattr(waiting, "AHEAD_SECONDS", 0.1)  # a short wait for a rank 0 that never comes
     store = dist.HashStore()
     if call == "get":
         assert run_on_leader(store, 0, "the search", take_long)
@@ -199,7 +202,7 @@ def counting_host_memory(store: Any) -> None:
 
 def comparing_programs(store: Any) -> None:
     programs = Programs(PipelineConfig(schedule="zb-h1"), lambda *_: {})
-    programs._has_compared = True  # with all ranks
+    programs._has_compared = True  # programs have been compared with all ranks before
     pipeline: Any = None
     programs._compare("0123", StepKey("zb-h1", (1, 8), 4, False, 0, False), pipeline)
 
@@ -236,8 +239,8 @@ def test_so_is_one_that_is_lost_at_other_work(
 
 
 def test_one_rank_chooses_the_plan_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank chooses the plan for all, before there are process groups, through the store of
-    torchrun's agent."""
+    """One rank chooses the plan for all ranks before there are process groups. It passes the plan
+    on through the store of torchrun's agent."""
     chosen: list[str] = []
 
     def choose_for(argv: list[str], config: PipelineConfig, world_size: int) -> Chosen:

@@ -1,8 +1,9 @@
-"""Loaders under virtual stages that the user did not request, against stock: to the last bit.
+"""Tests of data loaders under virtual stages that the user did not request, compared with stock to
+the last bit.
 
-Megatron's loop takes one loader a rank. Under several chunks there is a list of loaders. Megatron
-took that list for a loader, or for a list of validation sets. On a V global rank 0 has no loader,
-and Megatron lets that rank decide whether to train.
+Megatron's loop expects one loader a rank. With several chunks there is a list of loaders, which
+Megatron took for a single loader, or for a list of validation sets. On a V global rank 0 has no
+loader at all, and Megatron lets that rank decide whether to train.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def run(ranks: int, script: Path = SCRIPT, /, **flags: object) -> list[Run]:
     return train(ranks, model_flags(**PIPELINE | flags), script, model_provider=drawn_by_name)
 
 
-# Loaders of the script's own, on the first and on the last stage only. Iteration 3 is skipped.
+# --- loaders of the training script, on the first and last stage only; iteration 3 is skipped
 
 EXTERNAL: dict[str, object] = {
     "mock_data": None,
@@ -65,7 +66,8 @@ SIZES: dict[str, tuple[int, dict[str, object]]] = {
 
 
 def run_and_save(size: str, schedule: str | None) -> tuple[list[Run], list[dict[str, int]]]:
-    """Return the runs of the ranks, and the states of their loaders, replica by replica."""
+    """Train with loaders of the script, and return the ranks' runs and the saved states of the
+    loaders, one for each replica."""
     folder = lasting_folder()
     ranks, flags = SIZES[size]
     flags = {**EXTERNAL, **flags, "save": folder / "model", "dataloader_save": folder / "data"}
@@ -76,8 +78,8 @@ def run_and_save(size: str, schedule: str | None) -> tuple[list[Run], list[dict[
 
 @functools.cache
 def stock(size: str) -> tuple[list[Run], list[dict[str, int]]]:
-    """Return stock's run. In place of 4 pipeline ranks 2 run, which give the same numbers: stock
-    cannot skip steps on pipeline ranks that have no loader."""
+    """Return stock's run. Two pipeline ranks run in place of four, with the same numbers, because
+    stock cannot skip steps on pipeline ranks without a loader."""
     return run_and_save("pp2" if size == "pp4" else size, None)
 
 
@@ -98,9 +100,9 @@ def stock(size: str) -> tuple[list[Run], list[dict[str, int]]]:
     ],
 )
 def test_loaders_of_the_scripts_own(size: str, schedule: str) -> None:
-    """Loaders of a script's own work under our schedules. Under a V the run ended at once with exit
-    code 0 and without a step. Under all others the first save failed before the model was written,
-    as did the skipped iteration."""
+    """A script's own data loaders train and are saved under our schedules as under stock. Under a V
+    the run ended with exit code 0 and without a step. Under all other schedules the first save
+    failed before the model was written, and the skipped iteration failed too."""
     reference, states = stock(size)
     assert len(set(losses(reference))) == 3 and len(evaluations(reference)) == 2
     assert states == [{"microbatches": 2 * (2 if "dp2" in size else 4)}] * len(states)
@@ -111,13 +113,13 @@ def test_loaders_of_the_scripts_own(size: str, schedule: str) -> None:
     assert_same(runs, reference)
 
 
-# Several validation sets, of other lengths. A test set is built, and not evaluated: Megatron would
-# take it for several.
+# --- several validation sets of different lengths. A test set is built but not evaluated, because
+# Megatron would take it for several sets.
 
 
 @functools.cache
 def sets() -> dict[str, object]:
-    """Flags of a training with two validation sets."""
+    """Return flags of a training with two validation sets."""
     folder = lasting_folder()
     generator = np.random.default_rng(1)
     for name, tokens in (("train", 2000), ("long", 200), ("short", 120)):
@@ -144,10 +146,10 @@ def stocks_sets(**flags: Any) -> list[Run]:
 
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved-zb", *at_night("hanayo", "1f1b")])
 def test_several_validation_sets(schedule: str, tmp_path: Path) -> None:
-    """A V printed one loss for both: each set was evaluated on the tokens of one and the labels of
-    another, or of none. With data parallelism it hung: global rank 0 had loaders that its peers
-    lacked. And the second chunk's test set had as many samples as the first chunk's validation
-    sets are long."""
+    """Two validation sets get stock's losses. A V printed the same loss for both: each set was
+    evaluated on the tokens of one set and the labels of another, or of none. With data parallelism
+    the job hung, because global rank 0 had loaders that its peers lacked. The second chunk's test
+    set had as many samples as the first chunk's validation sets."""
     reference = stocks_sets()
     assert len(set(evaluations(reference))) == 2
     flags = sets() | {"data_cache_path": tmp_path / "cache", "pipeline_schedule": schedule}
@@ -172,7 +174,7 @@ def test_several_validation_sets_without_training(schedule: str) -> None:
     assert evaluations(runs) == evaluations(reference) and len(set(evaluations(runs))) == 2
 
 
-# Checkpoints of format torch, which have a rank's chunks one by one.
+# --- checkpoints of the format torch, which save a rank's chunks one by one
 
 
 def saved_as_torch(schedule: str | None) -> tuple[list[Run], Path]:
@@ -189,8 +191,9 @@ def saved_as_torch(schedule: str | None) -> tuple[list[Run], Path]:
     ],
 )
 def test_a_checkpoint_of_other_chunks_is_refused(schedule: str, ckpt_format: str) -> None:
-    """A checkpoint of other chunks is refused. Megatron takes a chunk that a checkpoint lacks for
-    an empty stage: no weight was loaded, and training began from random ones."""
+    """A checkpoint with another number of chunks a rank is refused. Megatron treats a chunk that
+    the checkpoint lacks as an empty stage: no weight was loaded, and training began from random
+    weights."""
     _, folder = saved_as_torch("interleaved-zb" if "vpp" in schedule else None)
     flags = {"load": folder, "ckpt_step": 2, "ckpt_format": ckpt_format}
     words = model_flags(**PIPELINE | flags, pipeline_schedule=schedule)
@@ -209,7 +212,7 @@ def test_a_checkpoint_of_the_same_chunks_is_loaded() -> None:
     assert_same(runs, whole)
 
 
-# A step that is run again from a checkpoint, for a result that Megatron has found suspicious.
+# --- a step that Megatron repeats after a checkpoint, because its result was suspicious
 
 
 def with_a_pending_step(schedule: str | None) -> Path:
@@ -228,8 +231,9 @@ def with_a_pending_step(schedule: str | None) -> Path:
 
 @pytest.mark.parametrize(("saver", "loader"), [(None, "zb-v"), *at_night(("zb-v", "zb-h1"))])
 def test_a_pending_step_of_other_stages_is_refused(saver: str | None, loader: str) -> None:
-    """A pending step of other stages is refused. Megatron would compare results of one stage with
-    those of another, and blame the GPU. Megatron can be told to forget the step."""
+    """A checkpoint with a pending repetition of a step (of Megatron's rerun machine) is refused
+    under other stages. Megatron would compare results of one stage with those of another, and blame
+    the GPU. With --rerun-mode disabled Megatron forgets that step, and the checkpoint loads."""
     flags = {"load": with_a_pending_step(saver), "pipeline_schedule": loader}
     results = train_or_fail(2, model_flags(**PIPELINE | flags))
     for result in results:
@@ -244,8 +248,9 @@ def test_a_pending_step_of_other_stages_is_refused(saver: str | None, loader: st
 def test_a_pending_step_is_run_again_where_stages_are_the_same(
     saver: str | None, loader: str
 ) -> None:
-    """A pending step is rerun if stages are the same. It runs on the same device here, which
-    Megatron notices: it says that the job has to be resumed once more."""
+    """A checkpoint with a pending repetition of a step resumes under a schedule with the same
+    stages, and Megatron repeats the step. Both runs use the same device here, which Megatron
+    notices: it says that the job has to be resumed once more."""
     flags = {"load": with_a_pending_step(saver), "pipeline_schedule": loader}
     for result in train_or_fail(2, model_flags(**PIPELINE | flags)):
         assert result.error.endswith("SystemExit: 16\n"), result.error

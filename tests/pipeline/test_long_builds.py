@@ -1,6 +1,6 @@
-"""A training that builds its schedule for long says so, on global rank 0.
+"""Tests that a training that builds its schedule for long says so, on global rank 0.
 
-v-auto searched for half a minute inside iteration 1, and nothing told it from a hang.
+The family v-auto searched for half a minute inside iteration 1, which looked like a hang.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def test_global_rank_0_tells_for_all(rank: int, capsys: pytest.CaptureFixture[st
 def test_no_rank_searches_before_there_are_process_groups(
     ours: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No rank searches before there are process groups. Every rank of a launch checks the
-    arguments, and each searched for a minute there. Then one rank searched once more, for the
-    program that runs."""
+    """No rank searches for a schedule before there are process groups. Every rank of a launch
+    checks the arguments, and each searched for a minute in that check. Then one rank searched once
+    more, for the program that runs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
     entered = tmp_path / "entered"
@@ -98,7 +98,8 @@ def test_no_rank_searches_before_there_are_process_groups(
     def noted(search: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(search)
         def noting(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("trials") is None:  # else it is what stands in for a search
+            # otherwise the call makes the schedule that stands in for a search
+            if kwargs.get("trials") is None:
                 with entered.open("a") as file:
                     file.write(f"rank {dist.get_rank()}\n" if dist.is_initialized() else "early\n")
             return search(*args, **kwargs)
@@ -113,8 +114,8 @@ def test_no_rank_searches_before_there_are_process_groups(
 
 
 def noting_proofs(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    """Have each proof outside a search, and each search, leave a line in ``file``: where, and of
-    what."""
+    """Patch proofs outside a search, and searches, so that each leaves a line in ``file`` that says
+    on which rank, or before there were ranks, and of which schedule."""
     searching = [False]
 
     def note(*words: object) -> None:
@@ -144,7 +145,7 @@ def noting_proofs(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
 
 
 def noting_jobs(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    """Have each job whose costs are made leave a line in ``file``."""
+    """Patch `job_costs` so that each job whose costs are computed leaves a line in ``file``."""
 
     def noted(source: CostsSource, described: Job, slices: int, *more: Any, **named: Any) -> Costs:
         with file.open("a") as lines:
@@ -158,9 +159,10 @@ def noting_jobs(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
 def test_one_rank_searches_and_each_proves_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank searches and each rank proves once. Under v-auto on 4 ranks all searched before
-    there were process groups, and once more at the first step for each place of the output layer's
-    weight gradient; and the job differed there, as it was described without the arguments."""
+    """Under v-auto one rank searches, and each rank proves each program once. On 4 ranks all ranks
+    used to search before there were process groups, and at the first step once more for each place
+    of the output layer's weight gradient. The job of that second search differed, because it was
+    described without the arguments."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
     file, jobs = tmp_path / "notes", tmp_path / "jobs"
@@ -173,7 +175,9 @@ def test_one_rank_searches_and_each_proves_once(
     assert set(notes.values()) == {1}
     ranks = Counter(note.split(",")[0] for note in notes if ",v,8,False," in note)
     early = [count for rank, count in ranks.items() if "early" in rank]
-    assert early == [2] * 4  # what stands in for the search, with either place
+    # the schedules that stand in for the search, with the output layer's W fused into I and not
+    # fused
+    assert early == [2] * 4
     assert [ranks[f"rank {rank}"] for rank in range(4)] == [0, 1, 1, 1]
     described = jobs.read_text().splitlines()
     assert len(described) == 5 and len(set(described)) == 1

@@ -1,11 +1,11 @@
-"""Loss functions of callers: what they receive and what they may return is what it is under stock.
+"""Tests that callers' loss functions receive what stock gives them, and may return what stock
+accepts.
 
-With a divided vocabulary a loss function got a transposed tensor, so that Megatron's own
-pretrain_gpt.py, which flattens it by view(), died in its first step with a micro batch of 2. In an
-evaluation the step read `requires_grad` of whatever a loss function had returned, and a number has
-no such attribute: Megatron's own tests of its schedules return one.
-
-The steps are a caller's, on two ranks, for every feature that takes part in making the loss.
+With a vocabulary split over the ranks, a loss function got a transposed tensor. Megatron's own
+pretrain_gpt.py, which flattens that tensor by view(), died in its first step with a micro batch of
+2. In an evaluation, the step read `requires_grad` of a loss function's result, which a number does
+not have; Megatron's own tests return numbers. The steps here run on two ranks, for every feature
+that takes part in computing the loss.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from tests.helpers.callers import (
 )
 from tests.helpers.ranks import run_ranks, values
 
-LAYERS, SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 8, 8, 2, 32, 4  # a wave has eight stages
+# a wave placement has eight stages
+LAYERS, SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 8, 8, 2, 32, 4
 
 TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -54,9 +55,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "vocabulary 1": {"schedule": "zb-h1", "vocab_parallel": "1"},
     "vocabulary 2": {"schedule": "zb-v", "vocab_parallel": "2"},
 }
-DIVIDED = ("vocabulary 1", "vocabulary 2")  # no rank has the logits
+DIVIDED = ("vocabulary 1", "vocabulary 2")  # features under which no rank has whole logits
 
-# One of each way to call the loss function.
+# One feature for each code path that calls the loss function.
 MAKING_LOSSES = ("line", "slices", "recompute", "vocabulary 1")
 
 LossFunction = Callable[..., Any]
@@ -64,8 +65,8 @@ LossFunction = Callable[..., Any]
 
 @contextlib.contextmanager
 def installed(feature: str) -> Iterator[None]:
-    """Context with a feature of ours installed, that a failure names."""
-    gc.collect()  # no model with stock's layers may be left
+    """Install ``feature`` within the context; an error gets a note that names the feature."""
+    gc.collect()  # free models that were built with stock's layers
     try:
         with megatron_ext.install(**FEATURES[feature]):
             yield
@@ -75,8 +76,7 @@ def installed(feature: str) -> Iterator[None]:
 
 
 def build(dtype: torch.dtype) -> Chunks:
-    """Return this rank's chunks, in Megatron's wrapper that computes in ``dtype`` if that is
-    bf16."""
+    """Return this rank's chunks, for bf16 in the wrapper of Megatron's that computes in it."""
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
     is_bf16 = dtype is torch.bfloat16
     config = small_config(LAYERS, ranks, bf16=is_bf16, pipeline_dtype=dtype)
@@ -97,7 +97,7 @@ def build(dtype: torch.dtype) -> Chunks:
 
 
 def draw(chunk: GPTModel) -> None:
-    """Draw weights by their names; those of a divided table are this rank's rows of the whole."""
+    """Draw weights by their names. A split table gets this rank's rows of the whole table."""
     draw_by_name(named_parameters(chunk))
     for name, parameter in chunk.named_parameters():
         if name in TABLES and len(parameter) < VOCABULARY:
@@ -114,7 +114,7 @@ def batches() -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Call:
-    """A caller's call of the schedule."""
+    """Call of the pipeline schedule by a caller with its own loss function."""
 
     loss_function: LossFunction | None
     forward_only: bool = False
@@ -131,7 +131,7 @@ class Call:
         return model(tokens, positions, mask, labels=labels), self.loss_function
 
     def run(self, chunks: Chunks) -> list[Any]:
-        """Return what the schedule returns to the ranks of the pipeline."""
+        """Run the step, and return its losses to all ranks of the pipeline."""
         with torch.set_grad_enabled(not self.forward_only):
             losses = schedules.get_forward_backward_func()(
                 forward_step_func=self.forward_step,
@@ -151,7 +151,7 @@ class Call:
 
 
 def results(calls: Mapping[str, Call], dtype: torch.dtype = torch.float32) -> dict[str, list[Any]]:
-    """Return what each of ``calls`` returns, in one pipeline."""
+    """Run ``calls`` in one pipeline, and return the results of each by its name."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(0)
     chunks = build(dtype)
@@ -161,7 +161,7 @@ def results(calls: Mapping[str, Call], dtype: torch.dtype = torch.float32) -> di
 
 
 def described(output: torch.Tensor) -> dict[str, Any]:
-    """Return all that a loss function can rely on but the values."""
+    """Return all properties of ``output`` that a loss function can rely on, except the values."""
     return {
         "type": type(output),
         "shape": tuple(output.shape),
@@ -175,7 +175,7 @@ def described(output: torch.Tensor) -> dict[str, Any]:
 
 
 def describing(output: torch.Tensor, non_loss_data: bool = False) -> Any:
-    flat = output.view(-1)  # as Megatron's loss functions do
+    flat = output.view(-1)  # Megatron's loss functions flatten their input by view()
     if non_loss_data:
         return described(output)
     return flat.float().mean(), described(output)
@@ -205,8 +205,8 @@ def test_loss_functions_receive_what_stock_gives_them(dtype: torch.dtype) -> Non
     values(run_ranks(2, on_rank))
 
 
-# What a loss function returns, as Megatron takes it (forward_step_calc_loss): a pair of the loss
-# and anything, or the number of tokens between the two. In an evaluation a number is a loss too.
+# Results of a loss function that Megatron accepts (forward_step_calc_loss): the loss and anything,
+# or the number of tokens between the two. In an evaluation, a number alone is also accepted.
 TRAINED: dict[str, LossFunction] = {
     "dict": lambda losses: (losses.mean(), {"loss": losses.mean().item()}),
     "number": lambda losses: (losses.mean(), losses.mean().item()),
@@ -225,8 +225,8 @@ EVALUATED: dict[str, LossFunction | None] = {
 
 
 def assert_alike(ours: Any, stocks: Any, where: str) -> None:
-    """Assert that both have one structure, and numbers that agree to the rounding of another order
-    of sums."""
+    """Assert that two results have the same structure, and numbers that agree up to the order of
+    sums."""
     assert type(ours) is type(stocks), where
     if isinstance(stocks, dict):
         assert ours.keys() == stocks.keys(), where

@@ -1,8 +1,9 @@
-"""Combinations of settings, pair by pair, against stock: from one checkpoint, to the last bit.
+"""Tests of combinations of settings, pair by pair, against stock: from one checkpoint, to the last
+bit.
 
-Every schedule meets every kind of parallelism; tied and untied weights, recompute and precision are
-spread over these so that any two settings meet somewhere. Stock trains and saves after its first
-iteration; a schedule loads that and trains on. This file writes the results into the table of
+Every schedule meets every kind of parallelism. Tied and untied weights, recompute and precision are
+spread over these cases so that any two settings meet somewhere. Stock trains and saves after its
+first iteration, and a schedule loads that checkpoint and trains on. This file writes the table of
 docs/compatibility.md.
 """
 
@@ -79,8 +80,8 @@ class Case:
 
 
 def _cases() -> list[Case]:
-    """All pairs of a schedule and a parallelism; the other settings go round in them, so that a
-    parallelism needs two of stock's runs."""
+    """Return all combinations of a schedule and a parallelism. The other settings take turns in
+    them, so that each parallelism needs only two runs of stock."""
     return [
         Case(
             schedule,
@@ -106,7 +107,7 @@ def test_any_two_settings_meet() -> None:
 
 
 def training(parallelism: str, embeddings: str, precision: str) -> Training:
-    """Stock's has no recompute."""
+    """Return the training of stock, which has no recompute."""
     flags: Flags = {
         "pipeline_model_parallel_size": 2,
         "num_layers": 4,
@@ -124,10 +125,12 @@ def training(parallelism: str, embeddings: str, precision: str) -> Training:
     return Training(RANKS, flags)
 
 
-# By day a V with every parallelism, and a loop with experts: linears, gradients and groups of
-# lines and loops are as a V's. 1f1b has the passes of interleaved, and v-half lies as zb-v.
+# By day a V runs with every parallelism, and a loop with experts. Lines and loops have the same
+# linear layers, gradients and groups as a V; 1f1b has the passes of interleaved, and v-half the
+# placement of zb-v.
 BY_DAY = {
-    "zb-v": [name for name in PARALLELISM if name != "TP2"],  # as with SP
+    # sequence parallelism also has tensor parallelism
+    "zb-v": [name for name in PARALLELISM if name != "TP2"],
     "interleaved": ["EP2, 4 experts"],
 }
 RUN = [case for case in CASES if IS_NIGHT or case.parallelism in BY_DAY.get(case.schedule, [])]
@@ -143,7 +146,7 @@ def shown(case: Case) -> list[pytest.MarkDecorator]:
         **PRECISION[case.precision],
     }
     if case.recompute == "selective":
-        settings["recompute_modules"] = ["core_attn"]  # by default
+        settings["recompute_modules"] = ["core_attn"]  # Megatron's default for selective recompute
     return covers("A", (case.schedule,), settings)
 
 
@@ -157,7 +160,7 @@ def test_it_is_stock_to_the_last_bit(case: Case) -> None:
     RESULTS[case] = "bitwise"
 
 
-# ---- What is not a setting of the matrix
+# ---- settings outside the matrix: fp16, frozen weights, recompute, the split of the backward pass
 
 
 PIPELINE = Training(2, {"pipeline_model_parallel_size": 2, "train_iters": 3})
@@ -181,7 +184,7 @@ def test_fp16_skips_the_steps_that_stock_skips(schedule: str) -> None:
 
 
 def with_frozen_weights(*args: Any, **kwargs: Any) -> Any:
-    """A model of which one linear of each layer, and the embedding, are not trained."""
+    """Build a model in which the embedding and one linear of each layer are frozen."""
     model = model_provider(*args, **kwargs)
     for name, parameter in model.named_parameters():
         if "linear_fc1" in name or "word_embeddings" in name:
@@ -194,8 +197,8 @@ FROZEN = replace(PIPELINE.but(**EMBEDDINGS["untied"]), build=with_frozen_weights
 
 @pytest.mark.parametrize("schedule", ["zb-auto", "zb-v", "interleaved-zb"])
 def test_frozen_weights(schedule: str) -> None:
-    """Frozen weights have no W. The first layer's input has no gradient, so its linear layers have
-    none either."""
+    """Trainings with frozen weights equal stock's. Frozen weights have no W. The first layer's
+    input has no gradient, so linear layers that read it have no I either."""
     FROZEN.resume_as_stock(pipeline_schedule=schedule)
 
 
@@ -203,8 +206,9 @@ def test_frozen_weights(schedule: str) -> None:
 def test_recompute_runs_each_layer_twice(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recompute runs each layer twice. torch's own split of the backward pass at the graph would
-    need one more forward pass of every linear layer."""
+    """Under full recompute a layer's forward pass runs twice for each microbatch. If the backward
+    pass were split in torch's autograd graph, recompute would need a third forward pass of every
+    linear layer."""
     forward = TransformerLayer.forward
 
     def counted(layer: TransformerLayer, *args: Any, **kwargs: Any) -> Any:
@@ -223,7 +227,8 @@ def test_recompute_runs_each_layer_twice(
 def test_a_chunks_reduction_starts_right_after_its_last_w(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk's reduction starts early, so that the passes of the rank's other chunk hide it."""
+    """The gradient reduction of a chunk starts right after the chunk's last W, so that passes of
+    the rank's other chunk hide it."""
     run, start = ModelStage.backward_weight, DistributedDataParallel.start_grad_sync
 
     def note(text: str) -> None:
@@ -266,7 +271,7 @@ def test_the_split_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     assert len(lines) == 2, "once a rank, after the first step"
     first, last = lines
     assert first.startswith("megatron_ext: pipeline rank 0: W has 9")
-    # a rank's two layers with four experts each
+    # each rank has two layers with four experts each
     assert "8 frozen" in first and "9 frozen" in last
     assert "2 decoder.layers.*.mlp.router.weight (its layer is not split" in first
     assert "1 of embeddings" in last and "norms" in last
@@ -276,9 +281,9 @@ def test_the_split_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
 def test_the_output_layer_waits_for_w_only_where_its_logits_have_room(
     room: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The output layer's weight gradient waits for W only if there is memory for its logits.
-    zb-h1's ranks all store the same: without a limit in bytes the last one has none left. Either
-    way the numbers are stock's."""
+    """The output layer's weight gradient is deferred to W only if there is memory for its logits.
+    Under zb-h1 all ranks store the same amount, so without a limit in bytes the last rank has no
+    memory left. The numbers are stock's in both cases."""
     limit = {"pipeline_memory_limit": "60GiB"} if room else {}
     ours: Flags = {"pipeline_schedule": "zb-h1", "pipeline_report_split": True, **limit}
     PIPELINE.start_as_stock(**ours)
@@ -288,7 +293,7 @@ def test_the_output_layer_waits_for_w_only_where_its_logits_have_room(
     assert ("output layer (its logits" in lines[1]) != room
 
 
-# ---- The table
+# ---- the table of docs/compatibility.md
 
 
 def test_the_table_in_the_docs_is_of_these_runs() -> None:

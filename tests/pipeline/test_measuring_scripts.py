@@ -1,4 +1,4 @@
-"""Scripts that print figures of docs/measurements.md still run, small."""
+"""Tests that scripts that print figures of docs/measurements.md run, at small sizes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tests.helpers.ranks import run_ranks, values
 
 
 def test_what_making_a_schedule_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    """The script that measures the making of schedules forgot to order the messages, so every proof
-    refused."""
+    """The script that measures how long schedules take to build prints its rows. It once did not
+    order the messages, so every proof refused its schedules."""
     words = ["--family", "zb-h1", "v-min", "--ranks", "4", "--microbatches", "8"]
     assert schedules.main(words) == 0
     lines = (line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines())
@@ -22,8 +22,8 @@ def test_what_making_a_schedule_takes(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_what_a_split_costs() -> None:
-    """The script that measures the cost of a split runs in a rank of its own, since it patches
-    Megatron and does not undo it."""
+    """The script that measures the cost of splitting the backward pass runs. It runs in a forked
+    rank, because it patches Megatron and does not undo the patches."""
     words = ["--hidden", "64", "--sequence", "16", "--repetitions", "3"]
     assert values(run_ranks(1, lambda rank: split.main(words), connect=False)) == [0]
 

@@ -1,9 +1,10 @@
-"""Megatron's own tests of its schedules, with ours in their place.
+"""Runs Megatron's own unit tests of its pipeline schedules with our schedules in place of
+Megatron's.
 
-Their file is run on eight ranks as it stands, but for what `OursInPlace` changes: a
-test of theirs says which function it expects, one calls stock's by name, and seven microbatches on
-four ranks are an error of stock's that is none of ours. And two make process groups in each
-pipeline apart, under one name, which gloo, unlike NCCL, connects to one another at once.
+Megatron's test file runs on eight ranks as it is, except for the changes of `OursInPlace`: a test
+asserts which function it gets, one calls stock's function by name, and seven microbatches on four
+ranks are an error of stock's only. Two tests create process groups in each pipeline separately,
+under one name; gloo, unlike NCCL, would connect these groups to one another.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ UTILITIES = "tests/unit_tests/test_utilities.py"
 LINES = ("1f1b", "zb-h1")
 CHUNKS = ("interleaved", "interleaved-zb", "zb-v", "hanayo:waves=1")
 
-# A test of theirs, the schedules in whose place ours run, what is changed in it how often.
+# Each entry is a test of Megatron's, the schedules of ours that run in it, and how often each
+# change is made in its source.
 CASES: tuple[tuple[str, tuple[str, ...], dict[str, int]], ...] = (
     ("test_forward_backward_func_with_pipeline_parallel", LINES, {"identity": 1}),
     ("test_forward_backward_func_with_interleaving", CHUNKS, {"identity": 1, "7 microbatches": 1}),
@@ -58,12 +60,12 @@ CASES: tuple[tuple[str, tuple[str, ...], dict[str, int]], ...] = (
     ),
 )
 
-# A line and a V; at night all cases.
+# By day a linear placement and a V run; at night all cases.
 BY_DAY = ((CASES[0][0], "zb-h1"), (CASES[1][0], "zb-v"))
 
 
 class OursInPlace(ast.NodeTransformer):
-    """Changes a test of theirs; ``changed`` counts what."""
+    """Rewrites the source of a test of Megatron's; ``changed`` counts the changes by kind."""
 
     def __init__(self) -> None:
         self.changed: Counter[str] = Counter()
@@ -79,7 +81,8 @@ class OursInPlace(ast.NodeTransformer):
         (item,) = node.items
         if ast.unparse(item) != "pytest.raises(RuntimeError)":
             return node
-        if "data_iterator=[range(0, 100)]," in ast.unparse(node):  # ours says so before the step
+        # our schedules raise before the step
+        if "data_iterator=[range(0, 100)]," in ast.unparse(node):
             self.changed["one iterator for two chunks"] += 1
             item.context_expr = ast.parse("pytest.raises(ValueError)", mode="eval").body
             return node
@@ -98,8 +101,8 @@ class OursInPlace(ast.NodeTransformer):
 
 
 def embedding_groups(pipeline: dist.ProcessGroup) -> tuple[Any, Any]:
-    """Return the groups of the position embedding and of the embedding. Collective over the
-    world."""
+    """Return the process groups of the position embedding and of the embedding. All ranks of the
+    world must call it."""
     ranks = dist.get_process_group_ranks(pipeline)
     pipelines: list[Any] = [None] * RANKS
     dist.all_gather_object(pipelines, ranks)
@@ -111,7 +114,7 @@ def embedding_groups(pipeline: dist.ProcessGroup) -> tuple[Any, Any]:
 
 
 class Mocker:
-    """As much of pytest-mock as their tests use."""
+    """Stand-in for the fixture of pytest-mock, with as much as Megatron's tests use."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []
@@ -134,7 +137,7 @@ def load(name: str, source: str, **more: Any) -> types.ModuleType:
 
 
 def theirs(test: str, file: Path, utilities: Path) -> tuple[Callable[..., None], Counter[str]]:
-    """Return Megatron's own function of that name, and the changes that were made in it."""
+    """Return Megatron's test function ``test``, and the counts of the changes made in it."""
     sys.modules["pytest_mock"] = mock.MagicMock()
     sys.modules["tests.unit_tests"] = types.ModuleType("tests.unit_tests")
     load("tests.unit_tests.test_utilities", utilities.read_text())
@@ -142,7 +145,8 @@ def theirs(test: str, file: Path, utilities: Path) -> tuple[Callable[..., None],
     names = [getattr(node, "name", "") for node in tree.body]
     function = tree.body[names.index(test)]
     assert isinstance(function, ast.FunctionDef)
-    function.decorator_list = []  # marks, which are of their pytest's configuration
+    # drop marks, which belong to the configuration of Megatron's pytest
+    function.decorator_list = []
     change = OursInPlace()
     change.visit(function)
     kept = zip(names, tree.body, strict=True)
@@ -182,4 +186,4 @@ def test_megatrons_own(test: str, schedule: str, changes: dict[str, int]) -> Non
 
     for changed, steps in values(run_ranks(RANKS, on_rank)):
         assert changed == changes
-        assert steps  # they were ours
+        assert steps  # the number of steps that our schedules ran

@@ -1,8 +1,8 @@
-"""Bytes that ranks really hold, compared with the simulator's, for every schedule.
+"""Tests that the bytes that ranks store equal the simulator's prediction, for every schedule.
 
 The bytes of a stage are measured once, with a single microbatch, and written to a costs file as a
-user would write it. From that file the peak of every schedule is predicted, and a training with the
-same file is counted, storage by storage (`held_bytes`). ``pytest -rP`` shows the figures.
+user would write it. The peak of every schedule is predicted from that file, and compared with the
+storages counted in a training with the same file (`held_bytes`). ``pytest -rP`` shows the figures.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ RANKS = 4
 MICROBATCHES = 6
 TOLERANCE = 0.01
 NO_FLAGS: Mapping[str, object] = {}
-# Activations of even a single layer dwarf a boundary tensor. The rerun machine would keep every
-# microbatch's tokens for the whole step.
+# Activations of a single layer are much larger than a tensor passed between stages. Megatron's
+# rerun machine would store every microbatch's tokens for the whole step, so it is disabled.
 MODEL: dict[str, object] = {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -54,9 +54,10 @@ MODEL: dict[str, object] = {
     "micro_batch_size": 2,
     "pipeline_model_parallel_size": RANKS,
     "rerun_mode": "disabled",
-    "train_iters": 2,  # the first fills caches
+    "train_iters": 2,  # the first iteration fills caches, so the second is measured
 }
-BOUNDARY = 64 * 2 * 64 * 4  # sequence x micro batch x hidden, in float32
+# bytes of a tensor passed between stages: sequence x micro batch x hidden, in float32
+BOUNDARY = 64 * 2 * 64 * 4
 FULL_RECOMPUTE: dict[str, object] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -65,14 +66,15 @@ FULL_RECOMPUTE: dict[str, object] = {
 
 
 def layers(stages: int) -> int:
-    """Two layers a stage, unless there are many stages."""
+    """Return the number of layers: two a stage, and 16 at most."""
     return min(2 * stages, 16)
 
 
 def measured(
     spec: str | None, flags: Mapping[str, object] = NO_FLAGS, microbatches: int = MICROBATCHES
 ) -> list[Measured]:
-    """The second step of a training under ``spec``, rank by rank; None is Megatron's own 1F1B."""
+    """Return the measured second step of a training, by rank. ``spec`` None is Megatron's own
+    1F1B."""
     measure = measure_stock_steps if spec is None else measure_steps
     overrides = MODEL | {
         "num_layers": layers(RANKS if spec is None else choose(spec).place(RANKS).stages),
@@ -87,7 +89,8 @@ def measured(
 
 
 def costs_file(ranks: list[Measured], stages: int) -> Path:
-    """The costs that microbatch 0 shows: its bytes, and passes as in the documentation."""
+    """Write a costs file with the bytes of microbatch 0, and with the times of passes that the
+    documentation uses."""
     held = {
         sample.action: sample.own
         for rank in ranks
@@ -116,10 +119,10 @@ def costs_file(ranks: list[Measured], stages: int) -> Path:
 
 @functools.cache
 def costs_of(stages: int) -> Path:
-    """The same stage holds the same, wherever it lies and whoever schedules it.
+    """Return a costs file for models of ``stages`` stages: a stage stores the same bytes under any
+    placement and schedule.
 
-    With costs that do not tell the output layer's, as those of this file do not: its weight
-    gradient comes with I.
+    These costs do not tell the output layer's part, so its weight gradient is computed in I.
     """
     spec = {4: "2bp", 8: "interleaved-zb", 16: "hanayo"}[stages]
     return costs_file(measured(spec, {"pipeline_costs": "f=1,i=1,w=1"}, microbatches=1), stages)
@@ -132,7 +135,8 @@ def predicted(
     way: Offload = Offload.NONE,
     limit: MemoryLimit | None = None,
 ) -> tuple[Program, list[int]]:
-    """The program, and what the simulator says that its ranks hold at most."""
+    """Return the program of ``spec``, and the peak bytes of each rank that the simulator
+    predicts."""
     resolved = choose(spec)
     placement = resolved.place(RANKS)
     known = load_costs(costs, placement)
@@ -156,7 +160,8 @@ def within_tolerance(expected: list[int], ranks: list[Measured]) -> bool:
 
 
 def assert_nothing_is_left(rank: Measured) -> None:
-    """After I only what W needs, after W nothing of the microbatch, after the step nothing."""
+    """Assert that after I a microbatch stores only the inputs of W, after W nothing, and that
+    nothing is left after the step."""
     for sample in computing(rank.samples):
         kinds = RULES[sample.action.kind].covers
         if Kind.BACKWARD_WEIGHT in kinds:
@@ -166,8 +171,8 @@ def assert_nothing_is_left(rank: Measured) -> None:
     assert rank.left_over == 0
 
 
-# Some of each placement and each way to go back; what holds for one holds for its kin.
-BY_DAY = ("v-half",)  # and gis with offload
+# By day one schedule runs for each placement and order of backward passes.
+BY_DAY = ("v-half",)  # gis runs by day with offload
 
 
 @pytest.mark.parametrize("spec", entries() if IS_NIGHT else BY_DAY)
@@ -181,7 +186,7 @@ def test_the_peak_is_what_the_simulator_said(spec: str) -> None:
     for rank, row in zip(ranks, program.schedule.rows, strict=True):
         assert_nothing_is_left(rank)
         assert all(sample.copied == 0 for sample in rank.samples)
-        # what is on its way comes on top, to the byte as the program says
+        # messages in transit come on top, in exactly the number that the program predicts
         moving = messages_on_their_way(row, program.schedule.placement)
         assert [sample.on_its_way for sample in rank.samples] == [BOUNDARY * n for n in moving]
 
@@ -230,8 +235,8 @@ def test_stocks_1f1b_has_the_same_peak() -> None:
 
 @nightly("test_parity.py trains with full recompute by day; here are its bytes")
 def test_full_recompute_holds_the_stages_input_alone() -> None:
-    """A stage in the middle holds its input only. The first stage also holds tokens, the last one
-    logits."""
+    """With full recompute a stage in the middle of the pipeline stores its input only. The first
+    stage stores tokens too, and the last one logits."""
     ranks = measured("zb-h1", FULL_RECOMPUTE)
     _, expected = predicted("zb-h1", costs_file(ranks, RANKS))
     print(*table("zb-h1, full recompute", expected, ranks), sep="\n")
@@ -247,7 +252,8 @@ def test_full_recompute_holds_the_stages_input_alone() -> None:
 @nightly("the simulator's count is a unit test; test_placements.py trains so")
 @pytest.mark.parametrize("spec", ["zb-h1", "zb-v"])
 def test_a_pass_that_runs_again_leaves_its_input_alone(spec: str) -> None:
-    """A recomputed stage holds its input between F and R, to the byte for stages in the middle."""
+    """A recomputed stage stores only its input between F and R. For stages in the middle of the
+    pipeline the measured bytes are exact."""
     stages = choose(spec).place(RANKS).stages
     costs = costs_of(stages)
     first = stages - 1
@@ -283,9 +289,9 @@ def test_a_pass_that_runs_again_leaves_its_input_alone(spec: str) -> None:
 
 
 def test_a_copy_and_a_leak_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory test notices a copy and a leak: the queue is given a copy of each layer's input,
-    and a reference to the input itself stays."""
-    costs = costs_of(4)  # measured without either
+    """The measurement of stored bytes notices a copy and a leak. This test gives the queue of
+    weight gradients a copy of each layer's input, and keeps a reference to the input itself."""
+    costs = costs_of(4)  # measured before the copy and the leak are seeded
     put, kept = WeightGradients.put, []
 
     def put_copy(
@@ -324,10 +330,11 @@ def test_a_storage_counts_once_and_as_long_as_it_lives() -> None:
         assert list(live.sizes().values()) == [400]
         del part
         assert not live.sizes()
-        loss = before.exp().sum()  # autograd keeps what exp gave
+        loss = before.exp().sum()  # autograd keeps the result of exp
         assert sorted(live.sizes().values()) == [4, 400]
         loss.backward()
-        assert sorted(live.sizes().values()) == [4, 400]  # the gradient
+        # the gradient takes the place of that result
+        assert sorted(live.sizes().values()) == [4, 400]
         del loss
         before.grad = None
         assert not live.sizes()

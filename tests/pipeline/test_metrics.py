@@ -1,4 +1,5 @@
-"""--pipeline-metrics in real training runs: lines, TensorBoard and W&B, for which no rank waits."""
+"""Tests of --pipeline-metrics in real trainings: printed lines, TensorBoard and W&B. No rank waits
+for metrics."""
 
 from __future__ import annotations
 
@@ -63,9 +64,9 @@ MEASURED: Flags = {"pipeline_metrics": True}
 def test_a_run_with_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A run with metrics trains to the same numbers. The last of two pipelines is reported: in a
-    line as often as Megatron prints one, and to the writers as often as Megatron writes to them.
-    The first iteration is not measured, nor is memory without a GPU."""
+    """A run with --pipeline-metrics trains to the same numbers. The last of two pipelines reports:
+    in a line as often as Megatron prints a line, and to the writers as often as Megatron writes to
+    them. The first iteration is not measured, nor is memory without a GPU."""
     reference = run(4, {})
     capfd.readouterr()
     script = tmp_path / "script.py"
@@ -96,8 +97,8 @@ def test_a_run_with_metrics(
 def test_the_figures_are_those_of_a_trace(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Metrics have the figures of a trace without comparing clocks: the step's own messages tell as
-    much."""
+    """--pipeline-metrics gives the makespan and bubble that a trace of the same steps gives.
+    Metrics compare no clocks of ranks, because the step's own messages tell as much."""
     run(2, MEASURED | {"log_interval": 1, "global_batch_size": 8} | traced(tmp_path, "3:6"))
     told = {line["iterations"]: line for line in lines(capfd)}
     for step in read_trace(tmp_path):
@@ -110,7 +111,8 @@ def test_the_figures_are_those_of_a_trace(
 
 
 def test_steps_that_overlap(capfd: pytest.CaptureFixture[str]) -> None:
-    """Steps that overlap are reported by their span, and still overlap."""
+    """With post-validation, where steps overlap, --pipeline-metrics reports the span of a step (the
+    longest time of one rank), and the steps still overlap."""
     flags: Flags = {"pipeline_post_validation": True, "rerun_mode": "disabled"}
     reference = run(2, flags)
     capfd.readouterr()
@@ -121,8 +123,8 @@ def test_steps_that_overlap(capfd: pytest.CaptureFixture[str]) -> None:
 def test_costs_that_are_measured_meanwhile(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If costs are measured during the run, another program runs from the fifth iteration on: no
-    figure of the metrics mixes both programs."""
+    """If costs are measured during a run, another program runs from the fifth iteration on. No
+    figure of --pipeline-metrics mixes the two programs."""
     flags: Flags = {
         "pipeline_costs": f"profile:{tmp_path / 'costs.json'}",
         "pipeline_schedule": "zb-auto",
@@ -139,7 +141,8 @@ LOOP: Flags = {"num_virtual_stages_per_pipeline_rank": 2}
 
 @pytest.mark.parametrize("placement", [{}, LOOP], ids=["1f1b", "interleaved"])
 def test_megatrons_own_step(placement: Flags, capfd: pytest.CaptureFixture[str]) -> None:
-    """Metrics of Megatron's own step need only the flag, and change no number."""
+    """--pipeline-metrics also works with Megatron's own step, without a schedule flag, and changes
+    no number."""
     stock: Flags = {"pipeline_schedule": None, "train_iters": 4} | placement
     reference = run(2, stock)
     capfd.readouterr()
@@ -152,8 +155,8 @@ def test_megatrons_own_step(placement: Flags, capfd: pytest.CaptureFixture[str])
 
 
 def test_a_step_of_other_passes_does_not_count() -> None:
-    """A step with unknown passes does not count. Under a Megatron with another order, passes would
-    be taken for others."""
+    """--pipeline-metrics ignores a step whose passes are not the expected ones in the expected
+    order. Under a Megatron with another order, passes would be mistaken for others."""
     program = program_for(choose("1f1b"), 2, 2)
     expected = program.schedule.compute_rows[0]
     recorder, steps = Recorder(0), StepSums(CPU)
@@ -191,12 +194,12 @@ def test_off_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pipelines_know_the_times_of_one_another() -> None:
-    """Pipelines know the times of one another. Each of these ranks is the last of its own pipeline;
-    one of them has no step yet."""
+    """The last ranks of all pipelines publish their latest times to one another. Each rank here is
+    the last of its own pipeline, and one of them has no step yet."""
 
     def on_rank(rank: int) -> list[tuple[int, tuple[float, ...]]]:
         pipelines = Pipelines()
-        for step in range(2):  # the latest count
+        for step in range(2):  # only the latest step counts
             if rank < 2:
                 pipelines.publish([1.0 + rank, 2.0 + step])
         dist.barrier()
@@ -211,7 +214,7 @@ SLEEP = 0.3
 
 
 def exchanged(rank: int) -> tuple[float, bool, list[list[float]]]:
-    """Rank 1 comes late."""
+    """Exchange numbers with an asynchronous gather to which rank 1 comes late."""
     dist.barrier()
     if rank == 1:
         time.sleep(SLEEP)

@@ -1,6 +1,7 @@
-"""Microbatches ordered and dealt by their cost, in Megatron's own loop, under all schedules.
+"""Tests of ordering and dealing microbatches by their cost, in Megatron's own loop, under all
+schedules.
 
-Documents of Megatron's mock data differ in length, and attention stays inside them.
+Documents of Megatron's mock data differ in length, and attention stays inside a document.
 """
 
 from __future__ import annotations
@@ -80,38 +81,40 @@ def trained(ranks: int, **more: object) -> list[Run]:
 
 
 def test_ours_train_the_same_microbatches_in_the_same_order_as_stock() -> None:
-    """Our schedules train the same microbatches in the same order as stock, bitwise. So does an
-    evaluation, which is never ordered. The order is not that of arrival."""
+    """With ordered microbatches our schedules equal stock bitwise, because they read the same
+    microbatches in the same order. An evaluation, which is never ordered, is equal too. The order
+    differs from that in which the data arrive."""
     arrival = trained(2)
     stock = trained(2, **ORDERED)
     for schedule in ("zb-h1", "zb-v"):
         assert_same(trained(2, pipeline_schedule=schedule, **ORDERED), stock)
-    with pytest.raises(AssertionError):  # sums in another order
+    with pytest.raises(AssertionError):  # the gradients are summed in another order
         assert_same(stock, arrival)
     assert losses(stock)[0] == pytest.approx(losses(arrival)[0], rel=1e-6)
 
 
 def test_dealt_replicas_train_the_same_global_batch() -> None:
-    """Dealt replicas train the same global batch: with two replicas the loss is the mean over the
-    same microbatches, and each replica has as many."""
+    """Microbatches dealt to two replicas by cost are the same global batch: the loss is the mean
+    over the same microbatches, and both replicas have equally many."""
     arrival = trained(4)
     stock = trained(4, **ORDERED, **DEALT)
     assert_same(trained(4, pipeline_schedule="zb-h1", **ORDERED, **DEALT), stock)
-    with pytest.raises(AssertionError):  # sums in another order
+    with pytest.raises(AssertionError):  # the gradients are summed in another order
         assert_same(stock, arrival)
     assert losses(stock)[0] == pytest.approx(losses(arrival)[0], rel=1e-6)
 
 
 def test_weights_from_a_file_order_microbatches_of_any_data(tmp_path: Path) -> None:
-    """Weights from a file order the microbatches of any data, also without documents. Ours has
-    stock's order, and it differs from that by squared lengths."""
+    """Microbatches of any data, also without documents, can be ordered by weights from a file.
+    Our schedule reads the same order as stock, and the order differs from the one by squared
+    lengths."""
     file = tmp_path / "weights.npy"
     np.save(file, np.random.default_rng(1).lognormal(0, 1, 1000))
     weighed: Flags = {**ORDERED, "pipeline_microbatch_weights": file}
     unmasked: Flags = {"dataloader_inter_document_masking": None, "eval_iters": 0}
     arrival, stock = trained(2, **unmasked), trained(2, **weighed, **unmasked)
     assert_same(trained(2, pipeline_schedule="zb-h1", **weighed, **unmasked), stock)
-    with pytest.raises(AssertionError):  # sums in another order
+    with pytest.raises(AssertionError):  # the gradients are summed in another order
         assert_same(stock, arrival)
     assert losses(stock)[0] == pytest.approx(losses(arrival)[0], rel=1e-6)
 
@@ -131,7 +134,7 @@ def test_faults_of_weights(tmp_path: Path) -> None:
         PipelineConfig.parse(microbatch_weights=str(file))
 
 
-# ---- The sampler
+# ---- the sampler of microbatches
 
 
 def sampler(replica: int, replicas: int, consumed: int = 0, total: int = 100, size: int = 2) -> Any:
@@ -159,8 +162,8 @@ def read(replica: int, replicas: int, calculator: Any, **more: Any) -> list[list
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_each_sample_is_read_once_over_any_resume(replicas: int) -> None:
-    """Each sample is read once over any resume: from the border of each step on, the same
-    microbatches come in the same order."""
+    """The ordering sampler reads each sample once. A run that resumes after any step reads the same
+    microbatches in the same order as one that was not interrupted."""
     batch = 4 * 2 * replicas
     calculator = constant(batch, 2, replicas)
     whole = [read(replica, replicas, calculator) for replica in range(replicas)]
@@ -170,7 +173,7 @@ def test_each_sample_is_read_once_over_any_resume(replicas: int) -> None:
         for replica in range(replicas):
             resumed = read(replica, replicas, calculator, consumed=steps * batch)
             assert resumed == whole[replica][4 * steps :]
-    for step in range(100 // batch):  # no sample leaves its step
+    for step in range(100 // batch):  # every sample stays in its own step
         own = [s for rows in whole for row in rows[4 * step : 4 * step + 4] for s in row]
         assert sorted(own) == list(range(step * batch, (step + 1) * batch))
 
@@ -183,7 +186,7 @@ def test_borders_are_the_calculators_when_batches_grow() -> None:
     for first, end in itertools.pairwise(ends):
         of_step = [sorted(s for row in own[first // 4 : end // 4] for s in row) for own in rows]
         assert sorted(of_step[0] + of_step[1]) == list(range(first, end))
-    assert calculator.get() == 2  # the training's own is not touched
+    assert calculator.get() == 2  # the training's own calculator of batch sizes is not changed
 
 
 def test_a_microbatch_costs_what_its_samples_do_and_stays_whole() -> None:
@@ -194,9 +197,9 @@ def test_a_microbatch_costs_what_its_samples_do_and_stays_whole() -> None:
 
 
 def test_arranging_a_step_takes_no_time_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ordering a step takes little time: under 5 ms of CPU for 512 microbatches of 128k tokens
-    each, with the lengths of their 40 thousand documents. The least of several measurements counts,
-    since the machine has other work."""
+    """Ordering a step takes under 5 ms of CPU time, for 512 microbatches of 128k tokens with the
+    lengths of their documents, some 100 in each. The shortest of several measurements counts,
+    because the machine has other work."""
     monkeypatch.setattr(document_lengths, "GPTDataset", SimpleNamespace)
     number, size = 512, 131072
     lengths = np.random.default_rng(1).lognormal(np.log(1000), 1.2, number * 100).astype(np.int32)
@@ -226,7 +229,7 @@ def test_arranging_a_step_takes_no_time_of_it(monkeypatch: pytest.MonkeyPatch) -
     assert min(times) < 5e-3
 
 
-# ---- Ranks that differ
+# ---- ranks with different orders
 
 
 def _read_two_steps(rank: int, seed: int) -> None:
@@ -247,7 +250,7 @@ def _read_two_steps(rank: int, seed: int) -> None:
 
 
 def test_ranks_that_order_differently_end_the_training() -> None:
-    """Ranks that order microbatches differently end the training. Otherwise activations of one
+    """A training ends if two ranks order microbatches differently. Otherwise activations of one
     microbatch would meet the labels of another, without an error."""
 
     def on_rank(rank: int) -> str:
@@ -270,7 +273,7 @@ def test_ranks_that_order_alike_go_on_and_the_store_does_not_grow(
     monkeypatch.setattr(arranged_batches, "_KEYS", 2)
 
     def on_rank(rank: int) -> int:
-        for _ in range(3):  # loaders of several chunks
+        for _ in range(3):  # one loader for each of several chunks
             _read_two_steps(rank, seed=1)
         dist.barrier()
         return dist.distributed_c10d._get_default_store().num_keys()
@@ -279,13 +282,13 @@ def test_ranks_that_order_alike_go_on_and_the_store_does_not_grow(
     assert before == after
 
 
-# ---- Callers with their own batches
+# ---- callers that order batches of their own
 
 
 @pytest.mark.parametrize("schedule", [None, "zb-h1", "zb-v"])
 def test_a_caller_orders_its_own_microbatches(schedule: str | None) -> None:
-    """A caller orders its own microbatches. Results are returned in order of arrival, and an
-    iterator is read for this step only."""
+    """A caller can order the microbatches of its own iterator. Results are returned in the order in
+    which the microbatches arrived, and only this step's microbatches are read from the iterator."""
 
     def on_rank(rank: int) -> tuple[list[Any], list[int], list[float], int]:
         with contextlib.ExitStack() as stack:
@@ -332,7 +335,8 @@ def test_a_caller_orders_its_own_microbatches(schedule: str | None) -> None:
             evaluated, _ = step(forward_only=True)
             numbers = [result["number"] for result in trained]
             same = [a["loss"] - b["loss"] for a, b in zip(trained, evaluated, strict=True)]
-            assert seen in ([], list(range(MICROBATCHES)))  # evaluation keeps the order
+            # an evaluation keeps the order of arrival
+            assert seen in ([], list(range(MICROBATCHES)))
             return numbers, order, same, left
 
     first, last = sorted(values(run_ranks(2, on_rank)), key=lambda told: len(told[1]))[::-1]
@@ -343,18 +347,19 @@ def test_a_caller_orders_its_own_microbatches(schedule: str | None) -> None:
     assert first[3] == last[3] == 1
 
 
-# ---- Costs
+# ---- costs of microbatches
 
 
 class NullTokenizer:
-    """Tokens of Megatron's mock data are numbers."""
+    """Tokenizer for Megatron's mock data, whose tokens are numbers."""
 
     eod, pad, vocab_size = 0, 0, 100
     unique_identifiers = "NullTokenizer"
 
 
 class Documents:
-    """The index of a dataset with documents of 3, 5, 4 and 8 tokens; samples of 6 and one more."""
+    """Index of a dataset with documents of 3, 5, 4 and 8 tokens, for samples of 6 tokens and a
+    label."""
 
     sequence_lengths = np.array([3, 5, 4, 8], dtype=np.int32)
 
@@ -368,14 +373,15 @@ def test_squared_lengths_are_those_of_the_packed_documents(monkeypatch: pytest.M
         config=SimpleNamespace(sequence_length=6),
     )
     monkeypatch.setattr(document_lengths, "GPTDataset", SimpleNamespace)
-    # Sample 0 is 3 tokens of document 0 and 3 of 1; sample 1 is 2 of 1 and 4 of 2; 2 is 6 of 3.
+    # Sample 0 has 3 tokens of document 0 and 3 of document 1, sample 1 has 2 of document 1 and 4 of
+    # document 2, and sample 2 has 6 of document 3.
     squares = squared_lengths(dataset, np.array([0, 1, 2]))
     assert squares.tolist() == [4 + 16, 9 + 9, 36]
 
 
 def test_they_are_those_of_megatrons_own_samples() -> None:
-    """The lengths of documents are those of Megatron's own samples, by the cu_seqlens that
-    attention gets."""
+    """The costs by squared lengths use the same documents as Megatron's own samples, according to
+    the cu_seqlens that attention gets."""
     config = GPTDatasetConfig(
         random_seed=1,
         sequence_length=16,
@@ -399,7 +405,7 @@ def test_they_are_those_of_megatrons_own_samples() -> None:
     assert len(set(expected)) > 1
 
 
-# ---- Refusals
+# ---- refusals
 
 
 def refusal(config: Flags | None = None, **changes: object) -> str:

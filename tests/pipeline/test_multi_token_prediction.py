@@ -1,9 +1,10 @@
-"""Multi-token prediction under every placement, against stock Megatron: the same, to the last bit.
+"""Tests of multi-token prediction under every placement, compared with stock Megatron to the last
+bit.
 
 Weights are drawn by their names, so that a model starts alike wherever its stages lie: Megatron
-cannot save tied multi-token prediction from a pipeline, and a V draws others from a seed. Compared
-are losses, multi-token prediction's own and how many tokens it got right, all parameters and all
-optimizer tensors; and the copies of the embedding, which both ends look up in, with one another.
+cannot save tied multi-token prediction from a pipeline, and a V draws other weights from a seed.
+Compared are losses, those of multi-token prediction and its number of right tokens, all parameters
+and all optimizer tensors, and the two copies of the embedding with each other.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ MODELS: dict[str, Flags] = {
     "tied, repeated layer, bf16": {**REPEATED, "bf16": True},
     "tied, repeated layer, full recompute": {**REPEATED, **FULL},
 }
-# An untied output layer waits for W where its logits have room, and the last stage has less to do.
-# With these its prediction layer alone takes as long as other stages, and that gains nothing.
+# An untied output layer's weight gradient is deferred to W if there is memory for its logits, so
+# the last stage can have fewer layers. With these settings the prediction layer alone takes as long
+# as another stage, and fewer layers gain nothing.
 HEAVY = ("full recompute", "experts")
 ROOM: Flags = {"pipeline_memory_limit": "60GiB"}
 LINE: Flags = {"pipeline_model_parallel_layout": "Ettttt|ttt{m}L"}
@@ -99,7 +101,8 @@ SIZES: Flags = {
 
 
 def placed(placement: str, depths: object) -> Flags:
-    """Our flags of ``placement``; the depths lie on the last stage."""
+    """Return our flags of ``placement``; all depths of multi-token prediction are on the last
+    stage."""
     ours = PLACEMENTS[placement]
     layout = ours.get("pipeline_model_parallel_layout")
     if layout is None:
@@ -137,8 +140,9 @@ def test_it_is_stock_to_the_last_bit(
     RESULTS[model, placement] = "bitwise"
 
 
-# On a stage before the loss's, which has the output layer alone. On a V the copies of the embedding
-# are on two ranks; tied they are three, whose gradients Megatron adds in another order.
+# --- multi-token prediction on the stage before the last, which has the output layer only. On a V
+# the copies of the embedding are on two ranks; a tied model has three copies, whose gradients
+# Megatron adds in another order.
 
 SEPARATED = Training(
     3,
@@ -181,7 +185,8 @@ SEPARATED_CASES = [
 
 
 def separated(model: str, ours: Flags) -> tuple[Training, Flags]:
-    """The training of ``model`` with multi-token prediction apart, and the rest of ``ours``."""
+    """Return the training of ``model`` with multi-token prediction on a separate stage, and the
+    flags of ``ours`` that it does not contain."""
     layout = str(ours["pipeline_model_parallel_layout"])
     depths = "m" * int(str(MODELS[model]["mtp_num_layers"]))
     flags = {name: value for name, value in ours.items() if not name.startswith("pipeline_")}
@@ -196,8 +201,8 @@ def separated(model: str, ours: Flags) -> tuple[Training, Flags]:
     [pytest.param(model, ours, id=f"{model}, {where}") for model, where, ours in SEPARATED_CASES],
 )
 def test_apart_from_the_loss_it_is_stock_to_the_last_bit(model: str, ours: Flags) -> None:
-    """Multi-token prediction on another stage than the loss equals stock to the last bit. It was
-    refused: Megatron sends the shape of each message first."""
+    """Multi-token prediction on another stage than the loss equals stock to the last bit. Our
+    schedules used to refuse this, because Megatron then sends the shape of each message first."""
     training, ours = separated(model, ours)
     runs = training.start_as_stock(**ours)
     assert len(losses(runs)) == len(predictions(runs)) == 3
@@ -214,7 +219,7 @@ def test_three_copies_on_two_ranks_of_a_v_stay_equal() -> None:
         assert first[name] == second[name] == second["output_layer.weight"]
 
 
-# Megatron's own builder, initialisation and checkpoints.
+# --- Megatron's own model builder, initialization and checkpoints
 
 SAVED_AT = 1
 SAVED: Flags = {**UNTIED, "mtp_num_layers": 2, "eval_interval": 3, "eval_iters": 1}
@@ -279,8 +284,9 @@ def test_activations_leave_for_the_host(schedule: str) -> None:
 @nightly("test_profile.py measures costs, of models that predict one token")
 @pytest.mark.parametrize("model", ["untied, 2 depths, bf16", "tied, 1 depth"])
 def test_costs_are_measured(model: str, tmp_path: Path) -> None:
-    """Costs of multi-token prediction are measured. The program is rebuilt with them, as they
-    decide in which pass the output layer's weight gradient is computed."""
+    """Costs of a model with multi-token prediction are measured in its training. The program is
+    rebuilt with the measured costs, which decide whether the output layer's weight gradient is
+    computed in I or in W."""
     ours = {"pipeline_schedule": "zb-v", "pipeline_costs": f"profile:{tmp_path / 'costs.json'}"}
     training(model).but(train_iters=6).start_as_stock(**ours)
     assert (tmp_path / "costs.json").exists()
@@ -293,13 +299,13 @@ def test_the_upstream_script(schedule: str) -> None:
     assert predictions(runs)
 
 
-# The two copies of the embedding.
+# --- the copies of the embedding on the first and last stage
 
 
 def test_the_copies_start_equal_on_a_v() -> None:
-    """The copies of the embedding start equal on a V. Megatron's builder fills the last stage's
-    copy with zeros, and its all-reduce over the embedding group, which has one rank on a V, leaves
-    them."""
+    """The two copies of the embedding are equal when a training on a V starts. Megatron's builder
+    fills the last stage's copy with zeros, and relies on an all-reduce over the embedding group,
+    which has only one rank on a V and leaves the zeros."""
     runs = STARTED.run(train_iters=1, pipeline_schedule="zb-v")
     for moment in runs[1].tables:
         assert moment.keys() == {"embedding.word_embeddings.weight", "output_layer.weight"}
@@ -311,8 +317,9 @@ WAVE_LAYOUT: Flags = {"pipeline_model_parallel_layout": "Et|t|t|t|||||||mm|L"}
 
 
 def test_the_copies_start_equal_on_two_ranks_of_a_v() -> None:
-    """Megatron sums the zeros of multi-token prediction's copy with the last chunk of the first
-    stage's rank, which is the output layer."""
+    """The copies of the embedding start equal if they are on two ranks of a V. Megatron's
+    all-reduce adds the copy of multi-token prediction (zeros) to the last chunk of the first
+    stage's rank, which is the output layer and not the embedding."""
     runs = SEPARATED_SAVED.but(**LAYOUT).run(train_iters=1, pipeline_schedule="zb-v")
     name = "embedding.word_embeddings.weight"
     begun, trained = zip(*(run.tables for run in runs[1:]), strict=True)
@@ -341,7 +348,8 @@ def test_two_replicas_of_stages_apart() -> None:
 def test_the_table_in_the_docs_is_of_these_runs() -> None:
     if len(RESULTS) < len(MODELS) * len(PLACEMENTS):
         pytest.skip("not all cases were run")
-    models: dict[tuple[str, ...], list[str]] = {}  # by the schedules that are bitwise for them
+    # the models, by the placements under which they are bitwise equal to stock
+    models: dict[tuple[str, ...], list[str]] = {}
     for model in MODELS:
         models.setdefault(tuple(bitwise(model, starts) for starts in KINDS.values()), []).append(
             model
@@ -354,7 +362,8 @@ KINDS = {"lines": ("1f1b", "zb-h1"), "loops": ("interleaved",), "V's, waves": ("
 
 
 def bitwise(model: str, starts: tuple[str, ...]) -> str:
-    """Under which placements that begin so ``model`` was stock."""
+    """Return the placements with a name in ``starts`` under which ``model`` was bitwise equal to
+    stock."""
     return "; ".join(
         placement
         for placement in PLACEMENTS

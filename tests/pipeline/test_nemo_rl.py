@@ -1,5 +1,8 @@
-"""NeMo-RL's own policy steps under our schedules: log-probabilities, losses, gradient norms and
-weights are those under Megatron's own schedule, to the last bit."""
+"""Test of NeMo-RL's own policy steps under our schedules, compared with Megatron's schedule to the
+last bit.
+
+Compared are log-probabilities, losses, gradient norms and weights.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,12 @@ def test_nemo_rl_trains_to_its_own_numbers(
         f"there is no checkout of NeMo-RL: git clone --depth 1 "
         f"https://github.com/NVIDIA-NeMo/RL {CHECKOUT.relative_to(ROOT)}"
     )
-    packages, problem = prepare("verl")  # which imports what NeMo-RL does, Megatron-Bridge and Ray
+    # verl's packages include Megatron-Bridge and Ray, which NeMo-RL imports too
+    packages, problem = prepare("verl")
     assert not problem, f"verl's packages cannot be installed with pip: {problem}"
     path = [str(packages), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # The variable that makes it night is no setting, which megatron_ext.auto refuses.
+    # The variable that selects the night's tests is no setting of a training, so megatron_ext.auto
+    # would refuse it.
     environment = {
         name: value for name, value in os.environ.items() if name != "MEGATRON_EXT_NIGHTLY"
     }

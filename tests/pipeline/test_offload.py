@@ -1,6 +1,7 @@
-"""Activations that leave for the host: the runtime on small stages, over gloo.
+"""Tests of activation offload to the host at run time: small stages on ranks connected by gloo.
 
-Each case compares with the same stages in one process, to the last bit, and counts what leaves.
+Each case compares with the same stages run in one process, to the last bit, and counts the
+offloaded bytes.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def check_numbers(pipeline: Pipeline, steps: int) -> None:
 
 
 def leaving(program: Program, rank: int) -> Counter[tuple[int, Held]]:
-    """How many microbatches leave, by stage and kind."""
+    """Return the number of microbatches that ``rank`` offloads, by stage and kind of saved
+    tensors."""
     row = program.schedule.rows[rank]
     return Counter(
         (action.stage, held)
@@ -73,10 +75,11 @@ def leaving(program: Program, rank: int) -> Counter[tuple[int, Held]]:
     )
 
 
-# --- whole steps
+# --- whole steps with offload
 
 
-# What all families do in both ways test_adversary.py shows by day.
+# By day test_adversary.py runs every family with full and with half offload, so these cases run at
+# night.
 @pytest.mark.parametrize(
     ("spec", "ranks", "way"),
     [
@@ -99,8 +102,9 @@ def leaving(program: Program, rank: int) -> Counter[tuple[int, Held]]:
     ],
 )
 def test_gradients_are_those_without(spec: str, ranks: int, way: Offload) -> None:
-    """Gradients with offload equal those without. Host buffers are registered when the first step
-    has shown their sizes, as many as the program says, and in no later step."""
+    """Gradients with activation offload equal those without it. Host buffers are pinned after the
+    first step, which shows their sizes, in the number that the program predicts, and in no later
+    step."""
     program = program_for(choose(spec), ranks, 4 * ranks, offload=way)
 
     def run(rank: int) -> int:
@@ -124,8 +128,8 @@ def test_gradients_are_those_without(spec: str, ranks: int, way: Offload) -> Non
 
 @pytest.mark.parametrize("spec", ["1f1b", "gis", "zb-v", "zb-h1"])
 def test_copies_that_end_as_late_as_they_may(spec: str) -> None:
-    """Copies end as late as they may. A pass that does not wait for its copy would compute with the
-    earlier contents of the memory."""
+    """A pass waits for the copies of its offloaded tensors. The copies here end as late as they
+    may, so a pass that does not wait would compute with the former contents of the memory."""
     program = program_for(choose(spec), 3, 12, offload=Offload.FULL)
 
     def run(rank: int) -> None:
@@ -138,8 +142,8 @@ def test_copies_that_end_as_late_as_they_may(spec: str) -> None:
 
 
 def test_a_buffer_is_not_overwritten_before_it_has_been_read() -> None:
-    """A host buffer is not overwritten before it has been read. The next microbatch's copy starts
-    before any pass has waited for the copy whose buffer it gets."""
+    """A host buffer is not overwritten before its contents have been copied back. The next
+    microbatch's copy into the same buffer starts before any pass has waited for the copy back."""
     first, second = ([action.replace("F0", f"F{m}") for action in BACK] for m in range(2))
     leaving = Leaving(*first, *second)
     leaving.step._offload.copies = LateCopies()
@@ -153,7 +157,7 @@ def test_a_buffer_is_not_overwritten_before_it_has_been_read() -> None:
         assert torch.equal(x.grad, torch.full((8,), 2 * (microbatch + 1.0)))
 
 
-# --- what leaves, and what stays
+# --- which tensors are offloaded, and which stay on the device
 
 
 def perform(step: OffloadedStep, action: Action) -> None:
@@ -161,7 +165,7 @@ def perform(step: OffloadedStep, action: Action) -> None:
 
 
 class Leaving:
-    """One stage's F and backward pass, with its copies, in this process."""
+    """Forward and backward pass of one stage with its offload copies, in this process."""
 
     def __init__(self, *kinds: str) -> None:
         self.offload = ActivationOffload(0, CPU)
@@ -205,8 +209,8 @@ def test_memory_is_given_back_and_comes_back() -> None:
 
 
 def test_storages_are_known_no_longer_than_needed() -> None:
-    """Storages that stay on the device and storages that came back are referred to by autograd
-    alone."""
+    """Offload keeps no reference to saved storages after they have come back, nor to those that
+    stay on the device, so their memory is freed as soon as autograd drops them."""
     leaving = Leaving(*BACK)
     y = leaving.forward(lambda x: x.exp().square().sum(), torch.arange(8.0).requires_grad_())
     leaving.perform(*BACK)
@@ -231,22 +235,22 @@ def test_a_tensor_saved_often_and_in_parts_travels_once() -> None:
 
 
 def test_what_somebody_else_refers_to_stays() -> None:
-    """Tensors with another reference stay on the device: a parameter, a cache, an output that is
-    being sent, a view that a layer keeps."""
+    """Tensors that other code refers to stay on the device under offload: a parameter, a cache, an
+    output that is being sent, a view that a layer keeps."""
     leaving = Leaving(*AWAY)
     weight, cache = torch.nn.Parameter(torch.ones(8)), torch.full((8,), 3.0)
     kept: list[Tensor] = []
 
     def function(x: Tensor) -> Tensor:
         z = x * weight
-        kept.append((z * cache)[2:])  # a view of what exp saves
+        kept.append((z * cache)[2:])  # a view of the tensor that exp saves
         return (kept[0]._base if kept[0]._base is not None else kept[0]).exp()
 
     y = leaving.forward(function, torch.arange(8.0).requires_grad_())
     leaving.perform(*AWAY)
     for stays in (weight, cache, y, kept[0]):
         assert stays.untyped_storage().nbytes() == 32
-    assert leaving.bytes_left == 32  # x
+    assert leaving.bytes_left == 32  # the bytes of x
 
 
 def test_what_two_microbatches_share_stays_until_one_is_done() -> None:
@@ -256,17 +260,19 @@ def test_what_two_microbatches_share_stays_until_one_is_done() -> None:
     ys = [leaving.forward(lambda x: (x * mask[0]).sum(), xs[m], m) for m in range(2)]
     shared = weakref.ref(mask.pop())
     leaving.perform(*AWAY)
-    assert leaving.bytes_left == 32  # x of microbatch 0
+    assert leaving.bytes_left == 32  # the bytes of x of microbatch 0
     del ys[0]
     gc.collect()
     assert shared() is None
     leaving.perform("0OFFLOAD_F1")
-    assert leaving.bytes_left == 96  # and x of microbatch 1, and what is its alone now
+    # in addition x of microbatch 1, and the mask, which no other microbatch uses any more
+    assert leaving.bytes_left == 96
 
 
 def test_an_empty_storage_and_a_foreign_one_stay() -> None:
-    """Empty and foreign storages stay on the device. Megatron's recompute of single modules empties
-    the storages that it saves; a data loader's memory may not be resizable."""
+    """Empty storages and storages that torch cannot resize are not offloaded. Megatron's recompute
+    of single modules empties the storages that it saves; a data loader's memory may not be
+    resizable."""
     import numpy as np
 
     leaving = Leaving(*AWAY)
@@ -279,19 +285,19 @@ def test_an_empty_storage_and_a_foreign_one_stay() -> None:
 
     y = leaving.forward(function, torch.arange(8.0).requires_grad_())
     leaving.perform(*AWAY)
-    assert leaving.bytes_left == 64  # x, and x * 1
+    assert leaving.bytes_left == 64  # the bytes of x, and of x * 1
     del y
 
 
 def test_what_nobody_needs_any_more_does_not_leave() -> None:
     """Saved tensors that no pass needs any more are not offloaded. Megatron's auxiliary loss drops
-    the values of topk, whose node had saved the indices. These came back from the host into memory
-    that the next F could have got meanwhile."""
+    the values of topk, whose autograd node had saved the indices. These indices used to come back
+    from the host, into memory that the next F could have used."""
     leaving = Leaving(*BACK)
     x = torch.arange(8.0).requires_grad_()
     y = leaving.forward(lambda x: square(x * int(x.topk(4).indices.sum())), x)
     leaving.perform(*AWAY)
-    assert leaving.bytes_left == 64  # x, and what is squared
+    assert leaving.bytes_left == 64  # the bytes of x, and of the tensor that is squared
     leaving.perform("0RELOAD_F0")
     leaving.step.before_backward(parse_action("0B0"))
     y.backward()
@@ -299,9 +305,9 @@ def test_what_nobody_needs_any_more_does_not_leave() -> None:
 
 
 def test_memory_that_a_copy_writes_to_is_kept_until_the_copy_has_ended() -> None:
-    """Memory that a copy writes to lives until the copy has ended. Here no pass reads a copy from
-    the host any more: the last reference to its memory was dropped when the copy had started, and
-    the copy then wrote to freed memory."""
+    """Memory that a copy from the host writes to lives until the copy has ended, even if no pass
+    needs the copy any more. The last reference to that memory used to be dropped when the copy had
+    started, so the copy wrote to freed memory."""
     leaving = Leaving(*BACK)
     y = leaving.forward(square, torch.arange(8.0).requires_grad_() + 1)
     leaving.perform(*AWAY)
@@ -317,7 +323,7 @@ def test_memory_that_a_copy_writes_to_is_kept_until_the_copy_has_ended() -> None
 
 
 class TwoStreams(DirectCopies):
-    """Copies of a device with two streams, of which the test says which is current."""
+    """Stand-in for copies of a device with two streams; the test sets the current stream."""
 
     def __init__(self) -> None:
         self.current: Any = "main"
@@ -327,10 +333,11 @@ class TwoStreams(DirectCopies):
 
 
 def test_the_allocator_is_told_of_streams_that_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator is told of streams that read. Shared experts run on a stream of their own. They
-    read memory that RELOAD had allocated on the main stream, and the memory went back to the main
-    stream's pool before. Memory that a copy to the host reads may belong to either stream: it was
-    freed once the main stream had waited for the copy, and the other stream had not."""
+    """The allocator is told of all streams that read an offloaded tensor. Megatron's shared experts
+    run on a stream of their own and read memory that RELOAD had allocated on the main stream: the
+    memory returned to the main stream's pool too early. Memory that a copy to the host reads may
+    belong to either stream: it was freed when the main stream had waited for the copy, although the
+    other had not."""
     told: list[tuple[int, str]] = []
     monkeypatch.setattr(
         Tensor, "record_stream", lambda tensor, stream: told.append((tensor.nbytes, stream))
@@ -339,7 +346,8 @@ def test_the_allocator_is_told_of_streams_that_read(monkeypatch: pytest.MonkeyPa
     leaving.step._offload.copies = copies = TwoStreams()
 
     def function(x: Tensor) -> Tensor:
-        """Reads x, of 32 bytes, on both streams; 64 bytes on the other, 128 on this one."""
+        """Read x (32 bytes) on both streams, 64 bytes on the side stream, and 128 bytes on the main
+        stream."""
         copies.current = "side"
         y = square(x) + square(torch.cat([x, x]))
         copies.current = "main"
@@ -376,7 +384,7 @@ def test_what_waits_for_w_leaves() -> None:
     _, x = queue.tensors(0, 0)
     leaving.perform("0OFFLOAD_I0", "0FREE_I0")
     assert x.untyped_storage().nbytes() == 0
-    assert leaving.bytes_left == 2 * 3 * WIDTH * 4  # x and dy
+    assert leaving.bytes_left == 2 * 3 * WIDTH * 4  # the bytes of x and dy
     leaving.perform("0RELOAD_I0")
     leaving.step.before_backward(parse_action("0W0"))
     del x
@@ -391,11 +399,12 @@ def test_what_waits_for_w_leaves() -> None:
 
 
 class CountedCopies(DirectCopies):
-    """Memory that takes its time, as a driver's does."""
+    """Stand-in for copies that fails if host memory is pinned during a step, which can take a
+    driver long."""
 
     def __init__(self) -> None:
         self.is_in_step = False
-        self.sizes: list[int] = []  # of what is registered
+        self.sizes: list[int] = []  # sizes of pinned buffers, in bytes
 
     def host_buffer(self, size: int) -> Tensor:
         assert not self.is_in_step, "memory is registered with messages under way"
@@ -408,7 +417,8 @@ class CountedCopies(DirectCopies):
 
 
 class Steps:
-    """Steps of one stage, of which each of some microbatches leaves and comes back at once."""
+    """Steps of one stage in which each microbatch's tensors are offloaded and reloaded before the
+    next."""
 
     def __init__(self, expected: int = 0) -> None:
         self.copies = CountedCopies()
@@ -418,7 +428,8 @@ class Steps:
             self.buffers.expected = {(0, Held.ACTIVATION): expected}
 
     def step(self, *numbers: int) -> None:
-        """Run a step of microbatches that save ``numbers`` figures each, of 4 bytes."""
+        """Run a step with a microbatch for each of ``numbers``, the count of 4-byte figures that it
+        saves."""
         rows = [[action.replace("F0", f"F{m}") for action in BACK] for m in range(len(numbers))]
         step = self.offload.step(tuple(parse_action(action) for row in rows for action in row))
         self.copies.is_in_step = True
@@ -436,8 +447,8 @@ class Steps:
 
 
 def test_memory_is_registered_between_steps() -> None:
-    """Host memory is registered between steps. It was registered when the first microbatch was
-    offloaded; receives were posted then, for which a driver may wait."""
+    """Host buffers are pinned between steps. They used to be pinned when the first microbatch was
+    offloaded, while receives were posted for which a driver may wait."""
     steps = Steps()
     for _ in range(3):
         steps.step(1024, 1024)
@@ -446,7 +457,8 @@ def test_memory_is_registered_between_steps() -> None:
 
 
 def test_costs_with_bytes_are_taken_at_their_word() -> None:
-    """Costs with bytes set the sizes of host buffers until microbatches show the real sizes."""
+    """If costs give bytes, host buffers have the sizes of these costs in the first step, and from
+    then on the sizes that microbatches need."""
     steps = Steps(expected=5000)
     steps.step(1024)
     assert steps.copies.sizes == [5000] and not steps.buffers.plain
@@ -462,8 +474,8 @@ def test_costs_with_bytes_are_taken_at_their_word() -> None:
 def test_a_microbatch_that_needs_more_grows_the_buffers_after_its_step(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A microbatch that needs more memory grows the host buffers after its step. The growth is
-    logged once, and until then the microbatch is copied to other memory."""
+    """Host buffers grow after a step in which a microbatch needed more. Until then that microbatch
+    is copied to memory that is not pinned. The growth is logged once."""
     steps = Steps()
     steps.step(1024, 1024)
     steps.step(1024, 2048, 2048, 1024)
@@ -477,8 +489,8 @@ def test_a_microbatch_that_needs_more_grows_the_buffers_after_its_step(
 
 
 def test_buffers_share_no_page_and_are_not_shared_with_forked_processes() -> None:
-    """Host buffers share no page, and forked processes do not share them. Small buffers lay on one
-    page, and a data loader's forked worker shared it."""
+    """Host buffers start at pages of their own, and forked processes do not share these pages.
+    Small buffers once lay on one page, which a data loader's forked worker shared."""
     copies = DirectCopies()
     buffers = [copies.host_buffer(size) for size in (1, 5000, 100)]
     pages = [
@@ -489,7 +501,8 @@ def test_buffers_share_no_page_and_are_not_shared_with_forked_processes() -> Non
     assert len(set(itertools.chain(*pages))) == 4
     for buffer in buffers:
         assert buffer.data_ptr() % mmap.PAGESIZE == 0
-        assert "dc" in _flags_of_memory_at(buffer.data_ptr())  # do not copy on fork
+        # "dc": the kernel does not copy the page on fork
+        assert "dc" in _flags_of_memory_at(buffer.data_ptr())
 
 
 def _end(buffer: Tensor) -> int:
@@ -497,7 +510,7 @@ def _end(buffer: Tensor) -> int:
 
 
 def _flags_of_memory_at(address: int) -> list[str]:
-    """The kernel's, of this process's memory."""
+    """Return the kernel's flags of this process's memory at ``address``."""
     is_there = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
@@ -509,7 +522,7 @@ def _flags_of_memory_at(address: int) -> list[str]:
     raise AssertionError(f"no memory at {address:x}")
 
 
-# --- faults
+# --- copies and host memory that fail
 
 
 class FailingCopies(DirectCopies):
@@ -536,7 +549,7 @@ def test_a_copy_that_fails_ends_all_ranks(kind: Kind) -> None:
         try:
             pipeline.step()
         finally:
-            step_of(pipeline).finish()  # nothing is left half away
+            step_of(pipeline).finish()  # no tensor is left half offloaded
 
     results = run_ranks(3, run)
     for rank, result in enumerate(results):
@@ -555,7 +568,7 @@ def step_of(pipeline: Pipeline) -> OffloadedStep:
 
 
 class FailingLater(DirectCopies):
-    """A copy whose failure shows when it is waited for."""
+    """Stand-in for a copy that fails only when it is waited for."""
 
     def start(
         self, action: Action, pieces: Sequence[CopiedBytes], after: Transfer | None
@@ -581,7 +594,8 @@ def test_a_copy_that_fails_later_is_named() -> None:
 
 
 def test_host_memory_that_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too little host memory ends the training when the first microbatch shows its real size."""
+    """Too little host memory ends the training in the first step, when a microbatch shows its real
+    size."""
     program = program_for(choose("1f1b"), 2, 4, offload=Offload.FULL)
     monkeypatch.setattr(host_buffers, "available_bytes", lambda: 10)
 
@@ -596,7 +610,7 @@ def test_host_memory_that_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NoPinning:
-    """The CUDA runtime, where memory must not be locked."""
+    """Stand-in for a CUDA runtime on a machine that allows no locked memory."""
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         return 2
@@ -606,8 +620,8 @@ class NoPinning:
 
 
 def test_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that cannot be pinned ends the training before a step: before the first one if the
-    bytes are known."""
+    """A training ends before a step if host memory cannot be pinned; before the first step if costs
+    give the bytes."""
     monkeypatch.setattr(torch.cuda, "cudart", NoPinning)
     monkeypatch.setattr(DirectCopies, "host_buffer", lambda self, size: host_copies.pinned(size))
     offload = ActivationOffload(0, CPU)

@@ -1,7 +1,8 @@
-"""Trainings with activations that leave for the host against the same without, to the last bit.
+"""Tests of trainings with activation offload, compared with the same trainings without it, to the
+last bit.
 
-Both draw the same weights and the same dropout, as stages lie where they lay: what differs is that
-saved tensors have been away. (That a schedule without offload is stock's is shown elsewhere.)
+Stages are on the same ranks in both, so both draw the same weights and the same dropout. (Other
+tests compare a schedule without offload with stock.)
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tests.helpers.trainings import Training
 COSTS = "f=10,i=12,w=8,comm=1,d2h=3,h2d=3"
 DROPOUT: dict[str, object] = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 
-# the schedule, the ways to leave, the ranks, and flags of both runs
+# Each case is a schedule, its modes of offload, the number of ranks, and flags of both runs.
 CASES: dict[str, tuple[str, tuple[str, ...], int, dict[str, object]]] = {
     "gis": ("gis", ("full", *at_night("half"), "fit"), 2, {}),
     "gis-h": ("gis-h", at_night("full"), 4, {}),
@@ -55,7 +56,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], int, dict[str, object]]] = {
         2,
         {"untie_embeddings_and_output_weights": True},
     ),
-    # By day zb-v is offloaded here, and test_dynamic_batches.py trains v-auto.
+    # By day zb-v runs here with offload, and test_dynamic_batches.py trains v-auto.
     **dict(at_night(("v-auto, odd", ("v-auto", ("full",), 3, {})))),
     "1f1b": ("1f1b", ("full",), 2, {}),
     "zb-h1, batched": ("zb-h1", ("full",), 2, {"pipeline_p2p": "batched"}),
@@ -112,7 +113,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], int, dict[str, object]]] = {
 
 @pytest.fixture(autouse=True)
 def transformer_engine_says_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's recompute of single modules asks it, also where it is not installed."""
+    """Give Megatron stand-ins for Transformer Engine's functions. Megatron's recompute of single
+    modules calls them, even if Transformer Engine is not installed."""
     stand_ins = {
         "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
         "activation_recompute_forward": lambda **phase: contextlib.nullcontext(),
@@ -141,7 +143,8 @@ def words(ranks: int, flags: Mapping[str, object], schedule: str, **more: object
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Ranks forked from now on leave in ``folder`` the bytes that left in each step."""
+    """Make ranks that are forked from now on write the offloaded bytes of each step to
+    ``folder``."""
     monkeypatch.setattr(offload, "SMALL", 0)
     finish = OffloadedStep.finish
 
@@ -158,7 +161,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def steps(folder: Path) -> list[list[tuple[dict[str, int], int, int]]]:
-    """Return the records of `watch`, rank by rank."""
+    """Return the records that `watch` has written, by rank."""
     files = sorted(folder.iterdir())
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
@@ -178,24 +181,26 @@ def test_training_is_the_same_to_the_last_bit(
     assert len(losses(runs)) == 2
     assert losses(runs) == losses(reference)
     assert evaluations(runs) == evaluations(reference)
-    assert [run.state for run in runs] == [run.state for run in reference]  # parameters, Adam's
+    # parameters and Adam's tensors
+    assert [run.state for run in runs] == [run.state for run in reference]
     assert bool(evaluations(runs)) == ("eval_interval" in flags)
     seen = steps(tmp_path)
     print(case, way, seen)
     assert any(left["activation"] for rank in seen for left, *_ in rank)
     if schedule in ("gis", "gis-h", "zb-h1", "v-half", "v-auto"):
         assert any(left["weight inputs"] for rank in seen for left, *_ in rank)
-    for rank in seen:  # these costs have no bytes: the first step shows the buffers' sizes
+    for rank in seen:  # these costs give no bytes, so the first step shows the sizes of buffers
         (plain,) = {plain for _, plain, _ in rank}
         registered = {registered for *_, registered in rank}
-        # Slices differ in size: a step may find one more room in a larger one's buffer.
+        # Slices of a sequence differ in size, so two may share the buffer of a larger one in some
+        # steps.
         assert registered == {0, plain} or ("pipeline_slices" in flags and max(registered) > 0)
 
 
 def test_a_limit_with_copies_and_an_evaluation_of_one_microbatch() -> None:
-    """zb-auto trains within one microbatch, with copies and an evaluation of one microbatch. With
-    copies its first step ended in a traceback, as its passes were made without the limit. And 0.6x
-    of the training came to 0.6 microbatches in an evaluation of one, which ended the training."""
+    """zb-auto trains with offload within a memory limit, with an evaluation of one microbatch. With
+    copies its first step ended in a traceback, because the family ignored the limit. A limit of
+    0.6x of the training came to 0.6 microbatches in that evaluation, which ended the training."""
     sizes: dict[str, object] = {
         "pipeline_model_parallel_size": 2,
         "global_batch_size": 8,
@@ -219,7 +224,7 @@ def fused(
     config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:
-    """A model whose linear layers add their weights' gradients to main_grad by a fused kernel."""
+    """Build a model whose linear layers add weight gradients to main_grad by a fused kernel."""
     from megatron.training import get_args
     from megatron.training.argument_utils import core_transformer_config_from_args
 
@@ -247,11 +252,11 @@ def add_product(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
 def test_gradients_that_a_kernel_adds_need_no_gradient_from_autograd(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With offload, gradients that a kernel adds need no gradient from autograd. While copies are
-    planned, autograd returns another object for each saved tensor. Megatron's layer marked that
-    object instead of its weight as one whose gradient is in main_grad already, and gave autograd
-    nothing for the weight; with overlapped reductions Megatron's hook then stopped the training. (A
-    split backward pass saves no weights, but for the output layer's.)"""
+    """Trainings with a fused kernel that adds weight gradients to main_grad equal those without
+    offload. While copies are planned, autograd returns another object for each saved tensor.
+    Megatron's layer marked that object, and not its weight, as one whose gradient is in main_grad,
+    and gave autograd no gradient; with overlapped reductions Megatron's hook then stopped the
+    training. (A split backward pass saves only the output layer's weight.)"""
     kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
@@ -271,7 +276,8 @@ def test_gradients_that_a_kernel_adds_need_no_gradient_from_autograd(
 
 
 def test_host_memory_is_checked_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory for all ranks of a host is checked together, and every rank reports the lack."""
+    """The host memory that offload needs is added up over all ranks of a host before the first
+    step. If it is too little, every rank reports that."""
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
     flags = words(2, {}, "gis", pipeline_costs="estimate", pipeline_activation_offload="full")
     results = train_or_fail(2, flags)
@@ -285,7 +291,8 @@ def test_what_offload_takes_is_said_and_made_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The host memory for offload is logged and allocated before the first step if costs give
-    bytes. Otherwise the first step measures it, and it is allocated before the second."""
+    bytes. Otherwise the first step measures the bytes, and the memory is allocated before the
+    second."""
     watch(monkeypatch, tmp_path)
     ours = {"pipeline_costs": "estimate", "pipeline_activation_offload": "full", "train_iters": 3}
     train(2, words(2, {}, "gis", **ours))

@@ -1,11 +1,11 @@
-"""Several instances of the distributed optimizer, with gradients reduced in parallel to the passes.
+"""Tests of several instances of the distributed optimizer, whose gradients are reduced during the
+passes.
 
-Stock keeps no handle of a reduction then. Reductions that the schedule had started ran a second
-time at the end of the step, on gradients that were reduced already. The gradient norm was too small
-by a mean over replicas, or too large by a sum with loss per token. With two replicas, one in each
-instance, the second mean changes nothing: the tests here have four.
-
-Stock itself reduces twice on later pipeline ranks unless it gets --no-align-grad-reduce.
+Stock then keeps no handle of a reduction. A reduction that the schedule had started used to run a
+second time at the end of the step, on reduced gradients. The gradient norm was too small by a mean
+over replicas, or, with loss per token, too large by a sum. A second mean changes nothing if each
+instance has one replica, so these tests have two replicas in each. Stock itself reduces twice on
+later pipeline ranks unless it gets --no-align-grad-reduce.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import EXPERTS, Run, assert_same, model_flags, train
 from tests.helpers.optimizer_instances import means_after_a_failed_step, use_einops
 
-RANKS, STEPS = 8, 2  # PP 2 x DP 4: two instances of two replicas
+RANKS, STEPS = 8, 2  # two pipeline ranks and four replicas: two instances of two replicas each
 SHARED_EXPERTS = {**EXPERTS, "expert_model_parallel_size": 2}
 PER_TOKEN = {"calculate_per_token_loss": True}
 SETTINGS: dict[str, dict[str, object]] = {
@@ -65,15 +65,16 @@ def stock(setting: str) -> list[Run]:
 
 
 def note_reductions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank writes a file in ``folder``: a line for each bucket group whose gradients stock
-    checks, as it does before it reduces them, and for each chunk that is to have been reduced."""
+    """Make each rank write a file in ``folder`` with a line for each reduction of a bucket group
+    (at Megatron's check of its gradients before it), and a line for each chunk whose reduction
+    Megatron waits for."""
     check, finish = _ParamAndGradBucketGroup.check_grads, DistributedDataParallel.finish_grad_sync
 
     def note(text: str) -> None:
         with (folder / f"rank {dist.get_rank()}").open("a") as file:
             file.write(text + "\n")
 
-    @functools.wraps(check)  # what ran is told by the original's code
+    @functools.wraps(check)  # Coverage identifies a function by the original's code.
     def noted_check(group: _ParamAndGradBucketGroup, *args: Any, **kwargs: Any) -> None:
         note("reduction")
         check(group, *args, **kwargs)
@@ -88,8 +89,8 @@ def note_reductions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("instances", [1, 2])
 def test_a_reduction_of_a_step_that_failed_is_not_the_next_steps(instances: int) -> None:
-    """The reduction of a failed step was taken for that of the next step, whose gradients were then
-    not reduced, without an error."""
+    """A reduction that a failed step started does not count for the next step. It used to count, so
+    the next step's gradients were not reduced, without an error."""
     assert means_after_a_failed_step(instances) == [[2.0, 2.0]] * 2
 
 
@@ -101,8 +102,8 @@ CASES += at_night(*(case for case in itertools.product(SETTINGS, SCHEDULES) if c
 def test_gradients_are_reduced_once(
     setting: str, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients of optimizer instances are reduced once in a step, before Megatron waits for them,
-    so the overlap stays."""
+    """With several optimizer instances, gradients are reduced once in a step. The reduction starts
+    before Megatron waits for it, so it still overlaps with passes."""
     expected = stock(setting)
     note_reductions(tmp_path, monkeypatch)
     assert_same(run(setting, pipeline_schedule=schedule), expected)

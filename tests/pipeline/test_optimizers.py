@@ -1,7 +1,8 @@
-"""Optimizers and settings of gradients that recipes switch on, against stock: to the last bit.
+"""Tests of optimizers and gradient settings that recipes use, compared with stock Megatron to the
+last bit.
 
-Weights are drawn by their names, so that a model starts alike wherever its stages lie; compared
-are losses, parameters and all that the optimizer keeps.
+Weights are drawn by their names, so that a model starts alike wherever its stages lie. Compared are
+losses, parameters and the whole optimizer state.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ OFFLOADED: Flags = {
     "optimizer_cpu_offload": True,
     "optimizer_offload_fraction": 1.0,
 }
-# With as many experts' ranks as replicas: gradients of experts are averaged by a factor, not by a
-# collective.
+# There are as many expert-parallel ranks as replicas, so gradients of experts are averaged by a
+# factor and not by a collective.
 EXPERTS: Flags = {**megatron_runs.EXPERTS, "expert_model_parallel_size": 2}
 TENSOR: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 GATHERED_EARLY: Flags = {
     **SHARDED,
     "overlap_param_gather_with_optimizer_step": True,
-    "ckpt_format": "torch",  # Megatron wants it, and virtual stages
+    "ckpt_format": "torch",  # Megatron requires this format, and virtual stages
 }
 SETTINGS: dict[str, Flags] = {
     "averaged": AVERAGED,
@@ -68,7 +69,8 @@ SETTINGS: dict[str, Flags] = {
 SCHEDULES = ("zb-h1", "interleaved-zb", "zb-v")
 
 
-# Of other packages: what makes Megatron find them, in a process of its own.
+# --- optimizers of other packages, each with a function that makes Megatron find its package in a
+# separate process
 FUSED: Flags = {
     **SHARDED,
     **AVERAGED,
@@ -102,7 +104,8 @@ OTHERS: dict[str, tuple[Package, Flags]] = {
 
 
 def training(setting: str) -> Training:
-    """Two pipeline ranks, and as many replicas as the other ranks are."""
+    """Return a training on four ranks: two pipeline ranks, and two replicas unless ``setting`` uses
+    these ranks for other parallelism."""
     flags: Flags = {
         "pipeline_model_parallel_size": 2,
         "num_layers": 4,
@@ -114,8 +117,8 @@ def training(setting: str) -> Training:
 
 
 def virtual_of(setting: str, schedule: str) -> dict[str, int]:
-    """Stock's flags of virtual stages, where what is compared depends on them: a state that is
-    scaled has one scale for what of a tensor is on a rank."""
+    """Return the virtual stages that stock must have for a comparison. A scaled state has one scale
+    for the part of a tensor on a rank, so its values depend on them."""
     scaled = setting == "fused, main parameters in fp16" and schedule != "zb-h1"
     if scaled or setting.startswith("gathered early"):
         return {"num_virtual_stages_per_pipeline_rank": 2}
@@ -123,13 +126,13 @@ def virtual_of(setting: str, schedule: str) -> dict[str, int]:
 
 
 def shown(setting: str, schedule: str) -> Any:
-    """A case, and what it shows: in the names that recipes have."""
+    """Return a test case with a mark of the recipes' settings that it covers."""
     flags = dict(SETTINGS.get(setting) or OTHERS[setting][1])
     in_bf16 = "grad_reduce_in_bf16" in flags or flags.get("main_grads_dtype") == "bf16"
     names = {
         "precision": "bf16" if flags.get("bf16") else "fp32",
         "grad_reduce_in_fp32": not in_bf16,
-        "check_for_nan_in_grad": True,  # as Megatron has it
+        "check_for_nan_in_grad": True,  # Megatron's default
         **{name: flags[name] for name in SHOWN if name in flags},
         "average_in_collective": "ddp_average_in_collective" in flags,
     }
@@ -152,9 +155,10 @@ CASES = [
     (setting, schedule)
     for setting in SETTINGS
     for schedule in SCHEDULES
-    if not ("gathered" in setting and schedule == "zb-h1")  # Megatron refuses it on a line
+    # Megatron refuses early gathers without virtual stages
+    if not ("gathered" in setting and schedule == "zb-h1")
 ]
-# A V neither loads nor saves the format that Megatron wants with it.
+# Early gathers require a checkpoint format that a V can neither load nor save.
 SAVING = [case for case in CASES if not ("gathered" in case[0] and case[1] == "zb-v")]
 DAY = ("offloaded, averaged", "zb-v")
 BY_DAY = [case for case in CASES if case == DAY or at_night(case)]
@@ -175,7 +179,8 @@ GLOOS_GATHERS = (
 
 
 class SlowGather:
-    """A gather that gloo ends when it is waited for: what was read at its begin is written then."""
+    """Gather that gloo finishes only when it is waited for: the shards are read at the start, and
+    the results are written at the wait."""
 
     def __init__(self, begin: Callable[..., Any], outputs: list[Any], inputs: list[Any]) -> None:
         self._gathered = [torch.empty_like(output) for output in outputs]
@@ -195,7 +200,8 @@ class SlowGather:
 
 @contextlib.contextmanager
 def slow_gathers() -> Iterator[None]:
-    """Let gathers of ranks that are forked meanwhile read at once and write late."""
+    """Make gathers of ranks that are forked in the context read at their start and write at their
+    wait."""
     begin = torch.distributed.ProcessGroup._allgather_base
 
     def start(group: Any, outputs: Any, inputs: Any, *options: Any) -> SlowGather:
@@ -212,11 +218,11 @@ def slow_gathers() -> Iterator[None]:
 @pytest.mark.parametrize("replicas", [2, *at_night(4)])
 @pytest.mark.parametrize("schedule", [None, *at_night("interleaved-zb", "zb-v")])
 def test_experts_that_are_gathered_early_have_stepped(schedule: str | None, replicas: int) -> None:
-    """Experts whose parameters are gathered early have stepped before. With
-    ``--overlap-param-gather-with-optimizer-step`` trainings with experts had other losses now and
-    then, stock's too. Megatron begins the gather of the first chunk's experts before their
-    optimizer steps. gloo ends a gather by writing all that it read, its own shard too: if it was
-    slow, these experts lost their step."""
+    """With ``--overlap-param-gather-with-optimizer-step``, experts have taken their optimizer step
+    before their parameters are gathered. Trainings with experts sometimes had other losses, under
+    stock too: Megatron starts the gather of the first chunk's experts before their step. gloo
+    writes at the end of a gather all that it has read, the rank's own shard too, so a slow gather
+    undid the step."""
     flags: Flags = {**EXPERTS, "train_iters": 2, "num_virtual_stages_per_pipeline_rank": 2}
     if schedule is not None:
         flags = {**EXPERTS, "train_iters": 2, "pipeline_schedule": schedule}
@@ -227,7 +233,7 @@ def test_experts_that_are_gathered_early_have_stepped(schedule: str | None, repl
 
 
 def resumed(setting: str, folder: Path, **more: object) -> list[Run]:
-    # --ckpt-step is not for the older format
+    # --ckpt-step does not work with the older format
     (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
     return training(setting).run(load=folder, **more)
 
@@ -257,12 +263,13 @@ OTHERS_BY_DAY = [
 
 @pytest.mark.parametrize(("setting", "schedule"), [shown(*case) for case in OTHERS_BY_DAY])
 def test_optimizers_of_other_packages(setting: str, schedule: str, tmp_path: Path) -> None:
-    """Optimizers of other packages train as in stock, from scratch and resumed from a checkpoint of
-    stock."""
+    """Trainings with optimizers of other packages equal stock's, from the start and resumed from a
+    checkpoint of stock."""
     package = OTHERS[setting][0]
     folder = package.fetch()
     virtual = virtual_of(setting, schedule)
-    # Megatron itself cannot load what is beside bf16 of main parameters.
+    # Megatron itself cannot load the states that it saves with main parameters in bf16, so 1f1b
+    # stands for stock.
     stocks: Flags = {**virtual}
     if setting.startswith("fused, states in bf16"):
         stocks = {"pipeline_schedule": "1f1b"}
@@ -285,9 +292,9 @@ def test_optimizers_of_other_packages(setting: str, schedule: str, tmp_path: Pat
 
 
 def assert_one_rank_has_each(runs: list[Run]) -> None:
-    """Assert that the ranks together hold each piece of the state, except counts of steps, once
-    without its copies. `megatron-ext parity` records these: one of the copies that several
-    instances hold, and each piece that only one data-parallel rank holds."""
+    """Assert that exactly one rank records each piece of the state, not counting copies and step
+    counts. `megatron-ext parity` relies on this: several optimizer instances hold copies of a
+    piece, and some pieces exist on one data-parallel rank only."""
     pieces = Counter(
         (piece.name, piece.index, piece.place)
         for rank in runs

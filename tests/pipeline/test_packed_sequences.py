@@ -1,8 +1,8 @@
-"""Packed sequences under every placement, against stock Megatron: the same, to the last bit.
+"""Tests of packed sequences under every placement, compared with stock Megatron to the last bit.
 
 Every stage reads where the sequences of a microbatch begin and end, each chunk of a rank from an
-iterator of its own; the tokens are read by the first stage and the labels by the last, which are on
-one rank of a V. Attention is Megatron's own, sequence by sequence.
+iterator of its own. The first stage reads the tokens and the last one the labels; on a V these two
+stages are on one rank. Attention is Megatron's own, sequence by sequence.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _attention_by_sequence() -> Iterator[None]:
         yield
 
 
-# Megatron's own loop: its datasets, what it hands to each stage, its loss.
+# --- Megatron's own loop, with its datasets, its batches for each stage and its loss
 
 CONVERSATIONS: Flags = {
     "sft": True,
@@ -142,7 +142,7 @@ def test_it_is_stock_to_the_last_bit(model: str, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
 @pytest.mark.parametrize("data", [CONVERSATIONS, DOCUMENTS], ids=["conversations", "documents"])
 def test_several_samples_make_one_row(data: Flags, schedule: str) -> None:
-    """Several packed samples make one row, as in stock on one rank."""
+    """Several packed samples of a microbatch become one row, as in stock on one rank."""
     common: Flags = {**data, **PER_TOKEN, "micro_batch_size": 2}
     alone = flags(**common, pipeline_model_parallel_size=1)
     reference = train(1, alone, model_provider=drawn_by_name)
@@ -157,10 +157,11 @@ def test_several_samples_make_one_row(data: Flags, schedule: str) -> None:
     [("zb-h1", 1, False), ("zb-v", 2, False), ("v-half", 1, True)],
 )
 def test_with_the_vocabulary_divided(schedule: str, variant: int, per_token: bool) -> None:
-    """Packed sequences train with a divided vocabulary. Tokens without a loss have a label outside
-    every rank's part of the vocabulary."""
+    """Packed sequences train with a vocabulary split over the ranks. The label of a token without a
+    loss is outside every rank's part of the vocabulary."""
     more: Flags = {"position_embedding_type": "rope", "calculate_per_token_loss": per_token}
-    setting = training(2, 2, CONVERSATIONS | more | {"micro_batch_size": 1})  # stock takes one pack
+    # stock accepts one pack a microbatch
+    setting = training(2, 2, CONVERSATIONS | more | {"micro_batch_size": 1})
     reference, folder = setting.saved()
     ours: Flags = {"pipeline_schedule": schedule, "pipeline_vocab_parallel": variant}
     runs, _ = setting.saved(load=folder, ckpt_step=1, **ours)
@@ -193,8 +194,9 @@ PARALLEL: dict[str, Flags] = {
     ],
 )
 def test_parallel_besides(setting: str, schedule: str, tmp_path: Path) -> None:
-    """Packed sequences train with further parallelism. Ranks of a tensor-parallel group get what
-    the first of them has read."""
+    """Packed sequences train together with tensor, expert or data parallelism, or with offload.
+    In a tensor-parallel group only the first rank reads data, and passes them on to the other
+    ranks."""
     common: Flags = {**CONVERSATIONS, **PER_TOKEN, **PREDICTING, **PARALLEL[setting]}
     ranks = 2 if setting == "offload" else 4
     offload = {"pipeline_activation_offload": common.pop("pipeline_activation_offload", None)}
@@ -214,8 +216,9 @@ def test_parallel_besides(setting: str, schedule: str, tmp_path: Path) -> None:
     ],
 )
 def test_the_upstream_script(data: Flags, schedule: str, tmp_path: Path) -> None:
-    """The upstream script builds datasets of documents for the first and the last stage only. The
-    other chunks of a loop had nothing to read."""
+    """Megatron's pretrain_gpt.py trains on packed sequences under our schedules. It builds datasets
+    of documents for the first and the last stage only, so the other chunks of a loop had nothing to
+    read."""
     script = megatron_sources() / "pretrain_gpt.py"
     common: Flags = {**data, **PER_TOKEN, **PREDICTING}
     reference = train(2, flags(**common, save=tmp_path, save_interval=1), script)
@@ -226,18 +229,18 @@ def test_the_upstream_script(data: Flags, schedule: str, tmp_path: Path) -> None
     assert_same_runs(runs, reference)
 
 
-# Code that calls Megatron's schedule itself, with batches as Megatron-Bridge packs them.
+# --- code that calls Megatron's schedule itself, with batches packed as in Megatron-Bridge
 
 RANKS, LAYERS, VOCABULARY, LONGEST = 2, 4, 32, 12
 LENGTHS = [[5, 4, 3], [12], [1, 8, 3], [6, 6], [2, 2, 2, 6]]
-VARYING = [*LENGTHS[:2], [3, 4], [8, 2], [4]]  # dynamic batches: so many tokens at most
+VARYING = [*LENGTHS[:2], [3, 4], [8, 2], [4]]  # dynamic batches with a limit of tokens
 TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 Batch = dict[str, Any]
 
 
 def batches(lengths: list[list[int]]) -> list[Batch]:
-    """Return a batch for each list of lengths: a row of tokens, and the ends of its sequences."""
+    """Return a batch for each list of lengths: one row of tokens, and the ends of its sequences."""
     generator = torch.Generator().manual_seed(2)
     made = []
     for of_one in lengths:
@@ -267,7 +270,7 @@ def forward_step(data: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..
 
 
 def sum_of_losses(mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Return the sum of losses, and the number of tokens that count."""
+    """Return the sum of losses, the number of tokens that count, and the reported loss."""
     loss = (output * mask).sum()
     return loss, mask.sum().int(), {"loss": loss.item()}
 
@@ -313,20 +316,20 @@ def is_divided(name: str, parameter: Tensor) -> bool:
 
 
 def names(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parts of a table have their rank's number too."""
+    """Yield the parameters; the name of a part of a split table ends with its rank."""
     for name, parameter in named_parameters(chunk):
         yield f"{name} {dist.get_rank()}" if is_divided(name, parameter) else name, parameter
 
 
 def step(lengths: list[list[int]], depths: int | None = None) -> tuple[list[Any], Gradients]:
-    """One step on batches of sequences of these lengths."""
+    """Run one step on batches of sequences of ``lengths``, and return losses and gradients."""
     varies = len(set(map(sum, lengths))) > 1
     return whole_step(
         partial(chunks_of, depths, varies),
         names,
         forward_step,
         partial(batches, lengths),
-        seq_length=1 if varies else LONGEST,  # as verl says
+        seq_length=1 if varies else LONGEST,  # verl passes a length of 1 if lengths vary
         micro_batch_size=1,
     )
 
@@ -355,9 +358,9 @@ def step(lengths: list[list[int]], depths: int | None = None) -> tuple[list[Any]
     ids=["one length", "lengths vary"],
 )
 def test_losses_and_gradients_of_a_callers_model(lengths: list[list[int]]) -> None:
-    """Losses and gradients of a caller's packed model are stock's. Sequences are packed to one
-    length, as in Megatron-Bridge, or as many as fit, as in verl and NeMo-RL; with multi-token
-    prediction."""
+    """A caller's model on packed sequences, with multi-token prediction, gets stock's losses and
+    gradients. Batches are packed to one length, as in Megatron-Bridge, or to as many sequences as
+    fit, as in verl and NeMo-RL."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -382,8 +385,9 @@ def test_losses_and_gradients_of_a_callers_model(lengths: list[list[int]]) -> No
     ],
 )
 def test_a_callers_model_with_the_vocabulary_divided(schedule: str, variant: str) -> None:
-    """A split vocabulary was refused for a caller's packed model. Sums over shards have another
-    order: close, and not bitwise."""
+    """A caller's packed model trains with a vocabulary split over the ranks, which used to be
+    refused. Sums over the parts have another order, so losses are close to stock's and not bitwise
+    equal."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):

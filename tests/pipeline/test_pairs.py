@@ -1,8 +1,9 @@
-"""Forward and backward passes that run as one (``--overlap-moe-expert-parallel-comm``).
+"""Tests of overlapped forward and backward passes (``--overlap-moe-expert-parallel-comm``) under
+our schedules.
 
-By Megatron's own schedule plans, under schedules of ours: the same to the last bit as under stock's
-interleaved, with the flag and without. Weights are drawn by their names, so that a model starts
-alike wherever its stages lie.
+The passes run by Megatron's own schedule plans. Losses and weights equal those of stock's
+interleaved schedule, with the flag and without, to the last bit. Weights are drawn by their names,
+so that a model starts alike wherever its stages lie.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def run(ranks: int, flags: Flags) -> list[Run]:
 
 
 def count_pairs() -> None:
-    """In a forked process, whose ranks then check that their pairs ran as one."""
+    """Make the ranks of this process check after each step that each of the schedule's overlapped
+    passes ran as one call."""
     beside, run = PlannedStage.overlapped_forward, PipelineTraining._train
     ran: list[int] = []
 
@@ -105,7 +107,8 @@ def count_pairs() -> None:
 
 
 def note_steps(folder: Path, **otherwise: bool) -> None:
-    """In a forked process, whose ranks then write down what their last step gave their devices."""
+    """Make the ranks of this process write to ``folder`` the operations that their last step gave
+    their emulated device streams."""
     run = PipelineTraining._train
 
     def step(training: Any, step: Any) -> Any:
@@ -122,12 +125,13 @@ def note_steps(folder: Path, **otherwise: bool) -> None:
 
 
 def noted(folder: Path) -> list[list[Given]]:
-    """By rank."""
+    """Return the operations that `note_steps` has written, by rank."""
     return [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in range(RANKS)]
 
 
 def compare(ranks: int, flags: Flags, schedules: tuple[str, ...], combined: bool) -> None:
-    """Ours with stock's, which sends and dispatches its own way."""
+    """Compare trainings under ``schedules`` with stock's, which sends its own messages and uses its
+    default dispatcher."""
     own = {name: flags[name] for name in (*FLEX, "pipeline_p2p") if name in flags}
     flags = {name: value for name, value in flags.items() if name not in own}
 
@@ -155,7 +159,8 @@ ALL = ("interleaved", "interleaved-zb", "zb-v", "dualpipe-v")
 def case(
     name: str, flags: Flags, *schedules: str, ranks: int = RANKS, combined: bool = True
 ) -> Any:
-    """``combined``: compared with stock's own pairs, too."""
+    """Return a test case. With ``combined`` the schedules are also compared with stock's own
+    overlapped passes."""
     grade = "B" if "moe_flex_dispatcher_backend" in flags else "A"
     marks = covers(grade, schedules, MODEL | PAIRS | flags)
     return pytest.param(ranks, flags, schedules, combined, id=name, marks=marks)
@@ -163,9 +168,9 @@ def case(
 
 @covers("A", ("zb-v",), MODEL | PAIRS)[0]
 def test_a_v_is_stocks_and_its_devices_keep_one_order(tmp_path: Path) -> None:
-    """A V with overlapped passes equals stock without them, to the last bit, and its devices keep
-    one order: whatever a node reads was made before it runs; all ranks of a group run its
-    collectives in one order; and no ranks deadlock, even if all that a rank has given its device is
+    """A V with overlapped passes equals stock without them, to the last bit, and its device work is
+    ordered. Every node of a pass runs after its inputs were computed, all ranks of a group run its
+    collectives in one order, and no ranks deadlock, even if all work that a rank gave its device is
     in one queue."""
 
     def on_ranks(rank: int) -> list[list[Run]]:
@@ -191,11 +196,11 @@ def test_a_v_is_stocks_and_its_devices_keep_one_order(tmp_path: Path) -> None:
 @nightly("test_a_v_is_stocks_and_its_devices_keep_one_order")
 @pytest.mark.parametrize("otherwise", ["one_event", "many_streams"])
 def test_the_model_of_streams_tells_what_would_go_wrong(otherwise: str, tmp_path: Path) -> None:
-    """The emulated streams show what would go wrong. Megatron-LM's issue 1810 suspects that one
-    event for two streams lets collectives start in another order on another rank. An event for each
-    plan, on both streams, does not; nor does one event for all plans, but that hides nothing, since
-    each node waits for the latest one. A separate stream for each all-to-all does: nothing orders
-    those of two overlapped passes."""
+    """The model of device streams finds a wrong order. Megatron-LM's issue 1810 suspects that one
+    event for two streams lets collectives start in another order on another rank. One event for
+    each plan on two streams does not, and one event for all plans does not either, but then nothing
+    overlaps, as each node waits for the latest one. A separate stream for each all-to-all does:
+    nothing orders the all-to-alls of two overlapped passes."""
 
     def on_ranks(rank: int) -> list[Run]:
         note_steps(tmp_path, **{otherwise: True})
@@ -207,7 +212,8 @@ def test_the_model_of_streams_tells_what_would_go_wrong(otherwise: str, tmp_path
         if otherwise == "one_event":
             assert not wrong and not side_by_side(row)
         else:
-            assert wrong and all(isinstance(group, tuple) for group in wrong)  # and no plan
+            # only the order of collectives is wrong, not that within a plan
+            assert wrong and all(isinstance(group, tuple) for group in wrong)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +231,8 @@ def test_the_model_of_streams_tells_what_would_go_wrong(otherwise: str, tmp_path
         case("sequence parallel, tied", TENSOR | TIED, "zb-v"),
         case("fp16", FP16, "interleaved-zb", "zb-v"),
         case("batched", {"pipeline_p2p": "batched"}, "zb-v", combined=False),
-        # Stock's own pairs fail there: the plan's output is its input.
+        # Stock's own overlapped passes fail on a stage without layers, because the plan's output is
+        # its input.
         case("a stage without layers", EMPTY, "interleaved-zb", "zb-v", combined=False),
     ),
 )

@@ -1,4 +1,5 @@
-"""Parameter gathers that the schedule starts, wired as Megatron-Bridge does with virtual stages."""
+"""Tests of parameter gathers that the schedule starts, set up as Megatron-Bridge does with virtual
+stages."""
 
 from __future__ import annotations
 
@@ -26,10 +27,11 @@ from tests.helpers.callers import draw_by_name, first_and_last, forward_step, sm
 from tests.helpers.coalesced_gathers import forbid_coalesced_gathers
 from tests.helpers.ranks import run_ranks, values
 
-RANKS, STAGES, CHUNKS = 4, 2, 3  # PP 2 x DP 2
+RANKS, STAGES, CHUNKS = 4, 2, 3  # two pipeline ranks and two replicas
 SEQUENCE, BATCH, VOCABULARY, MICROBATCHES, STEPS = 8, 1, 32, 4, 2
 
-Event = tuple[str, int]  # "gather", "late" or "F", of a chunk
+# "gather" (started by the schedule), "late" (by a hook) or "F", and the number of a chunk
+Event = tuple[str, int]
 
 
 def build_chunks(*, sets_no_sync: bool) -> list[DistributedDataParallel]:
@@ -37,7 +39,7 @@ def build_chunks(*, sets_no_sync: bool) -> list[DistributedDataParallel]:
         STAGES * CHUNKS,
         STAGES,
         virtual_pipeline_model_parallel_size=CHUNKS,
-        overlap_p2p_comm=True,  # without, stock mixes up the messages of two ranks
+        overlap_p2p_comm=True,  # without overlap, stock mixes up the messages of two ranks
         batch_p2p_comm=False,
         finalize_model_grads_func=finalize,
     )
@@ -46,7 +48,7 @@ def build_chunks(*, sets_no_sync: bool) -> list[DistributedDataParallel]:
         overlap_grad_reduce=True,
         overlap_param_gather=True,
         align_param_gather=True,
-        bucket_size=500,  # several a chunk
+        bucket_size=500,  # small, so that each chunk has several buckets
     )
     chunks = []
     for number in range(CHUNKS):
@@ -69,7 +71,8 @@ def build_chunks(*, sets_no_sync: bool) -> list[DistributedDataParallel]:
 
 @contextlib.contextmanager
 def noting(chunks: list[DistributedDataParallel]) -> Iterator[list[Event]]:
-    """Notes when gathers start, by the schedule or too late by a hook, and passes begin."""
+    """Yield a list of events: a gather starts by the schedule, a gather starts too late by a hook,
+    a forward pass begins."""
     events: list[Event] = []
     start: Callable[..., None] = _ParamAndGradBucketGroup.start_param_sync
     finish: Callable[..., None] = _ParamAndGradBucketGroup.finish_param_sync
@@ -101,7 +104,8 @@ def noting(chunks: list[DistributedDataParallel]) -> Iterator[list[Event]]:
 
 
 def train(*, sets_no_sync: bool = True) -> tuple[list[Any], list[str], list[Event]]:
-    """Losses, digests of the parameters, and the last training step's events, of this rank."""
+    """Train, and return this rank's losses, digests of its parameters, and the events of the last
+    step."""
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=STAGES, virtual_pipeline_model_parallel_size=CHUNKS
     )
@@ -127,7 +131,7 @@ def train(*, sets_no_sync: bool = True) -> tuple[list[Any], list[str], list[Even
         with noting(chunks) as events:
             losses += run(data_iterator=[batches(step) for _ in chunks])
         optimizer.step()
-        # Megatron-Bridge puts it in once a step has been trained.
+        # Megatron-Bridge sets param_sync_func after the first trained step.
         config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)
@@ -151,8 +155,9 @@ def batches(seed: int) -> Iterator[torch.Tensor]:
 
 
 def test_gathers_start_ahead_of_the_passes_and_change_no_bit() -> None:
-    """Parameter gathers start ahead of the passes and change no bit. No code called param_sync_func
-    under our schedules: every gather began when a pass waited for it."""
+    """The schedule starts parameter gathers ahead of the passes that need them, with the same
+    numbers. Under our schedules no code called param_sync_func, so every gather began only when a
+    pass waited for it."""
 
     def with_stock_and_ours(rank: int) -> None:
         forbid_coalesced_gathers()
@@ -171,8 +176,8 @@ def test_gathers_start_ahead_of_the_passes_and_change_no_bit() -> None:
 
 
 def test_a_caller_need_not_hold_back_reductions() -> None:
-    """A caller of stock may omit no_sync_func: stock's hooks count the gradients of all
-    microbatches. Under a schedule of ours W's gradients come without a hook. The count of the first
+    """A caller may omit no_sync_func under our schedules too. Stock's hooks then count the
+    gradients of all microbatches, but W computes gradients without a hook. The count of the first
     step was incomplete, and zero_grad_buffer of the second step failed."""
 
     def with_and_without(rank: int) -> None:

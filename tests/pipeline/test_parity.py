@@ -1,8 +1,8 @@
-"""Training under our schedules against stock Megatron: the same numbers, to the last bit.
+"""Tests that trainings under our schedules have stock Megatron's numbers, to the last bit.
 
-Stock trains and saves at iteration 2; a schedule loads that and trains on; both must then have the
-same losses, parameters and optimizer tensors. ``--clip-grad 0``, since clipping multiplies by a
-norm whose cross-rank sum has an order of its own.
+Stock trains and saves at iteration 2, and a schedule loads that checkpoint and trains on. Both must
+then have the same losses, parameters and optimizer tensors. The runs have ``--clip-grad 0``,
+because clipping multiplies by a norm that is summed over the ranks in an order of its own.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_passes_that_run_again_drop_out_alike() -> None:
 
 
 def compare(ranks: int, **flags: object) -> list[Run]:
-    """zb-h1 and stock from the same initialisation, which must end alike."""
+    """Train zb-h1 and stock from the same initialization, and assert that both end alike."""
     return Training(ranks, flags).start_as_stock(pipeline_schedule="zb-h1")
 
 
@@ -96,8 +96,8 @@ def test_any_number_of_microbatches(ranks: int, microbatches: int) -> None:
 
 @pytest.mark.covers("A", ("line",), overlap_grad_reduce=True)
 def test_gradient_reduction_overlaps() -> None:
-    """Gradient reduction overlaps in steps 1 to 3; Megatron learns its bucket order in the first
-    step."""
+    """--overlap-grad-reduce works under zb-h1. The first step does not overlap, because Megatron
+    learns the order of its buckets in it; steps 1 to 3 do."""
     compare(4, pipeline_model_parallel_size=2, overlap_grad_reduce=True, train_iters=4)
 
 
@@ -165,8 +165,8 @@ def test_shapes_exchanged_when_sequence_lengths_vary() -> None:
 
 
 def test_clipping_is_close() -> None:
-    """Clipping is exact to rounding: the sum of a norm over ranks has an order, so parameters may
-    differ in their last bits."""
+    """With gradient clipping, losses equal stock's up to rounding. A norm is summed over the ranks
+    in another order, so parameters may differ in their last bits."""
     clipped = Training(4, {"pipeline_model_parallel_size": 4, "clip_grad": 0.5, "train_iters": 4})
     runs = clipped.run(pipeline_schedule="zb-h1")
     assert losses(runs) == pytest.approx(losses(clipped.run()), rel=1e-6)

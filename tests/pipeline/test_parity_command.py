@@ -1,4 +1,5 @@
-"""`megatron-ext parity` on trained ranks: the numbers are the same, or the first that are not."""
+"""Tests of the command `megatron-ext parity` on trained ranks: it reports equal numbers, or the
+first that differ."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ MODEL: dict[str, object] = {"pipeline_model_parallel_size": 2, "train_iters": 9,
 
 @functools.cache
 def checkpoint() -> tuple[list[Run], Path]:
-    """Stock's run, which writes a checkpoint first and trains on."""
+    """Return stock's run and the folder of its first checkpoint, after which the run trains on."""
     folder = lasting_folder()
     flags = MODEL | {"save": folder, "save_interval": 1, "exit_interval": 1 + ITERATIONS}
     return train(2, model_flags(**flags)), folder
@@ -33,8 +34,8 @@ def checkpoint() -> tuple[list[Run], Path]:
 
 @functools.cache
 def recorded(*options: str, **flags: object) -> tuple[list[Run], Path]:
-    """A run in ranks that each call `parity record` with ``options``, as under srun, from the
-    checkpoint's first iteration on."""
+    """Train from that checkpoint on, each rank under `parity record` with ``options``, as under
+    srun. Return the runs and the folder of the recording."""
     folder = lasting_folder() / "recording"
     loading: dict[str, object] = {"load": checkpoint()[1], "ckpt_step": 1}
     loading |= {"save": folder / "nothing", "save_interval": 1}
@@ -60,19 +61,20 @@ def test_recording_changes_nothing_and_ends_a_training_early() -> None:
 
 
 def test_a_v_has_stocks_numbers() -> None:
-    """A V has stock's numbers in a comparison, although its stages are on other ranks, and the two
-    copies of the tied embedding on one."""
+    """`parity` finds stock's numbers in a run on a V, although stages are on other ranks there, and
+    both copies of the tied embedding on one rank."""
     (_, a), (_, b) = recorded(), recorded(pipeline_schedule="zb-v")
     status, found = compared(a, b)
     assert (status, found["verdict"]) == (0, "same")
-    # 12 of a layer, 2 of the last norm, two tables; of each Adam's two, and its step
+    # 12 parameters of each layer, 2 of the last norm, two tables; for each Adam's two tensors and
+    # its step
     assert found["compared"] == {"parameters": 52, "optimizer states": 156}
     assert found["settings"]["--pipeline-schedule"] == [None, "zb-v"]
 
 
 def test_sums_in_another_order_are_named() -> None:
-    """Sums in another order are named as the cause of a difference. Larger microbatches add the
-    same samples in another order."""
+    """`parity` reports where two runs first differ if sums have another order. Larger microbatches
+    add the same samples in another order."""
     (_, a), (_, b) = recorded(), recorded(micro_batch_size=2)
     status, found = compared(a, b)
     assert status == 1
@@ -93,10 +95,11 @@ def test_sums_in_another_order_are_named() -> None:
     ids=["vocabulary", "slices"],
 )
 def test_what_another_order_of_sums_gives_is_no_difference(flags: dict[str, object]) -> None:
-    """A difference that another order of sums explains does not count. Slices and a divided
-    vocabulary add in another order by design. Biases of keys, whose gradient is rounding noise,
-    differed by "1736292493 ulps", and parity ended with "different" and 1 although both did what
-    their pages promise."""
+    """`parity` accepts differences that another order of sums explains, given a recording of stock
+    with reversed microbatches. Slices of a sequence and a split vocabulary add in another order by
+    design. Biases of keys, whose gradient is rounding noise, differed by "1736292493 ulps", and
+    parity ended with "different" and exit code 1, although both features did what their pages
+    promise."""
     (_, a), (_, reordered), (_, b) = recorded(), recorded("--reversed"), recorded(**flags)
     status, found = compared(a, b)
     assert (status, found["verdict"]) == (1, "differ")
@@ -112,8 +115,9 @@ def test_what_another_order_of_sums_gives_is_no_difference(flags: dict[str, obje
 def test_a_gradient_that_is_left_out_is_more_than_another_order_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A missing gradient is a larger difference than another order of sums gives. The second floor
-    must not hide this fault: the weight gradients of one microbatch of eight are never added."""
+    """`parity` reports a missing gradient, which is a larger difference than another order of sums
+    explains. The seeded fault must stay visible: the weight gradients of one microbatch of eight
+    are never added."""
     run = WeightGradients.run
 
     def without_one(self: WeightGradients, stage: int, microbatch: int) -> None:
@@ -131,9 +135,9 @@ def test_a_gradient_that_is_left_out_is_more_than_another_order_gives(
 
 
 def test_states_that_a_distributed_optimizer_divides() -> None:
-    """Parity puts together the states that a distributed optimizer splits over data-parallel ranks,
-    of a gated layer that torch_dist saves in halves. Parameters of the next step are still being
-    gathered when an iteration is recorded."""
+    """`parity` joins the states that a distributed optimizer splits over data-parallel ranks, also
+    of a gated layer, which torch_dist saves in halves. When an iteration is recorded, parameters of
+    the next step are still being gathered."""
     flags = model_flags(
         pipeline_model_parallel_size=2,
         train_iters=9,
@@ -150,7 +154,8 @@ def test_states_that_a_distributed_optimizer_divides() -> None:
         train(4, [*flags, *ours], before=words)
     status, found = compared(*folders)
     assert (status, found["verdict"]) == (0, "same")
-    # 12 of a layer, 2 of the last norm, three tables; of each a main copy, Adam's two, and its step
+    # 12 parameters of each layer, 2 of the last norm, three tables; for each a main copy, Adam's
+    # two tensors and its step
     assert found["compared"] == {"parameters": 53, "optimizer states": 4 * 53}
     a = read_recording(folders[0])
     assert {dtype for dtype, _ in map(a.full_tensor, a.tensors)} == {"bfloat16", "float32"}

@@ -1,4 +1,5 @@
-"""`megatron-ext parity` on models of every kind, as a user runs it: stock against ours."""
+"""Tests of the command `megatron-ext parity` on models of every kind: stock compared with our
+schedules."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ Flags = dict[str, object]
 
 @dataclass(frozen=True)
 class Model:
-    """Model that a command trains, by Megatron's flags, and the schedule it is compared under.
+    """Model that a launch command trains, and the schedule that is compared with stock.
 
     Attributes:
-        stand_in: for what there is one on the CPU.
-        trained: by ``ANY``; "" for all.
-        is_saved: whether both load a checkpoint that the command writes; else ``ANY`` draws weights
-            by their names.
+        stand_in: names the part of the model that is replaced on the CPU.
+        trained: trained parts, in the words of the script ``ANY``; "" for all.
+        is_saved: both runs load a checkpoint that the command writes; otherwise ``ANY`` draws
+            weights by their names.
     """
 
     flags: Flags

@@ -1,9 +1,9 @@
-"""Loops, V's and waves against stock Megatron: the same numbers, to the last bit.
+"""Tests of loop, V and wave placements: the numbers are stock Megatron's, to the last bit.
 
-Weights are drawn by pipeline rank, so that a V starts from others than stock does. So stock trains
-and saves at iteration 1; a schedule, whose stages lie elsewhere, loads that and trains on; then
-losses, evaluation losses, all parameters and all optimizer tensors must be the same. Like stock
-where stages lie, dropout draws by rank: it is compared between runs of one placement.
+Megatron draws weights by pipeline rank, so a V starts from other weights than stock. Therefore
+stock trains and saves at iteration 1, and a schedule, whose stages are on other ranks, loads that
+checkpoint and trains on. Losses, evaluation losses, all parameters and all optimizer tensors must
+then be equal. Dropout is drawn by rank too, so it is compared between runs of one placement.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ RECOMPUTE = {
 
 
 def training(ranks: int, pipeline: int, layers: int = 8, /, **flags: object) -> Training:
-    """``pipeline`` of the ``ranks`` in a row, and an evaluation at the end."""
+    """Return a training with pipelines of ``pipeline`` ranks, and an evaluation at its end."""
     size = {"pipeline_model_parallel_size": pipeline, "num_layers": layers}
     length = {"train_iters": ITERATIONS, "eval_iters": 1}
     return Training(ranks, {**size, **length, **flags}, SAVED_AT)
 
 
 def distributed(**flags: object) -> Training:
-    """The distributed optimizer with both overlaps, two data-parallel ranks a pipeline rank."""
+    """Return a training with the distributed optimizer, both overlaps, and two replicas."""
     optimizer: dict[str, object] = {
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": True,
@@ -75,8 +75,8 @@ SETTINGS = {
     "distributed optimizer, padded buckets": distributed(hidden_size=64),
     "dp_reshardable": distributed(dist_ckpt_optim_fully_reshardable=None),
 }
-# By day not every family: what differs between those of one placement is their order, which is
-# proved, and run with stand-ins for the model by test_adversary.py.
+# By day not every family runs: families of one placement differ in the order of their passes, which
+# is proved, and which test_adversary.py runs on small stand-ins for the model.
 TRAINED = (
     *("zb-v", "v-half", "interleaved-zb"),
     *at_night("gis"),
@@ -90,7 +90,7 @@ PARITY = [
     ("pp3", "hanayo"),
     ("loss per token", "zb-v"),
     ("sequence lengths vary", "zb-v"),
-    # What is parallel besides, and bf16: test_matrix.py has a line, a V and a loop with each.
+    # test_matrix.py combines a line, a V and a loop with bf16 and with other kinds of parallelism.
     *at_night(
         *(("pp4", schedule) for schedule in TRAINED),
         ("pp4, 16 layers", "hanayo"),
@@ -111,7 +111,8 @@ PARITY = [
 
 
 def assert_copies_agree(runs: Sequence[Run]) -> None:
-    """The embedding's and the output layer's weight are one, at setup and after each iteration."""
+    """Assert that the weights of the embedding and of the tied output layer are equal, at setup and
+    after each iteration."""
     moments = list(zip(*(run.tables for run in runs), strict=True))
     assert len(moments) == len(losses(runs)) + 1
     for number, tables in enumerate(moments):
@@ -137,9 +138,9 @@ def test_resumed_training_is_stock_to_the_last_bit(setting: str, schedule: str) 
 
 
 def test_flags_of_megatrons_own_messages_change_nothing() -> None:
-    """Flags of Megatron's own messages change nothing. With --no-overlap-p2p-communication and two
-    ranks, Megatron's assertion about messages between virtual stages ended a V, which sends our
-    messages instead."""
+    """Flags of Megatron's own messages do not affect our schedules. With
+    --no-overlap-p2p-communication and two ranks, Megatron's assertion about messages between
+    virtual stages ended a V, which sends our messages instead."""
     settings = SETTINGS["pp2"].but(eval_iters=0, no_overlap_p2p_communication=True)
     settings.resume_as_stock(pipeline_schedule="zb-v")
 
@@ -166,7 +167,7 @@ def test_what_auto_takes_is_stock_to_the_last_bit(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The schedule that `auto` chooses trains as stock to the last bit. One rank chooses and
-    searches for all, and virtual stages on the line stay."""
+    searches for all ranks. Megatron keeps the virtual stages of a chosen linear schedule."""
     shorten_search(monkeypatch)
     SETTINGS[setting].saved()
     capfd.readouterr()
@@ -203,8 +204,8 @@ def test_fewer_microbatches_than_ranks(microbatches: int, schedule: str) -> None
     ],
 )
 def test_stages_without_layers(schedule: str, layout: str) -> None:
-    """A stage without layers returns its input (Megatron-LM #1852), which Megatron frees when it is
-    sent."""
+    """A stage without layers trains: its output is its own input (Megatron-LM #1852), although
+    Megatron frees an output once it is sent."""
     ours = {"pipeline_schedule": schedule, "pipeline_model_parallel_layout": layout}
     SETTINGS["pp2"].resume_as_stock(**ours)
 
@@ -215,14 +216,15 @@ def test_full_recompute() -> None:
 
 
 def test_passes_that_run_again() -> None:
-    """All passes of a training step are recomputed, and none of an evaluation."""
+    """With --pipeline-recompute for all stages, all passes of a training step are recomputed, and
+    none of an evaluation; the numbers are stock's."""
     ours = {"pipeline_schedule": "zb-v", "pipeline_recompute": "first:4"}
     assert evaluations(SETTINGS["pp2"].resume_as_stock(**ours))
 
 
 def test_clipping_is_close() -> None:
-    """Clipping on a V is exact to rounding: the sum of a norm over ranks has an order, and each
-    rank has other tensors than in stock."""
+    """With gradient clipping, losses and norms on a V equal stock's up to rounding: a norm is
+    summed over the ranks in an order, and each rank has other tensors than in stock."""
     reference = SETTINGS["pp2"].resume(clip_grad=0.5)
     runs = SETTINGS["pp2"].resume(clip_grad=0.5, pipeline_schedule="zb-v")
     assert losses(runs) == pytest.approx(losses(reference), rel=1e-6)
@@ -233,8 +235,8 @@ def test_clipping_is_close() -> None:
 
 @nightly("test_matrix has full recompute on a V, and test_parity dropout with it on a line")
 def test_dropout_is_drawn_again_by_recompute() -> None:
-    """Recompute draws dropout once more with the same result. The reference is not stock, as a V
-    draws on other ranks, and in another order."""
+    """Recomputed layers draw the dropout of their first forward pass again. The reference is a V
+    without recompute, because a V draws dropout on other ranks than stock and in another order."""
     setting = SETTINGS["pp2"]
     reference = setting.run(pipeline_schedule="zb-v", **DROPOUT)
     runs = setting.run(pipeline_schedule="zb-v", **DROPOUT, **RECOMPUTE)
@@ -243,19 +245,19 @@ def test_dropout_is_drawn_again_by_recompute() -> None:
 
 
 def test_dropout_is_that_of_stocks_interleaving() -> None:
-    """Dropout of a loop is that of stock's interleaving: a rank draws for its chunks in the order
-    of their forward passes, which is stock's."""
+    """Under a loop (interleaved) placement dropout equals that of stock's interleaved schedule: a
+    rank draws for its chunks in the order of their forward passes, which is stock's."""
     setting = SETTINGS["pp2"]
     reference = setting.run(num_layers_per_virtual_pipeline_stage=2, **DROPOUT)
     assert {run.schedule for run in reference} == {"forward_backward_pipelining_with_interleaving"}
     assert_same(setting.run(pipeline_schedule="interleaved", **DROPOUT), reference)
 
 
-# Checkpoints that a schedule leaves.
+# --- checkpoints that a schedule saves
 
 
 def fresh() -> list[Run]:
-    """A V's run from the initialisation."""
+    """Return a run on a V from the start."""
     return SETTINGS["pp2"].saved(pipeline_schedule="zb-v")[0]
 
 
@@ -267,21 +269,21 @@ def test_tied_copies_are_equal_from_the_start() -> None:
 
 @pytest.mark.parametrize("schedule", [None, "gis", *at_night("1f1b", "hanayo")])
 def test_saved_on_a_v_and_resumed_elsewhere(schedule: str | None) -> None:
-    """A checkpoint of a V is resumed under other schedules, and under stock without a flag of
-    ours."""
+    """A checkpoint saved on a V is resumed under other schedules, and under stock without a flag of
+    megatron_ext."""
     setting = SETTINGS["pp2"]
     setting.resume_as(setting.saved(pipeline_schedule="zb-v"), pipeline_schedule=schedule)
 
 
 @pytest.mark.parametrize("setting", ["bf16", *at_night("pp2")])
 def test_saved_and_resumed_on_a_v(setting: str) -> None:
-    """A run on a V is saved and resumed as if it had never stopped. With bf16 the fp32 main
-    parameters come back too."""
+    """A run on a V that is saved and resumed equals one that never stopped. With bf16 the fp32 main
+    parameters are restored too."""
     whole = SETTINGS[setting].saved(pipeline_schedule="v-half")
     SETTINGS[setting].resume_as(whole, pipeline_schedule="v-half")
 
 
-# Real data: global rank 0, which has no first stage on a V, builds the indices for all.
+# --- real data; global rank 0, which has no first stage on a V, builds the indices for all ranks
 
 
 @pytest.mark.parametrize("ranks", [2, *at_night(4)], ids=lambda ranks: f"pp{ranks}")
@@ -300,7 +302,7 @@ def test_real_data_without_cached_indices(ranks: int, tmp_path: Path) -> None:
     assert list(cache.glob("*.npy")), "no index was built"
 
 
-# Layers that do not divide evenly: the i-th segment of a layout is stage i.
+# --- layers that cannot be split evenly; segment i of a layout is stage i
 
 UNEVEN: dict[str, tuple[str, dict[str, object], list[list[list[int]]]]] = {
     "layout": (
@@ -343,12 +345,12 @@ def test_uneven_stages(case: str) -> None:
     assert [run.layers for run in runs] == layers
 
 
-# Models built another way, and another script.
+# --- models from a model provider, and Megatron's own training script
 
 
 def test_a_model_provider_builds_what_a_model_builder_does() -> None:
-    """A model provider, as scripts for Megatron before 0.19 have it, builds what a model builder
-    does."""
+    """A model provider, as scripts for Megatron before 0.19 use it, builds the same model on a V as
+    a model builder."""
     runs = replace(SETTINGS["pp2"], build=model_provider).run(pipeline_schedule="zb-v")
     assert_copies_agree(runs)
     assert_same(runs, fresh())
@@ -360,8 +362,8 @@ def test_the_upstream_script() -> None:
 
 
 def test_a_tensor_that_differs_is_noticed() -> None:
-    """A tensor that differs is noticed. Names say what a tensor is, so every layer of whatever rank
-    and chunk is compared."""
+    """The comparison of two runs notices a tensor that differs. Names identify a tensor's layer, so
+    the tensors of every layer are compared on whatever rank and chunk they lie."""
     reference, other = SETTINGS["pp2"].saved()[0], fresh()
     for layer in range(8):
         name = f"optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight[{layer}]"

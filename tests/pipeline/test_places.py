@@ -1,6 +1,7 @@
-"""Programs for the measured costs of the places in a step, in Megatron's own loop.
+"""Tests of programs made for measured costs of each place in a step (a microbatch's position), in
+Megatron's loop.
 
-Passes take what the test says; all else is a training whose microbatches are ordered.
+The test sets the seconds of passes; everything else is a real training with ordered microbatches.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ from tests.pipeline.test_microbatch_order import ORDERED, flags, trained
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 SECONDS = {F: 10e-3, I: 12e-3, W: 8e-3, Kind.FULL_BACKWARD: 20e-3}
 PLACES = (0.2, 1.4, 2.0, 0.4)
-STEPS = profile.WARM_UP + 1  # one step is timed: what it took is said here
+# one step after the warm-up is timed, with the seconds that this test sets
+STEPS = profile.WARM_UP + 1
 ITERATIONS = STEPS + 2
 ORDER: dict[str, Any] = {"microbatch_order": "small-ends"}
 
@@ -65,7 +67,8 @@ def on_the_cpu() -> Iterator[None]:
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder in which each rank writes the program of each step: its digest and microbatches."""
+    """Emulate the seconds of passes, and return a folder in which each rank writes, for each step,
+    its microbatches and the digest of its program."""
 
     def medians(events: Any) -> dict[tuple[int, Kind], float]:
         kinds = {(event.action.stage, event.action.kind) for event in events}
@@ -108,7 +111,8 @@ def profiled(folder: Path, schedule: str = "v-half", **more: object) -> dict[str
 
 
 def programs(folder: Path, ranks: int) -> list[tuple[str, str]]:
-    """Return what each step ran, and its program; the same on all ranks."""
+    """Return, for each step, what ran and the digest of its program, and assert that all ranks ran
+    the same."""
     of_ranks = [(folder / str(rank)).read_text() for rank in range(ranks)]
     assert len(set(of_ranks)) == 1
     steps = [line.rpartition(" ") for line in of_ranks[0].splitlines()]
@@ -118,8 +122,9 @@ def programs(folder: Path, ranks: int) -> list[tuple[str, str]]:
 def test_a_program_for_the_places_takes_over_and_trains_to_the_same_bits(
     emulated: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A program for the microbatches' places replaces the first one and trains to the same bits. It
-    runs once, from the step after the measured ones on; evaluations keep their program."""
+    """A program for microbatches of different costs replaces the one for equal costs during a
+    training, whose numbers do not change. The replacement happens once, after the measured steps;
+    evaluations keep their program."""
     more = ORDERED | {"train_iters": ITERATIONS, "global_batch_size": len(PLACES)}
     more |= {"eval_interval": 1}
     stock = trained(2, **more)
@@ -160,8 +165,8 @@ def test_programs_change_while_devices_wait_or_are_late(
 def test_a_rank_that_swaps_a_step_late_ends_the_training(
     swap: str, emulated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neighbours of a rank that swaps late may wait for ever. The first step of a program names
-    both ranks instead."""
+    """A rank that swaps its program a step later than the others is named before any pass of the
+    new program runs. Otherwise its neighbours might wait for ever."""
     known = Programs.known
 
     def late(own: Programs, *request: Any) -> Any:
@@ -171,7 +176,8 @@ def test_a_rank_that_swaps_a_step_late_ends_the_training(
         return before if before is not None and dist.get_rank() == 1 else found
 
     monkeypatch.setattr(Programs, "known", late)
-    if swap == "measured costs":  # another order, and nothing for the places
+    # the program for measured costs has another order; none is made for different microbatches
+    if swap == "measured costs":
         monkeypatch.setattr(programs_module, "program_for_places", lambda *of: None)
         monkeypatch.setattr(programs_module, "better_of", lambda made, *of: made)
     more = profiled(emulated) | ORDERED | {"eval_iters": 0}
@@ -180,7 +186,7 @@ def test_a_rank_that_swaps_a_step_late_ends_the_training(
     both = r"\w+ on global rank 0; \w+ on global rank 1; one of them swaps"
     assert re.search(f"ranks run different programs from v-half: {both}", told)
     began = [len((emulated / str(rank)).read_text().splitlines()) for rank in (0, 1)]
-    assert sorted(began) == [STEPS, STEPS + 1]  # the first to compare, which waits for nobody
+    assert sorted(began) == [STEPS, STEPS + 1]  # the rank that compares first waits for nobody
 
 
 @nightly("two replicas: test_replicas_swap_at_the_same_step")
@@ -195,12 +201,13 @@ def test_eight_ranks_swap_and_train_to_the_same_bits(
     emulated: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Eight ranks swap the program and train to the same bits: four replicas of two stages, and two
-    of four, whose microbatches are dealt.
+    """Eight ranks swap the program during training and get the same numbers: four replicas of two
+    stages, or two of four, with microbatches dealt to the replicas by cost.
 
-    Gloo adds four gradients in an order that depends on their place in a buffer, and a stage of a V
-    has its own buffer. So has one of Megatron's interleaved schedule: a V has its bits, while some
-    gradients of Megatron's own two schedules differ by a rounding.
+    gloo adds four gradients in an order that depends on their position in a buffer. Each chunk of a
+    rank has a buffer of its own on a V, as it has in Megatron's interleaved schedule. So the V
+    equals that schedule bitwise, while Megatron's two schedules differ from each other in some
+    gradients by a rounding.
     """
     judged = iter((2.0, 1.0))
     monkeypatch.setattr(programs_module, "median_makespan", lambda *of: next(judged))
@@ -238,8 +245,8 @@ def test_steps_of_a_batch_that_grows_run_a_program_for_equal_ones(emulated: Path
 def test_a_step_of_fewer_microbatches_runs_a_program_for_equal_ones(
     emulated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step of fewer microbatches runs a program for equal ones. It is a caller's step, between
-    two steps that run the program for the places; the numbers are stock's."""
+    """A step with fewer microbatches runs the program for equal costs. A caller runs that step
+    between two steps of the program for different costs, and all numbers are stock's."""
     numbers = [len(PLACES)] * (STEPS + 1) + [2, len(PLACES)]
     judged = iter((2.0, 1.0))
     monkeypatch.setattr(programs_module, "median_makespan", lambda *of: next(judged))
@@ -296,8 +303,8 @@ def test_the_program_for_equal_ones_is_kept(
 def test_a_rank_with_another_program_for_the_places_ends_the_training(
     emulated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank with another program for the places ends the training before that program's first
-    step: ranks with different orders would deadlock."""
+    """A training ends before a rank runs another program for different microbatches than the other
+    ranks, because ranks with different orders would deadlock."""
     prove = programs_module.prove_built
 
     def another(schedule: Any, problem: Any) -> Any:
@@ -312,12 +319,12 @@ def test_a_rank_with_another_program_for_the_places_ends_the_training(
     assert [what for what, _ in programs(emulated, 2)] == ["4 equal"] * STEPS
 
 
-# ---- What is measured
+# ---- measured memory and seconds
 
 
 @pytest.mark.parametrize("by_place", [True, False])
 def test_memory_is_that_of_the_largest_microbatch(by_place: bool) -> None:
-    """Memory is counted for the largest microbatch if microbatches differ, else for the median
+    """Bytes are measured on the largest microbatch if microbatches differ, else on the median
     one."""
     sizes = {False: 100.0, True: 300.0}
 
@@ -353,15 +360,16 @@ def test_seconds_of_a_rank_are_summed_over_its_stages() -> None:
 
 
 def test_places_are_means_of_the_longest_pipeline() -> None:
-    """The costs of a place are means over ranks of the longest pipeline: the seconds of the two
-    ranks of each of two pipelines add up."""
+    """Costs of a place (a microbatch's position in the step) come from the slowest pipeline: the
+    seconds of the two ranks of each of two pipelines are added up, and the larger sum counts."""
     ranks = [
         RankPlaces(pipeline, {F: ((1.0, factor), (1.0, 3.0 * factor))})
         for pipeline, factor in ((0, 2.0), (1, 1.0), (0, 2.0), (1, 1.0))
     ]
     measured = measured_places(ranks)
     assert measured is not None
-    # Sums: (2, 4) and (2, 2), then (2, 12) and (2, 6); their median is 2.
+    # The pipelines' sums are (2, 4) and (2, 2) for the first place, then (2, 12) and (2, 6); the
+    # median is 2.
     assert [step[F].tolist() for step in measured.steps] == [[[1, 2], [1, 1]], [[1, 6], [1, 3]]]
     assert measured.at_places == {F: (1.0, 4.0)}
 

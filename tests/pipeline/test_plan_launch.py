@@ -1,6 +1,8 @@
-"""`--pipeline-schedule plan`: a launch that chooses its schedule, and trains as stock does.
+"""Tests of `--pipeline-schedule plan`: a launch that chooses its schedule, and trains as stock
+does.
 
-Each rank has one layer, which no V can split, so no V is searched for on four ranks.
+Each rank has one layer, which no V can split over two chunks, so no V is searched for on four
+ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from tests.helpers.combinations import nightly
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 
 SAVED_AT = 2
-ULP = 2.0**-23  # of fp32
+ULP = 2.0**-23  # unit in the last place of fp32
 
 
 def trained(**flags: object) -> list[Run]:
@@ -22,8 +24,9 @@ def trained(**flags: object) -> list[Run]:
 
 @nightly("test_placements.py trains what auto takes; test_launch_plan.py has what plan takes")
 def test_a_launch_chooses_its_schedule(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A launch with a plan chooses its schedule and equals stock to the last bit. A divided
-    vocabulary is excepted, whose sums have another order and which starts from other weights."""
+    """A launch with `--pipeline-schedule plan` chooses its schedule and equals stock to the last
+    bit. If it chooses a split vocabulary, losses are only close to stock's, because sums have
+    another order."""
     reference = trained(save=tmp_path, save_interval=SAVED_AT)
     for more, taken in (
         ({"pipeline_vocab_parallel": "none"}, "--pipeline-schedule zb-"),

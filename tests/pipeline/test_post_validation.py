@@ -1,6 +1,8 @@
-"""Steps whose optimizer does not wait for all ranks: consecutive ones, on real ranks, over gloo.
+"""Tests of post-validation, in which a rank's optimizer step does not wait for the other ranks,
+over gloo.
 
-Each case compares with the same steps in one process, which wait for everything, to the last bit.
+Each case compares consecutive steps with the same steps run in one process, which wait for all
+gradients, to the last bit.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from tests.helpers.validation import (  # noqa: E402
 
 
 def check_course(pipeline: Pipeline, course: Course) -> None:
-    """The pipeline runs ``course`` as one process would."""
+    """Assert that the pipeline runs the steps of ``course`` as one process would."""
     program, rank = pipeline.program, pipeline.group.rank()
     reference = synchronously(pipeline, course)
     validation = StepAtOnce(pipeline, course, reference.limits)
@@ -70,7 +72,8 @@ def check_course(pipeline: Pipeline, course: Course) -> None:
 def run_courses(
     programs: list[Program], course: Course, shapes: Iterable[bool] = (False,)
 ) -> Callable[[int], None]:
-    """``shapes``: whether they vary, in turn."""
+    """Return a function that checks ``course`` on a rank for each program. ``shapes`` says whether
+    shapes vary; each value runs in turn."""
 
     def run(rank: int) -> None:
         for program, varies in itertools.product(programs, shapes):
@@ -80,8 +83,9 @@ def run_courses(
 
 
 def bad_days(ranks: int) -> Course:
-    """Quiet steps, then bad ones: known to the last rank alone, to the first already, two in a row,
-    of both kinds, and the last of all."""
+    """Return eight steps with good and bad ones. Bad steps are known to the last rank only, or to
+    the first rank already; two follow each other, some are clipped and one overflows, and the last
+    step is bad."""
     last = ranks - 1
     return Course(8, clips={1: last, 4: 0, 5: last // 2, 7: last}, overflows={3: last})
 
@@ -91,8 +95,9 @@ def bad_days(ranks: int) -> Course:
     [*each_once(["zb-2p", "zb-v", "zb-h2", "v-auto"], [2, 3, 4]), ("zb-2p", 1)],
 )
 def test_parameters_are_those_of_synchronous_steps(name: str, ranks: int) -> None:
-    """Parameters under post-validation are those of synchronous steps, with fewer microbatches than
-    ranks, a number that is not a multiple of them, and varying shapes."""
+    """Parameters under post-validation equal those of steps that wait for all ranks. The steps
+    have fewer microbatches than ranks, or a number that is not a multiple of them, and shapes that
+    vary."""
     programs = [program_for(choose(name), ranks, m, steps_overlap=True) for m in (1, 2, 5)]
     values(run_ranks(ranks, run_courses(programs, bad_days(ranks), shapes=(False, True))))
 
@@ -100,7 +105,8 @@ def test_parameters_are_those_of_synchronous_steps(name: str, ranks: int) -> Non
 @pytest.mark.parametrize("name", ["zb-2p", "zb-v"])
 @pytest.mark.parametrize("pipelines", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
 def test_two_pipelines_in_one_world(name: str, pipelines: list[list[int]]) -> None:
-    """Two post-validated pipelines in one world each have their own data, states and verdicts."""
+    """Two pipelines in one world run post-validation independently: each has its own data, partial
+    states and verdicts."""
     program = program_for(choose(name), 2, 3, steps_overlap=True)
     courses = [Course(5, clips={0: 1, 3: 0}), Course(5, clips={2: 1}, overflows={3: 0})]
 
@@ -114,7 +120,7 @@ def test_two_pipelines_in_one_world(name: str, pipelines: list[list[int]]) -> No
     values(run_ranks(4, run))
 
 
-# --- the messages alone
+# --- the messages of post-validation, without steps
 
 
 def messages_of(rank: int, placement: Placement) -> ValidationMessages:
@@ -125,8 +131,8 @@ def messages_of(rank: int, placement: Placement) -> ValidationMessages:
 def test_states_go_along_the_chain_and_the_verdict_comes_back(
     place: Callable[[int], Placement],
 ) -> None:
-    """Partial states go from rank to rank and the verdict comes back. Sums of floats depend on
-    their order, which is that of the ranks' first stages."""
+    """Partial states of the gradient norm are passed from rank to rank, and the verdict comes back.
+    Sums of floats depend on their order, which is that of the ranks' first stages."""
     norms = [0.1, 0.2, 0.3, 1e17]
 
     def run(rank: int) -> list[PartialState]:
@@ -150,8 +156,8 @@ def test_states_go_along_the_chain_and_the_verdict_comes_back(
 
 
 def test_no_rank_waits_until_its_state_is_taken() -> None:
-    """No rank waits until the next rank takes its partial state. That rank ends its part of the
-    step later, by as much as the schedule leans."""
+    """A rank does not wait until the next rank takes its partial state. The next rank ends its part
+    of the step later, by the delay between neighbours in the schedule."""
 
     def run(rank: int) -> None:
         messages = messages_of(rank, line(2))
@@ -167,7 +173,8 @@ def test_no_rank_waits_until_its_state_is_taken() -> None:
 
 
 def test_a_verdict_is_passed_back_by_a_rank_that_is_in_a_pass() -> None:
-    """Rank 0 gets the verdict before rank 1 requests it: rank 1 passes it back while in a pass."""
+    """Rank 0 gets the verdict on a step although rank 1, which passes it back, is in a pass and has
+    not requested the verdict itself."""
 
     def run(rank: int) -> None:
         messages = messages_of(rank, line(3))
@@ -183,8 +190,8 @@ def test_a_verdict_is_passed_back_by_a_rank_that_is_in_a_pass() -> None:
 
 
 def test_nothing_is_expected_where_nothing_is_pending() -> None:
-    """Ranks expect no verdict if none is pending: in the first step, in one after the verdict was
-    taken outside a step, and in one that restarts."""
+    """A rank expects no verdict while none is pending: in the first step, in a step after the
+    verdict was taken outside a step, and in a step that restarts."""
 
     def run(rank: int) -> None:
         messages = messages_of(rank, line(2))
@@ -202,8 +209,8 @@ def test_nothing_is_expected_where_nothing_is_pending() -> None:
 
 
 def test_ranks_that_are_in_different_steps() -> None:
-    """Ranks in different steps are refused: one rank would take the verdict on another step for
-    that on its own."""
+    """Partial states from different steps are refused. Otherwise a rank would take the verdict on
+    another step for that on its own."""
 
     def run(rank: int) -> None:
         messages = messages_of(rank, line(2))
@@ -217,6 +224,6 @@ def test_ranks_that_are_in_different_steps() -> None:
             messages._steps += 1
             with pytest.raises(AssertionError, match="of step 1 has come in step 2"):
                 messages.partial()
-        dist.barrier()  # for a message to come, its sender must live
+        dist.barrier()  # the barrier keeps the sender of a message alive
 
     values(run_ranks(2, run))

@@ -1,5 +1,7 @@
-"""A rank fails between its optimizer step and the verdict on it: every rank ends soon, and says
-what it waited for."""
+"""Tests of a rank that fails between its optimizer step and the verdict on it (post-validation).
+
+Every rank ends soon and says what it waited for.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,12 @@ REDO = "when it does the step again"
 
 
 class Faulty(StepAtOnce):
-    """Something happens on this rank at ``where``, of the first step or the verdict on it."""
+    """Validation of two steps in which this rank runs ``fault`` at ``where`` in the first step or
+    in its verdict."""
 
     def __init__(self, pipeline: Pipeline, where: str, fault: Callable[[], None]) -> None:
-        super().__init__(pipeline, Course(2), limits=[1e-9] * 2)  # all verdicts are bad
+        # norms exceed this limit, so every verdict is bad
+        super().__init__(pipeline, Course(2), limits=[1e-9] * 2)
         self.where = where
         self.fault = fault
 
@@ -75,7 +79,7 @@ class Faulty(StepAtOnce):
 
 @dataclass(frozen=True)
 class Steps:
-    """Two watched steps of zb-2p, in which one rank fails."""
+    """Two steps of zb-2p with a watchdog, in which rank ``failing`` fails."""
 
     failing: int
     where: str
@@ -105,7 +109,8 @@ class Steps:
 
 
 def check_cut_off(rank: int, result: RankResult) -> None:
-    """The rank has ended by an error that says what it waited for, and from whom."""
+    """Assert that ``rank`` has ended by an error that names the message and the rank it waited
+    for."""
     assert result.exit_code == 1, (rank, result.exit_code, result.stderr)
     match = re.search(
         rf"PeerFailure: pipeline rank {rank} was waiting for {rank}(SEND_|RECV_|)([FBPV]|SETTLE)\d "
@@ -140,7 +145,8 @@ def check_cut_off(rank: int, result: RankResult) -> None:
 def test_every_rank_ends_when_one_fails(
     script: Script, failing: int, where: str, fault: Callable[[], None]
 ) -> None:
-    """The thread that waits for the verdict keeps no process from ending."""
+    """If one rank fails, every other rank ends too. The thread that waits for the verdict does not
+    keep a process from ending."""
     with running_ranks(RANKS, Steps(failing, where, fault), script) as running:
         results = running.wait()
     for rank, result in enumerate(results):
@@ -160,8 +166,8 @@ def test_every_rank_ends_when_one_fails(
 def test_a_rank_whose_caller_goes_on_after_its_error(
     script: Script, failing: int, where: str
 ) -> None:
-    """After an error that its caller survives, a rank's thread may still wait for the verdict, and
-    still has what it needs."""
+    """A rank whose caller survives an error may have a thread that still waits for the verdict. The
+    tensors of that thread stay alive, and the process ends without an abort."""
     with running_ranks(RANKS, Steps(failing, where, throw, swallows=True), script) as running:
         running.wait_until_it_says(failing, HERE)
         others = [rank for rank in range(RANKS) if rank != failing]
@@ -181,8 +187,8 @@ def test_a_rank_whose_caller_goes_on_after_its_error(
     ],
 )
 def test_what_ranks_wait_for_is_named(script: Script, where: str, waits: dict[int, str]) -> None:
-    """The action that ranks wait for is named: by the watchdog while rank 1 hangs, by the error
-    when it is killed."""
+    """Ranks name the message they wait for: in the watchdog's line while rank 1 hangs, and in their
+    error when rank 1 is killed."""
     with running_ranks(RANKS, Steps(1, where, stop), script) as running:
         for rank, kind in waits.items():
             way = "to" if kind == "SEND_V" else "from"
@@ -198,7 +204,7 @@ def test_what_ranks_wait_for_is_named(script: Script, where: str, waits: dict[in
 
 
 def leave_without_the_verdict(rank: int) -> None:
-    validation.LOOK_SECONDS = 0.0  # the thread is nearly always in torch
+    validation.LOOK_SECONDS = 0.0  # with this interval the thread is nearly always inside torch
     messages = ValidationMessages(world(), line(2), Recorder(rank))
     messages.pass_on(PartialState())
     if rank == 0:
@@ -210,8 +216,8 @@ def leave_without_the_verdict(rank: int) -> None:
 
 
 def test_a_process_may_end_before_its_verdict(script: Script) -> None:
-    """A process may end before its verdict comes. The thread that waits for the verdict was within
-    torch, and the interpreter aborted while it exited."""
+    """A process may end before the verdict on its last step has come. The interpreter aborted at
+    its exit, because the thread that waits for the verdict was inside torch."""
     with running_ranks(2, leave_without_the_verdict, script) as running:
         running.wait_until_it_says(0, "leaves")
         running.wait_until_ended(0)

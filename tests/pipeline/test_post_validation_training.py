@@ -1,9 +1,9 @@
-"""Training with post-validation against the same schedule without: the same numbers, to the last
-bit, whatever the gradients do.
+"""Tests of trainings with post-validation: the numbers equal those of the same schedule without it,
+to the last bit.
 
-With clipping on: a step that is clipped, skipped or too near to that for a partial sum to tell is
-taken back, and done again by Megatron's own optimizer. Not every iteration is logged: where one is,
-steps do not overlap.
+Gradients are clipped. A step is rolled back and repeated by Megatron's own optimizer if it is
+clipped or skipped, or so near to either that a partial sum cannot tell. Only some iterations are
+logged, because steps do not overlap around a logged iteration.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tests.helpers.ranks import Script
 from tests.pipeline.test_bad_days import end_of, pipeline_flags
 
 SCRIPT = Path(__file__).parent / "pretrain_gpt_with_bad_gradients.py"
-CLIP = 10.0  # above any norm of these small models but those that are scaled up
+CLIP = 10.0  # above all norms of these small models, except those that are scaled up
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A training on ``ranks`` ranks, under one schedule."""
+    """Training on ``ranks`` ranks under one schedule, with and without post-validation."""
 
     ranks: int
     schedule: str
     flags: Mapping[str, object]
 
     def train(self, bad: Mapping[int, float], *, validates: bool, **more: object) -> list[Run]:
-        """``bad``: by iteration, what its gradients are multiplied by."""
+        """Train with the gradients of some iterations multiplied by the factors in ``bad``."""
         monkeypatch = pytest.MonkeyPatch()
         with monkeypatch.context() as context:
             context.setenv("BAD_GRADIENTS", json.dumps({k: repr(v) for k, v in bad.items()}))
@@ -55,7 +55,7 @@ class Setting:
             return train(self.ranks, model_flags(**flags), SCRIPT)
 
     def both(self, bad: Mapping[int, float], **more: object) -> tuple[list[Run], list[Run]]:
-        """With post-validation and without."""
+        """Return the runs with post-validation, and those without."""
         return (
             self.train(bad, validates=True, **more),
             self.train(bad, validates=False, **more),
@@ -64,11 +64,11 @@ class Setting:
 
 PP4: dict[str, object] = {"pipeline_model_parallel_size": 4, "num_layers": 8}
 PP2: dict[str, object] = {"pipeline_model_parallel_size": 2}
-DP2 = PP2  # on four ranks
+DP2 = PP2  # two pipeline ranks on four ranks: two replicas
 UNTIED: dict[str, object] = {"untie_embeddings_and_output_weights": True}
 DROPOUT: dict[str, object] = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 FP16: dict[str, object] = {"fp16": True, "initial_loss_scale": 2.0**10, "loss_scale_window": 5}
-# With these costs steps of four ranks overlap although four stages recompute.
+# With these costs the steps of four ranks overlap although four stages recompute.
 RECOMPUTED: dict[str, object] = {
     "pipeline_recompute": "first:4",
     "pipeline_costs": "f=10,i=12,w=8,comm=1",
@@ -123,25 +123,27 @@ def times_redone(runs: list[Run]) -> int:
     return max(run.redone for run in runs)
 
 
-# By day the tests below clip in fp16, among other steps.
+# By day, another test in this file clips in fp16, among other steps.
 @pytest.mark.parametrize("name", [name for name in SETTINGS if IS_NIGHT or "fp16" not in name])
 def test_clips_on_every_third_step(name: str) -> None:
     setting = SETTINGS[name]
     runs, expected = setting.both(EVERY_THIRD, train_iters=7)
     assert_same(runs, expected)
-    # 3 and 6 are clipped; 5 is a log point, and the first two steps arm.
+    # Iterations 3 and 6 are clipped and repeated. Post-validation begins after the first two steps,
+    # and iteration 5 is logged.
     assert times_redone(runs) == 2
 
 
 def test_many_steps_of_all_kinds() -> None:
-    """Post-validation trains many steps of all kinds: with clips, infinities and NaNs with a
-    dynamic loss scale, and evaluations in between."""
+    """A training with post-validation equals the one without it over many steps: clipped ones,
+    infinite and NaN gradients under a dynamic loss scale, and evaluations in between."""
     steps = 50 if IS_NIGHT else 9
     bad = EVERY_THIRD | {7: float("inf"), 8: float("inf"), 16: float("nan"), 31: float("inf")}
     more: dict[str, object] = {"train_iters": steps, "eval_interval": steps // 3, "eval_iters": 1}
     runs, expected = SETTINGS["zb-v, fp16"].both(bad, log_interval=10, **more)
     assert_same(runs, expected)
-    assert len(losses(runs)) == steps and len(evaluations(runs)) == 5  # two of them at the end
+    # two of the evaluations are at the end
+    assert len(losses(runs)) == steps and len(evaluations(runs)) == 5
     assert times_redone(runs) > steps // 5
 
 
@@ -157,7 +159,8 @@ def test_saved_and_resumed(tmp_path: Path) -> None:
 
 
 def test_the_upstream_script() -> None:
-    """The upstream script trains under post-validation; gradients are clipped now and then."""
+    """Megatron's pretrain_gpt.py trains with post-validation as without it, with gradients that are
+    clipped in some steps."""
     script = megatron_sources() / "pretrain_gpt.py"
     flags: dict[str, object] = {
         "pipeline_schedule": "zb-v",
@@ -172,12 +175,12 @@ def test_the_upstream_script() -> None:
     assert times_redone(runs) > 0
 
 
-# --- a rank that fails between its step and the verdict
+# --- a rank that fails between its optimizer step and the verdict
 
 
 @dataclass(frozen=True)
 class Failure:
-    """``rank`` is lost, or throws, after it has taken its step of ``iteration``."""
+    """Fault after the optimizer step of ``iteration``: ``rank`` is killed, or raises."""
 
     rank: int
     iteration: int
@@ -230,7 +233,8 @@ def test_no_checkpoint_of_a_step_that_is_not_validated(
     for other, result in enumerate(results):
         if other != rank:
             assert result.exit_code == 1
-            # Who knows the verdict already meets the failure where the checkpoint begins.
+            # A rank that knows the verdict already meets the failure at the start of the
+            # checkpoint.
             assert "PeerFailure: pipeline rank" in result.stderr or "Connection" in result.stderr
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert not list(tmp_path.glob("iter_0000006/*"))

@@ -1,4 +1,4 @@
-"""Costs that a training measures itself: ``--pipeline-costs profile``."""
+"""Tests of costs that a training measures itself (``--pipeline-costs profile``)."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def costs_in(path: Path, spec: str, ranks: int) -> Costs:
     return load_costs(path, choose(spec).place(ranks))
 
 
-# ---- The same training
+# ---- measuring changes no number of the training
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,14 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A training that measures its costs equals stock's to the last bit, or that of the same V. It
-    logs what it has measured, what that changes, and how good the prediction was."""
+    """A training that measures its costs equals stock's to the last bit, or that of the same V
+    without measuring. It logs the measured costs, what they change in the schedule, and how good
+    the prediction was."""
     path = tmp_path / "new" / "costs.json"
     more = more | {"global_batch_size": 4 * ranks // pipeline}
     ours = {name: value for name, value in more.items() if name.startswith("pipeline")}
     theirs = {name: value for name, value in more.items() if name not in ours}
-    if spec == "zb-v":  # which starts with other weights than a line, unless from a checkpoint
+    if spec == "zb-v":  # without a checkpoint a V starts with other weights than stock
         theirs["pipeline_schedule"] = spec
     reference = run(ranks, {"pipeline_model_parallel_size": pipeline} | theirs)
     capfd.readouterr()
@@ -167,7 +168,7 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     assert all(costs.held_bytes[Held.ACTIVATION][stage] > 0 for stage in range(placement.stages))
     predictions = [line for line in said if "step predicted" in line]
     assert len(predictions) == pipeline
-    if spec in ("1f1b", "zb-h1"):  # which have one order of passes, whatever they cost
+    if spec in ("1f1b", "zb-h1"):  # the order of passes of these schedules does not depend on costs
         p2p = P2P(str(more.get("pipeline_p2p", P2P.ASYNC)))
         again = place_output_layer(
             choose(spec), Problem(placement, 4, costs, options=ScheduleOptions(p2p=p2p))
@@ -185,11 +186,11 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
 
 
 def test_what_is_traced_is_what_was_asked_for(tmp_path: Path) -> None:
-    """A trace holds the iterations that were requested. Passes are marked in all iterations, and
-    the trace has two of them.
+    """A trace of a run that measures costs holds exactly the requested iterations, although passes
+    are marked in all of them.
 
-    One of two pipelines is traced. It took its first iteration, which is not timed, for a timed
-    one, and then waited for the other pipeline, which took one more.
+    One of two pipelines is traced. That pipeline once counted its first iteration, which is not
+    timed, as a timed one, and then waited for the other pipeline, which ran one more.
     """
     path = tmp_path / "costs.json"
     traced: Flags = {"pipeline_trace": tmp_path, "pipeline_trace_iters": "1:3"}
@@ -215,7 +216,8 @@ def test_the_commands_take_what_a_training_has_written(tmp_path: Path) -> None:
 
 
 def test_a_divided_vocabulary_is_measured_too(tmp_path: Path) -> None:
-    """A divided vocabulary is measured too, by its own passes."""
+    """A training with a vocabulary split over the ranks measures the costs of the vocabulary's
+    passes."""
     path = tmp_path / "costs.json"
     divided: Flags = {"pipeline_vocab_parallel": "2", "train_iters": STEPS + 1}
     flags = profiled(path, "zb-v", 2) | divided
@@ -230,12 +232,13 @@ def test_a_divided_vocabulary_is_measured_too(tmp_path: Path) -> None:
 def test_layers_of_two_types_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers of two types are told apart by stages that mix them differently. The seconds of passes
-    are emulated, the rest is a training; another schedule, with other stages, trains by the
-    measured file."""
+    """Measured costs separate two types of layers if stages mix them in different proportions. The
+    test sets the seconds of passes, and the rest is a real training. Another schedule, with other
+    stages, trains with the measured file."""
     path = tmp_path / "costs.json"
     mixtures, head = ("--", "-E", "EE", "EE"), 2.5e-3
-    runs_of_head = dict(zip(PASSES, (1, 2, 0), strict=True))  # its W is in I
+    # by kind of pass, how often the output layer's time counts: its W is computed in I
+    runs_of_head = dict(zip(PASSES, (1, 2, 0), strict=True))
 
     def takes(stage: int, kind: Kind) -> float:
         layers = sum({"-": 2e-3, "E": 5e-3}[layer] for layer in mixtures[stage])
@@ -276,20 +279,22 @@ def test_layers_of_two_types_are_told_apart(
 def test_measured_costs_lie_with_the_checkpoints(
     costs: str, save: str | None, trace: str | None, path: str | None
 ) -> None:
-    """Measured costs were written to the working directory, where two jobs write one file."""
+    """The file of measured costs is written to the folder of checkpoints if no path is given. It
+    was written to the working directory, where two jobs wrote one file."""
     config = PipelineConfig.parse(schedule="zb-h1", costs=costs, trace=trace)
     found = costs_path(config, Namespace(save=save))
     assert found == (None if path is None else Path(path))
 
 
-# ---- When it ends
+# ---- the end of a training that measures costs
 
 
 def test_a_training_that_ends_early_compares_too(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A training that ends early by --exit-interval, after which Megatron exits at once, also
-    compares its prediction. The costs file has no name and lies in the folder of the trace."""
+    """A training that ends early by --exit-interval, after which Megatron exits, still compares its
+    steps with the prediction. The costs file has no given name, so it is in the folder of the
+    trace."""
     in_trace = {"pipeline_costs": "profile", "pipeline_trace": tmp_path}
     flags = profiled(tmp_path, "zb-h1", 2) | in_trace
     run(2, flags | {"exit_interval": STEPS + 1, "pipeline_trace_iters": "2:3"})
@@ -330,13 +335,14 @@ def test_megatrons_own_writers_are_told(tmp_path: Path, monkeypatch: pytest.Monk
         assert written["pipeline/step seconds"][0] > 0
 
 
-# ---- In a loop of one's own
+# ---- measuring in a caller's own loop
 
 
 def test_other_shapes_are_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each shape is measured once: what is known of one shape stays when another one comes."""
+    """Costs are measured once for each shape of microbatches. The costs of one shape stay known
+    when another shape comes."""
     path = tmp_path / "costs.json"
 
     def loop(rank: int) -> list[str]:
@@ -362,15 +368,17 @@ def test_other_shapes_are_measured_again(
 def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A shape that another pipeline meets first is estimated by its own sizes. In the first step a
-    pipeline with longer sequences used global rank 0's costs. And rank 0, which writes the file,
-    did not know the other estimate, so the file had no costs by layer type."""
+    """A pipeline whose sequences have a length that global rank 0 has not met estimates costs by
+    its own sizes. In the first step such a pipeline used global rank 0's costs. Rank 0, which
+    writes the costs file, did not know the other estimate, so the file had no costs by layer
+    type."""
     monkeypatch.setattr(leader, "AHEAD_SECONDS", 0.1)
     estimate = {length: uniform(choose("1f1b").place(1), length, 1, 1) for length in (8, 16)}
 
     def on_rank(rank: int) -> tuple[dict[Any, Costs], dict[Any, Any]]:
-        groups: list[Any] = [dist.new_group([0]), dist.new_group([1])]  # a pipeline each
-        # A job is its sequence length here.
+        # two pipelines of one rank each
+        groups: list[Any] = [dist.new_group([0]), dist.new_group([1])]
+        # A job is described by its sequence length only.
         monkeypatch.setattr(
             programs_module, "of_built", lambda config, placement, sizes, length, *more: length
         )
@@ -409,8 +417,8 @@ def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
 def test_a_limit_that_measured_bytes_exceed_ends_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If measured bytes exceed a limit that the estimate met, the training ends. The costs file is
-    written, so that the user can plan with it."""
+    """A training ends if its measured bytes exceed the memory limit, although the estimate was
+    within it. The costs file is still written, so that the user can plan with it."""
     path = tmp_path / "costs.json"
     monkeypatch.setattr(
         SavedTensors,
@@ -452,12 +460,13 @@ def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path: Path)
     assert "costs are not written" in results[0].stderr
 
 
-# ---- What is measured
+# ---- measured operations and bytes
 
 
 def test_operations_are_timed_for_a_known_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations are timed only on a known GPU. The emulated GPU's products take three times the
-    estimate, its gathers twice, and its experts have neither memory nor a kernel."""
+    """Single operations are timed only on a GPU whose data sheet is known. On the emulated GPU,
+    matrix products take three times the estimate, gathers twice, and experts have neither memory
+    nor a kernel."""
     model = Model(
         layers=("*-",) * 2,
         hidden_size=1024,
@@ -524,11 +533,11 @@ MODEL: Flags = {
 def test_bytes_are_those_that_ranks_hold(
     spec: str, output_layer_waits: bool, tmp_path: Path
 ) -> None:
-    """The bytes in the costs file are those that hooks on autograd and the queue count
-    (`held_bytes`).
+    """The bytes in the costs file equal those that hooks on autograd and on the queue of weight
+    gradients count (`held_bytes`).
 
-    If the output layer's weight gradient was computed in I, the file adds the bytes that it would
-    hold until W.
+    If the output layer's weight gradient was computed in I, the file adds the bytes that would be
+    stored until W.
     """
     path = tmp_path / "costs.json"
     run(2, MODEL | profiled(path, spec, 2) | {"train_iters": STEPS})
@@ -546,7 +555,7 @@ def test_bytes_are_those_that_ranks_hold(
 
 
 def counted_bytes(spec: str) -> dict[str, int]:
-    """Bytes that microbatch 0 holds after F and after I, by the action."""
+    """Return the bytes that microbatch 0 stores after F and after I, by the action."""
     more: Flags = {"pipeline_model_parallel_size": 2, "pipeline_schedule": spec}
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
         measure_steps(monkeypatch, Path(folder))
@@ -559,23 +568,23 @@ def counted_bytes(spec: str) -> dict[str, int]:
 def test_saved_tensors_are_counted_once_and_without_what_microbatches_share(
     microbatches: int, tensors: int
 ) -> None:
-    """Saved tensors are counted once, without those that microbatches share. With a single
-    microbatch the shared ones cannot be told: a mask counts, a parameter does not."""
+    """Each saved tensor counts once, and tensors that microbatches share do not count. With a
+    single microbatch shared tensors cannot be recognized: a mask counts, a parameter does not."""
     weight = torch.nn.Parameter(torch.ones(100, 100))
     mask = torch.ones(100)
     counting = SavedTensors([weight])
     for microbatch in range(microbatches):
         x = torch.ones(100, requires_grad=True)
         with counting.around(parse_action(f"0F{microbatch}")):
-            y = (weight @ x * mask).exp()  # x, mask, and what exp gave
-            z = (y[:50] * y[50:]).sum()  # parts of that
+            y = (weight @ x * mask).exp()  # saves x, mask and the result of exp
+            z = (y[:50] * y[50:]).sum()  # saves parts of y
         z.backward()
     assert counting.per_microbatch() == {(0, Held.ACTIVATION): tensors * 400}
 
 
 def test_the_largest_microbatch_counts_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If microbatches differ, the largest one counts, but not the first, in which caches fill,
-    however much it takes."""
+    """The bytes of the largest microbatch count if microbatches differ in size. The first
+    microbatch never counts, however large, because caches fill in it."""
     saved, allocated, now = SavedTensors([]), Allocated(1, 0), [0]
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now[0])
     for microbatch, size in enumerate((900, 100, 100, 300)):
@@ -594,8 +603,9 @@ def test_the_largest_microbatch_counts_where_they_differ(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("again", [Recompute(first=2), *at_night(Recompute())], ids=str)
 def test_an_allocator_tells_the_same(again: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An allocator, as a GPU has one, gives the same bytes. Here it counts the live storages. The
-    model is ``y = tanh(x) W^T + b`` with a loss. Of a recomputed pass the second run is counted."""
+    """The byte count by an allocator, as on a GPU, gives the expected tensors of a known model, ``y
+    = tanh(x) W^T + b`` with a loss. Live storages stand in for the allocator. If a pass is
+    recomputed, its second run counts."""
     tensor = 3 * WIDTH * 4
 
     def counted(rank: int) -> dict[tuple[int, Held], float]:
@@ -608,10 +618,11 @@ def test_an_allocator_tells_the_same(again: Recompute, monkeypatch: pytest.Monke
         return counting.per_microbatch()
 
     first, last = values(run_ranks(2, counted))
-    # x and tanh(x); then tanh(x) and dy
-    assert first[0, Held.ACTIVATION] == pytest.approx(2 * tensor, abs=4)  # a freed output's place
+    # until I: x and tanh(x); until W: tanh(x) and dy
+    # 4 bytes: what remains of a freed output
+    assert first[0, Held.ACTIVATION] == pytest.approx(2 * tensor, abs=4)
     assert first[0, Held.WEIGHT_INPUTS] == 2 * tensor
-    # x, tanh(x) and the loss's y
+    # until I: x, tanh(x) and the y of the loss
     assert last[1, Held.ACTIVATION] == pytest.approx(3 * tensor, abs=16)
     assert last[1, Held.WEIGHT_INPUTS] == 2 * tensor
 
@@ -619,8 +630,8 @@ def test_an_allocator_tells_the_same(again: Recompute, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("p2p", P2P)
 @pytest.mark.parametrize("spec", ["zb-h1", "zb-v", "interleaved"])
 def test_messages_are_timed_between_all_neighbours(spec: str, p2p: P2P) -> None:
-    """Messages are timed between all neighbours, for each link by its lower rank; steps go on as
-    before."""
+    """The seconds of messages are measured between all neighbours, once for each link, by its lower
+    rank. Steps run before and after the measurement."""
 
     def timed(rank: int) -> int:
         program = program_for(choose(spec), 3, 6, p2p=p2p)
@@ -636,18 +647,18 @@ def test_messages_are_timed_between_all_neighbours(spec: str, p2p: P2P) -> None:
     assert values(run_ranks(3, timed)) == expected
 
 
-# ---- Prediction on emulated clocks
+# ---- prediction on emulated clocks
 
 
 @pytest.mark.parametrize("spec", ["1f1b", "zb-auto", "zb-v"])
 def test_the_measured_costs_are_those_of_the_passes(spec: str) -> None:
-    """Measured costs are at least those of the emulated passes, as a sleep never ends early. (A
-    benchmark tells how well steps are predicted.)"""
+    """Measured costs are at least the seconds that emulated passes sleep, because a sleep never
+    ends early. (A benchmark measures how well steps are predicted.)"""
     result = prediction.measure(spec, 2, 4, "f=6,i=8,w=4")
     placement = choose(spec).place(2)
     asked = in_seconds("f=6,i=8,w=4", placement)
     measured = parse_costs(result.measured, placement)
-    least = 0.999  # of figures that are printed
+    least = 0.999  # printed figures are rounded
     for stage in range(placement.stages):
         assert measured.seconds[Kind.FORWARD][stage] > least * asked.seconds[Kind.FORWARD][stage]
         backward = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

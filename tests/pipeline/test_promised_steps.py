@@ -1,10 +1,10 @@
-"""Promises of a trace of Megatron's own step, held against the trainings that it speaks of, and the
-executor of Megatron's own step, held against Megatron's pipeline functions.
+"""Tests of step times that a trace of Megatron's own step predicts for other schedules, and of
+Megatron's simulated executor.
 
-Layers and output layer run by emulated clocks (`tests.helpers.timed_model`), and the output layer
-takes as long as four of the eight layers; all else are trainings. The estimate takes it for less
-than one. When all of a rank's work was cut evenly, zb-v was promised 0.80 of Megatron's step and
-took 0.99.
+The predictions are compared with real trainings, and the executor with Megatron's pipeline
+functions. Layers and output layer run by emulated clocks (`tests.helpers.timed_model`); the output
+layer takes as long as four of the eight layers, while the estimate gives it less than one. When a
+rank's work was cut evenly, zb-v was predicted to take 0.80 of Megatron's step, and took 0.99.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ ALIKE = PartTimes(layer=(10e-3, 12e-3, 8e-3), output_layer=(0.0, 0.0, 0.0), mess
 
 
 def traced_step(ranks: int, flags: Flags, folder: Path, times: PartTimes = TIMES) -> TracedStep:
-    """Return the step of a training with ``flags`` on ``ranks`` ranks, whose clocks take
-    ``times``."""
+    """Train with ``flags`` on ``ranks`` ranks, whose parts take ``times``, and return the traced
+    step."""
     with pytest.MonkeyPatch.context() as patch:
         words = model_flags(**FLAGS | flags, pipeline_trace=folder)
         train(ranks, words, model_provider=timed_models(times, patch))
@@ -60,7 +60,8 @@ def traced_step(ranks: int, flags: Flags, folder: Path, times: PartTimes = TIMES
 
 
 class Traces:
-    """Reports on the step of each of `TRAININGS`, which runs with its first use."""
+    """Reports on the traced steps of `TRAININGS`; each training runs when its report is first
+    used."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -92,7 +93,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Traces:
     ],
 )
 def test_a_training_takes_what_the_trace_promised(traced: str, spec: str, traces: Traces) -> None:
-    """A training takes as long as the trace promised, to 5 %."""
+    """A training under another schedule takes the step time that the trace of Megatron's step
+    predicted, to 5 %."""
     told = traces.of(traced).what_if
     assert told is not None and told.has_parts
     said = {each.schedule: each for each in (*told.within, *told.with_more)}[spec]
@@ -126,8 +128,9 @@ def test_a_training_takes_what_the_trace_promised(traced: str, spec: str, traces
 def test_megatron_waits_for_messages_as_its_simulated_executor_does(
     ranks: int, flags: Flags, executor: StockExecutor, tmp_path: Path
 ) -> None:
-    """Megatron waits for messages as its simulated executor does. Megatron's waits were only read
-    from its sources: posts and waits are Megatron's here, and only the clocks are emulated."""
+    """Megatron's passes wait for messages at the moments that its simulated executor predicts. The
+    simulation was read from Megatron's sources; here Megatron posts and waits itself, and only the
+    clocks are emulated."""
     step = traced_step(ranks, flags | {"pipeline_model_parallel_size": ranks}, tmp_path, ALIKE)
     assert step.executor == executor
     costs = traced_costs([step])

@@ -1,7 +1,7 @@
-"""A race within a real training (``--pipeline-race``).
+"""Tests of a race of schedules within a real training (``--pipeline-race``).
 
-Its clock is an emulated one: a step takes what its program is simulated to take, so that nothing
-depends on what else the machine does. And it is a short race.
+The clock is emulated: a step takes the time that its program is simulated to take, so nothing
+depends on other work of the machine. The race is short.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from tests.helpers.stages import program_for
 Flags = dict[str, object]
 
 ROUNDS, TIMED = 2, 1
-ROUND = 4 * (rounds.WARM_UP + TIMED)  # iterations, of a race of two
-WHOLE = step_race.FIRST + ROUNDS * ROUND + 1  # until it is over, and one step more
+ROUND = 4 * (rounds.WARM_UP + TIMED)  # iterations of a round between two schedules
+WHOLE = step_race.FIRST + ROUNDS * ROUND + 1  # iterations until the race is over, and one more
 COSTS = "f=10,i=14,w=6"
 
 
 class EmulatedClock:
-    """Shows how many seconds the steps so far would have taken on this rank."""
+    """Clock that shows the simulated seconds of this rank's steps so far."""
 
     now = 0.0
 
@@ -94,12 +94,12 @@ def run(ranks: int, iterations: int, **more: object) -> list[Run]:
 
 
 def said(capfd: pytest.CaptureFixture[str]) -> str:
-    """Return the lines of the race since the last call."""
+    """Return the lines that the race has printed since the last call."""
     out = capfd.readouterr().out
     return "\n".join(line for line in out.splitlines() if "megatron_ext: race" in line)
 
 
-# ---- The same training
+# ---- a race changes no number of the training
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ def test_a_race_changes_nothing_to_the_last_bit(
     more: Flags,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A race changes nothing to the last bit: the training equals stock's, or that of the plain V,
-    and the known winner wins."""
+    """A training with a race equals stock's to the last bit, or that of the plain V, and the
+    expected schedule wins the race."""
     ours = {name: value for name, value in more.items() if name.startswith("pipeline_")}
     theirs = {name: value for name, value in more.items() if name not in ours or alone}
     if race in ("interleaved-zb", "gis"):
         theirs["num_virtual_stages_per_pipeline_rank"] = 2
-    iterations = WHOLE + 4  # an evaluation costs the turn that it is in an iteration
+    iterations = WHOLE + 4  # an evaluation takes one iteration from the turn in which it falls
     reference = run(ranks, iterations, pipeline_schedule=alone, **theirs)
     said(capfd)
     costs = COSTS + ",d2h=5" if "pipeline_activation_offload" in more else COSTS
@@ -161,9 +161,9 @@ def test_a_race_changes_nothing_to_the_last_bit(
 def test_a_schedule_that_loses_is_dropped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A schedule that runs one microbatch after the other, on one rank at a time, loses. A race
-    that only reports goes on with the baseline. The prediction gives the baseline no bubble here,
-    so the gain of zb-h1 is reported as noise."""
+    """A schedule that runs one microbatch after the other, on one rank at a time, loses the race. A
+    race that only reports continues with the baseline. The prediction gives the baseline no bubble
+    here, so the gain of zb-h1 is reported as noise."""
     for module in (rounds, step_race, race_texts):
         monkeypatch.setattr(module, "ROUNDS", 3)
     no_bubble = RaceFigures(0.0, 0.0, None, None, 1)
@@ -190,14 +190,14 @@ def test_a_schedule_that_loses_is_dropped(
     assert "race: 1.087 times as fast is noise" in told
 
 
-# ---- Checkpoints, and the next start
+# ---- checkpoints, and the next start of the training
 
 
 def test_the_next_start_knows_what_was_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The next start knows what a race measured: after a checkpoint in the middle of the second
-    round the first one, and after the race its winner."""
+    """The next start of a training knows the results of its race so far: the first round after a
+    checkpoint in the middle of the second, and the winner after the race."""
     race: Flags = {"pipeline_race": "zb-2p", "pipeline_costs": COSTS}
     saved_at = step_race.FIRST + ROUND + 3
     iterations = saved_at + step_race.FIRST + ROUND + 2
@@ -227,8 +227,8 @@ def test_the_next_start_knows_what_was_measured(
 def test_a_rank_that_is_killed_takes_nothing_with_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that is killed in the middle of a turn, after a checkpoint, ends the job, and the next
-    start knows the round before."""
+    """A rank is killed in the middle of a turn, after a checkpoint. The job ends, and the next
+    start still knows the round before."""
     race: Flags = {"pipeline_race": "zb-2p", "pipeline_costs": COSTS}
     saved_at = step_race.FIRST + ROUND + 1
     folder: Flags = {"save": tmp_path, "save_interval": saved_at}
@@ -243,7 +243,8 @@ def test_a_rank_that_is_killed_takes_nothing_with_it(
         patch.setattr(pipeline_training, "run_passes", run_or_die)
         first, last = train_or_fail(2, flags(WHOLE, **race, **folder))
     assert last.exit_code == -signal.SIGKILL
-    assert first.exit_code == 1 and "pipeline rank 0, in 0" in first.error  # a message
+    # the other rank failed in a message
+    assert first.exit_code == 1 and "pipeline rank 0, in 0" in first.error
     said(capfd)
     resumed = run(2, WHOLE, **race, load=tmp_path, exit_interval=saved_at + 3)
     assert len(losses(resumed)) == 3
@@ -278,7 +279,8 @@ def test_what_was_measured_of_something_else_does_not_count(
 def test_an_address_is_no_folder(
     folder: str | None, is_one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record of a race that saves to ``msc://...`` was written into a local folder ``msc:``."""
+    """No record of a race is written locally if the training saves to an address such as
+    ``msc://...``. The record was written into a local folder named ``msc:``."""
     args = SimpleNamespace(save=folder)
     monkeypatch.setattr(step_race, "training_global", lambda name: args)
     assert step_race._folder("save") == (Path(folder) if folder and is_one else None)
@@ -287,8 +289,8 @@ def test_an_address_is_no_folder(
 def test_a_broken_record_is_measured_anew(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A broken record of a race is measured anew. Negative seconds won the race, at each later
-    start."""
+    """A start whose race record is broken measures the schedules again. A record with negative
+    seconds won the race, at each later start."""
     race: Flags = {"pipeline_race": "zb-2p", "pipeline_costs": COSTS}
     saved_at = step_race.FIRST + ROUND + 3
     folder: Flags = {"save": tmp_path, "save_interval": saved_at}
@@ -313,14 +315,14 @@ def test_a_full_disk_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert "race is over: zb-2p is" in said(capfd)
 
 
-# ---- What is timed
+# ---- the steps that a race times
 
 
 def test_it_begins_when_costs_are_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A race begins after costs are measured, under a schedule that splits the backward pass.
-    Otherwise W's share would be a guess."""
+    """A race starts after costs are measured under a schedule that splits the backward pass.
+    Otherwise the share of W in a backward pass would be a guess."""
     costs = tmp_path / "costs.json"
     run(2, 8, pipeline_race="zb-2p", pipeline_costs=f"profile:{costs}")
     out = capfd.readouterr().out
@@ -329,7 +331,7 @@ def test_it_begins_when_costs_are_measured(
 
 
 def test_a_batch_that_grows_begins_it_anew(capfd: pytest.CaptureFixture[str]) -> None:
-    """A batch that grows restarts the race, since a round compares steps of one size."""
+    """A race starts anew when the batch size grows, because a round compares steps of one size."""
     run(
         2,
         12,
@@ -343,20 +345,20 @@ def test_a_batch_that_grows_begins_it_anew(capfd: pytest.CaptureFixture[str]) ->
     assert told.count("has changed, and it begins anew") == 1
 
 
-# ---- What is refused
+# ---- candidates that a race refuses
 
 
 def test_a_candidate_that_a_rank_has_no_host_memory_for_takes_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A candidate that needs more host memory than a rank has takes none. Ranks that had enough
-    kept counting the candidate's memory, so that the next candidate, which fits, was refused. And a
-    refused program counted as known, so it was not checked again."""
+    """A candidate of a race that does not fit into host memory reserves none. Ranks that had enough
+    memory went on counting the refused candidate's share, so that the next candidate, which fits,
+    was refused. The refused program also counted as known, so it was not checked a second time."""
     free, gib = 8.5, 2**30
     monkeypatch.setattr(host_memory, "available_bytes", lambda: int(free * gib))
     monkeypatch.setattr(host_memory.socket, "gethostname", lambda: "node7")
     monkeypatch.setattr(host_memory, "planned_bytes", lambda row, costs: row * gib)
-    needs = {"1f1b": 2, "zb-2p": 5, "zb-h1": 4}  # GiB on each of two ranks
+    needs = {"1f1b": 2, "zb-2p": 5, "zb-h1": 4}  # GiB of host memory on each of two ranks
     made = {spec: program_for(choose(spec), 2, 4) for spec in needs}
 
     def on_rank(rank: int) -> list[str]:
@@ -382,8 +384,8 @@ def test_a_candidate_that_a_rank_has_no_host_memory_for_takes_none(
 
 
 def test_who_would_change_the_losses_is_refused(tmp_path: Path) -> None:
-    """A candidate that would change the losses is refused: a table whose microbatches are not in
-    order sums gradients in another order."""
+    """A race refuses a candidate that would change the losses: a schedule file whose microbatches
+    are not in order sums gradients in another order."""
     table = tmp_path / "backwards.csv"
     order = (1, 0, 2, 3)
     rows = [

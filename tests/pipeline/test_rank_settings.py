@@ -1,7 +1,8 @@
-"""Arguments that differ between ranks: those that decide end the job, and others do not.
+"""Tests of arguments that differ between ranks: those that decide numbers or programs end the job,
+others do not.
 
-A ``--seed`` or a ``--lr`` of its own on one node trained another model there: all ranks ended with
-exit status 0.
+A node with another ``--seed`` or ``--lr`` trained another model, and all ranks ended with exit
+status 0.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tests.pipeline.test_callers import installed, step
 Flags = dict[str, object]
 PAIR: Flags = {"pipeline_model_parallel_size": 2, "train_iters": 2, "global_batch_size": 4}
 
-# Of each subject that decides numbers or program.
+# Arguments that decide numbers or the program, by subject.
 DECIDES = {
     "parallel sizes": "tensor_model_parallel_size pipeline_model_parallel_size "
     "context_parallel_size expert_model_parallel_size "
@@ -51,7 +52,7 @@ DECIDES = {
     "iterations": "train_iters train_samples eval_iters eval_interval save_interval exit_interval",
     "data": "split mock_data dataloader_type reset_position_ids eod_mask_loss tokenizer_type",
     "recompute": "recompute_granularity recompute_method recompute_num_layers recompute_modules",
-    # Ranks with another interval hang in a collective of Megatron's log.
+    # Ranks with another interval would hang in a collective of Megatron's logging.
     "log": "log_interval log_params_norm",
 }
 
@@ -65,7 +66,7 @@ def parser_names() -> set[str]:
 def test_each_argument_of_megatron_has_a_class() -> None:
     names, known = parser_names(), known_settings()
     assert not names - known.keys()
-    assert known.keys() - names == {"rank"}  # from the launcher's variable
+    assert known.keys() - names == {"rank"}  # the launcher's variable sets the rank
     assert Counter(known[name] for name in names) == {
         RankSetting.DECIDES: 609,
         RankSetting.PATH: 30,
@@ -80,7 +81,8 @@ def test_what_decides_numbers_or_program_is_compared(subject: str) -> None:
 
 
 def told(*arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the mistake and the remark that ranks with these arguments are told."""
+    """Return the error and the remark about ranks with these ``arguments``, one mapping for each
+    rank."""
     ranks = [RankFacts(f"node{n}", argument_facts(given)) for n, given in enumerate(arguments)]
     return deciding_differences(ranks), other_differences(ranks)
 
@@ -135,7 +137,7 @@ def test_many_differences_are_a_short_message() -> None:
 
 
 def launch(*flags: Flags) -> list[RankResult]:
-    """Train on ranks with flags of their own."""
+    """Train with one rank for each entry of ``flags``, which are that rank's flags."""
 
     def launched(rank: int, port: int) -> Any:
         words = [str(SCRIPT), *model_flags(**flags[rank])]
@@ -155,8 +157,8 @@ def test_another_seed_and_learning_rate_on_one_rank_end_the_job() -> None:
 
 
 def test_paths_logging_and_workers_of_a_node_are_its_own(tmp_path: Path) -> None:
-    """Paths, logging and workers of a node may differ: each node may have its folders, its number
-    of workers and its timeouts."""
+    """A training accepts ranks whose folders, logging, numbers of workers and timeouts differ, as
+    nodes may have their own."""
     given: Flags = {**PAIR, "pipeline_schedule": "zb-h1"}
     own: list[Flags] = [
         {"tensorboard_dir": tmp_path, "log_throughput": True, "data_cache_path": tmp_path / "a"},
@@ -169,8 +171,8 @@ def test_paths_logging_and_workers_of_a_node_are_its_own(tmp_path: Path) -> None
 
 
 def test_configs_of_a_caller_are_compared() -> None:
-    """Configs of a caller without Megatron's arguments are compared: such a caller has only the
-    model's TransformerConfig."""
+    """A caller without Megatron's arguments has only the model's TransformerConfig, so ranks
+    compare that config. Here the dropout differs."""
 
     def on_rank(rank: int) -> str:
         with installed(2, schedule="zb-h1"):
@@ -189,8 +191,9 @@ def test_configs_of_a_caller_are_compared() -> None:
 
 
 def test_a_wrapper_does_not_make_two_models_one() -> None:
-    """A wrapper does not make two models one. An encoder on some ranks and a language model on
-    others, both within DistributedDataParallel, were refused for their sizes."""
+    """Ranks with different models compare no config, even if both models are in the same wrapper.
+    An encoder on some ranks and a language model on others, both within DistributedDataParallel,
+    were refused for their different sizes."""
 
     class Wrapper:
         def __init__(self, module: Any) -> None:
@@ -213,7 +216,7 @@ def test_functions_of_a_config_and_other_models_are_not_compared() -> None:
         return RankFacts("a", model_facts(small_config(2, 1, **settings), model))
 
     class Encoder:
-        """The model of ranks before the language model's."""
+        """Model of the ranks in front of the language model's ranks."""
 
     one = facts(object(), no_sync_func=[lambda: None], timers=object())
     assert not deciding_differences([one, facts(object())]) and not other_differences(

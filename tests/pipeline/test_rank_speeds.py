@@ -1,4 +1,5 @@
-"""`--pipeline-rank-speeds`: a schedule is made for ranks that differ, and trains as stock does."""
+"""Tests of `--pipeline-rank-speeds`: a schedule for ranks of different speeds trains as stock
+does."""
 
 from __future__ import annotations
 

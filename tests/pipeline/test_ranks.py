@@ -1,5 +1,8 @@
-"""Ranks of tests (`tests.helpers.ranks`): the process that keeps the stores at which they meet, the
-thread of each that polls sockets, their scheduling, and the memory of their frames."""
+"""Tests of the helper that forks the ranks of tests (`tests.helpers.ranks`).
+
+They concern the process with the stores at which ranks meet, the thread of a rank that polls
+sockets, the scheduling of ranks, and the memory of their Python frames.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ from tests.helpers.ranks import Script, run_ranks, values
 
 
 def test_it_keeps_no_pipe_of_the_tests_open() -> None:
-    """A process of stores keeps no pipe of the tests open. A `Script` ends when its pipe does, and
-    would wait for ever if a later forked process had a copy of the tests' end."""
+    """The process with the ranks' stores inherits no pipe of the tests. A `Script` ends when its
+    pipe is closed, and would wait for ever if another forked process had a copy of the tests'
+    end."""
     script = Script()
     stores = ranks._process_of_stores.__wrapped__()
     try:
@@ -65,8 +69,9 @@ def test_a_rank_has_batch_scheduling() -> None:
 
 
 def test_calls_of_a_rank_map_no_memory() -> None:
-    """Calls of a rank map no memory. Python maps a chunk for its frames, and unmaps it, each time
-    that calls cross the chunk's end: here several times in each descent."""
+    """Calls within a rank map no memory in the steady state. Python maps a chunk for its frames,
+    and unmaps it, each time that calls cross the chunk's end, which without a remedy would happen
+    several times in each descent of this test."""
 
     def descend(left: int) -> int:
         return left and descend(left - 1)

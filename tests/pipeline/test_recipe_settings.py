@@ -1,8 +1,9 @@
-"""Settings of public recipes that say nothing to a schedule, and must not: each against stock.
+"""Tests of settings of public recipes that must not depend on the schedule, each compared with
+stock.
 
-What a layer computes, how tokens find their experts, what is recomputed, how layers divide. Weights
-are drawn by their names, so that a model starts alike wherever its stages lie; losses, parameters
-and optimizer tensors are stock's to the last bit.
+The settings concern what a layer computes, how tokens find their experts, what is recomputed, and
+how layers are split. Weights are drawn by their names, so that a model starts alike wherever its
+stages lie. Losses, parameters and optimizer tensors are stock's to the last bit.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ EXPERTS: Flags = {
 }
 UNTIED: Flags = {"untie_embeddings_and_output_weights": True}
 SELECTIVE: Flags = {"recompute_granularity": "selective"}
-# the number of ranks, and flags
+# By setting: the number of ranks, and flags.
 SETTINGS: dict[str, tuple[int, Flags]] = {
     "multi-latent attention": (
         2,
@@ -68,7 +69,7 @@ SETTINGS: dict[str, tuple[int, Flags]] = {
             **MLA,
             **SELECTIVE,
             "recompute_modules": ["mla_up_proj", "mlp"],
-            "disable_bias_linear": True,  # with one, stock's recompute of mlp never ends
+            "disable_bias_linear": True,  # with a bias, stock's recompute of mlp never ends
         },
     ),
     "norms and cores recomputed": (
@@ -226,7 +227,7 @@ def test_it_is_stock_to_the_last_bit(setting: str, schedule: str) -> None:
     assert_same(runs, stock(setting))
 
 
-# Layers of the first and the last stage by number.
+# --- the numbers of layers of the first and the last stage
 
 ENDS: Flags = {"decoder_first_pipeline_num_layers": 6, "decoder_last_pipeline_num_layers": 2}
 
@@ -241,9 +242,9 @@ ENDS: Flags = {"decoder_first_pipeline_num_layers": 6, "decoder_last_pipeline_nu
     ],
 )
 def test_layers_of_the_ends(schedule: str, ends: Flags) -> None:
-    """The settings for layers of the ends are shown by stages that change with them. A loop splits
-    these layers over the first and the last rank's chunks. An older test gave the first stage half
-    of the layers, which it has without the setting."""
+    """Trainings with a given number of layers on the first or last rank equal stock's, and the
+    stages really have these layers. A loop splits them over the chunks of that rank. An older test
+    gave the first stage half of the layers, which it has without the setting too."""
     more: Flags = {"num_layers": 8, **ends}
     reference = train(2, flags(**more), model_provider=drawn_by_name)
     runs = train(2, flags(**more, pipeline_schedule=schedule), model_provider=drawn_by_name)
@@ -251,7 +252,7 @@ def test_layers_of_the_ends(schedule: str, ends: Flags) -> None:
     assert_same(runs, reference)
 
 
-# Ends that count as layers.
+# --- an embedding or output layer that counts as a layer when layers are split
 
 ACCOUNTED: dict[str, dict[str, list[list[list[int]]]]] = {
     "account_for_embedding_in_pipeline_split": {
@@ -275,8 +276,9 @@ ACCOUNTED: dict[str, dict[str, list[list[list[int]]]]] = {
     ],
 )
 def test_an_end_that_counts_as_a_layer(setting: str, schedule: str) -> None:
-    """An end that counts as a layer changes the stages. With both ends counted on two ranks, as in
-    an older test, a line's stages stay the same."""
+    """Trainings equal stock's if the embedding or the output layer counts as a layer of its stage,
+    and the stages really change. An older test counted both on two ranks, which leaves the stages
+    of a linear placement as they are."""
     more: Flags = {"num_layers": 7, setting: True}
     chunks = None if schedule == "zb-h1" else 2
     reference = train(
@@ -288,7 +290,7 @@ def test_an_end_that_counts_as_a_layer(setting: str, schedule: str) -> None:
     assert_same(runs, reference)
 
 
-# Gradients that are no numbers.
+# --- gradients that are NaN
 
 
 @nightly("a message of Megatron's own check, which `overlap_grad_reduce` does not change by day")
@@ -302,8 +304,8 @@ def test_an_end_that_counts_as_a_layer(setting: str, schedule: str) -> None:
 def test_a_gradient_that_is_no_number_ends_the_training(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gradient that is not finite ends the training. Megatron checks gradients when it reduces
-    them, and no test had one that fails the check."""
+    """A NaN gradient ends the training under our schedules. Megatron checks gradients when it
+    reduces them, and earlier tests had none that fails the check."""
     monkeypatch.setenv("BAD_GRADIENTS", json.dumps({2: float("nan")}))
     words = flags(num_layers=8, pipeline_schedule=schedule, rerun_mode="disabled")
     results = train_or_fail(2, words, BAD_GRADIENTS)
@@ -311,7 +313,7 @@ def test_a_gradient_that_is_no_number_ends_the_training(
     assert any("found NaN in local grad norm" in result.error for result in results)
 
 
-# Routing at random, as benchmarks have it.
+# --- experts with random routing, as benchmarks use it
 
 BALANCED: Flags = {**EXPERTS, "moe_router_force_load_balancing": True}
 
@@ -325,8 +327,9 @@ BALANCED: Flags = {**EXPERTS, "moe_router_force_load_balancing": True}
     ],
 )
 def test_routing_at_random_is_stocks(schedule: str, chunks: int | None) -> None:
-    """Random routing is stock's: a rank draws in the order of its forward passes, and lines and
-    loops have stock's order. A V, whose stages are on other ranks, draws others."""
+    """Random routing of experts equals stock's under linear and loop placements. A rank draws in
+    the order of its forward passes, which these placements share with stock. A V has its stages on
+    other ranks, so it draws other numbers."""
     more: Flags = {**BALANCED, "num_layers": 8}
     reference = train(
         2, flags(**more, num_virtual_stages_per_pipeline_rank=chunks), model_provider=drawn_by_name
@@ -338,7 +341,8 @@ def test_routing_at_random_is_stocks(schedule: str, chunks: int | None) -> None:
 
 
 def routed_by_content(*args: Any, **kwargs: Any) -> Any:
-    """Wherever and whenever a layer routes a microbatch, it draws the same."""
+    """Build a model whose random routing depends only on a layer's values, so that any rank draws
+    the same at any time."""
 
     def draw(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator()
@@ -360,7 +364,7 @@ def test_routing_at_random_on_a_v() -> None:
     assert losses(train(2, flags(**unforced), model_provider=routed_by_content)) != losses(runs)
 
 
-# Transformer Engine's cross entropy, by a stand-in for its kernel.
+# --- Transformer Engine's cross entropy, with a stand-in for its kernel
 
 
 def with_its_cross_entropy(
@@ -370,7 +374,8 @@ def with_its_cross_entropy(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Megatron's arguments refuse it, and the model's config warns of it."""
+    """Build a model with Transformer Engine's cross entropy. Megatron's arguments refuse this
+    setting, while the model's config only warns of it."""
     config = config or core_transformer_config_from_args(get_args())
     config.cross_entropy_loss_fusion, config.cross_entropy_fusion_impl = True, "te"
     language_module.te_parallel_cross_entropy = cross_entropy
@@ -378,7 +383,8 @@ def with_its_cross_entropy(
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *settings: Any) -> torch.Tensor:
-    """Another loss than Megatron's own, so that it shows which of them was taken."""
+    """Return 1.25 times Megatron's cross entropy, so that a test sees which of the two functions
+    ran."""
     return 1.25 * vocab_parallel_cross_entropy(logits.float(), labels)
 
 

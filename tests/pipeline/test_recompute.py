@@ -1,8 +1,9 @@
-"""Recomputed passes (``--pipeline-recompute``) against stock Megatron: the same numbers.
+"""Tests of recomputed passes (``--pipeline-recompute``): the numbers are stock Megatron's.
 
 Weights are drawn by their names, so that a model starts alike wherever its stages lie. Every stage
-recomputes every microbatch, the last one too. Compared are losses, those of multi-token prediction
-and of experts, parameters and optimizer tensors. A router's counts are in its biases.
+recomputes every microbatch, the last stage too. Compared are losses, those of multi-token
+prediction and of experts, parameters and optimizer tensors. A router's counts are contained in its
+biases.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ Flags = dict[str, object]
 
 DROPOUT: Flags = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 TIED: Flags = {"untie_embeddings_and_output_weights": None}
-# Three of eight experts: their scores' sum has an order. Each loss and count that there is.
+# Three of eight experts are chosen, so that the sum of their scores has an order. All losses and
+# counts of experts are switched on.
 ROUTED: Flags = EXPERTS | {
     "num_experts": 8,
     "moe_router_topk": 3,
@@ -79,7 +81,7 @@ def training(model: str) -> Training:
 
 
 def of_experts(output: str) -> list[str]:
-    """Return the losses of experts in Megatron's log, by iteration."""
+    """Return the losses of experts that Megatron has logged, by iteration."""
     return re.findall(r"((?:load_balancing|z)_loss: \S+)", output)
 
 
@@ -90,8 +92,9 @@ def of_experts(output: str) -> list[str]:
 def test_it_is_stock_to_the_last_bit(
     model: str, schedule: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The reference is stock. If dropout draws by rank, it is the same schedule without recompute,
-    which draws the same numbers."""
+    """A training in which every pass is recomputed equals stock to the last bit. On a V, which
+    draws dropout on other ranks than stock, the reference is the same schedule without
+    recompute."""
     draws = "attention_dropout" in MODELS[model][1] and schedule not in ("1f1b", "zb-h1")
     expected = training(model).run(pipeline_schedule=schedule if draws else None)
     said = of_experts(capfd.readouterr().out)
@@ -117,7 +120,8 @@ def test_it_is_stock_to_the_last_bit(
     ids=str,
 )
 def test_beside_our_own_settings(more: Flags) -> None:
-    """Recompute with our other settings trains as the same schedule without recompute."""
+    """Recompute combined with another setting of ours (offload, a split vocabulary, batched
+    messages, a memory limit) trains as the same schedule without recompute."""
     beside = {name: value for name, value in more.items() if name != "pipeline_recompute"}
     if "pipeline_recompute" in more:
         beside.pop("pipeline_memory_limit")
@@ -130,8 +134,8 @@ def test_beside_our_own_settings(more: Flags) -> None:
 def test_a_search_says_what_runs_again(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The log says what a search recomputes: some microbatches of some stages, wherever there is
-    time."""
+    """The log says how many of the activations v-auto recomputes with `--pipeline-recompute fit`.
+    The search recomputes some microbatches of some stages, where the schedule has time."""
     shorten_search(monkeypatch)
     ours: Flags = {"pipeline_memory_limit": 1.2, "pipeline_recompute": "fit"}
     training("bf16").start_as_stock(pipeline_schedule="v-auto", **ours)

@@ -1,4 +1,5 @@
-"""Steps that are recorded: when passes ran, and nothing of what their ranks waited for."""
+"""Tests of recorded steps: a recording has the times of passes, without the times that ranks
+waited."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ SLOW = Action(0, Kind.FORWARD, 0)
 
 
 def recorded_step(rank: int, p2p: P2P) -> list[Event]:
-    """The second of three steps."""
+    """Run three steps, and return the recorded events of the second."""
     program = program_for(choose("zb-h1"), 2, 3, p2p=p2p)
     faults = {SLOW: lambda: time.sleep(SLEEP)}
     pipeline = Pipeline(program, world(), faults=faults)
@@ -61,8 +62,8 @@ def recorded_step(rank: int, p2p: P2P) -> list[Event]:
 
 
 def test_two_passes_that_run_as_one_share_their_time() -> None:
-    """Two overlapped passes share their recorded time: one is recorded behind the other, the
-    forward pass first, so a rank's seconds add up."""
+    """An overlapped forward and backward share their recorded time. The forward pass is recorded
+    first and the backward pass behind it, so that a rank's seconds add up."""
     pair = OverlappedPasses(SLOW, Action(3, Kind.BACKWARD_INPUT, 1))
     recording = Recording(0, TickingClock())
     for action in (Action(3, Kind.FORWARD, 1), pair, Action(3, Kind.BACKWARD_WEIGHT, 1)):
@@ -86,8 +87,8 @@ class TickingClock(HostClock):
 
 @pytest.mark.parametrize("p2p", P2P)
 def test_a_pass_is_recorded_and_not_what_waits_for_it(p2p: P2P) -> None:
-    """A pass is recorded without its waits. Ranks of one machine share their clock: a pass that
-    begins before its inputs have ended would include waiting."""
+    """A pass is recorded without the time that it waited for its inputs. Ranks of one machine share
+    a clock, so a pass that is recorded to begin before its inputs existed would include waiting."""
     first, second = values(run_ranks(2, lambda rank: recorded_step(rank, p2p)))
     slow = first[0]
     assert slow.action == SLOW and slow.end - slow.start >= SLEEP
@@ -106,7 +107,7 @@ def test_a_pass_is_recorded_and_not_what_waits_for_it(p2p: P2P) -> None:
 
 
 def emulated_steps(rank: int, program: Program, steps: int) -> list[list[Event]]:
-    """Steps whose passes sleep for as long as they cost."""
+    """Run steps whose passes sleep for as long as they cost, and return each step's events."""
     placement, costs = program.schedule.placement, program.problem.costs
     ways = Channels(world(), channels(program.schedule), CPU)
     recorder = Recorder(rank)
@@ -126,8 +127,8 @@ def emulated_steps(rank: int, program: Program, steps: int) -> list[list[Event]]
 
 
 def test_passes_of_known_length_are_recorded_with_it() -> None:
-    """Passes of known length are recorded with that length. A sleep never ends early, so a shorter
-    one was recorded wrongly."""
+    """Passes that sleep for a known time are recorded with at least that time, because a sleep
+    never ends early."""
     program = program_of(choose("zb-v"), 3, 6, "f=15,i=18,w=12")
     costs = program.problem.costs
     predicted = simulate(program, costs)
@@ -143,8 +144,8 @@ def test_passes_of_known_length_are_recorded_with_it() -> None:
 
 
 def skewed_offsets(rank: int, ahead: float) -> tuple[list[Offset], list[float]]:
-    """Return the offsets, and how long each round took here. Rank 1's clock is ``ahead`` of the
-    others'; rank 2 comes late to every round."""
+    """Return the offsets between the ranks' clocks, and this rank's readings. Rank 1's clock is
+    ``ahead`` seconds fast, and rank 2 comes late to every exchange."""
     skew = ahead if rank == 1 else 0.0
     shown: list[float] = []
 
@@ -173,7 +174,8 @@ def test_clocks_that_differ(ahead: float) -> None:
 
 
 def recorded_reductions(rank: int) -> list[GradientReduction]:
-    """Rank 1 comes late. Of two reductions one tells when it is done, and one does not."""
+    """Record two reductions, of which one tells its end and the other does not. Rank 1 comes
+    late."""
     recording = Recording(rank, HostClock())
     tensor = torch.ones(8)
     telling = recording.begin_reduction(3)
@@ -184,9 +186,9 @@ def recorded_reductions(rank: int) -> list[GradientReduction]:
     silent = recording.begin_reduction(4)
     assert not silent.ends_with(SimpleNamespace())
     recording.begin_reduction(5)
-    time.sleep(SLEEP)  # passes
+    time.sleep(SLEEP)  # stands for passes
     while not telling.ends:
-        time.sleep(SLEEP)  # more passes: nobody asks
+        time.sleep(SLEEP)  # more passes, during which nobody asks for the end
     silent.was_awaited()
     return recording.read()[1]
 
@@ -201,8 +203,8 @@ def test_a_reduction_ends_when_it_is_done_and_not_when_somebody_asks() -> None:
 
 
 def test_an_end_that_is_marked_late_is_waited_for() -> None:
-    """The recorder waits for an end that is marked late. gloo first wakes the thread that waits for
-    a work, and only then runs the work's callbacks."""
+    """The recorder waits for the end of a reduction that gloo marks late: gloo first wakes the
+    thread that waits for a work, and runs the work's callbacks after that."""
     recording = Recording(0, HostClock())
     future: Future[None] = Future()
     recording.begin_reduction(0).ends_with(SimpleNamespace(get_future=lambda: future))

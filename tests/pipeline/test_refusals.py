@@ -1,7 +1,8 @@
-"""Requests that a schedule cannot honour: one line ends the launch before any process group exists.
+"""Tests of requests that a schedule cannot honour: one line ends the launch before any process
+group exists.
 
-Each case starts a single rank of a world of four. If it came as far as making process groups, it
-would wait for the other three ranks.
+Each case starts a single rank of a world of four. If that rank came as far as making process
+groups, it would wait for the other three.
 """
 
 from __future__ import annotations
@@ -310,9 +311,10 @@ def test_refused_before_process_groups(case: str) -> None:
 def test_a_table_whose_checkpoints_others_would_misread(
     overrides: dict[str, object], text: str, tmp_path: Path
 ) -> None:
-    """A table whose checkpoints other schedules would misread is refused. Two stages of one size
-    had swapped places, and after a resume under 1f1b each had the other's optimizer states, or in
-    Megatron's older format its weights; no message said so, and the loss drifted."""
+    """A schedule file with stages in other places than stock's is refused if the checkpoint's
+    format does not name stages. Two stages of one size had swapped places. After a resume under
+    1f1b each had the other's optimizer states, or in Megatron's older format its weights; no
+    message said so, and the loss drifted."""
     rows = [",".join(f"{stage}{kind}{k}" for kind in "FB" for k in range(8)) for stage in range(4)]
     (tmp_path / "swapped.csv").write_text("\n".join(rows[stage] for stage in (0, 2, 1, 3)))
     flags = model_flags(
@@ -328,8 +330,9 @@ def test_a_table_whose_checkpoints_others_would_misread(
 
 
 def test_a_table_for_another_number_of_microbatches_than_an_evaluation_has(tmp_path: Path) -> None:
-    """A table for another number of microbatches than an evaluation has is refused. The training
-    failed in its first evaluation, and had been called right."""
+    """A schedule file is refused if its number of microbatches differs from that of an evaluation.
+    Such a command was called right before the launch, and the training failed in its first
+    evaluation."""
     rows = [",".join(f"{stage}{kind}{k}" for k in range(8) for kind in "FB") for stage in range(4)]
     (tmp_path / "table.csv").write_text("\n".join(rows))
     flags = model_flags(
@@ -345,8 +348,8 @@ def test_a_table_for_another_number_of_microbatches_than_an_evaluation_has(tmp_p
 
 
 def test_help_shows_our_flags_in_their_own_group() -> None:
-    """--help shows our flags in their own group. Megatron 0.19.2's own --help ends in a ValueError,
-    as one of its help texts has a bare %."""
+    """--help lists our flags in a group of their own. Megatron 0.19.2's own --help ends in a
+    ValueError, because one of its help texts has a bare %."""
 
     def show_help(rank: int) -> str:
         text = io.StringIO()

@@ -1,4 +1,4 @@
-"""`megatron-ext rehearse` from the command line to the report, on the CPU."""
+"""Test of the command `megatron-ext rehearse` from the command line to its report, on the CPU."""
 
 from __future__ import annotations
 

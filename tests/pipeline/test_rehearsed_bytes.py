@@ -1,4 +1,5 @@
-"""A rank alone holds what it holds among the others, to the byte, and runs the same program."""
+"""Tests that a rank that is rehearsed alone stores exactly the bytes that it stores in the whole
+training, and runs the same program."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def flags(spec: str | None, **overrides: object) -> list[str]:
 
 
 def among_others(words: list[str], ranks: range) -> list[CountedStep]:
-    """The second steps of ``ranks`` in a training of all ranks."""
+    """Return the byte counts of the second steps of ``ranks``, in a training of all ranks."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         count_bytes(patch, Path(folder))
         train(RANKS, words)
@@ -53,7 +54,8 @@ def among_others(words: list[str], ranks: range) -> list[CountedStep]:
 
 
 def alone(words: Sequence[str], ranks: range) -> list[CountedStep]:
-    """The second steps of ``ranks``, each without the others."""
+    """Return the byte counts of the second steps of ``ranks``, each rehearsed without the other
+    ranks."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         count_bytes(patch, Path(folder))
         for rank in ranks:
@@ -100,8 +102,9 @@ def test_bytes_after_every_action_are_those_among_others(
 def test_bytes_of_divided_sequences_are_those_among_others(
     spec: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes of divided sequences, whose ranks exchange keys and values, are those among others.
-    There a thread of gloo's may hold what was exchanged for a few actions more."""
+    """A rehearsed rank under context parallelism, whose ranks exchange keys and values, has the
+    peak bytes of the whole training. In the training a gloo thread may keep exchanged tensors for a
+    few actions more."""
     context_parallel.install(monkeypatch)
     sizes = {"pipeline_model_parallel_size": 2, "context_parallel_size": 2, "num_layers": 8}
     words = flags(spec, **sizes, position_embedding_type="rope")
@@ -121,9 +124,9 @@ def test_bytes_of_divided_sequences_are_those_among_others(
 
 
 def test_no_thread_of_gloos_holds_what_was_reduced_over_one_rank() -> None:
-    """No gloo thread keeps a tensor that was reduced over one rank. One sum in a thousand still
-    counted after it was dropped, so in one of many runs a rank among others stored a sum of the
-    cross entropy more than a rank alone."""
+    """A tensor that is reduced over a single rank is freed with its last reference. gloo's thread
+    kept one sum in a thousand longer, so sometimes a rank of a training stored a sum of the cross
+    entropy more than a rehearsed rank."""
 
     def held(_: int) -> int:
         def after_a_sum() -> int:
@@ -146,7 +149,7 @@ def test_peaks_of_megatrons_own_are_those_among_others(overrides: dict[str, obje
 
 
 def costs_file(stages: int, folder: Path) -> Path:
-    """Costs of unequal stages."""
+    """Write a costs file with stages of unequal costs."""
     forward = [1 + stage % 3 for stage in range(stages)]
     path = folder / "costs.json"
     path.write_text(json.dumps({"version": 2, "f": forward, "i": forward, "w": 1, "comm": 0.1}))
@@ -176,10 +179,10 @@ UNEQUAL_V = {
 def test_a_rank_alone_runs_what_the_training_searches_for(
     overrides: dict[str, object], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rehearsed rank runs the program that the training searches for. Sizes of stages were
-    gathered: alone, every stage had the size of the rank's own, and the search found another
-    program without a message. Now the launch command's program is sent to the ranks, and none
-    searches."""
+    """A rehearsed rank runs the program that the training's search finds. The training gathers the
+    sizes of stages from all ranks; a rank alone gave every stage its own size, and its search found
+    another program, without a message. Now each rehearsed rank gets the program of the launch
+    command, and none searches."""
     shorten_search(monkeypatch)
     stages = 8 if overrides is UNEQUAL_V else 4
     costs = "estimate" if source == "estimate" else costs_file(stages, tmp_path)
@@ -189,7 +192,8 @@ def test_a_rank_alone_runs_what_the_training_searches_for(
     (schedule,) = prepare(LaunchRequest(launch), (name,), tmp_path).schedules
     estimate = tmp_path / name / ESTIMATE
     own = words_alone(schedule.arguments, estimate, balances_experts=False, is_cpu=True)
-    if source == "estimate":  # of a GPU: the training here would estimate this CPU
+    # the estimate of a GPU, because the training here would estimate this CPU
+    if source == "estimate":
         words = flags(None, **{**overrides, "pipeline_costs": estimate})
     ranks = range(RANKS) if IS_NIGHT else range(1, 2)
     together = among_others(words, ranks)

@@ -1,7 +1,7 @@
-"""One rank of a pipeline, trained without the others.
+"""Tests of one rank of a pipeline that is trained without the other ranks.
 
-Under Megatron's --fake-process-group a middle rank ended with exit code 0 and no step, and the
-first and the last one had a loss or a norm of NaN.
+Under Megatron's --fake-process-group a middle rank ended with exit code 0 and without a step, and
+the first and the last rank had a NaN loss or norm.
 """
 
 from __future__ import annotations
@@ -97,13 +97,14 @@ def test_a_direction_in_which_a_rank_sends_nothing_is_as_its_neighbour_says() ->
     first = x.clone()
     values.fill(BACKWARD, x)
     assert x.square().mean().sqrt() == pytest.approx(0.5, rel=0.05)
-    assert not torch.equal(x, first)  # no two messages are alike
+    assert not torch.equal(x, first)  # no two messages have the same values
     values.fill(FORWARD, x)
     assert x.square().mean().sqrt() == pytest.approx(3.0, rel=0.05)
 
 
 def test_real_values_are_rows_that_another_rank_has_sent() -> None:
-    """Each number stays in its column, and the first row differs from message to message."""
+    """With real values, a rehearsed rank receives rows that another rank has sent. Each number
+    stays in its column, and the first row differs from message to message."""
     sent = torch.arange(128 * 8.0).view(16, 8, 8)
     values = Values({}, received={FORWARD: sent})
     got = [torch.full((16, 8, 8), math.nan) for _ in "12"]
@@ -113,7 +114,7 @@ def test_real_values_are_rows_that_another_rank_has_sent() -> None:
         first = int(rows[0, 0]) // 8
         assert torch.equal(rows, sent.view(128, 8).roll(-first, 0))
     assert not torch.equal(*got)
-    values.fill(BACKWARD, got[0])  # nobody has sent gradients
+    values.fill(BACKWARD, got[0])  # no rank has sent gradients
     assert got[0].square().mean().sqrt() == pytest.approx(1e-3, rel=0.2)
     assert values.pool_bytes > sent.nbytes
     short = torch.empty(4, 8, 4)
@@ -125,7 +126,8 @@ def test_real_values_are_rows_that_another_rank_has_sent() -> None:
 
 
 def test_a_rank_receives_what_another_has_sent(tmp_path: Path) -> None:
-    """Rank 0 hands on activations of its last step of warm-up, and rank 1 computes with them."""
+    """A rehearsed rank can compute with activations that another rehearsed rank has sent: rank 0
+    saves those of its last warm-up step, and rank 1 receives them."""
     folders = [tmp_path / f"rank{rank}" for rank in range(2)]
     folders[0].mkdir()
     settings: dict[str, Any] = {"values": PeerValues.REAL}
@@ -134,13 +136,13 @@ def test_a_rank_receives_what_another_has_sent(tmp_path: Path) -> None:
     activations = sent_file(folders[0], FORWARD)
     assert not sent_file(folders[0], BACKWARD).exists()
     sent = torch.load(activations)
-    torch.save(sent * 100, activations)  # so that the difference is no chance
+    torch.save(sent * 100, activations)  # so large that rank 1's output shows them
     received = {FORWARD: activations}
     record = rehearsed(1, RANKS, flags("1f1b"), folder=folders[1], received=received, **settings)
     (forward,) = (one for one in record.sent if one.direction == FORWARD)
     assert forward.shape == tuple(sent.shape)
     rms = float(sent.square().mean().sqrt())
-    assert forward.rms > 50 * rms  # by the residual stream
+    assert forward.rms > 50 * rms  # the residual stream passes the large values on
     assert record.pool >= sent.nbytes
 
 
@@ -172,15 +174,15 @@ def test_what_fails_names_the_rank_and_the_step(overrides: dict[str, object], wo
 
 
 def test_waits_for_the_device_are_no_time_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits for the device do not count as host time: a host that is held back before a pass costs
-    nothing; its work between passes may."""
+    """A rehearsed rank's host time excludes waits for its device: holding the host back before a
+    pass costs nothing, while its work between passes may."""
     monkeypatch.setattr(DeviceProgress, "hold_back", lambda progress: time.sleep(0.05))
     (step,) = rehearsed(1, RANKS, flags("1f1b")).steps
     assert 0 < step.host_seconds < 0.05 * len(step.passes) / 2
 
 
 class HostEvent:
-    """`torch.cuda.Event` of a device that is never behind its host."""
+    """Stand-in for `torch.cuda.Event` of a device that is never behind its host."""
 
     def __init__(self, **options: object) -> None:
         self.at = 0.0
@@ -196,8 +198,8 @@ class HostEvent:
 
 
 def test_marks_of_a_gpu_end_with_the_last_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Marks of a GPU end with the last pass. Reading the events of a GPU makes one more, long after
-    the passes, so the optimizer's seconds counted as host time between passes."""
+    """A rehearsed step on a GPU ends with its last pass. Reading the GPU's events creates one more
+    event, long after the passes, so the optimizer's seconds counted as host time between passes."""
     monkeypatch.setattr(torch.cuda, "Event", HostEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     timed, began = _TimedStep(), time.perf_counter()
@@ -214,8 +216,8 @@ def test_marks_of_a_gpu_end_with_the_last_pass(monkeypatch: pytest.MonkeyPatch) 
 def test_a_torch_whose_fake_group_leaves_results_uninitialised_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A torch whose fake process group leaves results uninitialised is refused: experts would get
-    whatever the memory holds, which may be finite."""
+    """A rehearsal is refused under a torch whose fake process group leaves results uninitialized:
+    experts would get whatever the memory holds, which may be finite numbers."""
     monkeypatch.setattr(dist, "all_to_all_single", lambda *tensors: None)
     result = rehearsed_or_fail(0, 2 * RANKS, flags("1f1b"))
     words = "its fake process group leaves the result of all-to-all uninitialised"

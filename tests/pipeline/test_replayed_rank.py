@@ -1,7 +1,8 @@
-"""One rank of a pipeline, trained without the others, with its messages on time.
+"""Tests of the replay of one rank alone, in which its messages arrive as in the composed step of
+all ranks.
 
-Composed are passes that take far longer than those of this model. So each pass of the rank waits
-for its messages, and begins no earlier than in the composed step.
+Passes of the composed step take far longer than those of this model, so each pass of the rank waits
+for its messages and begins no earlier than in the composed step.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ RECEIVED = {
     Kind.BACKWARD_INPUT: Kind.RECV_B,
     Kind.FULL_BACKWARD: Kind.RECV_B,
 }
-SECONDS = 0.05  # of a pass; those of the model take a few milliseconds
+SECONDS = 0.05  # of a composed pass; the model's own passes take a few milliseconds
 
 
 def composed(schedule: PreparedSchedule) -> ComposedStep:
-    """Return a step all of whose passes take `SECONDS`."""
+    """Return a composed step in which every pass takes `SECONDS`."""
     program = schedule.program
 
     def passes(rank: int) -> Iterator[RehearsedPass]:
@@ -56,7 +57,8 @@ def composed(schedule: PreparedSchedule) -> ComposedStep:
 def arrivals(
     schedule: PreparedSchedule, step: ComposedStep, rank: int
 ) -> dict[tuple[int, Kind | None, int], float]:
-    """Return when each message that ``rank`` receives has moved, by stage, kind, microbatch."""
+    """Return the time at which each message that ``rank`` receives has arrived, by stage, kind and
+    microbatch."""
     as_run, _ = schedule.program.as_run
     left = {name: iter(times) for name, times in step.moved[rank].items()}
     return {

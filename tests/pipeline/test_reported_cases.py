@@ -1,4 +1,5 @@
-"""Small inputs that failed, from public reports and scripts, each in its shortest form."""
+"""Tests of small inputs that failed, taken from public reports and scripts, each in its shortest
+form."""
 
 from __future__ import annotations
 
@@ -48,14 +49,14 @@ SMALL = shlex.split(
 
 
 def doctor(ranks: int, flags: str) -> Result:
-    """`megatron-ext doctor` of a small model on so many ranks."""
+    """Run `megatron-ext doctor` on a launch of a small model on ``ranks`` ranks."""
     launch = ["torchrun", "--nproc-per-node", str(ranks), str(SCRIPT), *SMALL, *shlex.split(flags)]
     return CliRunner().invoke(app, ["doctor", "--", *launch], terminal_width=10_000)
 
 
 def test_case_1_a_layout_of_six_layers_for_eight() -> None:
-    """doctor, plan and each rank ended with ``AssertionError: ([3, 3], 8)`` and a traceback, where
-    Megatron has a sentence."""
+    """Case 1: `doctor`, `plan` and each rank report a layout with too few layers in Megatron's own
+    sentence. They ended with ``AssertionError: ([3, 3], 8)`` and a traceback."""
     result = doctor(
         8,
         "--global-batch-size 64 --num-layers 8 --pipeline-model-parallel-size 2 "
@@ -87,10 +88,10 @@ OFFLOADED: Flags = {
 
 @pytest.mark.parametrize("more", [{}, *at_night(OFFLOADED)], ids=lambda more: "-".join(more))
 def test_case_12_experts_in_later_layers_are_saved(more: Flags) -> None:
-    """The first save of a distributed optimizer on the CPU ended in an AssertionError of Megatron's
-    if the first stage has no experts: torch's AdamW counts steps in the states of parameters, and
-    its experts' optimizer has none. Under a V another rank has these experts: what it loads must
-    be the step of the others, too."""
+    """Case 12: a distributed optimizer on the CPU is saved if the first stage has no experts. The
+    first save ended in an AssertionError of Megatron's: torch's AdamW counts steps in the states of
+    parameters, and the expert optimizer of that stage has none. Under a V another rank has these
+    experts, and must load the step count of the other ranks."""
     Training(4, EXPERTS_LATER | more, saved_at=2).resume_as_stock(pipeline_schedule="zb-v")
 
 
@@ -102,8 +103,8 @@ def first_stage_frozen(*args: Any, **kwargs: Any) -> Any:
 
 
 def test_case_12_a_frozen_stage_is_saved(tmp_path: Path) -> None:
-    """Case 12: a frozen stage is saved, as experts in later layers are. No parameter of the first
-    stage is trained."""
+    """Case 12: a training with a frozen first stage is saved. As in a stage without experts, the
+    stage's optimizer has no parameters whose states count the steps."""
     flags: Flags = {
         "pipeline_model_parallel_size": 2,
         "untie_embeddings_and_output_weights": True,
@@ -127,14 +128,15 @@ MASKED = DOCUMENTS | {"reset_attention_mask": True, "position_embedding_type": "
 
 @pytest.fixture
 def short_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents of up to 24 tokens, so that most samples hold the end of one."""
+    """Limit mock documents to 24 tokens, so that most samples contain the end of a document."""
     monkeypatch.setattr(MockGPTLowLevelDataset, "max_sequence_length", 24)
 
 
 @pytest.mark.usefixtures("short_documents")
 def test_case_5_documents_stay_apart_or_the_schedule_is_refused() -> None:
-    """zb-v on two ranks trained other losses than stock's, in silence: its inner stages got no mask
-    of documents. A line of two stages gets it on both."""
+    """Case 5: zb-v is refused with --reset-attention-mask, and zb-h1 has stock's losses with it.
+    zb-v on two ranks trained other losses than stock, without a message: its inner stages got no
+    mask of documents. Both stages of a linear placement on two ranks get the mask."""
     stock = train(2, model_flags(**MASKED))
     assert losses(stock) != losses(train(2, model_flags(**MASKED | {"reset_attention_mask": None})))
     assert_same(train(2, model_flags(**MASKED, pipeline_schedule="zb-h1")), stock)
@@ -146,7 +148,8 @@ def test_case_5_documents_stay_apart_or_the_schedule_is_refused() -> None:
 
 @pytest.mark.usefixtures("short_documents")
 def test_case_5_positions_and_masked_losses_of_documents_stay_allowed(tmp_path: Path) -> None:
-    """--reset-position-ids and --eod-mask-loss are read by the first and the last stage alone."""
+    """Case 5: zb-v still accepts --reset-position-ids and --eod-mask-loss, with stock's losses,
+    because only the first and the last stage read these tensors."""
     saves = {"save": tmp_path, "save_interval": 3}
     stock = train(2, model_flags(**DOCUMENTS, **saves))
     for name in ("reset_position_ids", "eod_mask_loss"):
@@ -156,8 +159,9 @@ def test_case_5_positions_and_masked_losses_of_documents_stay_allowed(tmp_path: 
 
 
 def test_case_13_a_divided_vocabulary_with_a_micro_batch_of_two() -> None:
-    """The loss function got a transposed tensor, of which Megatron's script takes a view: the first
-    step ended in "view size is not compatible"."""
+    """Case 13: a vocabulary split over the ranks trains with a micro batch of two. The loss
+    function got a transposed tensor, of which Megatron's script takes a view, so the first step
+    ended in "view size is not compatible"."""
     trained = train(
         2,
         model_flags(
@@ -172,8 +176,9 @@ def test_case_13_a_divided_vocabulary_with_a_micro_batch_of_two() -> None:
 
 
 def test_case_14_multi_token_prediction_before_the_loss() -> None:
-    """doctor counted its layer and its embedding on the loss's rank. On the rank that has them, it
-    takes as much more than its neighbour as stock's parameters do (`test_model_bytes`)."""
+    """Case 14: `doctor` counts the bytes of multi-token prediction, its layer and its embedding, on
+    the rank that has them. They were counted on the loss's rank. `test_model_bytes` compares this
+    difference with stock's parameters."""
     flags = "--position-embedding-type rope --num-layers 8 --mtp-num-layers 1"
     words = shlex.split(
         f"{flags} --global-batch-size 16 --pipeline-model-parallel-size 4 "
@@ -188,7 +193,8 @@ def test_case_14_multi_token_prediction_before_the_loss() -> None:
 
 
 def test_case_15_a_layout_that_megatron_refuses() -> None:
-    """Case 15: plan gave a time and a verdict to a layout that Megatron refuses."""
+    """Case 15: `plan` refuses a layout that Megatron refuses, with doctor's reason. It gave a time
+    and a verdict for it."""
     words = shlex.split(
         "--position-embedding-type rope --num-layers 10 --mtp-num-layers 2 --global-batch-size 16 "
         "--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout 'E|(t|)*10m|m|m|LL|LL'"
@@ -202,8 +208,9 @@ def test_case_15_a_layout_that_megatron_refuses() -> None:
 
 @pytest.mark.parametrize("more", ["", "--pipeline-schedule zb-h1", "--pipeline-schedule zb-v"])
 def test_case_18_layers_that_the_ranks_do_not_divide(more: str) -> None:
-    """Megatron says that they "should be divisible". The layout that works was named for zb-v
-    alone."""
+    """Case 18: `doctor` and `plan` name a layout that works if layers cannot be split evenly over
+    the ranks. Megatron only says that they "should be divisible", and the layout was named for zb-v
+    only."""
     words = f"--num-layers 30 --global-batch-size 16 --pipeline-model-parallel-size 4 {more}"
     launch = Launch(str(SCRIPT), False, (*SMALL, *shlex.split(words)), 4, installs=True)
     (why,) = by_doctor(launch).whys
@@ -231,8 +238,9 @@ def test_case_18_layers_that_the_ranks_do_not_divide(more: str) -> None:
     ],
 )
 def test_case_2_microbatches_that_stocks_interleaved_schedule_refuses(flags: str, why: str) -> None:
-    """doctor called them right, plan gave them a time, and the first step died (schedules.py 1133
-    and 1145). Our own interleaved schedules take any number."""
+    """Case 2: `doctor` and `plan` refuse numbers of microbatches that stock's interleaved schedule
+    refuses, and name a schedule of ours that accepts them. doctor called such commands right, plan
+    gave them a time, and the first step died (schedules.py 1133 and 1145)."""
     words = (
         "--num-layers 24 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank"
     )
@@ -242,7 +250,8 @@ def test_case_2_microbatches_that_stocks_interleaved_schedule_refuses(flags: str
     assert why in said and plan_of(launch).whys == (said,)
     ours = said.partition("or --pipeline-schedule ")[2].partition(",")[0]
     added = (*command, "--pipeline-schedule", ours)
-    if "stage 9" not in flags:  # a group that is larger than a step is no order
+    # no schedule accepts a group of microbatches that is larger than a step
+    if "stage 9" not in flags:
         assert not by_doctor(replace(launch, arguments=added)).whys
 
 
@@ -286,8 +295,10 @@ BIG = shlex.split(
 def test_cases_19_to_22_a_command_as_it_stands(
     flags: str, microbatches: int, fullest: float
 ) -> None:
-    """plan's ``now:`` dropped the vocabulary, the group and the larger batch, and held zb-h1 to the
-    GPU's memory, in which its output layer's weight gradient waits, as it does not without."""
+    """Cases 19 to 22: `plan` describes the given command (its line ``now:``) as `doctor` does. plan
+    dropped the split vocabulary, the group of microbatches and the larger batch. It also held zb-h1
+    to the GPU's memory, under which the output layer's weight gradient waits for W; without a limit
+    it does not wait."""
     launch = Launch(str(SCRIPT), False, (*BIG, *shlex.split(flags)), world_size=16, installs=True)
     now = plan_of(launch)
     assert now == by_doctor(launch)
@@ -299,8 +310,9 @@ def test_cases_19_to_22_a_command_as_it_stands(
 def test_case_22_the_output_layer_waits_for_w_within_a_limit_alone(
     limit: str | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """plan said 1.5 GiB more than doctor of zb-h1's last rank. The training says which is right:
-    without a limit its output layer has no W."""
+    """Case 22: the output layer of zb-h1 has a W only under a memory limit, and `plan` counts its
+    memory accordingly. plan gave the last rank 1.5 GiB more than doctor did; the training shows
+    that without a limit the output layer has no W."""
     flags: Flags = {
         "pipeline_model_parallel_size": 2,
         "pipeline_schedule": "zb-h1",
@@ -324,8 +336,9 @@ def test_case_22_the_output_layer_waits_for_w_within_a_limit_alone(
 
 
 def test_case_20_the_steps_that_hold_most_samples_stand_for_all() -> None:
-    """plan compared steps of one microbatch with a step of 64, and promised 94.7 %. The size goes
-    by the course of this training, and the others' times are told."""
+    """Case 20: `plan` compares schedules at the batch size of the steps that hold most samples of
+    the whole training, and also tells the times of other sizes. plan compared a step of one
+    microbatch with a step of 64, and promised a gain of 94.7 %."""
     batches = "--vocab-size 32000 --step-batch-size-schedule '0:16 1M:64 2M:32' --train-iters"
     for iterations, expected in ((10, [16, 32, 64]), (21, [64, 16, 32]), (100, [32, 64, 16])):
         words = (*BIG, *shlex.split(f"{batches} {iterations}"))
@@ -346,8 +359,9 @@ def test_case_20_the_steps_that_hold_most_samples_stand_for_all() -> None:
 
 
 def test_case_23_settings_of_a_schedule_go_with_it() -> None:
-    """Megatron's own schedule was compared with --pipeline-p2p batched, "given without
-    --pipeline-schedule", and plan ended."""
+    """Case 23: `plan` drops --pipeline-p2p and other settings of our schedules from the command
+    with which Megatron's own schedule is compared. plan compared it with --pipeline-p2p batched,
+    "given without --pipeline-schedule", and ended."""
     ours = ("--pipeline-schedule", "zb-v", "--pipeline-p2p=batched", "--pipeline-metrics")
     launch = Launch(str(SCRIPT), False, (*BIG, *ours), world_size=16, installs=True)
     stock = arguments_with(launch, Written(("--num-layers", "16")))
@@ -357,9 +371,10 @@ def test_case_23_settings_of_a_schedule_go_with_it() -> None:
 
 
 def test_case_16_a_checkpoint_of_another_layout(tmp_path: Path) -> None:
-    """Saved by stock with two virtual stages a rank and the distributed optimizer. Each of these
-    launches died, of which doctor said "right checkpoints"; what doctor names as the step that
-    helps makes a checkpoint that loads."""
+    """Case 16: `doctor` names what is wrong with loading a checkpoint of another layout, and which
+    step helps. Stock saved it with two virtual stages a rank and the distributed optimizer. doctor
+    said "right checkpoints" of each of these launches, and they died. The step that doctor now
+    names makes a checkpoint that loads."""
     virtual: dict[str, object] = {"num_virtual_stages_per_pipeline_rank": 2}
     stock = Training(
         2,
@@ -397,7 +412,7 @@ def test_case_16_a_checkpoint_of_another_layout(tmp_path: Path) -> None:
         **virtual, hidden_size=64
     )
     assert "--override-opt-param-scheduler" in says(**virtual, train_iters=4)
-    # One step under the old command.
+    # doctor's advice: one step under the old command
     stock.run(
         **load | virtual,
         exit_interval=2,
@@ -412,7 +427,8 @@ def test_case_16_a_checkpoint_of_another_layout(tmp_path: Path) -> None:
 
 
 def test_case_3_a_ramp_that_megatron_ignores() -> None:
-    """Case 3: Megatron 0.19 accepts --rampup-batch-size and does not ramp up."""
+    """Case 3: `doctor` says that Megatron ignores --rampup-batch-size. Megatron 0.19 accepts the
+    flag and does not ramp up."""
     sizes = "--num-layers 24 --pipeline-model-parallel-size 4 --global-batch-size 64"
     said = " ".join(doctor(4, f"{sizes} --rampup-batch-size 2 2 200").output.split())
     assert "--rampup-batch-size: Megatron ignores it" in said
@@ -420,8 +436,9 @@ def test_case_3_a_ramp_that_megatron_ignores() -> None:
 
 
 def test_case_4_arguments_from_a_checkpoint() -> None:
-    """Case 4: with arguments from a checkpoint doctor gave one remark, then "nothing is wrong":
-    batch, tokenizer, data and folder do not depend on the checkpoint, and were wrong."""
+    """Case 4: `doctor` checks the batch, tokenizer, data and folder of a command with
+    --use-checkpoint-args, because these do not depend on the checkpoint. doctor gave one remark,
+    then "nothing is wrong", although all four were wrong."""
     words = shlex.split(
         "--num-layers 80 --hidden-size 9192 --num-attention-heads 64 --seq-length 4096 "
         "--max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 1024 "

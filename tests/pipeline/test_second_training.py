@@ -1,8 +1,8 @@
-"""A process that trains a second time, on new process groups.
+"""Tests of a process that trains a second time, on new process groups.
 
 Megatron's --inprocess-restart does so, and callers that catch an error. Channels, watchdog,
-programs and what observers counted used to live as long as the process, so the second training met
-those of the first: messages to groups that are gone.
+programs and counts of observers lived as long as the process, so the second training met those of
+the first: it sent messages to groups that no longer existed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def test_a_second_training_is_the_first_again(settings: dict[str, object], tmp_p
 
 
 def test_a_training_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed training leaves nothing to a second one: no channel, and no thread that ends the
-    second training with its message."""
+    """A training that fails leaves nothing to the next one in the same process: no channel, and no
+    thread that ends the second training with a message of the first."""
     monkeypatch.setenv("FAILS_AT", "3")
     runs = train(RANKS, model_flags(**SIZES, pipeline_schedule="zb-h1"), SCRIPT)
     stock = losses(train(RANKS, model_flags(**SIZES)))

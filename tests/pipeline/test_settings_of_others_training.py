@@ -1,5 +1,7 @@
-"""Trainings with settings of Megatron's whose work the schedule or its passes do, and the order in
-which tensor-parallel ranks come to their communication."""
+"""Tests of Megatron settings that describe work of the schedule, such as deferred weight gradients.
+
+They also check the order in which tensor-parallel ranks come to their communication.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Answers that share their prompts, under every kind of schedule, stock's own too, against stock
-Megatron on the sequences one by one: gradients are within 2e-6 of a tensor's norm.
+"""Tests of answers that share a prompt, computed once, under every kind of schedule.
 
-A microbatch of ours is a pack of several groups; in stock's step each sequence is a microbatch.
+Gradients are compared with stock Megatron on separate sequences: they agree to 2e-6 of a tensor's
+norm. One microbatch of ours is a pack of several prompts with their answers; in stock's step each
+sequence is a microbatch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from tests.helpers.ranks import run_ranks, values
 
 LAYERS, VOCABULARY = 8, 32
 
-# A step: microbatches of groups, each a prompt and its answers, in tokens.
+# A step is a list of microbatches. A microbatch is a list of groups, each of a prompt and its
+# answers, given by their numbers of tokens.
 Groups = list[tuple[int, list[int]]]
 STEP: list[Groups] = [
     [(6, [3, 1, 4])],
@@ -58,8 +60,8 @@ def _attention_to_prompts() -> Iterator[None]:
 
 
 def sequences(step: Sequence[Groups]) -> Iterator[list[Batch]]:
-    """Yield the sequences of each microbatch. The losses of an answer's tokens have weights; those
-    of a prompt do not count, as in reinforcement learning."""
+    """Yield the sequences of each microbatch. Losses of an answer's tokens have weights, and a
+    prompt's losses do not count, as in reinforcement learning."""
     generator = torch.Generator().manual_seed(3)
 
     def drawn(length: int) -> Tensor:
@@ -86,7 +88,7 @@ def sequences(step: Sequence[Groups]) -> Iterator[list[Batch]]:
 
 
 def apart() -> list[Batch]:
-    """Sequences, each a microbatch of its own."""
+    """Return the sequences of the step, each as a microbatch of its own."""
     return [one for microbatch in sequences(STEP) for one in microbatch]
 
 
@@ -136,7 +138,7 @@ def run_together(
 
 
 def sum_of_losses(weights: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Return the weighed sum of losses, and the number of tokens that count."""
+    """Return the weighted sum of losses, the number of tokens that count, and the reported loss."""
     loss = (output * weights).sum()
     return loss, (weights > 0).sum().int(), {"loss": loss.item()}
 
@@ -170,7 +172,8 @@ def chunks_of(tensor_parallel: int, settings: dict[str, Any]) -> list[torch.nn.M
 
 
 def names(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """With tensor parallelism each rank has a part of a weight."""
+    """Yield the parameters with the tensor-parallel rank in their names, because each such rank has
+    a part of a weight."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     for name, parameter in named_parameters(chunk):
         if getattr(parameter, "sequence_parallel", False) and parameter.grad is not None:
@@ -195,7 +198,7 @@ def step(
 
 
 def losses_of(step: tuple[list[Any], Gradients], *, is_shared: bool) -> list[float]:
-    """The losses of the microbatches of `STEP`, in order."""
+    """Return the losses of the microbatches of `STEP`, in order."""
     losses = iter([loss["loss"] for loss in step[0]])
     counts = [1 if is_shared else len(microbatch) for microbatch in together()]
     return [sum(itertools.islice(losses, count)) for count in counts]
@@ -214,7 +217,8 @@ def assert_close(ours: tuple[list[Any], Gradients], stocks: tuple[list[Any], Gra
 def all_schedules(
     schedules: Sequence[str | None], rank: int, *, only: bool = False, **settings: Any
 ) -> None:
-    """Compare each of ``schedules`` with stock's; None is stock's own, with shared prompts."""
+    """Compare a step with shared prompts under each of ``schedules`` with stock's step on separate
+    sequences. None is stock's own schedule."""
     ours: dict[str, Any] = settings.pop("ours", {})
     with apply(cpu.patches()):
         stock = step(is_shared=False, forward_only=only, **settings)
@@ -225,7 +229,7 @@ def all_schedules(
             assert_close(made[-1], stock)
             assert bool(made[-1][1]) is not only
         for each in made[1:]:
-            assert_same(each, made[0])  # one order of sums
+            assert_same(each, made[0])  # all schedules sum in the same order
 
 
 def run(ranks: int, *schedules: str | None, **settings: Any) -> None:
@@ -233,7 +237,8 @@ def run(ranks: int, *schedules: str | None, **settings: Any) -> None:
 
 
 def test_a_line_and_a_v_train_as_sequences_apart() -> None:
-    """And stock's own schedule."""
+    """Shared prompts train under stock's own schedule, a linear one and a V, with the gradients of
+    stock on separate sequences."""
     run(2, None, "zb-h1", "zb-v")
 
 

@@ -1,9 +1,10 @@
-"""Sequences in slices (``--pipeline-slices``) against whole ones under stock Megatron.
+"""Tests of sequences in slices (``--pipeline-slices``), compared with whole sequences under stock
+Megatron.
 
 Slices are summed in another order than whole sequences: float32 gradients differ in the last bits,
-2e-6 of a tensor's norm at most. Among themselves all schedules, placements and pipelines are the
-same to the last bit. Weights are drawn by their names, so that a model starts alike wherever its
-stages lie.
+by 2e-6 of a tensor's norm at most. All schedules, placements and pipelines of slices are equal to
+each other to the last bit. Weights are drawn by their names, so that a model starts alike wherever
+its stages lie.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ Flags = dict[str, object]
 SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 16, 2, 32, 4
 UNEVEN = "7,5,3,1"
 
-# --- a step of a caller's own, whose gradients are at hand
+# --- steps of a caller without Megatron's training loop, whose gradients can be read
 
 
 def average(models: Chunks, *unused: Any, **more: Any) -> None:
-    """Gradients over the ranks that share sequences."""
+    """Average the gradients over the ranks that share sequences (context parallelism)."""
     group = parallel_state.get_context_parallel_group()
     for parameter in (parameter for model in models for parameter in model.parameters()):
         assert parameter.grad is not None
@@ -98,7 +99,7 @@ def build() -> Chunks:
 
 
 def build_sparse() -> Chunks:
-    """A stage whose attention goes to tokens that an indexer chooses."""
+    """Return a stage with sparse attention, which attends to tokens that an indexer chooses."""
     config = small_config(
         2,
         parallel_state.get_pipeline_model_parallel_world_size(),
@@ -120,7 +121,8 @@ def build_sparse() -> Chunks:
         **first_and_last(0),
     )
     draw_by_name(named_parameters(model))
-    for parameter in model.parameters():  # small ones leave the indexer's loss to rounding
+    # with small weights the indexer's loss would be mere rounding
+    for parameter in model.parameters():
         parameter.data *= 5
     return [model]
 
@@ -132,7 +134,8 @@ def data() -> list[torch.Tensor]:
 
 
 def loss_function(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """As none of its parts could be: over the tokens of all slices that count."""
+    """Return the mean loss over the tokens of all slices and ranks that count. No slice alone could
+    compute it, so the output must be that of the whole sequence."""
     assert output.shape == mask.shape
     count, shown = mask.sum(), (output.detach() * mask).sum()
     for figure in (count, shown):
@@ -158,7 +161,7 @@ def forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Ten
 def step(
     context_parallel: int = 1, build: Callable[[], Chunks] = build, **ours: Any
 ) -> tuple[list[Any], Gradients]:
-    """One step of all ranks: stock's, or with settings of ours."""
+    """Run one step of all ranks: stock's, or with our settings ``ours``."""
     with megatron_ext.install(**ours) if ours else contextlib.nullcontext():
         return whole_step(
             build,
@@ -221,12 +224,12 @@ def shared_sequences(rank: int) -> list[tuple[list[Any], Gradients]]:
 
 @nightly("test_ranks_that_share_sequences_have_part_of_each_slice")
 def test_ranks_share_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Context-parallel ranks share slices: two pipeline ranks and two ranks of each sequence equal
-    stock with undivided sequences."""
+    """Slices go together with context parallelism: two pipeline ranks and two context-parallel
+    ranks have the gradients of stock with whole sequences."""
     context_parallel.install(monkeypatch, context_parallel.LocalAttention)
     stock, shared = values(run_ranks(2, whole_sequences)), values(run_ranks(4, shared_sequences))
     for made in shared[0]:
-        # A loss is of all ranks that share its sequence: each of the two has it.
+        # A loss is the same on both ranks that share its sequence, so half of the list is compared.
         assert_close_step((made[0][:MICROBATCHES], made[1]), stock[0])
     even, balanced, uneven, *others = shared[0]
     for made, same in zip((even, balanced, uneven), others, strict=True):
@@ -240,18 +243,18 @@ def test_a_longer_pipeline_makes_no_difference() -> None:
 
 
 def test_gradients_are_those_of_whole_sequences() -> None:
-    """A step in slices has the gradients of stock's step; two schedules of slices have equal
-    ones."""
+    """A step in slices of a sequence has the gradients of stock's step, up to the order of sums.
+    Two schedules with slices have equal gradients."""
     values(run_ranks(2, steps_of_rank))
 
 
 def test_sparse_attention_chooses_among_the_keys_of_earlier_slices() -> None:
-    """Slices refused sparse attention. Now the indexer's keys are carried to later slices as the
-    keys of attention are."""
+    """Sparse attention works with slices of a sequence, which used to refuse it. The indexer's keys
+    are passed on to later slices, as the keys of attention are."""
     values(run_ranks(2, steps_of_sparse_attention))
 
 
-# --- a launch command
+# --- trainings by a launch command
 
 TENSOR: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FULL: Flags = {
@@ -355,8 +358,9 @@ MODELS: dict[str, tuple[int, Flags]] = {
         },
     ),
 }
-# Two ranks for each sequence: ranks, and a schedule that is the same as 1f1b to the last bit. Under
-# a V inner stages are given no mask of documents, and gloo sums over replicas in another order.
+# Models on two context-parallel ranks: the number of ranks, and a schedule that must equal 1f1b to
+# the last bit. On a V, inner stages get no mask of documents, and gloo sums over replicas in
+# another order.
 DIVIDED: dict[str, tuple[int, str]] = {
     "grouped queries": (4, "zb-v"),
     "latent attention": (4, "v-half"),
@@ -385,7 +389,8 @@ SAME = [
     ("multi-token prediction", "zb-v"),
     ("EP 2, experts by sequence, loss per token", "interleaved-zb"),
 ]
-# Gradients of these wait in the queue in another way each: once, twice, from passes that run again.
+# Weight gradients of these models wait in the queue in different ways: once, twice, or from
+# recomputed passes.
 JOINED = (
     *("learned positions, tied", "full recompute", "bf16", "experts", "experts, full recompute"),
     *("distributed optimizer", "multi-token prediction, one layer", "TP 2, EP 2, experts"),
@@ -395,7 +400,7 @@ BALANCED: Flags = {"pipeline_slice_lengths": "balanced"}
 
 
 def on_the_cpu_drawn_by_name(*args: Any, **kwargs: Any) -> Any:
-    """Return a chunk of `drawn_by_name` whose latent attention has a core that runs on the CPU."""
+    """Return a chunk of `drawn_by_name` in which latent attention runs on the CPU."""
     take_local_attention()
     say_there_is_no_fp8()
     return drawn_by_name(*args, **kwargs)
@@ -416,7 +421,8 @@ def run_on(ranks: int, model: str, **more: object) -> list[Run]:
         **MODELS[model][1],
         **more,
     }
-    is_tied = flags["untie_embeddings_and_output_weights"] is None  # two names for one table
+    # a tied table has two names, so weights cannot be drawn by name
+    is_tied = flags["untie_embeddings_and_output_weights"] is None
     provider = None if is_tied else on_the_cpu_drawn_by_name
     return train(ranks, model_flags(**flags), model_provider=provider)
 
@@ -428,7 +434,7 @@ def stock(model: str) -> list[Run]:
 
 @functools.cache
 def sliced(model: str) -> list[Run]:
-    """Under the schedule that the others are compared with."""
+    """Return a run in slices under 1f1b, with which runs under other schedules are compared."""
     return run(model, pipeline_schedule="1f1b", **SLICED)
 
 
@@ -444,8 +450,8 @@ def assert_close(runs: list[Run], reference: list[Run], tolerance: float) -> Non
 @nightly("test_a_launch_command_trains_as_stock_does")
 @pytest.mark.parametrize("slices", [2, 4, 8])
 def test_twenty_steps_side_by_side(slices: int) -> None:
-    """Twenty steps of slices and of stock are compared one by one: errors do not grow beyond the
-    differences of float32 sums."""
+    """Twenty steps in slices have stock's losses to 1e-5 in every step, so differences of float32
+    sums do not grow."""
     model = "grouped queries"
     reference = losses(run(model, train_iters=20))
     runs = run(model, train_iters=20, pipeline_schedule="zb-h1", pipeline_slices=slices)
@@ -453,7 +459,7 @@ def test_twenty_steps_side_by_side(slices: int) -> None:
 
 
 def test_a_launch_command_trains_as_stock_does() -> None:
-    """A launch command with slices as uneven as can be trains as stock does."""
+    """A launch command with slices of 7, 5, 3 and 1 tokens trains as stock does."""
     uneven: Flags = {"pipeline_slices": 4, "pipeline_slice_lengths": UNEVEN}
     runs = run("grouped queries", pipeline_schedule="zb-h1", **uneven)
     assert_close(runs, stock("grouped queries"), 1e-5)
@@ -464,10 +470,10 @@ def test_a_launch_command_trains_as_stock_does() -> None:
 def test_it_is_stock_but_for_the_order_of_sums(
     model: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Slices equal stock but for the order of sums. Losses of experts, from Megatron's log, are
-    compared too."""
+    """Trainings in slices equal stock's up to the order of sums. The losses of experts in
+    Megatron's log are compared too."""
     for made in (stock, sliced):
-        made.cache_clear()  # its output is wanted
+        made.cache_clear()  # the run must print its output again
     expected = stock(model)
     said = of_experts(capfd.readouterr().out)
     tolerance = 1e-2 if model == "bf16" else 1e-4
@@ -480,7 +486,7 @@ def test_it_is_stock_but_for_the_order_of_sums(
 
 
 def of_experts(output: str) -> list[float]:
-    """The losses of routers in Megatron's log."""
+    """Return the losses of routers in Megatron's log."""
     return [float(loss) for loss in re.findall(r"(?:load_balancing|z)_loss: (\S+)", output)]
 
 
@@ -493,7 +499,8 @@ def test_all_schedules_are_the_same_to_the_last_bit(model: str, schedule: str) -
 
 @pytest.mark.parametrize("model", ["TP 2, sequence parallel", *at_night(*JOINED)])
 def test_joined_weights_are_those_of_whole_sequences(model: str) -> None:
-    """The weight gradients of all slices of a microbatch are products over all of its rows."""
+    """With --pipeline-join-slice-weights the weight gradients of a microbatch are one product over
+    all of its slices, and equal those of whole sequences up to rounding."""
     runs = run(model, pipeline_schedule="zb-h1", pipeline_join_slice_weights=True, **SLICED)
     assert_close(runs, stock(model), 1e-2 if model == "bf16" else 1e-4)
 
@@ -510,7 +517,9 @@ def test_joined_weights_are_those_of_whole_sequences(model: str) -> None:
     ids=["zb-v", "whole backward passes", "recompute", "v-half"],
 )
 def test_joined_weights_are_the_same_to_the_last_bit(more: Flags) -> None:
-    """Recomputed passes and another schedule change nothing; whole backward passes are split."""
+    """With --pipeline-join-slice-weights, other schedules and recomputed passes have the same
+    numbers to the last bit. Schedules with whole backward passes (I and W together) split them for
+    this setting."""
     joined: Flags = {**SLICED, "pipeline_join_slice_weights": True}
     expected = run("grouped queries", pipeline_schedule="zb-h1", **joined)
     assert_same(run("grouped queries", **joined, **more), expected)
@@ -521,8 +530,9 @@ def test_joined_weights_are_the_same_to_the_last_bit(more: Flags) -> None:
 def test_ranks_that_share_sequences_train_as_stock_on_whole_ones(
     model: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that share sequences train as stock, also with lengths that costs balance."""
-    stock.cache_clear()  # its output is wanted
+    """Slices on two context-parallel ranks train as stock on whole sequences, also with slice
+    lengths that balance the work of attention."""
+    stock.cache_clear()  # the run must print its output again
     expected = stock(model)
     said = of_experts(capfd.readouterr().out)
     context_parallel.install(monkeypatch, context_parallel.LocalAttention)
@@ -557,7 +567,8 @@ def test_batched_messages(schedule: str) -> None:
 
 @nightly("test_checkpoints.py has them without")
 def test_a_checkpoint_goes_on_with_slices_and_without(tmp_path: Path) -> None:
-    """A checkpoint holds nothing of slices, so a run may resume it with or without them."""
+    """A checkpoint of a run in slices contains nothing of slices, so a run may resume it with or
+    without them."""
     model = "distributed optimizer"
     more: Flags = {"save_interval": 2, "dist_ckpt_optim_fully_reshardable": True}
     whole = run(model, pipeline_schedule="zb-h1", save=tmp_path, **more, **SLICED)
@@ -573,7 +584,8 @@ def test_a_checkpoint_goes_on_with_slices_and_without(tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("model", ["grouped queries", "experts"])
 def test_passes_that_run_again(schedule: str, model: str) -> None:
-    """Recomputed slices store their keys and values, and a slice overwrites its own."""
+    """Recomputed slices train with the same numbers. The first pass stores a slice's keys and
+    values for later slices, and its recomputation overwrites them."""
     stages = 4 if schedule == "zb-v" else 2
     again: Flags = {"pipeline_recompute": f"first:{stages}"}
     assert_same(run(model, pipeline_schedule=schedule, **again, **SLICED), sliced(model))

@@ -1,9 +1,9 @@
-"""Packed sequences in slices (``--sft``, ``--dataloader-inter-document-masking`` and packs of
-callers) against whole packs under stock Megatron.
+"""Tests of packed sequences in slices, compared with whole packs under stock Megatron.
 
-Slices are cut anywhere, not at borders of documents. Numbers are those of whole packs but for the
-order of sums, and the same under all schedules to the last bit. Attention goes over documents, with
-what Transformer Engine's gets.
+The packs are those of ``--sft``, ``--dataloader-inter-document-masking`` and callers. Slices are
+cut anywhere, not only between documents. The numbers are those of whole packs up to the order of
+sums, and the same under all schedules to the last bit. Attention runs document by document, with
+the arguments that Transformer Engine's attention gets.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def _attention_over_documents() -> Iterator[None]:
         yield
 
 
-# --- a step of a caller's own, whose gradients are at hand
+# --- steps of a caller without Megatron's training loop, whose gradients can be read
 
-# Packs of 12 tokens: one document over all slices, borders at cuts, a cut one token into a
-# document, empty documents.
+# Packs of 12 tokens: with one document over all slices, with documents that end where a slice ends,
+# with a slice that ends one token into a document, and with empty documents.
 PACKS = [[5, 4, 3], [12], [1, 8, 3], [4, 8], [2, 2, 0, 2, 6, 0]]
 LENGTHS = "5,3,3,1"
 
@@ -72,11 +72,12 @@ def steps_of_rank(rank: int) -> None:
 
 
 def test_gradients_are_those_of_whole_packs() -> None:
-    """Gradients of slices of packs are those of whole packs, with multi-token prediction."""
+    """Packed sequences in slices, with multi-token prediction, have the gradients of whole packs up
+    to the order of sums."""
     values(run_ranks(packed.RANKS, steps_of_rank))
 
 
-# --- a launch command
+# --- trainings by a launch command
 
 UNEVEN: Flags = {"pipeline_slices": 4, "pipeline_slice_lengths": "7,5,3,1"}
 SLICED: Flags = {"pipeline_slices": 4}
@@ -162,7 +163,7 @@ def stock(model: str) -> list[Run]:
 
 @functools.cache
 def sliced(model: str) -> list[Run]:
-    """Under the schedule that the others are compared with."""
+    """Return a run in slices under 1f1b, with which runs under other schedules are compared."""
     return run(model, pipeline_schedule="1f1b", **SLICED)
 
 
@@ -175,8 +176,8 @@ def assert_close(runs: list[Run], reference: list[Run], tolerance: float = 1e-6)
 
 
 def test_a_launch_command_trains_as_stock_does() -> None:
-    """A launch command with slices of packs trains as stock does: Megatron's conversations with
-    multi-token prediction, in slices as uneven as can be. Slices refused them."""
+    """A launch command with packs in slices of 7, 5, 3 and 1 tokens trains as stock does:
+    Megatron's conversations (--sft) with multi-token prediction. Such packs used to be refused."""
     model = "conversations, loss per token, 2 depths"
     runs = run(model, pipeline_schedule="zb-v", **UNEVEN)
     assert predictions(runs)
@@ -196,8 +197,8 @@ def test_twenty_steps_side_by_side(model: str, slices: int) -> None:
 @nightly("test_gradients_are_those_of_whole_packs")
 @pytest.mark.parametrize("model", MODELS)
 def test_it_is_stock_but_for_the_order_of_sums(model: str) -> None:
-    """Slices of packs equal stock but for the order of sums. Steps of Adam are as large for small
-    gradients, so experts amplify rounding."""
+    """Trainings on packs in slices equal stock's up to the order of sums. Adam's steps are as large
+    for small gradients as for large ones, so models with experts amplify rounding."""
     tolerance = 1e-2 if "bf16" in model else 1e-5 if "experts by sequence" in model else 1e-6
     assert_close(sliced(model), stock(model), tolerance)
 
@@ -238,7 +239,8 @@ def test_one_slice_is_a_whole_pack() -> None:
 @nightly("test_gradients_are_those_of_whole_packs has them in packs of its own")
 @pytest.mark.parametrize("limit", [2, 64])
 def test_the_shortest_and_the_longest_documents(limit: int) -> None:
-    """Slices of packs handle documents of one token each, and documents longer than a pack."""
+    """Packs in slices train as stock with documents of one token, and with documents longer than a
+    pack."""
     with mock.patch.object(MockGPTLowLevelDataset, "max_sequence_length", limit):
         reference = run("documents")
         runs = run("documents", pipeline_schedule="zb-v", **UNEVEN)

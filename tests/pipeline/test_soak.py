@@ -1,9 +1,10 @@
-"""Random programs one after another on the same ranks, without a hang and without a leak.
+"""Test that runs random programs one after another on the same ranks, without a hang and without a
+leak.
 
-In each iteration all ranks draw the same family, number of microbatches and costs, and build, prove
-and run the program for themselves, over channels that serve all families. The gradients must be
-those of one process, to the last bit, and nothing may be left: no message, no activation, no weight
-gradient. After the first fifth of the iterations no rank may grow.
+In each iteration all ranks draw the same family, number of microbatches and costs, and each builds,
+proves and runs the program, over channels that serve all families. Gradients must be those of one
+process, to the last bit, and no message, activation or weight gradient may be left. After the first
+fifth of the iterations no rank's memory may grow.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from tests.helpers.stages import CPU, WIDTH, LinearStage, add_gradients, world
 RANKS = 4
 ITERATIONS = 200 if IS_NIGHT else 25
 MICROBATCHES = 12
-GROWTH = 2**20 * (2 if IS_NIGHT else 1)  # bytes that a rank may grow by
+GROWTH = 2**20 * (2 if IS_NIGHT else 1)  # bytes by which a rank's memory may grow
 SEARCHES = [name for name, entry in entries().items() if entry.traits.searches]
 
 
 def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in SEARCHES:  # long ones, which the ranks then find in their cache
+    for name in SEARCHES:  # long searches, whose results the ranks then find in their cache
         searched(name)
     first, *others = values(run_ranks(RANKS, soak))
     drawn, _ = first
@@ -52,7 +53,8 @@ def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def soak(rank: int) -> tuple[list[str], int]:
-    """Run all iterations of a rank; their programs, and the bytes by which the rank has grown."""
+    """Run all iterations on ``rank``, and return the programs' names and the growth of the rank in
+    bytes."""
     ways = Channels(world(), all_channels(), CPU)
     recorder, rng = Recorder(rank), random.Random(1)
     drawn, sizes = [], []
@@ -65,7 +67,7 @@ def soak(rank: int) -> tuple[list[str], int]:
 
 
 def draw(rng: random.Random) -> tuple[str, Program]:
-    """A random program, the same on every rank, and its description."""
+    """Draw a random program, the same on every rank, and return its description and the program."""
     while True:
         name = rng.choice(list(entries()))
         microbatches = rng.randint(1, MICROBATCHES)
@@ -76,7 +78,7 @@ def draw(rng: random.Random) -> tuple[str, Program]:
                 return f"{name}, searched", searched(name)
             return f"{name}, m={microbatches}", build(name, microbatches, f, i, w, comm)
         except InvalidSchedule:
-            continue  # a size that the family refuses
+            continue  # the family refuses this size
 
 
 def searched(name: str) -> Program:
@@ -91,16 +93,17 @@ def build(name: str, microbatches: int, f: float, i: float, w: float, comm: floa
 
 
 def all_channels() -> set[Channel]:
-    """The channels of all families together. Each has messages to every neighbour that it has."""
+    """Return the channels of all families together. A family sends both ways between all of its
+    neighbours."""
     union: set[Channel] = set()
     for name in entries():
-        if name not in SEARCHES:  # placed as others are
+        if name not in SEARCHES:  # searching families have the placements of the other families
             union |= set(channels(build(name, RANKS, 1, 1, 1, 0).schedule))
     return union
 
 
 def run(program: Program, ways: Channels, recorder: Recorder) -> None:
-    """One step of ``program``, and what must hold after it."""
+    """Run one step of ``program``, and check its gradients and that nothing is left."""
     placement = program.schedule.placement
     stages = {
         number: LinearStage(number, placement.stages) for number in placement.stages_of[ways.rank]
@@ -109,7 +112,7 @@ def run(program: Program, ways: Channels, recorder: Recorder) -> None:
     execute(program, stages, transport, recorder)
     assert transport.is_empty(), "messages are left over"
     assert not len(queue), "weight gradients are left over"
-    queue.clear()  # the step is over: it need not know these weights any more
+    queue.clear()  # forget the weights of this step
     assert recorder.position is None
     reference = [LinearStage(number, placement.stages) for number in range(placement.stages)]
     add_gradients(reference, program)
@@ -120,6 +123,6 @@ def run(program: Program, ways: Channels, recorder: Recorder) -> None:
 
 
 def resident() -> int:
-    """The bytes of this process that are in memory."""
+    """Return the bytes of this process that are in memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""Traces of Megatron's own steps: its pipeline functions, watched."""
+"""Tests of traces of Megatron's own steps, whose pipeline functions are watched."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def measured_rows(traced: TracedStep) -> list[list[str]]:
     return [[str(event.action) for event in row] for row in traced.measured.compute]
 
 
-# Of two pipelines, with evaluations between; and one whose last group of microbatches is larger
-# than the pipeline and smaller than the others, in a run that ends before its trace does.
+# The flags of two cases. LINE: two pipelines, with evaluations between steps. LOOP: the last group
+# of microbatches is larger than the pipeline and smaller than the other groups, and the run ends
+# before its trace does.
 LINE: Flags = {"eval_iters": 1, "eval_interval": 2, "overlap_grad_reduce": True}
 LOOP: Flags = {
     "num_virtual_stages_per_pipeline_rank": 2,
@@ -56,9 +57,9 @@ def test_the_flag_alone_traces_megatrons_own_step(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Users who only wished to know a bubble had to train under a schedule of ours and to name
-    iterations. The flag alone traces Megatron's own step, in the order of our family, and changes
-    no number."""
+    """--pipeline-trace alone traces Megatron's own step and changes no number. The passes have the
+    order of our family for that schedule. Users who only wished to know a bubble had to train under
+    a schedule of ours, and to name iterations."""
     common: Flags = {"pipeline_model_parallel_size": 2, "train_iters": 7} | flags
     reference = train(ranks, model_flags(**common))
     capfd.readouterr()
@@ -71,7 +72,7 @@ def test_the_flag_alone_traces_megatrons_own_step(
         stages = len(traced.weight_shares)
         assert traced.executor == StockExecutor(overlaps=spec != "1f1b")
         first, second, *_ = traced.predicted.compute[0]
-        assert second.start > first.end  # as a rank waits for the send of its first output
+        assert second.start > first.end  # the rank waits for the send of its first output
         assert traced.parts is not None
         assert traced.parts.layers == (("*-",) * (4 // stages),) * stages
         assert min(traced.parts.last["output layer"]) > 0
@@ -87,8 +88,9 @@ def test_the_flag_alone_traces_megatrons_own_step(
 
 
 def test_a_trace_knows_on_which_stage_multi_token_prediction_is(tmp_path: Path) -> None:
-    """A trace had multi-token prediction on the last stage, wherever the layout had it. (Our own
-    script has it on the last stage.)"""
+    """A trace of Megatron's step has multi-token prediction on the stage that the layout gives it.
+    Traces had it on the last stage under any layout. (Megatron's script runs here, because our
+    script always puts it on the last stage.)"""
     script = megatron_sources() / "pretrain_gpt.py"
     flags = model_flags(
         pipeline_model_parallel_size=3,

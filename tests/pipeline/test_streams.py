@@ -1,7 +1,7 @@
-"""Effects of a second stream on memory, on emulated streams (`tests.helpers.streams`).
+"""Tests of memory that several device streams use, on emulated streams (`tests.helpers.streams`).
 
-By day cases that together switch on each feature once, at night each family with each setting.
-`tests.stream_faults` takes out the waits of ours, one at a time, and says whether a case finds it.
+By day the cases together use each feature once, at night each family with each setting.
+`tests.stream_faults` removes our waits one at a time, and says whether a case notices.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ def test_all_accesses_are_ordered(name: str) -> None:
 
 
 def test_memory_of_offloaded_storages() -> None:
-    """The memory of offloaded storages is safe. No run on a CPU or with one stream had shown two
-    defects that gave wrong numbers without an error. Reloaded activations were freed for the next
-    pass while the stream of the shared experts still read them. Memory without references was given
-    to the next pass while the copy that had reloaded it still wrote. With either fix removed the
-    emulated streams find the defect."""
+    """The emulated streams find two defects that no run on a CPU or with one stream had shown, and
+    that gave wrong numbers without an error. Reloaded activations were freed for the next pass
+    while the stream of the shared experts still read them. Memory without references went to the
+    next pass while the copy that reloaded it still wrote. Here the two fixes are removed."""
     allocator, unread = (
         next(fault for name, fault in seen().items() if part in name)
         for part in ("_tell_allocator", "storages that no tensor refers to")
@@ -49,12 +48,12 @@ def test_memory_of_offloaded_storages() -> None:
     assert "while aten::copy_ in 0RELOAD_F1 on the stream of copies FROM_HOST" in str(error.value)
 
 
-# --- faults
+# --- waits of streams that are removed as seeded faults
 
 
 def test_each_wait_that_is_not_seen_is_there() -> None:
-    """The waits that no case on emulated streams needs are listed, and the lists stay true while
-    the code changes. At least 90 % of the waits of streams must be found by a case."""
+    """The waits whose removal no case on emulated streams notices are listed, and each listed wait
+    still exists in the code. At most 10 % of the waits may be in the list."""
     names = [str(site) for site in sites()]
     assert set(UNSEEN) <= set(names)
     assert len(set(names)) == len(names)
@@ -64,7 +63,8 @@ def test_each_wait_that_is_not_seen_is_there() -> None:
 
 def test_faults_can_be_seeded() -> None:
     for fault in seen().values():
-        with contextlib.suppress(ModuleNotFoundError), fault:  # Transformer Engine may be missing
+        # Transformer Engine may not be installed
+        with contextlib.suppress(ModuleNotFoundError), fault:
             pass
 
 

@@ -1,6 +1,9 @@
-"""ms-swift's own fine-tuning under our schedules: gradient norms, weights after each step and the
-log-probabilities of each microbatch, in training and in evaluations, are those under Megatron's own
-schedule, to the last bit."""
+"""Tests of ms-swift's own fine-tuning under our schedules, compared with Megatron's own schedule to
+the last bit.
+
+Compared are gradient norms, weights after each step, and the log-probabilities of each microbatch,
+in training and in evaluations.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ pytestmark = nightly("by day callers with batches like verl's: test_dynamic_batc
 
 @dataclass(frozen=True)
 class Training:
-    """Results of a training by schedule and rank, and what its ranks printed."""
+    """Results of a training by schedule and rank, and the text that its ranks printed."""
 
     results: dict[str, list[dict[str, Any]]]
     printed: str
@@ -37,7 +40,8 @@ def run(
     assert not problem, f"ms-swift cannot be installed with pip: {problem}"
     fetched("transformer_engine", "2.20.2")
     path = [str(packages), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # The variable that makes it night is no setting, which megatron_ext.auto refuses.
+    # The variable that selects the night's tests is no setting of a training, so megatron_ext.auto
+    # would refuse it.
     environment = {
         name: value for name, value in os.environ.items() if name != "MEGATRON_EXT_NIGHTLY"
     }
@@ -98,8 +102,9 @@ def test_ms_swift_trains_to_its_own_numbers(
 
 
 def test_a_v_has_the_iterators_of_ms_swifts_own_flag(tmp_path: Path) -> None:
-    """ms-swift makes an iterator for each virtual stage of its flag. The norm of a V is summed in
-    another order, so gradients are not clipped."""
+    """ms-swift trains under a V if its own flag sets two virtual stages, because ms-swift
+    makes a data iterator for each. Gradients are not clipped, because a V sums the norm in another
+    order."""
     for name in ("line", "v"):
         (tmp_path / name).mkdir()
     line = train(tmp_path / "line", "stock", clip_grad="0").results["stock"][-1]["losses"]

@@ -1,6 +1,8 @@
-"""Marks that hold: a marked test fails once its setting is off in our trainings, and on in stock's.
+"""Tests that a test with the mark of a setting fails if the setting is off in our trainings and on
+in stock's.
 
-160 public recipes fuse their cross entropy, and the test with that mark passed with the fusion off.
+160 public recipes fuse their cross entropy, and the test with that mark once passed with the fusion
+switched off.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _LATENT_SPACE = (
 )
 _PAIRS = "tests/pipeline/test_pairs.py::test_trainings_are_stocks_to_the_last_bit"
 
-# A marked test of each setting.
+# For each setting, one test that has its mark.
 MARKED = {
     "account_for_embedding_in_pipeline_split": f"{_SETTINGS}test_an_end_that_counts_as_a_layer"
     "[account_for_embedding_in_pipeline_split-zb-h1]",
@@ -103,7 +105,8 @@ MARKED = {
 }
 
 
-# Without these ours does not even train beside the other settings, or a rank's own check ends it.
+# Without these settings our training fails before its numbers could differ: the other settings
+# require them, or a rank's own check ends it.
 NEEDED = frozenset(
     (
         *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
@@ -118,7 +121,8 @@ _BUILT = "its tests set it where a model is built, without a flag"
 _IS_W = "W defers weight gradients, with the flag and without"
 _ORDER = "it sets when something happens, which changes no number"
 
-# Counted by marks of tests on the CPU, and not switched off here, with the reason.
+# Settings that marks of tests on the CPU count, but which are not switched off in this file, each
+# with its reason.
 NOT_SWITCHED = {
     "defer_embedding_wgrad_compute": _IS_W,
     "delay_wgrad_compute": _IS_W,
@@ -142,8 +146,8 @@ NOT_SWITCHED = {
 
 @nightly("it collects all tests, a minute long")
 def test_each_setting_that_recipes_count_is_switched_off_or_named() -> None:
-    """Every setting that recipes count is in `MARKED` or in `NOT_SWITCHED`, or has a witness. Each
-    test in `MARKED` has the mark of its setting."""
+    """Every setting that recipes use and marks count is in `MARKED` or in `NOT_SWITCHED`, or has a
+    witness. Each test in `MARKED` has the mark of its setting."""
     models = read_models()
     recipes = [resolve(name, raw, models) for name, raw in read_recipes(RECIPES).items()]
     used = {feature for recipe in recipes for feature in features_of(recipe)}
@@ -169,5 +173,6 @@ def test_a_marked_test_fails_without_its_setting(setting: str) -> None:
     )
     assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout[-2000:]
     if setting not in NEEDED:
-        ended = re.search(r"rank \d+ ended with", done.stdout)  # the words alone are in docstrings
+        # docstrings contain the bare words, so a number is required
+        ended = re.search(r"rank \d+ ended with", done.stdout)
         assert ended is None, f"a rank ended before it: {done.stdout[-2000:]}"

@@ -1,4 +1,5 @@
-"""Megatron's timers at their highest level, which synchronise the device around every pass."""
+"""Tests of Megatron's timers at their highest level, which synchronize the device around every
+pass."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def every_backward_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("every_backward_is_timed")
 @pytest.mark.parametrize("case", CASES)
 def test_timers_change_nothing_and_time_every_pass(case: str) -> None:
-    """Timers change nothing and time every pass. They ignored W passes: under a schedule with split
-    backward a backward pass took half its time."""
+    """Megatron's timers change no number and include W passes. They used to ignore W, so a backward
+    pass seemed to take half its time under a schedule that splits it."""
     schedule, more = CASES[case]
     flags = {
         "pipeline_model_parallel_size": 2,

@@ -1,4 +1,5 @@
-"""Schedules of ours train in torch's own runtime, from the tables that `simulate` writes for it."""
+"""Tests of our schedules in torch's own pipeline runtime, as tables that the command `simulate`
+writes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ OWN = "ZBVZeroBubble"
 
 
 def run(schedule: str) -> list[str]:
-    """Return the lines that the example prints."""
+    """Run the example under ``schedule`` on all ranks, and return the lines that it prints."""
 
     def on_rank(rank: int) -> str:
         os.environ |= torchrun_environment(rank, RANKS, port)
@@ -60,8 +61,8 @@ def torchs_own() -> list[str]:
 def test_torch_trains_our_tables_to_the_same_losses(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch trains our tables to the losses of its own zero-bubble V. Layers and order of
-    microbatches are equal, so every digit of the losses is."""
+    """torch's runtime trains our tables to the losses of torch's own zero-bubble V, in every digit,
+    because layers and the order of microbatches are equal."""
     shorten_search(monkeypatch)
     table = tmp_path / "ours.csv"
     sizes = ["--pp", str(RANKS), "-m", str(MICROBATCHES), "--torch-csv", str(table)]

@@ -1,5 +1,5 @@
-"""Traces of real training runs: every rank in one file, with the predicted and the measured
-step."""
+"""Tests of traces of real trainings: one file with the predicted and the measured step of every
+rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Flags = dict[str, object]
 
 
 def run(ranks: int, flags: Flags, script: Path = SCRIPT) -> list[Run]:
-    """Four iterations on a V, two stages a rank."""
+    """Train four iterations on a V with two stages a rank."""
     common: Flags = {"num_layers": 8, "train_iters": 4, "pipeline_schedule": "zb-v"}
     common["global_batch_size"] = 2 * ranks
     return train(ranks, model_flags(**common | flags), script)
@@ -47,8 +47,8 @@ def orders(step: TracedStep, which: str) -> list[list[str]]:
 
 
 def test_a_trace_of_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace has every pass of four ranks, and changes no number of the run. Ranks have an
-    allocator here, as GPUs do."""
+    """A trace has every pass of four ranks, and changes no number of the run. The ranks report
+    reserved memory, as allocators of GPUs do."""
     monkeypatch.setattr(
         step_trace, "reserved_beyond_allocated", lambda device: 8.0 * dist.get_rank()
     )
@@ -69,7 +69,8 @@ def test_a_trace_of_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert step.measured.work == pytest.approx(step.predicted.work)
         assert 0 < step.clock_error < 0.1
         happens = {event.action: event for row in step.measured.compute for event in row}
-        for action, event in happens.items():  # one clock: nothing is used before it is made
+        # All ranks are on one clock in the trace, so no input is used before it was computed.
+        for action, event in happens.items():
             if RULES[action.kind].covers == (Kind.FORWARD,) and action.stage:
                 made = happens[action._replace(stage=action.stage - 1)].end
                 assert event.start >= made - step.clock_error
@@ -77,8 +78,8 @@ def test_a_trace_of_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_steps_that_overlap_are_traced_together(tmp_path: Path) -> None:
-    """Steps that overlap are traced together. Gathering the events after each step would separate
-    the steps."""
+    """Steps that overlap (post-validation) still overlap while they are traced. If events were
+    gathered after each step, the steps would not overlap."""
     flags = pipeline(2) | {
         "pipeline_post_validation": True,
         "rerun_mode": "disabled",
@@ -99,8 +100,8 @@ def test_steps_that_overlap_are_traced_together(tmp_path: Path) -> None:
 
 
 def test_the_command_explains_the_last_iteration_of_a_resumed_run(tmp_path: Path) -> None:
-    """The command explains the last iteration of a resumed run. Iterations are those of the log:
-    this run has two steps, the second is iteration 4."""
+    """The command `trace` explains the last iteration of a resumed run, by the iteration's number
+    in Megatron's log: this run has two steps, and the second is iteration 4."""
     run(2, pipeline(2) | {"save": tmp_path / "saved", "save_interval": 2})
     resumed: Flags = {"load": tmp_path / "saved", "ckpt_step": 2}
     run(2, pipeline(2) | resumed | traced(tmp_path, "4:5"))
@@ -132,7 +133,8 @@ def test_a_reduction_starts_after_its_last_weight_gradient_and_overlaps_passes(
             assert Kind.BACKWARD_WEIGHT in RULES[last.action.kind].covers
             assert last.end <= reduction.start < reduction.end
             assert reduction.is_exact == (not optimizer)
-            if later := [event for event in row if event.start >= last.end]:  # of the other chunk
+            # passes of the rank's other chunk
+            if later := [event for event in row if event.start >= last.end]:
                 assert reduction.start <= later[0].start
                 early.add(reduction.rank)
                 overlaps.append(later[0].start < reduction.end)
@@ -175,8 +177,8 @@ runpy.run_path({script!r}, run_name="__main__")
 
 
 def test_megatrons_own_writers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The metrics go to Megatron's own writers, here stand-ins for TensorBoard and W&B, on the rank
-    where Megatron has them."""
+    """Metrics of a traced run go to Megatron's own writers, here stand-ins for TensorBoard and W&B,
+    on the rank where Megatron has them."""
     script = tmp_path / "script.py"
     script.write_text(WRITERS.replace("{script!r}", repr(str(SCRIPT))))
     monkeypatch.setenv("WRITTEN", str(tmp_path))
@@ -201,9 +203,9 @@ def test_megatrons_own_writers_are_told(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_trace_keeps_no_more_than_what_is_read(
     of_stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trace stores only what is read later. Each traced step stayed in memory, 1.29 MB at p = 8,
-    m = 64, though only steps of stock are read again. A folder that was gone cost a line in each
-    step."""
+    """A run keeps a traced step in memory only if it is read later, as steps of stock are. Each
+    traced step stayed in memory, 1.29 MB with 8 ranks and 64 microbatches. If the folder is removed
+    during a run, one line says so; a line was printed in each step."""
     lines: list[str] = []
     monkeypatch.setattr(step_trace.logger, "error", lines.append)
     made = program("1f1b", line_problem(2, 2, 10, 12, 8, 1))

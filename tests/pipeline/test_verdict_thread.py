@@ -1,4 +1,5 @@
-"""The thread that passes the verdict back while the main thread runs the passes."""
+"""Test of the thread that passes post-validation's verdict on while the main thread runs the
+passes."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ pytestmark = pytest.mark.real_time
 
 
 def test_to_look_for_the_verdict_costs_next_to_nothing() -> None:
-    """Polling for the verdict costs next to nothing. A poll every millisecond went through torch
-    and an Event's Python code: the thread of the passes, which launches kernels, had to give it the
-    interpreter each time. Now a poll reads a number, and waits on a lock in between, without the
-    interpreter."""
+    """Polling for the verdict takes nearly no time of the interpreter. Each millisecond a poll ran
+    through torch and an Event's Python code, and the thread of the passes, which launches kernels,
+    had to yield the interpreter. Now a poll reads a number, and between polls the thread waits on a
+    lock without the interpreter."""
 
     def run(rank: int) -> None:
         messages = ValidationMessages(world(), line(2), Recorder(rank))
@@ -42,12 +43,12 @@ def test_to_look_for_the_verdict_costs_next_to_nothing() -> None:
             threading.setprofile(note)
             messages.expect()
             threading.setprofile(None)
-            while called["acquire"] < 20:  # looks
+            while called["acquire"] < 20:  # each poll waits on the lock once
                 time.sleep(0.001)
             looks = Counter(called)
             dist.barrier()
             for name, calls in looks.items():
-                if calls > 5:  # and not once, as the thread began
+                if calls > 5:  # more often than at the start of the thread
                     assert name in ("acquire", "isnan", "<lambda>")
         else:
             dist.barrier()

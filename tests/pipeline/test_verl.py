@@ -1,5 +1,8 @@
-"""verl's own PPO steps under our schedules: losses, log-probabilities by microbatch and weights are
-those under Megatron's own schedule, to the last bit."""
+"""Tests of verl's own PPO steps under our schedules, compared with Megatron's own schedule to the
+last bit.
+
+Compared are losses, log-probabilities by microbatch, and weights.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.helpers.ranks import ROOT
 
 pytestmark = nightly("by day callers with batches like verl's: test_dynamic_batches.py")
 
-# verl leaves the making of models to one of these.
+# verl builds models with one of these packages.
 BRIDGES = ("mbridge", "megatron-bridge")
 EXPERTS = {
     "num_experts": 4,
@@ -33,7 +36,7 @@ EXPERTS = {
 
 @dataclass(frozen=True)
 class Training:
-    """Results of a training by schedule, and what its ranks printed."""
+    """Results of a training by schedule, and the text that its ranks printed."""
 
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     printed: str = ""
@@ -41,7 +44,7 @@ class Training:
 
 @pytest.fixture(scope="module")
 def packages() -> str:
-    """The folder with verl; skips the test if it cannot be had."""
+    """Return the folder with verl. Skips the test if verl cannot be installed."""
     folder, problem = prepare("verl")
     if problem:
         pytest.skip(f"verl cannot be installed with pip: {problem}")
@@ -64,7 +67,8 @@ def train(
         str(ROOT / "examples"),
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
-    # The variable that makes it night is no setting, which megatron_ext.auto refuses.
+    # The variable that selects the night's tests is no setting of a training, so megatron_ext.auto
+    # would refuse it.
     environment = {
         name: value for name, value in os.environ.items() if name != "MEGATRON_EXT_NIGHTLY"
     }
@@ -105,8 +109,8 @@ def assert_as_stock(training: Training) -> None:
 
 
 def test_verl_trains_to_its_own_numbers_under_a_v(packages: str, tmp_path: Path) -> None:
-    """verl trains to its own numbers under a V. Each batch has as many microbatches as under
-    Megatron's schedule, also an odd number."""
+    """verl under a V gets the numbers that it has under Megatron's schedule. Each batch has as many
+    microbatches in both, which may be an odd number."""
     assert_as_stock(train(packages, tmp_path, "mbridge", "stock", "zb-v"))
 
 
@@ -117,13 +121,14 @@ def test_verl_trains_to_its_own_numbers(
 ) -> None:
     schedules: tuple[str, ...] = ("stock", "zb-h1", "zb-v", "v-auto")
     if tied and bridge == "megatron-bridge":
-        # Its models start with unequal copies of a tied embedding, which a V refuses in one line.
+        # Models of megatron-bridge start with unequal copies of a tied embedding, which a V refuses
+        # in one line.
         schedules = ("stock", "zb-h1")
     assert_as_stock(train(packages, tmp_path, bridge, *schedules, tie_word_embeddings=tied))
 
 
 def sizes(**values: int) -> list[str]:
-    """Return verl's options for parallel sizes of the actor and the reference model."""
+    """Return verl's options that set parallel sizes of the actor and of the reference model."""
     return [
         f"actor_rollout_ref.{role}.megatron.{name}_model_parallel_size={value}"
         for role in ("actor", "ref")
@@ -142,8 +147,8 @@ def sizes(**values: int) -> list[str]:
 def test_verl_trains_to_its_own_numbers_on_four_ranks(
     bridge: str, overrides: list[str], model: dict[str, Any], packages: str, tmp_path: Path
 ) -> None:
-    """verl trains to its own numbers on four ranks. Two replicas get other parts of a batch, in
-    other numbers of microbatches."""
+    """verl on four ranks gets the numbers that it has under Megatron's schedule. With two replicas,
+    these get different parts of a batch, in different numbers of microbatches."""
     trainings = "stock", "zb-h1", "zb-v"
     assert_as_stock(
         train(packages, tmp_path, bridge, *trainings, ranks=4, overrides=overrides, **model)
@@ -151,9 +156,9 @@ def test_verl_trains_to_its_own_numbers_on_four_ranks(
 
 
 def test_verls_checkpoints_go_both_ways(packages: str, tmp_path: Path) -> None:
-    """verl's checkpoints go both ways: the second step after a checkpoint of the first, under the
-    other schedule, equals that of a training in one piece. Optimizer states that are not saved for
-    all placements do not fit a V."""
+    """A checkpoint of verl's first step can be resumed under the other schedule: the second step
+    equals that of an uninterrupted training. The checkpoints save optimizer states for all
+    placements, because other formats do not fit a V."""
     option = "actor_rollout_ref.actor.megatron.dist_ckpt_optim_fully_reshardable=true"
     trainings = "stock:saved", "zb-v:saved", "zb-v:stock", "stock:zb-v"
     made = train(packages, tmp_path, "mbridge", *trainings, ranks=4, overrides=[option]).results
@@ -167,10 +172,12 @@ def test_verls_checkpoints_go_both_ways(packages: str, tmp_path: Path) -> None:
 
 
 def test_verl_trains_with_prompts_that_are_computed_once(packages: str, tmp_path: Path) -> None:
-    """As examples/verl_shared_prompts.py does it, in verl's own microbatches of whole groups. In
-    float32, numbers are those of verl without it but for the order of sums."""
+    """verl trains with prompts that are computed once for all their answers, set up as in
+    examples/verl_shared_prompts.py. A microbatch of verl's has whole groups of answers. In float32
+    the numbers are those of separate sequences up to the order of sums."""
     trainings = "stock", "stock:shared", "zb-h1:shared", "zb-v:shared"
-    long = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64"  # four answers are a group
+    # a group is four answers to a prompt
+    long = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64"
     overrides = [long, "actor_rollout_ref.actor.use_prefix_grouper=true"]
     made = train(packages, tmp_path, "mbridge", *trainings, overrides=overrides, answers=4)
     assert made.printed.count("megatron_ext: prompts are computed once") == 3

@@ -1,7 +1,7 @@
-"""Another Megatron than the installed one: the same tests, run once more under it.
+"""Runs chosen tests under another version of Megatron than the installed one.
 
-It is fetched into a folder of its own and goes before the installed one on the path of a
-process of its own.
+That version is fetched into a folder of its own, and comes before the installed one on the path of
+a separate process.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ TESTS = (
 
 @pytest.fixture(scope="module")
 def other_megatron() -> Path:
-    """Return the folder of the other Megatron; its dependencies are installed with ours."""
+    """Return the folder of the other Megatron. Its dependencies are those that are installed with
+    ours."""
     return fetched("megatron-core", VERSION)
 
 
 def run_under(megatron: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """``python -m`` with ``words``, where that Megatron is the one that is imported."""
+    """Run ``python -m`` with ``words`` in a process that imports the Megatron in the folder
+    ``megatron``."""
     path = [str(megatron), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, "-m", *words],
@@ -63,8 +65,8 @@ def test_doctor_finds_that_every_patch_fits(other_megatron: Path) -> None:
 
 @nightly("by day doctor reads all that is patched there")
 def test_it_trains_to_its_own_numbers(other_megatron: Path) -> None:
-    """Each supported version of Megatron trains to its own numbers. Stock of that version is the
-    reference; checkpoints go from one schedule to another."""
+    """Trainings under another supported version of Megatron equal stock of that version, and
+    checkpoints go from one schedule to another."""
     result = run_under(other_megatron, "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
     assert result.returncode == 0, result.stdout
     assert f"{len(TESTS)} passed" in result.stdout, result.stdout

@@ -1,4 +1,5 @@
-"""Vocabulary parallelism on real ranks, over gloo, against the same model in one process."""
+"""Tests of vocabulary parallelism on real ranks over gloo, compared with the same model in one
+process."""
 
 from __future__ import annotations
 
@@ -45,8 +46,9 @@ from tests.helpers.vocabulary import (  # noqa: E402
 from tests.pipeline.test_failure_report import tell_and_block, wait_for  # noqa: E402
 from tests.pipeline.test_faults import HERE, hang, kill, throw, wait_until_told  # noqa: E402
 
-# Of the difference from float64, relative, in the norm of a tensor: so many units in the last place
-# for each stage between the embedding and the loss, for each of these rounds some four times.
+# Bound on the relative difference from float64, in a tensor's norm: this many units in the last
+# place for each stage between the embedding and the loss, because each stage rounds some four
+# times.
 ULPS_PER_STAGE = 4
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
 
@@ -57,7 +59,7 @@ def error_of(got: Tensor | None, expected: Tensor) -> float:
 
 
 def check_losses(pipeline: VocabularyPipeline, reference: Reference) -> dict[str, float]:
-    """The last stage's rank, and no other, has all losses; their errors."""
+    """Assert that only the last stage's rank has all losses, and return their errors."""
     placement = pipeline.program.schedule.placement
     got = pipeline.ends.losses
     is_last = pipeline.rank == placement.rank_of[-1]
@@ -66,7 +68,7 @@ def check_losses(pipeline: VocabularyPipeline, reference: Reference) -> dict[str
 
 
 def check_step(pipeline: VocabularyPipeline) -> None:
-    """Losses and gradients are those of one process."""
+    """Assert that losses and gradients equal those of one process up to rounding."""
     program, model, shard = pipeline.program, pipeline.model, pipeline.shard
     placement = program.schedule.placement
     reference = alone(model, placement.stages, program.problem.microbatches)
@@ -81,13 +83,15 @@ def check_step(pipeline: VocabularyPipeline) -> None:
             got = pipeline.connections.whole(got, divides=False)
         errors[f"stage {number}"] = error_of(got, reference.stages[number])
     bound = ULPS_PER_STAGE * ULP[model.dtype] * placement.stages
-    assert all(error <= bound for error in errors.values()), errors  # and none is no number
+    # this also fails if an error is NaN
+    assert all(error <= bound for error in errors.values()), errors
 
 
 def train(
     programs: Sequence[Program], models: Sequence[Model], tensor_parallel: int = 1
 ) -> Callable[[int], None]:
-    """Step of every model under every program, on each rank."""
+    """Return a function that runs and checks a step of every model under every program on a
+    rank."""
 
     def run(rank: int) -> None:
         connections = connect(programs[0], tensor_parallel)
@@ -123,7 +127,8 @@ def test_training_with_tensor_parallel_ranks(name: str, sequence_parallel: bool)
 @pytest.mark.parametrize("how", BOTH)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_evaluation_between_steps(name: str, how: VocabularyParallel) -> None:
-    """A divided vocabulary trains, evaluates with another number of microbatches, and trains on."""
+    """A vocabulary split over the ranks trains, evaluates with another number of microbatches, and
+    trains on with the right losses."""
     program = program_for(name, 3, 3, how)
     evaluation = program_for(name, 3, 5, how, forward_only=True)
 
@@ -152,8 +157,8 @@ def test_evaluation_between_steps(name: str, how: VocabularyParallel) -> None:
 
 
 def test_a_stage_is_complete_after_its_shard() -> None:
-    """Gradients of a rank's first stage and of its shard of the vocabulary are synchronised
-    together, after the last gradient of both."""
+    """A rank synchronizes the gradients of its first stage and of its part of the vocabulary
+    together, after the last gradient of the two."""
     program = program_for("1f1b", 3, 4, VocabularyParallel.TWO)
 
     def run(rank: int) -> None:
@@ -176,22 +181,22 @@ def test_a_stage_is_complete_after_its_shard() -> None:
     values(run_ranks(3, run))
 
 
-# --- memory
+# --- memory of a split vocabulary
 
 
 @pytest.mark.real_time
 @pytest.mark.parametrize("how", BOTH)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_what_is_held(name: str, how: VocabularyParallel) -> None:
-    """A shard of the vocabulary stores little. From S to SW: the logits as the product gave them
-    (in bfloat16, without a copy in float32), their hidden states, and a few figures a token. After
-    SW only gradients remain."""
+    """A rank's part of a split vocabulary stores little. Between S and SW a microbatch stores the
+    logits in the type of the product (bfloat16, without a copy in float32), the hidden states, and
+    a few figures a token. After SW only gradients remain."""
     model = Model(torch.bfloat16)
     ranks = 2
     program = program_for(name, ranks, 4, how)
     tokens = SHAPE[0] * SHAPE[1]
     hidden, logits = (tokens * width * 2 for width in (WIDTH, VOCABULARY // ranks))
-    figures = tokens * 4  # in float32
+    figures = tokens * 4  # bytes of one float32 figure a token
     labels = tokens * 8
 
     def run(rank: int) -> None:
@@ -215,7 +220,8 @@ def test_what_is_held(name: str, how: VocabularyParallel) -> None:
                 for address, maker in live.maker_of.items()
                 if maker is not None and maker.microbatch == microbatch and maker.kind in kinds
             )
-            # The shard's statistics: largest logit, sum, logit of the label.
+            # A rank's part stores three statistics a token: the largest logit, the sum, and the
+            # label's logit.
             received = hidden + labels if Kind.BCAST_S in kinds else 0
             assert held == logits + 3 * figures + received
             waiting.add(microbatch)
@@ -232,7 +238,8 @@ def test_what_is_held(name: str, how: VocabularyParallel) -> None:
             sizes = live.sizes()
             return sum(sizes[address] for address in (ours & sizes.keys()) - kept)
 
-        # On a busy machine gloo's thread may let go of the last collective after its wait.
+        # On a busy machine gloo's thread may free the last collective's tensors only after its
+        # wait.
         end = time.monotonic() + 10.0
         while left_over() != tables and time.monotonic() < end:
             time.sleep(0.01)
@@ -241,21 +248,22 @@ def test_what_is_held(name: str, how: VocabularyParallel) -> None:
     values(run_ranks(ranks, run))
 
 
-# --- failures
+# --- ranks of a split vocabulary that fail
 
 
 @dataclass(frozen=True)
 class Step:
-    """Step of zb-h1 on three ranks, in which something happens at some actions.
+    """Step of zb-h1 on three ranks with a split vocabulary; ``faults`` are functions that run at
+    the named actions.
 
-    The ranks listen for each other's failures as those of a training do, but by default much later
-    than they are cut off. They have to listen, because gloo forgets a send that is under way when
-    its connection breaks: a rank of a collective may then wait for ever.
+    The ranks listen for each other's failures, as in a training, but by default much later than
+    their connections break. They must listen, because gloo forgets a send that is pending when its
+    connection breaks, and a rank of a collective may then wait for ever.
     """
 
     faults: Mapping[str, Callable[[], None]]
     goes_on: bool = False
-    listens_every: float = 10.0  # seconds
+    listens_every: float = 10.0  # seconds between two looks for failures of other ranks
 
     def __call__(self, rank: int) -> None:
         failure_report.LOOK_SECONDS = self.listens_every
@@ -280,8 +288,9 @@ class Step:
 
 
 def ranks_cut_off(results: Mapping[int, RankResult]) -> list[int]:
-    """Return the ranks that were cut off. The others have heard another's report. All must have
-    ended and said where they were; those that were cut off, what they waited for."""
+    """Return the ranks whose connections broke; other ranks have heard another rank's report.
+    Asserts that all have ended and said where they were, and for a broken connection also what they
+    waited for."""
     cut_off = []
     for rank, result in results.items():
         stderr = result.stderr
@@ -320,8 +329,8 @@ def ranks_cut_off(results: Mapping[int, RankResult]) -> list[int]:
 def test_every_rank_ends_when_one_fails(
     script: Script, at: str, fault: Callable[[], None], exit_code: int
 ) -> None:
-    """Every rank of a divided vocabulary ends when one fails, also with broadcasts posted ahead,
-    for which gloo would keep a closed group open."""
+    """If one rank of a split vocabulary fails, every rank ends. Broadcasts that are posted ahead,
+    for which gloo would keep a closed group open, do not prevent this."""
     with running_ranks(3, Step({at: fault}), script) as running:
         results = running.wait()
     failed = parse_action(at).stage
@@ -347,7 +356,7 @@ def test_a_rank_whose_caller_goes_on_after_its_error(script: Script, at: str) ->
 
 
 def wait_for_ever() -> None:
-    """Wait as a collective whose send gloo has forgotten."""
+    """Wait for ever, as in a collective whose send gloo has forgotten."""
     watchdog.GRACE_SECONDS = 0.1
     tell_and_block()
 
@@ -365,9 +374,9 @@ def test_a_rank_that_is_not_cut_off_is_told(script: Script) -> None:
 
 
 def test_who_has_failed_does_not_wait_long_for_one_that_hangs(script: Script) -> None:
-    """A failed rank does not wait long for one that hangs. Rank 0 is the root of a broadcast that
-    rank 1 has posted ahead: until it comes, gloo keeps the group, on a thread that must not block
-    the end of the process."""
+    """A rank that fails ends soon although another rank hangs. The hanging rank 0 is the root of a
+    broadcast that rank 1 has posted ahead. gloo keeps the group until that broadcast comes, on a
+    thread that must not block the end of rank 1's process."""
     with running_ranks(3, Step({"0S1": hang, "1S1": throw}), script) as running:
         running.wait_until_ended(1, 2)
         running.send_signal(0, signal.SIGKILL)
@@ -379,9 +388,9 @@ def test_who_has_failed_does_not_wait_long_for_one_that_hangs(script: Script) ->
 
 
 def test_groups_are_closed_at_once() -> None:
-    """Groups are closed all at once. Rank 1 fails with a collective under way that rank 0 never
-    starts, as rank 0 waits for rank 1 in another. When groups were closed one after the other, the
-    first one kept both ranks waiting."""
+    """All process groups of a failed rank are closed at the same time. Rank 1 fails with a
+    collective pending that rank 0 never starts, because rank 0 waits for rank 1 in another one.
+    When groups were closed one after the other, the first kept both ranks waiting."""
 
     def run(rank: int) -> None:
         exchange = StepCollectives(Collectives(world(), torch.device("cpu")), Recorder(rank))
@@ -397,8 +406,8 @@ def test_groups_are_closed_at_once() -> None:
 
 
 def test_a_group_that_does_not_close_is_waited_for_once() -> None:
-    """A group that does not close is waited for once. The process waited for it once more at its
-    end."""
+    """A process waits only once for a process group that does not close. Earlier it waited a second
+    time at its exit."""
 
     def run(rank: int) -> None:
         never, waits = threading.Event(), list[float]()

@@ -1,4 +1,5 @@
-"""Code that calls Megatron itself and divides the vocabulary: what it gets, and what is refused."""
+"""Tests of callers of Megatron's schedule that split the vocabulary over the ranks: their numbers,
+and refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def build(kind: type[GPTModel] = GPTModel, vocabulary: int = VOCABULARY) -> GPTModel:
-    """This rank's stage, weights drawn by their names; of a divided table, this rank's rows."""
+    """Return this rank's stage, with weights drawn by name; a split table has this rank's rows."""
     config = small_config(RANKS, RANKS, hidden_size=HIDDEN)
     model = kind(
         config,
@@ -57,7 +58,8 @@ def build(kind: type[GPTModel] = GPTModel, vocabulary: int = VOCABULARY) -> GPTM
 
 
 def loss_of(weights: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """A weighted sum of the tokens' losses, and the weights as their number."""
+    """Return a weighted sum of the tokens' losses, the sum of weights in place of a token count,
+    and the reported loss."""
     loss = (losses * weights).sum()
     return loss, weights.sum().int(), {"loss": loss.detach().clone()}
 
@@ -101,7 +103,7 @@ def step(
 
 @contextlib.contextmanager
 def pipeline(**settings: Any) -> Iterator[None]:
-    """Megatron on these ranks, with ``settings`` of ours if there are any."""
+    """Initialize Megatron on these ranks, with our ``settings`` installed if there are any."""
     with apply(cpu.patches()), contextlib.ExitStack() as stack:
         if settings:
             stack.enter_context(megatron_ext.install(**settings))
@@ -112,7 +114,7 @@ def pipeline(**settings: Any) -> Iterator[None]:
 
 
 def gradients(model: GPTModel) -> dict[str, Tensor]:
-    """Return the gradients of all ranks; those of a divided table are concatenated by rows."""
+    """Return the gradients of all ranks. Those of a split table are joined by rows."""
     own = {}
     for name, parameter in model.named_parameters():
         name = name.replace("parametrizations.weight.original", "weight")
@@ -129,8 +131,8 @@ def gradients(model: GPTModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize("variant", ["1", "2"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_gradients_and_losses_are_stocks(schedule: str, variant: str) -> None:
-    """A divided vocabulary has stock's gradients and losses for a caller without a data-parallel
-    wrapper, with its own groups and a weighted loss."""
+    """A caller with a split vocabulary gets stock's gradients and losses, with process groups of
+    its own, a weighted loss and no data-parallel wrapper."""
 
     def trained() -> tuple[list[float], dict[str, Tensor]]:
         model = build()
@@ -155,14 +157,15 @@ def test_gradients_and_losses_are_stocks(schedule: str, variant: str) -> None:
 
 
 def tables_of(model: Any) -> Iterator[Any]:
-    """The modules with tables, or with rows of them, that ``model`` has on this rank."""
+    """Yield the embedding and the output layer that ``model`` has on this rank, whole or in
+    part."""
     if hasattr(model, "embedding"):
         yield model.embedding.word_embeddings
     if hasattr(model, "output_layer"):
         yield model.output_layer
 
 
-Note = Callable[[], None]  # of a call
+Note = Callable[[], None]  # called at each call of a hook
 
 
 def freeze(note: Note, table: Any) -> None:
@@ -222,10 +225,10 @@ def compute_from_others(note: Note, table: Any) -> None:
 def test_what_depends_on_a_tables_gradient_gets_it(
     change: Callable[[Note, Any], None], wraps: bool, variant: str
 ) -> None:
-    """Tensors that depend on a table's gradient get it. Our passes added to the tables' gradients
-    by themselves. Stock called a caller's hook that freezes a table 32 times, and we never, so the
-    table was trained; rows that are computed from other parameters got a gradient that never
-    reached these."""
+    """Hooks on a split table, and parameters from which its rows are computed, get the table's
+    gradient as in stock. Our passes used to add to the table's gradient by themselves. Stock called
+    a caller's hook that freezes a table 32 times, and our passes never, so the table was trained.
+    Rows computed from other parameters got a gradient that never reached these parameters."""
 
     def trained(calls: list[int]) -> dict[str, Tensor]:
         model = build()
@@ -251,8 +254,9 @@ def test_what_depends_on_a_tables_gradient_gets_it(
 
 
 def test_a_hook_before_the_embedding_runs_with_its_tokens_on_the_first_stage() -> None:
-    """A user's hook before the embedding was called once in each step on every rank, without the
-    module's arguments, together with the hooks by which Megatron waits for gathered weights."""
+    """A caller's forward pre-hook of the embedding runs as in stock: on the first stage, once for
+    each microbatch, with the tokens. With a split vocabulary the hook ran once in each step on
+    every rank, without arguments, together with Megatron's hooks that wait for gathered weights."""
 
     def calls_of(steps: Callable[[GPTModel], object]) -> list[tuple[int, ...]]:
         model, calls = build(), []
@@ -273,8 +277,8 @@ def test_a_hook_before_the_embedding_runs_with_its_tokens_on_the_first_stage() -
 
 
 def test_hooks_around_recomputed_layers_run_once() -> None:
-    """Hooks around recomputed layers run once. With a divided vocabulary the last stage's output is
-    needed too, so both F and R ran the hooks."""
+    """Hooks around recomputed layers run once for each microbatch. With a split vocabulary the last
+    stage's output is needed in F, so both F and R ran the hooks."""
 
     def trained(hook: bool) -> tuple[list[float], dict[str, Tensor], int]:
         model: Any = build()
@@ -352,8 +356,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_it_is_refused(case: str) -> None:
-    """A model that a divided vocabulary cannot serve is refused by the rank that notices, which
-    ends the step of the others too."""
+    """A model that cannot have a split vocabulary is refused by the rank that notices. Its error
+    ends the step of the other ranks too."""
     run, text = REFUSED[case]
 
     def on_rank(rank: int) -> str:

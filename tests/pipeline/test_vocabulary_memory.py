@@ -1,8 +1,9 @@
-"""Bytes that each rank holds of the model and of the logits, counted in a training, by vocabulary.
+"""Tests of the bytes of the model and of the logits on each rank, with and without a split
+vocabulary.
 
-``pytest -rP`` shows the figures. The model is small and its vocabulary is not, so that the tables
-are nearly all of it. Parameters, gradients and optimizer states are also what `plan` counts from
-the dimensions, to the byte.
+``pytest -rP`` shows the figures. The model is small and its vocabulary large, so that the tables
+are nearly all of the model. The bytes of parameters, gradients and optimizer states equal those
+that the command `plan` computes from the dimensions.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ FLAGS: dict[str, object] = {
 
 
 class Logits(LiveStorages):
-    """The most bytes of tensors with a column for each row of the output layer on this rank."""
+    """Largest number of bytes at a time in tensors with a column for each row of this rank's output
+    layer."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -70,12 +72,12 @@ class Logits(LiveStorages):
 
 
 def size(tensors: Iterable[Tensor]) -> int:
-    """Bytes, each storage once."""
+    """Return the bytes of ``tensors``; each storage counts once."""
     return sum({s._cdata: s.nbytes() for s in storages(list(tensors))}.values())
 
 
 def count(monkeypatch: pytest.MonkeyPatch, folder: Path, rows: int) -> None:
-    """Have each rank write what it holds after its first step."""
+    """Make each rank write the bytes that it stores after its first step to ``folder``."""
     setup, log = training.setup_model_and_optimizer, training.training_log
     logits = Logits(rows)
     made: list[Any] = []

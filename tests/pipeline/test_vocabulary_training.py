@@ -1,13 +1,11 @@
-"""Training with the vocabulary partitioned over all pipeline ranks, against stock Megatron.
+"""Tests of trainings with the vocabulary split over all pipeline ranks, compared with stock
+Megatron.
 
-Stock trains and saves after each iteration; a schedule with --pipeline-vocab-parallel loads the
-first checkpoint and trains on. Sums over the vocabulary have another order on shards than on whole
-tables, so the numbers are close and not bitwise. Rounded differently are the sum of the
-exponentials, the product (P - G) W, and in bf16 also each rank's part of this product.
-
-Gradients are compared after one step, tensor by tensor: with --adam-beta1 0 they are what Adam's
-first moment holds. (Weights say less: Adam moves one whose gradient is 0 but for rounding, such as
-the bias of the keys, by its sign.)
+Stock saves after each iteration; a schedule with --pipeline-vocab-parallel loads the first
+checkpoint and trains on. Sums over a split vocabulary have another order, so numbers are close and
+not bitwise equal. Gradients are compared after one step, tensor by tensor: with --adam-beta1 0
+Adam's first moment is the gradient. Weights say less, because Adam moves a weight by the sign of
+its gradient even if that gradient is mere rounding, such as the one of the bias of the keys.
 """
 
 from __future__ import annotations
@@ -35,14 +33,16 @@ from tests.helpers.megatron_runs import Run, evaluations, losses, train_or_fail
 from tests.helpers.trainings import Saved, Training
 
 SAVED_AT = 1
-ULP = 2.0**-23  # of fp32, as a share of the number
-# Of the largest gradient of a tensor. The largest difference that was seen is 4 ulps; and in bf16,
-# whose numbers are 2**-8 apart, 2**-6, in the bias of a norm: a sum over tokens that cancel.
+ULP = 2.0**-23  # unit in the last place of fp32, relative
+# Bounds relative to the largest gradient of a tensor. The largest difference seen in fp32 is 4
+# ulps. In bf16, whose numbers are 2**-8 apart, it is 2**-6, in the bias of a norm: a sum over
+# tokens that cancel.
 GRADIENTS = {"fp32": 8 * ULP, "bf16": 2.0**-5}
 Flags = dict[str, object]
 
 UNTIED: Flags = {"untie_embeddings_and_output_weights": True}
-TENSOR: Flags = {"tensor_model_parallel_size": 2, "num_layers": 4}  # gloo is slow at its sums
+# few layers, because gloo's sums are slow
+TENSOR: Flags = {"tensor_model_parallel_size": 2, "num_layers": 4}
 SEQUENCE: Flags = TENSOR | {"sequence_parallel": True}
 ROPE: Flags = {"position_embedding_type": "rope"}
 SMALLER: Flags = {"num_layers": 4}
@@ -62,7 +62,7 @@ def dividing_sequences() -> Iterator[None]:
 
 
 def training(ranks: int, pipeline: int, flags: Flags | None = None) -> Training:
-    """A checkpoint is saved after each iteration."""
+    """Return a training that saves a checkpoint after each iteration."""
     given: Flags = {
         "pipeline_model_parallel_size": pipeline,
         "num_layers": 8,
@@ -70,7 +70,7 @@ def training(ranks: int, pipeline: int, flags: Flags | None = None) -> Training:
         "train_iters": SAVED_AT + 2,
         "eval_interval": SAVED_AT + 1,
         "eval_iters": 1,
-        "adam_beta1": 0,  # the first moment is the gradient
+        "adam_beta1": 0,  # Adam's first moment is the gradient
         "make_vocab_size_divisible_by": 8,
         **(flags or {}),
     }
@@ -100,7 +100,7 @@ SETTINGS = {
 
 
 def tensors(folder: Path, iteration: int) -> dict[str, Tensor]:
-    """The model and the optimizer states in a checkpoint, by Megatron's keys."""
+    """Return the model and the optimizer states of a checkpoint, by Megatron's keys."""
     reader = FileSystemReader(folder / f"iter_{iteration:07}")
     metadata = reader.read_metadata().state_dict_metadata
     state = {
@@ -113,7 +113,8 @@ def tensors(folder: Path, iteration: int) -> dict[str, Tensor]:
 
 
 def furthest(ours: Tensor, stocks: Tensor) -> float:
-    """The largest difference, as a share of the largest element."""
+    """Return the largest difference of two tensors, relative to the largest element of
+    ``stocks``."""
     return float((ours - stocks).abs().max() / stocks.abs().max())
 
 
@@ -121,7 +122,7 @@ CASES = [
     ("pp2 untied", "zb-v", 2),
     ("distributed optimizer", "zb-v", 1),
     *at_night(
-        ("sp rope", "zb-v", 1),  # test_vocabulary.py has tensor parallel ranks by day
+        ("sp rope", "zb-v", 1),  # by day test_vocabulary.py has tensor-parallel ranks
         ("bf16", "zb-auto", 2),
         ("pp2", "1f1b", 1),
         ("pp4", "v-half", 2),
@@ -144,18 +145,20 @@ CASES = [
 
 
 def divided(setting: str, schedule: str | None, variant: int | None, **more: object) -> Saved:
-    """A run that goes on from stock's checkpoint, and the checkpoints it leaves."""
+    """Return a run that continues from stock's checkpoint, and the folder of its own
+    checkpoints."""
     ours = {"pipeline_schedule": schedule, "pipeline_vocab_parallel": variant, **more}
     stock = SETTINGS[setting].saved()[1]
     return SETTINGS[setting].saved(load=stock, ckpt_step=SAVED_AT, **ours)
 
 
 def assert_close(runs: list[Run], reference: list[Run], precision: str = "fp32") -> None:
-    """Losses of training and evaluation, and gradient norms.
+    """Assert that losses of training and evaluation, and gradient norms, are close to those of
+    ``reference``.
 
     A loss is a sum over one sample after another, and its difference grows with the weights' from
-    one step to the next; four ulps were seen. In bf16 so do the norms': 1.5 % after one step where
-    the CPU multiplies bf16 itself (AMX), a fifth of that where it does not.
+    one step to the next; four ulps were seen. In bf16 the difference of norms grows as well: 1.5 %
+    after one step where the CPU multiplies bf16 itself (AMX), a fifth of that where it does not.
     """
     share = 16 * ULP if precision == "fp32" else 2.0**-10
     ours = losses(runs)
@@ -164,7 +167,8 @@ def assert_close(runs: list[Run], reference: list[Run], precision: str = "fp32")
     assert ours and ours == pytest.approx(evaluations(reference)[-len(ours) :], rel=share)
     norms = runs[0].norms
     stocks = reference[0].norms[-len(norms) :]
-    shares = [16 * ULP] * 2 if precision == "fp32" else [2.0**-8, 2.0**-5]  # first, and later
+    # for the first step, and for later ones
+    shares = [16 * ULP] * 2 if precision == "fp32" else [2.0**-8, 2.0**-5]
     assert norms[0] and norms[0] == pytest.approx(stocks[0], rel=shares[0])
     assert norms == pytest.approx(stocks, rel=shares[1])
 
@@ -191,15 +195,16 @@ def test_it_trains_as_stock_does(setting: str, schedule: str, variant: int) -> N
 
 @pytest.mark.parametrize("schedule", ["zb-v", *at_night("1f1b")])
 def test_weights_are_gathered_before_they_are_read(schedule: str) -> None:
-    """Weights of tables are gathered before they are read: no module's call waits for a table's
-    gather. (A checkpoint or an evaluation would gather the table too.)"""
+    """Weights of a split table are gathered before our passes read them, although no module's call
+    waits for the gather. There is no checkpoint or evaluation in between, which would gather the
+    table too."""
     setting = SETTINGS["distributed optimizer"].but(eval_interval=1000, eval_iters=0)
     reference, folder = SETTINGS["distributed optimizer"].saved()
     ours = losses(setting.resume(folder, pipeline_schedule=schedule, pipeline_vocab_parallel=2))
     assert ours == pytest.approx(losses(reference)[SAVED_AT:], rel=16 * ULP)
 
 
-# ---- Checkpoints: keys and shapes are stock's, as the test above has it
+# ---- checkpoints; other tests show that keys and shapes are stock's
 
 
 @pytest.mark.parametrize(
@@ -221,8 +226,8 @@ def test_saved_with_it_and_resumed(
     schedule: str | None,
     variant: int | None,
 ) -> None:
-    """A checkpoint with a divided vocabulary is resumed by stock, under a schedule without
-    division, and on other ranks with it."""
+    """A checkpoint of a training with a split vocabulary is resumed by stock, by a schedule with a
+    whole vocabulary, and by a split one on another number of ranks."""
     reference, folder = divided(*case)
     ours = {"pipeline_schedule": schedule, "pipeline_vocab_parallel": variant}
     ours["global_batch_size"] = SETTINGS[case[0]].global_batch_size
@@ -232,8 +237,9 @@ def test_saved_with_it_and_resumed(
 
 
 def test_states_saved_rank_by_rank_fit_a_divided_vocabulary_only() -> None:
-    """States that were saved rank by rank fit a vocabulary divided in the same way only: they lack
-    the format that any placement can load. Megatron compares the number of ranks."""
+    """Optimizer states that were saved rank by rank are refused if the vocabulary is split in
+    another way. Only Megatron's fully reshardable format fits any split. Megatron itself compares
+    only the number of ranks."""
     flags: Flags = {"dist_ckpt_optim_fully_reshardable": None, "pipeline_schedule": "1f1b"}
     setting = SETTINGS["distributed optimizer"].but(**flags)
     _, folder = setting.saved(train_iters=SAVED_AT, pipeline_vocab_parallel=1)
@@ -246,8 +252,9 @@ def test_states_saved_rank_by_rank_fit_a_divided_vocabulary_only() -> None:
 
 
 def test_another_padding(capfd: pytest.CaptureFixture[str]) -> None:
-    """Stock pads to 66 rows, a multiple of 6. A vocabulary split over 2 ranks is also a multiple of
-    2 x 2, so it gets 72 rows. The checkpoint has 64."""
+    """A checkpoint loads into a vocabulary with another padding. The checkpoint has 64 rows. With a
+    multiple of 6, stock pads to 66 rows; split over 2 ranks the number must also be a multiple of 2
+    x 2, so it is 72."""
     reference, _ = divided("pp2", None, None, make_vocab_size_divisible_by=72)
     capfd.readouterr()
     runs, folder = divided("pp2", "1f1b", 2, make_vocab_size_divisible_by=6)
@@ -261,11 +268,11 @@ def test_another_padding(capfd: pytest.CaptureFixture[str]) -> None:
     assert weight.shape == (72, 32)
 
 
-# ---- Memory
+# ---- memory
 
 
 def noting(folder: Path) -> Any:
-    """A model provider that notes the shapes of the tables in each chunk."""
+    """Return a model provider that writes the shapes of the tables in each chunk to ``folder``."""
 
     def provide(*args: Any, **kwargs: Any) -> Any:
         model = model_provider(*args, **kwargs)
@@ -308,7 +315,7 @@ def test_a_rank_holds_its_part_of_the_tables(
         assert json.loads(note.read_text()) == expected, note.name
 
 
-# ---- What is not a setting above
+# ---- scripts and flags outside the settings above
 
 
 def test_megatrons_own_script() -> None:
@@ -335,8 +342,8 @@ def test_megatrons_own_script() -> None:
     ids=lambda more: next(iter(more)),
 )
 def test_it_goes_with(more: Flags) -> None:
-    """A divided vocabulary goes with full recompute, loss scaling, experts, and stages that are
-    only an end of the model."""
+    """A split vocabulary trains as stock together with full recompute, loss scaling, experts, and
+    stages that have only the embedding or only the output layer."""
     layout = more.pop("pipeline_model_parallel_layout", None)
     setting = SETTINGS["pp2 untied"].but(**more)
     reference, folder = setting.saved()
