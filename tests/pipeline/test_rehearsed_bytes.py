@@ -102,9 +102,9 @@ def test_bytes_after_every_action_are_those_among_others(
 def test_bytes_of_divided_sequences_are_those_among_others(
     spec: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rehearsed rank under context parallelism, whose ranks exchange keys and values, has the
-    peak bytes of the whole training. In the training a gloo thread may keep exchanged tensors for a
-    few actions more."""
+    """Context-parallel ranks exchange keys and values. A rank that runs alone stores the same bytes
+    after every action as among the other ranks, and runs the same program; under Megatron's own
+    schedule its peak is the same."""
     context_parallel.install(monkeypatch)
     sizes = {"pipeline_model_parallel_size": 2, "context_parallel_size": 2, "num_layers": 8}
     words = flags(spec, **sizes, position_embedding_type="rope")
@@ -114,13 +114,10 @@ def test_bytes_of_divided_sequences_are_those_among_others(
         for rank in (0, 2):
             rehearsed(rank, RANKS, words)
         own = counted(Path(folder), range(2))
-    assert [one.peak for one in own] == [one.peak for one in real]
-    assert [one.digest for one in own] == [one.digest for one in real]
-    for ours, theirs in zip(own, real, strict=True) if spec else ():
-        pairs = zip(ours.samples, theirs.samples, strict=True)
-        differing = [pair for pair in pairs if len({*pair}) > 1]
-        assert len(differing) <= len(ours.samples) / 10, differing
-        assert all(own[1] < real[1] for own, real in differing), differing
+    if spec:
+        assert own == real
+    else:
+        assert [one.peak for one in own] == [one.peak for one in real]
 
 
 def test_no_thread_of_gloos_holds_what_was_reduced_over_one_rank() -> None:
