@@ -22,7 +22,8 @@ from megatron_ext.rehearsal.rank_command import words_alone
 from megatron_ext.rehearsal.record import RankRecord, RehearsedPass, RehearsedStep
 from megatron_ext.rehearsal.request import ReplayRequest
 from megatron_ext.schedule.action import Kind
-from tests.helpers.combinations import at_night
+from tests.helpers.combinations import at_night, nightly
+from tests.helpers.live_bytes import count_bytes, counted
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.rehearsals import rehearsed
 
@@ -69,6 +70,24 @@ def arrivals(
     }
 
 
+def prepared(
+    name: str, folder: Path, **overrides: object
+) -> tuple[PreparedSchedule, tuple[str, ...]]:
+    """Return the schedule ``name`` as `prepare` leaves it, and the flags of a rank alone."""
+    words = model_flags(
+        pipeline_model_parallel_size=RANKS,
+        num_layers=8,
+        global_batch_size=MICROBATCHES,
+        pipeline_schedule="zb-v" if name == "stock" else name,
+        **overrides,
+    )
+    launch = read_launch(["torchrun", "--nproc-per-node", str(RANKS), str(SCRIPT), *words])
+    (schedule,) = prepare(LaunchRequest(launch), (name,), folder).schedules
+    costs = None if name == "stock" else folder / name / ESTIMATE
+    own = words_alone(schedule.arguments, costs, balances_experts=False, is_cpu=True)
+    return schedule, tuple(own)
+
+
 @pytest.mark.parametrize(
     ("name", "rank", "overrides"),
     [
@@ -93,17 +112,7 @@ def arrivals(
 def test_a_pass_begins_when_its_messages_are_there(
     name: str, rank: int, overrides: dict[str, object], tmp_path: Path
 ) -> None:
-    words = model_flags(
-        pipeline_model_parallel_size=RANKS,
-        num_layers=8,
-        global_batch_size=MICROBATCHES,
-        pipeline_schedule="zb-v" if name == "stock" else name,
-        **overrides,
-    )
-    launch = read_launch(["torchrun", "--nproc-per-node", str(RANKS), str(SCRIPT), *words])
-    (schedule,) = prepare(LaunchRequest(launch), (name,), tmp_path).schedules
-    costs = None if name == "stock" else tmp_path / name / ESTIMATE
-    own = words_alone(schedule.arguments, costs, balances_experts=False, is_cpu=True)
+    schedule, own = prepared(name, tmp_path, **overrides)
     step = composed(schedule)
     record = rehearsed(rank, RANKS, own, replay=ReplayRequest(step.moved[rank]))
     (ran,) = record.steps
@@ -118,3 +127,22 @@ def test_a_pass_begins_when_its_messages_are_there(
     ]
     assert len(begins) == len(arrived) >= MICROBATCHES
     assert all(began >= at for began, at in begins)
+
+
+@nightly("by day the bytes of a rank alone are those among the others")
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_replayed_messages_change_no_bytes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every action a rank whose messages are replayed stores what it stores alone. So the
+    memory that a rehearsal with ``--replay`` shows is the memory of the launch."""
+    schedule, own = prepared(name, tmp_path)
+    count_bytes(monkeypatch, tmp_path)
+    moved = composed(schedule).moved
+    for rank in (1, 3):
+        rehearsed(rank, RANKS, own)
+        (at_once,) = counted(tmp_path, range(rank, rank + 1))
+        (tmp_path / str(rank)).unlink()
+        rehearsed(rank, RANKS, own, replay=ReplayRequest(moved[rank]))
+        (replayed,) = counted(tmp_path, range(rank, rank + 1))
+        assert replayed == at_once
