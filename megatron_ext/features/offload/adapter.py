@@ -30,8 +30,8 @@ from megatron_ext.schedule.action import Action
 
 
 class OffloadHooks(TrainingHooks):
-    """Hooks for activation offload: host buffers of a training, and the account of host memory that
-    they take."""
+    """Hooks for activation offload: the host buffers of a training, and their account of host
+    memory."""
 
     _offload: ActivationOffload
 
@@ -46,8 +46,10 @@ class OffloadHooks(TrainingHooks):
 
     @override
     def expect(self, program: Program, connections: Connections) -> None:
-        """Prepare host buffers for steps of a program. Collective over the world for the first
-        program that trains."""
+        """Prepare host buffers for steps of ``program``.
+
+        Collective over the world for the first program that trains.
+        """
         if program.problem.forward_only:
             return
         row, costs = program.schedule.rows[self._offload.rank], program.problem.costs

@@ -27,7 +27,7 @@ from megatron_ext.schedule.schedule import Schedule, Transform
 
 
 class PostValidationBuild(BuildHooks):
-    """Messages of the optimizer's post-validation."""
+    """Part of the construction of programs that inserts the messages of post-validation."""
 
     @override
     def is_on(self, problem: Problem) -> bool:
@@ -39,8 +39,7 @@ class PostValidationBuild(BuildHooks):
 
 
 def validate_afterwards(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule``, which has its messages and waits, with those of post-validation
-    added."""
+    """Return ``schedule``, which has its messages and waits, with messages of post-validation."""
     placement = schedule.placement
     lengths = latest_settling(schedule.rows, placement)
     before = {a for row, length in zip(schedule.rows, lengths, strict=True) for a in row[:length]}

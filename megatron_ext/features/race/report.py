@@ -13,8 +13,10 @@ from megatron_ext.race.rounds import Race
 
 
 def race_remarks(launch: JudgedLaunch) -> Iterator[LaunchRemark]:
-    """Yield the predicted gain of each candidate of a race over its baseline, and whether the
-    training is too short for all rounds."""
+    """Yield remarks on a race: the predicted gain of each candidate over the baseline.
+
+    A further remark says if the training is too short for all rounds.
+    """
     race = launch.config.race
     if race is None:
         return

@@ -60,13 +60,14 @@ def _completed(parsed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def contestants(schedule: str | None, wanted: Sequence[str]) -> Contestants:
-    """Return the contestants of a race: ``wanted``, and ``schedule`` if one is given.
+    """Return the schedules of a race: ``wanted``, and ``schedule`` if one is given.
 
-    A schedule of the baseline's family among them is the baseline.
+    The baseline is a plain schedule of their placement, or a given one of the same family
+    (generator).
 
     Raises:
-        ValueError: there is no such schedule, none to race with, one twice, or they are of several
-            placements or of one on which we have no plain schedule.
+        ValueError: a schedule does not exist or is named twice, there is none to race with, or
+            their placements differ or are one on which we have no plain schedule.
     """
     specs = list(dict.fromkeys([*([schedule] if schedule is not None else []), *wanted]))
     if not wanted:

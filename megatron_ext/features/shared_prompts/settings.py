@@ -11,8 +11,12 @@ from megatron_ext.schedule.problem import Offload
 
 
 class SharedPrompts(enum.StrEnum):
-    """Prompts that several answers of a microbatch share: not computed once, computed once with
-    exact numbers, or also if a router's auxiliary losses then count a prompt once."""
+    """Treatment of prompts that several answers of a microbatch share.
+
+    ``NONE``: a prompt is computed once for each answer. ``EXACT``: it is computed once, with exact
+    numbers. ``LOSSES_ONCE``: it is computed once, even if a router's auxiliary losses then count it
+    once.
+    """
 
     NONE = "none"
     EXACT = "exact"

@@ -30,7 +30,7 @@ from megatron_ext.runtime.weight_gradients import queue
 
 
 class SplitReportHooks(TrainingHooks):
-    """Hooks that report which weight gradients wait for W passes."""
+    """Hooks that report which weight gradients wait for W passes (--pipeline-report-split)."""
 
     @override
     @classmethod
@@ -43,8 +43,8 @@ class SplitReportHooks(TrainingHooks):
 
 
 class SplitReport(StepObserver[Step]):
-    """Logs the `split_report` of all ranks once, after the first training step that is
-    representative.
+    """Observer that logs the `split_report` of all ranks once, after a representative training
+    step.
 
     In a race with a schedule that ``splits`` the backward pass, that is the first step under such a
     schedule; with CUDA graphs, the first step that replays them.
@@ -64,8 +64,10 @@ class SplitReport(StepObserver[Step]):
         queue.weights = set() if is_wanted else None
 
     def end(self, step: Step) -> None:
-        """Log the report. Collective over the pipeline after the first representative step; later
-        calls do nothing."""
+        """Log the report after the first representative step; later calls do nothing.
+
+        Collective over the pipeline after that step.
+        """
         if queue.weights is None:
             return
         deferred, queue.weights = queue.weights | step.split.separate_weights, None
@@ -78,11 +80,11 @@ class SplitReport(StepObserver[Step]):
 def split_report(
     chunks: Sequence[torch.nn.Module], deferred: Collection[Tensor], split: Split
 ) -> str:
-    """Return one line on the weights of ``chunks``: which of their gradients wait for W.
+    """Return one line that tells which weight gradients of ``chunks`` wait for W passes, and which
+    not.
 
-    Gradients in ``deferred`` wait. ``split`` has reasons why others do not.
-
-    A weight's work is counted in its elements: its gradient is a matrix product with two operations
+    Gradients of the weights in ``deferred`` wait. ``split`` has reasons why others do not. A
+    weight's work is counted in its elements: its gradient is a matrix product with two operations
     per element and token, as many as the input's gradient has.
     """
     tables = {

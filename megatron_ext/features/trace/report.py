@@ -14,7 +14,8 @@ _LARGE = 2**28  # bytes from which a browser takes long to show a page
 
 
 def trace_remarks(launch: JudgedLaunch) -> Iterator[LaunchRemark]:
-    """Yield the bytes of a trace, with a fix if it is too large to be looked at."""
+    """Yield a remark on the size of a trace in bytes, with a fix if it is too large to be
+    viewed."""
     config, program = launch.config, launch.program
     if config.trace is None:
         return

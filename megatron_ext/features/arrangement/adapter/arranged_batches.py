@@ -34,8 +34,12 @@ _KEYS = 256  # number of keys in the store, used in turns; loaders read ahead by
 
 
 def arrange_loader(loader: Any, dataset: Any, config: PipelineConfig) -> None:
-    """Arrange the microbatches that ``loader`` reads from ``dataset``. No iteration over ``loader``
-    may have begun. Its sampler is Megatron's, or Megatron-Bridge's sampler of whole steps."""
+    """Replace the sampler of ``loader`` by one that orders and deals microbatches of ``dataset`` by
+    cost.
+
+    No iteration over ``loader`` may have begun. Its sampler is Megatron's, or Megatron-Bridge's
+    sampler of whole steps.
+    """
     sampler, file = loader.batch_sampler, config.microbatch_weights
     costs_of: Callable[[NDArray[np.int64]], MicrobatchCosts]
     if file is not None:
@@ -60,10 +64,10 @@ def arrange_loader(loader: Any, dataset: Any, config: PipelineConfig) -> None:
 
 
 class _ArrangedSampler:
-    """A sampler whose microbatches are ordered and dealt by their costs.
+    """Sampler of a data loader whose microbatches are ordered and dealt to replicas by their costs.
 
     Args:
-        sampler: Megatron's or Bridge's sampler, which has the number of consumed samples.
+        sampler: Megatron's or Megatron-Bridge's sampler, which has the number of consumed samples.
         costs_of: returns the costs of the samples with these numbers.
         order, deal: as in `arranged`.
     """
@@ -87,8 +91,13 @@ class _ArrangedSampler:
     def _rows(
         self, samples: NDArray[np.int64], size: int, replicas: int, consumed: int
     ) -> NDArray[np.intp]:
-        """Return the microbatches of each replica. ``samples``: those of a step, after ``consumed``
-        ones, ``size`` to a microbatch."""
+        """Return the microbatches of each replica, a row of their numbers per replica.
+
+        Args:
+            samples: the samples of one step, for all replicas.
+            size: samples of a microbatch.
+            consumed: samples consumed before this step.
+        """
         costs = self._costs_of(samples).reshape(-1, size).sum(axis=1)
         rows = arranged(costs, replicas, self._order, deal=self._deal)
         self._agreement.check(consumed, rows)
@@ -96,7 +105,7 @@ class _ArrangedSampler:
 
 
 class ArrangedBatches(_ArrangedSampler):
-    """Iterates over lists of sample numbers, a list per microbatch, as Megatron's sampler does.
+    """Iterable over lists of sample numbers, a list per microbatch, like Megatron's sampler.
 
     ``calculator`` is Megatron's calculator of the number of microbatches; it is copied.
     """
@@ -135,10 +144,10 @@ class ArrangedBatches(_ArrangedSampler):
 
 
 class ArrangedSteps(_ArrangedSampler):
-    """Iterates over lists of sample numbers, a list per step, as Megatron-Bridge's sampler does.
+    """Iterable over lists of sample numbers, a list per step, like Megatron-Bridge's sampler.
 
     Bridge's sampler shuffles by epochs and counts the samples that it yields. The last step of an
-    epoch stays as it is if it is not full.
+    epoch is not reordered if it is not full.
     """
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -156,7 +165,8 @@ class ArrangedSteps(_ArrangedSampler):
             consumed = sampler.consumed_samples
 
     def _arranged(self, step: NDArray[np.int64], consumed: int) -> list[int]:
-        """Return the samples of this replica. ``step``: those of all, a row per replica."""
+        """Return the samples of this replica; ``step`` has those of all replicas, a row for
+        each."""
         replicas, size = len(step), self._sampler.micro_batch_size
         microbatches = step.reshape(replicas, -1, size).swapaxes(0, 1).reshape(-1, size)
         rows = self._rows(microbatches.ravel(), size, replicas, consumed)
@@ -164,7 +174,7 @@ class ArrangedSteps(_ArrangedSampler):
 
 
 class _Agreement:
-    """Compares the order of microbatches on all ranks that have a loader."""
+    """Comparison of the order of microbatches on all ranks that have a loader."""
 
     def __init__(self) -> None:
         store = store_of_all() if dist.is_initialized() else None

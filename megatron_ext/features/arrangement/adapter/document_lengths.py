@@ -20,7 +20,7 @@ def squared_lengths(dataset: Any, samples: Ids) -> NDArray[np.float64]:
     """Return the sum of the squared document lengths of each of ``samples``, in tokens squared.
 
     Raises:
-        ValueError: lengths of samples of such a dataset are not known.
+        ValueError: the lengths of documents in such a dataset are not known.
     """
     if isinstance(dataset, BlendedDataset):
         return _of_blend(dataset, samples)
@@ -50,13 +50,15 @@ def squared_lengths(dataset: Any, samples: Ids) -> NDArray[np.float64]:
 
 
 def is_packed(dataset: Any) -> bool:
-    """Return whether ``dataset`` is one of Megatron-Bridge's with conversations in packs."""
+    """Return whether ``dataset`` is one of Megatron-Bridge's packed conversations."""
     return any(kind.__name__ == "GPTSFTPackedDataset" for kind in type(dataset).__mro__)
 
 
 def packed_squares(dataset: Any, samples: Ids) -> NDArray[np.float64]:
-    """Return the sum of the squared lengths of the conversations in each of ``samples``, packs of
-    Megatron-Bridge's, in tokens squared."""
+    """Return, for each of ``samples``, the sum of its conversations' squared lengths in tokens.
+
+    ``dataset`` is one of Megatron-Bridge's, whose samples are packs of conversations.
+    """
     borders = (np.array(dataset[sample]["seq_boundaries"]) for sample in samples.tolist())
     return np.array([np.square(np.diff(one).astype(np.float64)).sum() for one in borders])
 

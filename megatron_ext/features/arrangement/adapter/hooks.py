@@ -12,7 +12,8 @@ from megatron_ext.features.arrangement.refusals import ARRANGEMENT_REFUSALS
 
 
 class ArrangementHooks(TrainingHooks):
-    """Order of the microbatches that a training reads, which its steps know nothing of."""
+    """Hooks that check launches whose microbatches are ordered by cost; steps do not see the
+    order."""
 
     @override
     @classmethod

@@ -18,10 +18,11 @@ from megatron_ext.features.arrangement.adapter.document_lengths import Ids
 
 
 def weights_in(file: Path) -> NDArray[Any]:
-    """Return the weights in ``file``, which are read when they are needed.
+    """Return the weights of samples in ``file``, mapped into memory, so that they are read when
+    needed.
 
     Raises:
-        ValueError: it is no numpy array of numbers in one dimension.
+        ValueError: ``file`` is no numpy array of numbers in one dimension.
     """
     name = f"{flag('microbatch_weights')} {file}"
     try:
@@ -36,7 +37,9 @@ def weights_in(file: Path) -> NDArray[Any]:
 
 
 class SampleWeights:
-    """Weights of ``samples`` samples, which stay in their ``file`` until they are needed.
+    """Weights of the training's samples, which stay in their ``file`` until they are needed.
+
+    ``samples`` is the number of samples in the training data.
 
     Raises:
         ValueError: as `weights_in`, or ``file`` has too few weights.
@@ -52,7 +55,8 @@ class SampleWeights:
             )
 
     def __call__(self, samples: Ids) -> NDArray[np.float64]:
-        """Return the weights of ``samples``. Raises ValueError if one is no positive number."""
+        """Return the weights of ``samples``. Raises ValueError if a weight is no positive
+        number."""
         weights = np.asarray(self._weights[samples], dtype=np.float64)
         wrong = ~(np.isfinite(weights) & (weights > 0))
         if wrong.any():

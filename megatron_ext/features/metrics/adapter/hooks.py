@@ -13,7 +13,7 @@ from megatron_ext.features.metrics.refusals import METRICS_REFUSALS
 
 
 class MetricsHooks(TrainingHooks):
-    """Metrics of steps in the training's log."""
+    """Hooks that log metrics of training steps (``--pipeline-metrics``)."""
 
     @override
     @classmethod

@@ -17,8 +17,10 @@ _PREFIX = "megatron_ext/pipelines"
 
 
 class Pipelines:
-    """Latest times of the pipelines. It stops quietly if the store is lost, since metrics are no
-    reason to end a training."""
+    """Latest times of all pipelines of a training, exchanged through torch's store.
+
+    If the store is lost, the exchange stops quietly, since metrics are no reason to end a training.
+    """
 
     def __init__(self) -> None:
         store = store_of_all()
@@ -26,7 +28,10 @@ class Pipelines:
         self._number: int | None = None  # number of the rank's own pipeline, from 1 on
 
     def publish(self, busy: Sequence[float]) -> None:
-        """Write the seconds of passes of the own pipeline, by its ranks. Its last rank calls it."""
+        """Write the seconds of passes of this rank's pipeline, by pipeline rank.
+
+        Called by the last rank of the pipeline.
+        """
         if self._store is None:
             return
         try:

@@ -38,8 +38,8 @@ WARM_UP = 1  # steps that are not measured, since kernels load and caches fill i
 
 @dataclass(frozen=True)
 class _Due:
-    """Figures of ``program`` for the iterations from ``first`` to ``last``, whose exchange is
-    pending."""
+    """Metrics of ``program`` for the iterations ``first`` to ``last``, whose exchange is under
+    way."""
 
     exchange: AsyncAllGather
     program: Program
@@ -48,8 +48,10 @@ class _Due:
 
 
 class StepMetrics(StepObserver[ObservedStep]):
-    """Observer that logs the metrics of an interval's steps. ``overlap``: consecutive steps
-    overlap."""
+    """Observer that logs the metrics of an interval's steps.
+
+    ``overlap``: consecutive steps overlap, as with post-validation.
+    """
 
     def __init__(self, *, overlap: bool) -> None:
         device = torch.device(torch.cuda.current_device())
@@ -64,7 +66,11 @@ class StepMetrics(StepObserver[ObservedStep]):
         self._due: deque[_Due] = deque()
 
     def begin(self, step: ObservedStep) -> None:
-        """Record the step, and start an exchange over the pipeline if the previous one's is due."""
+        """Record the step, and start the exchange of the previous interval's metrics if they are
+        due.
+
+        The exchange is over the pipeline.
+        """
         self._calls += 1
         iteration = current_iteration() or self._calls
         self._pipeline = step.pipeline
@@ -76,7 +82,7 @@ class StepMetrics(StepObserver[ObservedStep]):
             self._steps.begin(step.recorder)
 
     def end(self, step: ObservedStep) -> None:
-        """Log the metrics that have arrived."""
+        """Store the record of the step, and log the metrics that have arrived."""
         if self._pipeline is None:
             return
         if step.program is not self._steps.program:
@@ -85,8 +91,10 @@ class StepMetrics(StepObserver[ObservedStep]):
         self._log_what_has_come()
 
     def finish(self, iteration: int) -> None:
-        """Log the remaining metrics, if Megatron logs at this iteration. Collective over the
-        pipeline."""
+        """Log the remaining metrics at the training's end, if Megatron logs this iteration.
+
+        Collective over the pipeline.
+        """
         if self._pipeline is None:
             return
         self._steps.add_up()
@@ -120,7 +128,8 @@ class StepMetrics(StepObserver[ObservedStep]):
 
 
 class _Log:
-    """Destination of the metrics, which are logged at Megatron's own intervals."""
+    """Writer of metrics to Megatron's log and its TensorBoard and W&B writers, at Megatron's
+    intervals."""
 
     def __init__(self, overlap: bool, pipelines: Pipelines | None = None) -> None:
         self._overlap = overlap
@@ -179,6 +188,6 @@ class _Log:
 
 
 def _is_logged(iteration: int) -> bool:
-    """Return whether Megatron logs ``iteration``, in its line or to its writers; the same on all
+    """Return whether Megatron logs ``iteration`` in its line or to its writers; equal on all
     ranks."""
     return iteration % line_interval() == 0 or (has_writers() and iteration % log_interval() == 0)

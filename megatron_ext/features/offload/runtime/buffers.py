@@ -32,7 +32,10 @@ BufferKey = tuple[int, Held]  # a stage, and the kind of memory that its buffer 
 
 @dataclass(eq=False)
 class Slot:
-    """Slot of a host buffer, for one microbatch. ``last`` is the latest copy that uses the slot."""
+    """Part of host memory for the offloaded tensors of one microbatch.
+
+    ``last`` is the latest copy that uses this slot.
+    """
 
     buffer: Tensor
     is_registered: bool
@@ -40,11 +43,12 @@ class Slot:
 
 
 class HostBuffers:
-    """Pool of as many slots of each kind as a program's rank has on the host at once.
+    """Pool of host buffers for offloaded activations, a slot for each microbatch on the host.
 
     Attributes:
-        expected: predicted bytes of a microbatch, by kind; empty if the costs do not tell.
-        registered: number of buffers registered so far.
+        expected: predicted bytes of a microbatch, by stage and kind of memory; empty if the costs
+            have no bytes.
+        registered: number of buffers registered (pinned) so far.
         plain: number of buffers so far that were pageable memory.
     """
 
@@ -59,8 +63,9 @@ class HostBuffers:
         self.plain = 0
 
     def reserve(self, wanted: Mapping[BufferKey, int]) -> None:
-        """Allocate the missing buffer slots of each kind before a step; ``wanted`` counts all
-        slots.
+        """Allocate the missing host buffers before a step.
+
+        ``wanted`` is the number of buffers that the step needs, by stage and kind of memory.
 
         Raises:
             ValueError: the host has too little memory, or the driver refuses to register it.
@@ -80,15 +85,16 @@ class HostBuffers:
                     self.registered += 1
 
     def take(self, key: BufferKey, size: int) -> Slot:
-        """Return a free slot of at least ``size`` bytes: the one freed first.
+        """Return a free host buffer of at least ``size`` bytes: the one freed first.
 
-        A new one is pageable memory. It is needed in the first step if the costs have no bytes or
-        too few, and in a step in which a microbatch has grown. A copy to it blocks the host until
-        the device has reached it. The copy is slow but cannot deadlock: it waits for earlier passes
-        only, and `prove` shows that these finish without any later action of this rank.
+        If there is none, the new one is pageable memory. A new one is needed in the first step if
+        the costs have no bytes or too few, and in a step in which a microbatch has grown. A copy to
+        it blocks the host until the device has reached it. The copy is slow but cannot deadlock: it
+        waits for earlier passes only, and `prove` shows that these finish without any later action
+        of this rank.
 
         Raises:
-            ValueError: the host has too little memory for a new one.
+            ValueError: the host has too little memory for a new buffer.
         """
         self._note(key, size)
         for slot in self._free[key]:
@@ -106,8 +112,10 @@ class HostBuffers:
         return self._needed.get(key, self.expected.get(key, 0))
 
     def _note(self, key: BufferKey, size: int) -> None:
-        """Record the size of a microbatch. If it has grown, reserve 1/8 more, so that the buffer is
-        not soon too small again."""
+        """Record the bytes of a microbatch, for the buffers of the next step.
+
+        If microbatches have grown, 1/8 more is reserved, so that buffers are not soon too small.
+        """
         known = self._needed.get(key)
         if known is None:
             self._needed[key] = size

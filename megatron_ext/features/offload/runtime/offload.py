@@ -38,10 +38,10 @@ _Key = tuple[int, int, Held]  # stage, microbatch and kind of memory of the offl
 
 
 class ActivationOffload:
-    """Host buffers and copies of a rank, for the whole training.
+    """Host buffers and copies of a rank for offloaded activations, during a whole training.
 
     Attributes:
-        bytes_left: bytes offloaded in the step that began last, by stage and kind of memory.
+        bytes_left: bytes offloaded in the latest step, by stage and kind of memory.
     """
 
     def __init__(self, rank: int, device: torch.device, copies: HostCopies | None = None) -> None:
@@ -57,7 +57,8 @@ class ActivationOffload:
         self.buffers.expected = buffer_sizes(row, costs)
 
     def step(self, row: tuple[Action, ...]) -> OffloadedStep:
-        """Begin a step in which this rank runs ``row``, before it has posted any message."""
+        """Begin a step in which this rank runs ``row``; called before the rank posts any
+        message."""
         self.buffers.reserve(most_on_host(row))
         self.bytes_left.clear()
         return OffloadedStep(self, row)
@@ -65,8 +66,11 @@ class ActivationOffload:
 
 @dataclass(frozen=True)
 class _Moved:
-    """Storage with its size in bytes. ``readers`` are the streams on which autograd reads it: a
-    node runs its backward pass on the stream of its forward pass."""
+    """Offloaded storage with its size in bytes.
+
+    ``readers`` are the streams on which autograd reads it: a node runs its backward pass on the
+    stream of its forward pass.
+    """
 
     storage: torch.UntypedStorage
     size: int
@@ -75,8 +79,10 @@ class _Moved:
 
 @dataclass
 class _Away:
-    """Storages that ``copy`` has offloaded, and their slot on the host (None if there are no
-    storages)."""
+    """Storages that are on the host: the copy that moved them, and their host buffer.
+
+    ``slot`` is None if there are no storages.
+    """
 
     copy: Action
     storages: list[_Moved]
@@ -86,7 +92,7 @@ class _Away:
 
 @dataclass(frozen=True)
 class _Coming:
-    """Storages that are being copied back by ``copy``.
+    """Storages that are being copied back from the host by ``copy``.
 
     They are referenced until the copy has ended, so that the allocator cannot reuse memory to which
     the copy still writes.
@@ -98,7 +104,7 @@ class _Coming:
 
 
 class OffloadedStep(Owner, PassContext):
-    """Offload copies of one step."""
+    """Owner of the copies of activations to the host and back in one step."""
 
     def __init__(self, offload: ActivationOffload, row: tuple[Action, ...]) -> None:
         self._offload = offload
@@ -110,7 +116,8 @@ class OffloadedStep(Owner, PassContext):
     @override
     @contextlib.contextmanager
     def around_forward(self, stage: int, microbatch: int, x: Tensor | None) -> Iterator[None]:
-        """Collect the tensors that F saves, if they will be offloaded."""
+        """Context of F, in which the tensors that F saves are collected if they will be
+        offloaded."""
         if (stage, microbatch) not in self._leaves:
             yield
             return
@@ -146,7 +153,7 @@ class OffloadedStep(Owner, PassContext):
 
     @override
     def before_backward(self, action: Action) -> None:
-        """Wait until the memory that ``action`` uses has been copied back."""
+        """Wait until the memory that the backward pass ``action`` uses has been copied back."""
         for held in RULES[action.kind].releases:
             coming = self._coming.pop((action.stage, action.microbatch, held), None)
             if coming is not None:
@@ -160,8 +167,10 @@ class OffloadedStep(Owner, PassContext):
         assert not self._saved and not self._away and not self._coming
 
     def abandon(self) -> None:
-        """After an error: wait for all copies, so that none writes to memory that is reused, and
-        free all buffers."""
+        """Wait for all copies after an error, and free all buffers.
+
+        Otherwise a copy could write to memory that is reused.
+        """
         transfers = [coming.transfer for coming in self._coming.values()]
         for (stage, _, held), away in self._away.items():
             transfers.append(away.transfer)
@@ -232,8 +241,10 @@ class OffloadedStep(Owner, PassContext):
 
 @dataclass(frozen=True)
 class _Noted:
-    """Noted storage, the tensors that refer to it, and the streams that were current when they were
-    noted."""
+    """Storage with the tensors that refer to it, as collected for offload.
+
+    ``readers`` are the streams that were current when the tensors were noted.
+    """
 
     storage: torch.UntypedStorage
     references: list[weakref.ref[Tensor]] = field(default_factory=list)
@@ -241,7 +252,7 @@ class _Noted:
 
 
 class _Storages:
-    """Noted storages, each with the tensors that refer to it."""
+    """Collected storages that may be offloaded, each with the tensors that refer to it."""
 
     def __init__(self, device: torch.device, copies: HostCopies) -> None:
         self._device = device
@@ -260,15 +271,15 @@ class _Storages:
             noted.readers.update(_streams(self._copies))
 
     def take_exclusive(self) -> list[_Moved]:
-        """Return the storages of at least `SMALL` bytes that only noted tensors refer to.
+        """Return the storages of at least `SMALL` bytes that only the collected tensors refer to.
 
         A storage is offloaded only if nothing refers to it except the tensors that saved it and the
         stage's input. Parameters, caches that microbatches share, outputs being sent and tensors
         that a layer stores itself therefore stay, as do small storages.
 
-        At least one of these tensors must be alive: otherwise nothing will read the copy. All noted
-        tensors are forgotten, since autograd may store its hooks, and through them this object, for
-        longer.
+        At least one of these tensors must be alive: otherwise nothing will read the copy. All
+        collected tensors are dropped, since autograd may store its hooks, and through them this
+        object, for longer.
         """
         all_noted, self._noted = self._noted, {}
         taken = []
@@ -289,25 +300,25 @@ class _Storages:
 
 
 def _streams(copies: HostCopies) -> frozenset[torch.cuda.Stream]:
-    """Return the current stream, if the device has streams."""
+    """Return the device's current stream as a set; empty if the device has no streams."""
     stream = copies.current_stream()
     return frozenset() if stream is None else frozenset([stream])
 
 
 def _tell_allocator(storage: torch.UntypedStorage, streams: Iterable[torch.cuda.Stream]) -> None:
-    """Make the allocator reuse the memory of ``storage``, once it is freed, only after ``streams``
-    have finished the work launched on them by then.
+    """Make the allocator reuse the memory of ``storage`` only after work on other ``streams``.
 
-    Memory belongs to the stream that allocated it: the next allocation of that stream may get it as
-    soon as the host frees it. Other streams that read a storage are therefore announced to the
-    allocator (`record_stream`).
+    Waited for is the work launched on the streams when the memory is freed. Memory belongs to the
+    stream that allocated it: the next allocation of that stream may get it as soon as the host
+    frees it. Other streams that read a storage are therefore announced to the allocator
+    (`record_stream`).
     """
     for stream in streams:
         _bytes_of(storage).record_stream(stream)
 
 
 def _pieces(storages: Iterable[_Moved], slot: Slot | None) -> list[CopiedBytes]:
-    """Return each storage as bytes, and its place in the host buffer."""
+    """Return each storage as (its bytes, the bytes of the host buffer that it is copied to)."""
     pieces, offset = [], 0
     for moved in storages:
         assert slot is not None

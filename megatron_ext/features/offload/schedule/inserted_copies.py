@@ -35,13 +35,13 @@ _SLOWER = [1.15**n for n in range(16)]
 
 @dataclass(frozen=True)
 class Absence:
-    """Candidate for offload: memory that one pass allocates and a later one uses.
+    """Candidate for offload: memory that one pass of a microbatch allocates and a later one uses.
 
     Attributes:
         kinds: kinds of the copy to the host, of the wait for it, and of the copy back.
         made, used: the positions of the two passes among the passes of ``rank``.
-        start, end: the end of the first pass, and the start of the second.
-        out_seconds, back_seconds: seconds of the copies.
+        start, end: the end of the first pass, and the start of the second, in seconds.
+        out_seconds, back_seconds: seconds of the copy to the host and of the copy back.
     """
 
     rank: int
@@ -57,13 +57,14 @@ class Absence:
 
     @property
     def spare(self) -> float:
-        """Seconds for which the memory could be free if this were the only offload."""
+        """Seconds for which the memory would be free on the device if nothing else were
+        offloaded."""
         return self.end - self.start - self.out_seconds - self.back_seconds
 
 
 @dataclass(frozen=True)
 class Booked:
-    """Start times of the copies for one candidate, ``absence``."""
+    """Start times, in seconds, of the copy to the host and the copy back for one candidate."""
 
     absence: Absence
     out_start: float
@@ -98,10 +99,10 @@ def offload(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _most_that_cost_nothing(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule`` with the most copies that cost no time.
+    """Return ``schedule`` with the most copies to the host that do not lengthen the step.
 
-    If each rank has its own link, these are all for which the link has time. If ranks share links,
-    one rank's copies can delay another's, and fewer copies are used.
+    If each rank has its own link to the host, these are all copies for which the link has time. If
+    ranks share links, one rank's copies can delay another's, and fewer copies are used.
     """
     leaving = _Leaving(schedule, problem, 1.0)
     host = problem.costs.host
@@ -121,7 +122,10 @@ def _most_that_cost_nothing(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 class _Leaving:
-    """Maker of schedules in which some activations are offloaded to the host."""
+    """Maker of schedules in which some activations are offloaded to the host.
+
+    Copies are booked as if passes took ``slower`` times as long.
+    """
 
     def __init__(self, schedule: Schedule, problem: Problem, slower: float) -> None:
         host = problem.costs.host
@@ -132,8 +136,11 @@ class _Leaving:
         self.passes = simulate_messages(schedule, slow).compute
 
     def of_each_link(self, count: Callable[[Sequence[Absence]], int]) -> Schedule:
-        """Return the schedule that offloads, for each group of ranks that share a link, the
-        ``count`` longest-lived candidates."""
+        """Return the schedule that offloads the longest-lived candidates.
+
+        ``count`` tells how many candidates are offloaded by each group of ranks that share a link
+        to the host.
+        """
         rows = []
         ranks = range(self.problem.ranks)
         for sharing in itertools.batched(ranks, self.host.ranks_per_link):
@@ -142,8 +149,10 @@ class _Leaving:
         return replace(self.schedule, rows=tuple(rows))
 
     def absences(self, ranks: Sequence[int]) -> list[Absence]:
-        """Return the candidates for offload of ``ranks``: each rank's longest-lived first, one of
-        each rank in turn."""
+        """Return the candidates for offload of ``ranks``, each rank's longest-lived first.
+
+        The list takes one candidate of each rank in turn.
+        """
         of_ranks = []
         for rank in ranks:
             absences = _longest_lived_first(_absences(rank, self.passes[rank], self.problem))
@@ -153,16 +162,20 @@ class _Leaving:
         return [absence for absence in turns if absence is not None]
 
     def rows(self, absences: Sequence[Absence], ranks: Sequence[int]) -> list[tuple[Action, ...]]:
-        """Return the rows of ``ranks`` with the copies of those ``absences`` for which their link
-        has time."""
+        """Return the rows of ``ranks`` with copies for the candidates ``absences``.
+
+        Only candidates are copied for which the ranks' link to the host has time.
+        """
         copies: dict[int, list[Booked]] = defaultdict(list)
         for booked in _book_copies(absences, self.host):
             copies[booked.absence.rank].append(booked)
         return [_insert(self.schedule.rows[r], self.passes[r], copies[r]) for r in ranks]
 
     def fewest_that_fit(self, absences: Sequence[Absence]) -> int:
-        """Return the smallest number of ``absences`` that meets the memory limit; all if no number
-        does."""
+        """Return the smallest number of offloaded candidates that meets the memory limit.
+
+        If no number does, all are counted.
+        """
         ranks = sorted({absence.rank for absence in absences})
         return bisect_left(
             range(len(absences)), True, key=lambda n: self.fits(self.rows(absences[:n], ranks))
@@ -192,7 +205,7 @@ _LEAVES = (
 
 
 def _absences(rank: int, row: Sequence[Event], problem: Problem) -> Iterator[Absence]:
-    """Yield the useful absences on ``rank``: those during which a pass runs."""
+    """Yield the candidates for offload on ``rank`` whose memory can be free while a pass runs."""
     made_at = {event.action: position for position, event in enumerate(row)}
     starts, ends = [event.start for event in row], [event.end for event in row]
     for used, event in enumerate(row):
@@ -212,9 +225,11 @@ def _absences(rank: int, row: Sequence[Event], problem: Problem) -> Iterator[Abs
 
 
 def _longest_lived_first(absences: Iterable[Absence]) -> list[Absence]:
-    """Return ``absences`` in the order of booking: first the stages whose activations can be away
-    the longest, and the first slices. Within these, the first n microbatches are for any n evenly
-    spread over the step."""
+    """Return the candidates for offload in the order in which their copies are booked.
+
+    First come the stages whose activations can be on the host the longest, and the first slices of
+    sequences. Within these, the first n microbatches are for any n evenly spread over the step.
+    """
     groups: dict[tuple[int, Kind, int], list[Absence]] = defaultdict(list)
     for absence in absences:
         part = absence.microbatch
@@ -229,9 +244,11 @@ def _longest_lived_first(absences: Iterable[Absence]) -> list[Absence]:
 
 
 def _longer_lived_half(absences: list[Absence], problem: Problem) -> list[Absence]:
-    """Return the absences of the longer-lived half of the chunks. With one chunk, return those of
-    the first half of the slices, or of every other microbatch. (Tensors that wait for W are small,
-    and may be offloaded from all chunks.)"""
+    """Return the candidates for offload of the longer-lived half of the chunks.
+
+    With one chunk, return those of the first half of the slices, or of every other microbatch.
+    (Tensors that wait for W are small, and may be offloaded from all chunks.)
+    """
     chunks, slices = problem.placement.chunks, problem.slices.count
     if chunks == 1 and slices > 1:
         return [absence for absence in absences if absence.microbatch % slices < slices / 2]
@@ -243,9 +260,11 @@ def _longer_lived_half(absences: list[Absence], problem: Problem) -> list[Absenc
 
 
 def _book_copies(absences: Iterable[Absence], host: HostCosts) -> Iterator[Booked]:
-    """Yield bookings of copies for ``absences``, in their order: to the host as early as possible,
-    and back as late as possible. An absence whose copy back would start before its copy to the host
-    has ended gets none."""
+    """Yield the times of copies for the candidates ``absences``, in the order of the candidates.
+
+    Copies to the host start as early as possible, copies back as late as possible. A candidate
+    whose copy back would start before its copy to the host has ended is skipped.
+    """
     links: Mapping[object, _Link] = defaultdict(_Link)
     for absence in absences:
         out = links[host.link(absence.rank, Lane.TO_HOST)]
@@ -262,14 +281,15 @@ def _book_copies(absences: Iterable[Absence], host: HostCosts) -> Iterator[Booke
 
 
 class _Link:
-    """The intervals in which a link to the host is busy. Adjoining intervals are merged."""
+    """Intervals in which one direction of a link to the host is busy; adjoining ones are merged."""
 
     def __init__(self) -> None:
         self._starts: list[float] = []
         self._ends: list[float] = []
 
     def free_after(self, time: float, seconds: float) -> float:
-        """Return the start of the first free interval of ``seconds`` at ``time`` or later."""
+        """Return the start of the link's first free interval of ``seconds`` at ``time`` or
+        later."""
         at = bisect_right(self._ends, time)  # the first busy interval that ends later
         while at < len(self._starts) and self._starts[at] < time + seconds:
             time = self._ends[at]
@@ -277,8 +297,8 @@ class _Link:
         return time
 
     def free_before(self, time: float, seconds: float) -> float:
-        """Return the start of the last free interval of ``seconds`` that ends at ``time`` or
-        sooner."""
+        """Return the start of the link's last free interval of ``seconds`` that ends by
+        ``time``."""
         at = bisect_left(self._starts, time) - 1  # the last busy interval that starts sooner
         while at >= 0 and self._ends[at] > time - seconds:
             time = self._starts[at]
@@ -286,7 +306,7 @@ class _Link:
         return time - seconds
 
     def take(self, start: float, seconds: float) -> None:
-        """Mark a free interval of the link as busy."""
+        """Mark the interval of ``seconds`` from ``start`` on as busy on this link."""
         end, at = start + seconds, bisect_left(self._starts, start)
         if at < len(self._starts) and self._starts[at] == end:
             del self._starts[at]
@@ -299,8 +319,11 @@ class _Link:
 
 
 def _positions(booked: Booked, starts: Sequence[float], ends: Sequence[float]) -> tuple[int, ...]:
-    """Return the positions of the passes in a rank's row before which the copy to the host, its
-    wait and the copy back come."""
+    """Return the positions of a candidate's copies in a rank's row.
+
+    They are the numbers of the passes before which come the copy to the host, its wait, and the
+    copy back.
+    """
     absence = booked.absence
     soon = 1e-9 * ends[-1]
     first, last = absence.made + 1, absence.used
@@ -318,9 +341,9 @@ def _helps(positions: Sequence[int]) -> bool:
 def _insert(
     row: tuple[Action, ...], passes: Sequence[Event], copies: Iterable[Booked]
 ) -> tuple[Action, ...]:
-    """Return a rank's ``row`` with ``copies``, without those for which no pass runs between the
-    wait and the copy back.
+    """Return a rank's ``row`` with the offload ``copies`` inserted.
 
+    Copies are skipped if no pass runs between the wait for the copy to the host and the copy back.
     Copies start before the rank waits for sends. Copies before one pass are ordered by time, so
     that a copy back that has to start in a gap does not stand behind a wait that ends with the gap.
     """

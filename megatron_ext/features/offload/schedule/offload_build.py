@@ -18,7 +18,7 @@ from megatron_ext.schedule.schedule import Schedule, Transform
 
 
 class OffloadBuild(BuildHooks):
-    """Construction of programs with copies of activations to the host."""
+    """Part of the construction of programs that inserts copies of activations to the host."""
 
     inserts_by_limit = True
 
@@ -36,13 +36,14 @@ class OffloadBuild(BuildHooks):
 
     @override
     def program(self, construction: Construction) -> Program | None:
-        """Return the program of the first passes that fit into the memory limit with copies to the
-        host. The family makes its passes within looser limits than the problem's, the loosest
-        first, and at last those that fit without copies.
+        """Return the first program that meets the memory limit with copies to the host.
+
+        The schedule's generator makes its passes within looser limits than the problem's, the
+        loosest first, and at last those that meet the limit without copies.
 
         Raises:
-            OverLimit: none of them fits.
-            ValueError: the family has none.
+            OverLimit: no schedule meets the limit.
+            ValueError: the generator has no schedule.
         """
         problem = construction.problem
         if problem.forward_only:

@@ -26,7 +26,10 @@ INTERVALS = (
 
 
 def why_no_steps_overlap(args: Any) -> str | None:
-    """Return the reason why no two steps will overlap, if each is validated before it is logged."""
+    """Return why no two steps of a launch will overlap; None if some may.
+
+    The reason is that every step is logged, and so validated, before the next one begins.
+    """
     if args.log_interval != 1:
         return None
     return (
@@ -36,11 +39,10 @@ def why_no_steps_overlap(args: Any) -> str | None:
 
 
 def is_commit_point(iteration: int, args: Any) -> bool:
-    """Return whether the step of ``iteration``, counted from 1, must be validated before the next
-    one begins.
+    """Return whether the optimizer step of ``iteration`` must be validated before the next step.
 
-    ``args`` are Megatron's. The iteration before a skipped one is such a point as well: data is
-    read without a step there.
+    ``iteration`` counts from 1; ``args`` are Megatron's. The iteration before a skipped one must be
+    validated, too: data is read without a step there.
     """
     intervals = [getattr(args, name) for name in INTERVALS]
     if args.adlr_autoresume:
@@ -54,8 +56,10 @@ def is_commit_point(iteration: int, args: Any) -> bool:
 
 
 def microbatches_will_change(args: Any) -> bool:
-    """Return whether the next step has a different number of microbatches than this one. Megatron
-    may save a checkpoint then, and it logs the current number."""
+    """Return whether the next step has a different number of microbatches than this one.
+
+    Megatron may then save a checkpoint, and it logs the current number.
+    """
     now = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     later = copy.copy(now)
     later.update(args.consumed_train_samples, consistency_check=False, verbose=False)

@@ -34,8 +34,8 @@ from megatron_ext.runtime.owner import Owner
 
 
 class PostValidationHooks(TrainingHooks):
-    """Hooks for post-validation: validation messages of a training, and the optimizer that can be
-    rolled back."""
+    """Hooks for post-validation: its messages between ranks, and the optimizer that can roll
+    back."""
 
     @override
     @classmethod

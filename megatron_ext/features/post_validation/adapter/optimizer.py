@@ -43,10 +43,11 @@ _CLIP_EPSILON = 1e-6  # Megatron's own epsilon, which it adds to the norm before
 
 
 class SpeculativeOptimizer:
-    """Megatron's optimizer of a rank, with a step in parts: prepare, step, take back, redo.
+    """Optimizer of Megatron's whose step can be taken before the gradient norm of all ranks is
+    known.
 
-    ``optimizer`` is the training loop's (a chain or a single one). ``models`` are the rank's
-    chunks, wrapped in DistributedDataParallel.
+    The step has parts: prepare, step, take back, redo. ``optimizer`` is the training loop's (a
+    chain or a single one). ``models`` are the rank's chunks, wrapped in DistributedDataParallel.
 
     Raises:
         ValueError: a step of ``optimizer`` cannot be rolled back.
@@ -67,15 +68,16 @@ class SpeculativeOptimizer:
 
     @property
     def snapshot(self) -> Snapshot:
-        """Copy of the state that an optimizer step overwrites. Its text names its place and its
+        """Copy of the state that an optimizer step overwrites; its text names its place and its
         size."""
         return self._overwritten
 
     @torch.no_grad()
     def prepare(self) -> PartialState:
-        """Prepare the gradients as Megatron does, and return the state of this rank's stages.
+        """Prepare the gradients as Megatron does, and return the validation state of this rank's
+        stages.
 
-        Collective among the ranks that share these stages, which all get the same state.
+        Collective over the ranks that share these stages, which all get the same state.
         """
         scalers = (getattr(part, "grad_scaler", None) for part in self._parts)
         self._values.keep(
@@ -93,10 +95,10 @@ class SpeculativeOptimizer:
         return PartialState(squared_norm=sum(norm**2 for norm in norms), found_inf=False)
 
     def is_quiet(self, state: PartialState) -> bool:
-        """Return whether Megatron's step would certainly neither clip nor skip if ``state`` were
-        the whole one.
+        """Return whether Megatron's step would certainly neither clip nor skip, given ``state``.
 
-        False within a relative 1e-5 of a threshold: there the order of Megatron's own sums decides.
+        ``state`` is taken for that of all ranks. The answer is false within a relative 1e-5 of a
+        threshold: there the order of Megatron's own sums decides.
         """
         config = self._optimizer.config
         norm = math.sqrt(state.squared_norm)
@@ -108,11 +110,12 @@ class SpeculativeOptimizer:
 
     @torch.no_grad()
     def step(self, keep: bool) -> None:
-        """Take an optimizer step on the prepared gradients, unclipped; with ``keep`` the step can
-        be rolled back.
+        """Take an optimizer step on the prepared gradients, unclipped.
+
+        With ``keep`` the previous state is copied, so that the step can be rolled back.
 
         Raises:
-            ValueError: there is too little memory for the copy of the previous state.
+            ValueError: there is too little memory for the copy.
         """
         assert self._is_prepared and not self._has_stepped, "a step of gradients not prepared"
         if keep:
@@ -123,10 +126,10 @@ class SpeculativeOptimizer:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Restore everything to the state before `prepare`, except the gradients.
+        """Restore the state before `prepare`, except the gradients.
 
-        Collective among data-parallel ranks. Also needed if no step was taken: loss scaler and
-        learning rates have advanced, and parameters may have been gathered.
+        Also needed if no step was taken: loss scaler and learning rates have advanced, and
+        parameters may have been gathered. Collective over data-parallel ranks.
         """
         assert self._is_prepared, "there is no step to take back"
         for model in self._models:
@@ -144,11 +147,11 @@ class SpeculativeOptimizer:
 
     @torch.no_grad()
     def redo(self, found_inf: bool) -> OptimizerResult:
-        """Roll the step back, and run Megatron's step on the prepared gradients, once.
+        """Roll the step back, and run Megatron's own step once on the prepared gradients.
 
-        Collective over the model-parallel ranks, like Megatron's step. ``found_inf`` tells whether
-        any of them has an infinity; then the step is skipped. Returns the result of Megatron's
-        step.
+        ``found_inf`` tells whether any model-parallel rank has an infinity; then the step is
+        skipped. Returns the result of Megatron's step. Collective over the model-parallel ranks,
+        like Megatron's step.
         """
         self.take_back()
         for part in self._parts:
@@ -200,8 +203,10 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _group_of_stage(part: Any) -> dist.ProcessGroup:
-    """Return the process group over which the gradients of ``part``, a rank's stages, are
-    sharded."""
+    """Return the process group over which gradients of a rank's stages are sharded.
+
+    ``part`` is one optimizer of the rank's chain.
+    """
     if isinstance(part, DistributedOptimizer):
         return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     if any(group.get("is_expert_parallel") for group in part.param_groups):
@@ -212,8 +217,10 @@ def _group_of_stage(part: Any) -> dist.ProcessGroup:
 def _overwritten(
     parts: Sequence[Any],
 ) -> tuple[list[torch.Tensor], list[MutableMapping[Any, Any]]]:
-    """Return the tensors and mappings that an optimizer step writes. 16-bit parameters are cast
-    from these."""
+    """Return the tensors and mappings that an optimizer step writes.
+
+    16-bit parameters are not among them, since they are cast from these tensors.
+    """
     tensors: list[torch.Tensor] = []
     mappings: list[MutableMapping[Any, Any]] = []
     for part in parts:
@@ -233,16 +240,20 @@ def _overwritten(
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
-    """Return the optimizers that take the step: a hybrid optimizer contains several, on the host
-    and on the device."""
+    """Return the optimizers that take the step of ``optimizer``.
+
+    A hybrid optimizer contains several, on the host and on the device.
+    """
     if isinstance(optimizer, HybridDeviceOptimizer):
         return list(optimizer.sub_optimizers)
     return [optimizer]
 
 
 def _found_anywhere(part: Any) -> bool:
-    """Return whether any rank has found an infinity in the gradients of ``part`` of the optimizer,
-    which has its own scaler."""
+    """Return whether any rank has found an infinity in the gradients of ``part``.
+
+    ``part`` is one optimizer of the rank's chain, with its own loss scaler.
+    """
     dist.all_reduce(
         part.found_inf, op=dist.ReduceOp.MAX, group=part.get_grad_stats_parallel_group()
     )
@@ -250,9 +261,10 @@ def _found_anywhere(part: Any) -> bool:
 
 
 def _forget_gathering(model: Any) -> None:
-    """Make forward hooks gather parameters again, as after a step.
+    """Make forward hooks gather the parameters of ``model`` anew, as after an optimizer step.
 
-    Some may have been gathered by the first passes of the next step, or are being gathered.
+    The first passes of the next step may have gathered some parameters already, or are gathering
+    them.
     """
     if not model.ddp_config.overlap_param_gather:
         return
@@ -264,7 +276,7 @@ def _forget_gathering(model: Any) -> None:
 
 
 def _gather_parameters(model: Any) -> None:
-    """Gather the parameters on all data-parallel ranks from their shards, unless hooks do it."""
+    """Gather the parameters of ``model`` on all data-parallel ranks, unless its hooks do so."""
     config = model.ddp_config
     if config.use_distributed_optimizer and not config.overlap_param_gather:
         model.start_param_sync()
@@ -272,8 +284,7 @@ def _gather_parameters(model: Any) -> None:
 
 @contextlib.contextmanager
 def _answering(owner: Any, method: str, answer: Any) -> Iterator[None]:
-    """Context in which ``owner.method()`` returns ``answer``; other objects of its class are
-    unaffected."""
+    """Context in which ``owner.method()`` returns ``answer``; other objects are unaffected."""
     assert method not in vars(owner)
     setattr(owner, method, lambda: answer)
     try:
@@ -283,7 +294,7 @@ def _answering(owner: Any, method: str, answer: Any) -> Iterator[None]:
 
 
 class Nesting:
-    """Marker that distinguishes Megatron's own calls of patched methods from calls from outside."""
+    """Flag that distinguishes Megatron's own calls of patched methods from calls by its callers."""
 
     def __init__(self) -> None:
         self.is_inside = False
@@ -305,11 +316,10 @@ nesting = Nesting()
 
 
 def zero_within_a_step(stock: Callable[..., None], model: Any) -> None:
-    """Run ``model.zero_grad_buffer()`` within a step that holds reductions back, without releasing
-    them.
+    """Zero the gradient buffers of ``model`` within a step, and still hold its reductions back.
 
-    Megatron's own leaves each bucket group ready to reduce, as it is only called between steps. It
-    does not change what forward hooks have noted of gathered parameters.
+    Megatron's own function leaves each bucket group ready to reduce, as it is called only between
+    steps. It does not change what forward hooks have noted of gathered parameters.
     """
     groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
     reduces = [group.is_last_microbatch for group in groups]

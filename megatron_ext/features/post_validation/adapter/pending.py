@@ -34,9 +34,10 @@ StepResult = tuple[bool, float | None, int | None]  # as Megatron's optimizers r
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a step. ``grad_norm`` is None if the step was skipped for an inf.
+    """Result of an optimizer step that is validated.
 
-    ``is_redone``: the speculative step was rolled back, and with it loss scale and learning rate.
+    ``grad_norm`` is None if the step was skipped for an inf. ``is_redone``: the speculative step
+    was rolled back, and with it loss scale and learning rate.
     """
 
     success: bool
@@ -45,7 +46,7 @@ class Result:
     is_redone: bool = False
 
     def is_quiet(self, clip_grad: float) -> bool:
-        """Return whether the step was neither clipped nor skipped."""
+        """Return whether the optimizer step was neither clipped nor skipped."""
         return (
             self.success
             and self.grad_norm is not None
@@ -56,7 +57,7 @@ class Result:
 
 @dataclass
 class _Pending:
-    """Step that has been taken and not been validated yet, with its deferred actions."""
+    """Optimizer step that has been taken and not been validated yet, with its deferred actions."""
 
     iteration: int
     optimizer: Any  # Megatron's
@@ -71,7 +72,8 @@ class _Connection:
 
 
 class PostValidation:
-    """State of the one step that may be pending, and of the actions that depend on it."""
+    """State of the optimizer step that may be pending, and of the actions that wait for its
+    validation."""
 
     def __init__(self) -> None:
         self._connection: _Connection | None = None
@@ -93,7 +95,8 @@ class PostValidation:
         self, messages: ValidationMessages, speculate: Callable[[Any], SpeculativeOptimizer]
     ) -> None:
         """Let steps overlap from now on, whenever few of the latest steps were clipped or skipped.
-        All other steps are Megatron's own.
+
+        All other steps run Megatron's own optimizer step.
 
         Args:
             messages: validation messages between the ranks of this pipeline.
@@ -103,7 +106,7 @@ class PostValidation:
         self._start()
 
     def disconnect(self) -> None:
-        """Discard any pending step: the training has ended."""
+        """Discard any pending optimizer step, because the training has ended."""
         self._connection = None
         self._start()
 
@@ -115,7 +118,7 @@ class PostValidation:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a step has been taken and is not yet committed or rolled back."""
+        """Whether an optimizer step has been taken and is not yet committed or rolled back."""
         return self._pending is not None
 
     @property
@@ -125,23 +128,28 @@ class PostValidation:
 
     @property
     def answers_at_once(self) -> bool:
-        """Whether the loop's reductions return this rank's own value, without communication."""
+        """Whether the training loop's reductions return this rank's own value, without
+        communication."""
         return self.is_pending or self._is_delivering
 
     @property
     def is_armed(self) -> bool:
-        """Whether the next step is taken before its validation: few of the latest steps were
-        clipped or skipped."""
+        """Whether the next optimizer step is taken before its validation.
+
+        It is if few of the latest steps were clipped or skipped.
+        """
         return self._history.is_armed
 
     def scale_by_tokens(self, tokens: int, scale: Callable[[int], None]) -> None:
-        """Scale the gradients of the next step, before they are prepared, by the number of tokens
-        that the ranks up to this one have counted: ``tokens`` here. (The first rank of the chain
-        has all.)"""
+        """Scale the gradients of the next step by a number of tokens, before they are prepared.
+
+        The number counts the tokens of the ranks up to this one in the chain; this rank counts
+        ``tokens``. (The first rank of the chain has all tokens.)
+        """
         self._tokens, self._scale = tokens, scale
 
     def optimizer_step(self, stock: Callable[[Any], StepResult], optimizer: Any) -> StepResult:
-        """Replacement of ``stock(optimizer)``, Megatron's top-level step.
+        """Take an optimizer step in place of ``stock``, Megatron's top-level step.
 
         If the step is pending afterwards, the result is that of a success, with the latest known
         norm.
@@ -178,8 +186,11 @@ class PostValidation:
         return True, self._latest_norm, None
 
     def _tell_what_is_kept(self, messages: ValidationMessages) -> None:
-        """Log the snapshot once, on one rank that has one: on a line the first rank, on a V the
-        last."""
+        """Log once where the state before an optimizer step is stored.
+
+        One rank with such a copy logs: the first on a linear placement, the last under a V
+        schedule.
+        """
         ends = (0, dist.get_world_size() - 1)
         if not self._has_told and messages.is_first and dist.get_rank() in ends:
             assert self._optimizer is not None
@@ -190,23 +201,28 @@ class PostValidation:
             self._has_told = True
 
     def schedule_step(self, step: RevertibleLrStep) -> None:
-        """Take a step of the learning-rate scheduler, as after a success."""
+        """Advance the learning rate by ``step``, as after a successful optimizer step."""
         assert self._pending is not None
         self._pending.scheduled = step
         step.take()
 
     def defer(self, action: Callable[[], None]) -> None:
-        """Defer ``action`` until after the verdict. Deferred actions and logs run in the order of
-        their calls."""
+        """Defer ``action`` until the pending step is committed or rolled back.
+
+        Deferred actions and logs run in the order of their calls.
+        """
         self.log(lambda result: action())
 
     def log(self, deliver: Callable[[Result], None]) -> None:
-        """Defer ``deliver`` until after the verdict; it is called with the step's result."""
+        """Defer ``deliver`` until the pending step is validated; it is called with the step's
+        result."""
         assert self._pending is not None
         self._pending.deferred.append(deliver)
 
     def commit_or_rollback(self) -> None:
-        """Wait for the verdict if a step is pending; collective over the pipelines in that case.
+        """Wait until the pending optimizer step is validated, if there is one.
+
+        Collective over the pipelines in that case.
 
         Raises:
             RuntimeError: a step has failed halfway, and this rank's state must not be saved.
@@ -221,10 +237,13 @@ class PostValidation:
             self.verdict(self._connection.messages.verdict())
 
     def verdict(self, total: PartialState) -> bool:
-        """Commit the pending step, or roll it back and redo it; then run the deferred actions.
+        """Commit the pending optimizer step, or roll it back and redo it; then run the deferred
+        actions.
+
+        ``total`` is the validation state of all ranks.
 
         Returns:
-            Whether it was committed. If not, results computed since are invalid.
+            Whether the step was committed. If not, results computed since the step are invalid.
         """
         pending = self._pending
         assert pending is not None and self._optimizer is not None
@@ -256,7 +275,8 @@ class PostValidation:
         return replace(result, is_redone=True)
 
     def _remember(self, result: Result, iteration: int, optimizer: Any) -> None:
-        """Record a validated step, which may switch overlapping on or off for the next step."""
+        """Record a validated optimizer step, which may switch overlapping on or off for the next
+        step."""
         was_armed = self._history.is_armed
         self._latest_norm = result.grad_norm
         self._history = self._history.then(result.is_quiet(optimizer.config.clip_grad))

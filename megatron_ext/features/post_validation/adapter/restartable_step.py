@@ -30,15 +30,21 @@ from megatron_ext.schedule.placement import Placement
 def connect_validation(
     pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder, models: Sequence[Any]
 ) -> None:
-    """Speculate in steps of ``pipeline``, with the optimizer of ``models``, from now on. Collective
-    over ``pipeline``."""
+    """Connect the ranks of ``pipeline`` for post-validation, and let steps be speculative from now
+    on.
+
+    ``models`` are the chunks of this rank. Collective over ``pipeline``.
+    """
     messages = ValidationMessages(pipeline, placement, recorder)
     post_validation.connect(messages, functools.partial(SpeculativeOptimizer, models=models))
 
 
 class SpeculativeStep(Validation):
-    """Training step that may restart. ``iterators`` are the data iterators of the rank's chunks;
-    the step reads from the attribute `iterators`."""
+    """Training step that may restart if the previous optimizer step is rolled back.
+
+    ``iterators`` are the data iterators of the rank's chunks; the step reads from the attribute
+    `iterators`.
+    """
 
     def __init__(
         self,
@@ -74,9 +80,11 @@ class SpeculativeStep(Validation):
     def defer_scaling(
         self, tokens: torch.Tensor, models: Sequence[Any], groups: Any
     ) -> torch.Tensor | None:
-        """Return the ``tokens`` by which to scale gradients after the passes. Return None while
-        steps are taken before their validation: those scale by the count of the ranks up to this
-        one."""
+        """Return the ``tokens`` by which to scale gradients after the passes.
+
+        None while optimizer steps are taken before their validation: these scale by the count of
+        the ranks up to this one.
+        """
         if not self._validation.is_armed:
             return tokens
         self._validation.scale_by_tokens(
@@ -86,7 +94,7 @@ class SpeculativeStep(Validation):
 
 
 class Rereadable:
-    """Iterator that remembers its items, until it is known whether they are read again."""
+    """Iterator that remembers its items until it is known whether they are read a second time."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -105,21 +113,25 @@ class Rereadable:
         return item
 
     def commit(self) -> None:
-        """Forget the items read so far; no further item is remembered."""
+        """Drop the items read so far, and remember no further item."""
         assert self._read is not None
         self._read = None
 
     def rollback(self) -> None:
-        """Return the items read so far once more, before the next one of the wrapped iterator; no
-        further item is remembered."""
+        """Return the items read so far once more, before the next item of the wrapped iterator.
+
+        No further item is remembered.
+        """
         assert self._read is not None
         self._reread.extend(self._read)
         self._read = None
 
 
 def _scale_gradients(models: Sequence[Any], groups: Any, tokens: int) -> None:
-    """Divide the gradients by the ``tokens`` of all data-parallel replicas of this pipeline, as
-    finalize_model_grads does once it has them from the last rank."""
+    """Divide the gradients by the ``tokens`` of all data-parallel replicas of this pipeline.
+
+    Megatron's finalize_model_grads does so once it has the number from the last rank.
+    """
     replicas = getattr(groups, "dp_cp_gtp_remat", None) or groups.dp_cp
     total = torch.tensor(tokens, dtype=torch.int, device=torch.cuda.current_device())
     dist.all_reduce(total, group=replicas)
@@ -131,8 +143,7 @@ _RandomStates = tuple[Any, Any, torch.Tensor, torch.Tensor, dict[str, torch.Tens
 
 
 def _random_states() -> _RandomStates:
-    """Return all random states that a forward pass may use, as Megatron's rerun state machine
-    does."""
+    """Return all random states that a forward pass may use, as Megatron's rerun machine does."""
     return (
         random.getstate(),
         np.random.get_state(),
@@ -143,8 +154,10 @@ def _random_states() -> _RandomStates:
 
 
 def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
-    """Return a tracked random state as a tensor. Transformer Engine's tracker has generators, which
-    advance."""
+    """Return a tracked random state as a tensor.
+
+    Transformer Engine's tracker has generators, whose state advances.
+    """
     return state.get_state() if isinstance(state, torch.Generator) else state
 
 

@@ -13,7 +13,7 @@ import torch
 
 
 class RevertibleLrStep:
-    """Step of a learning-rate scheduler that `take_back` reverts and `take` repeats.
+    """Step of Megatron's learning-rate scheduler that `take_back` reverts and `take` repeats.
 
     The constructor copies the scheduler's state before the step: the number of steps, and each
     parameter group's learning rate and weight decay. `take_back` restores these copies, so that no
@@ -34,7 +34,7 @@ class RevertibleLrStep:
         ]
 
     def take(self) -> None:
-        """Take the learning-rate step, also after `take_back`."""
+        """Advance the learning rate by one step; also after `take_back`."""
         self._step()
 
     def take_back(self) -> None:

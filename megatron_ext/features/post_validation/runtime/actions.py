@@ -13,19 +13,22 @@ from megatron_ext.schedule.action import Action, Kind
 
 
 class Validation(Owner):
-    """Owner of post-validation's actions: validates the previous step while the current one
+    """Owner of post-validation's actions, which validate the previous step while the current one
     runs."""
 
     def expect(self) -> None:
-        """Start to receive the verdict on the previous step. On arrival it is passed back to
-        earlier ranks."""
+        """Start to receive the verdict: whether the previous optimizer step stands.
+
+        On arrival the verdict is passed back to earlier ranks.
+        """
         raise NotImplementedError
 
     def commit_or_rollback(self) -> bool:
-        """Wait for the verdict on the previous step. Return whether it is committed.
+        """Wait for the verdict on the previous optimizer step, and return whether the step is
+        committed.
 
         If not, it has been rolled back and redone as Megatron does it. Random states and data of
-        the current step have been restored as well, and the step restarts.
+        the current step have been restored as well, and the current step restarts.
         """
         raise NotImplementedError
 
@@ -37,8 +40,7 @@ class Validation(Owner):
         }
 
     def forget(self) -> None:
-        """Do nothing: a step's restart leaves the verdict, which has arrived and is not stored
-        here."""
+        """Do nothing when the step restarts: the verdict has arrived, and is not stored here."""
 
     def _expect(self, action: Action) -> None:
         self.expect()

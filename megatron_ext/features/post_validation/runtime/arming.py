@@ -11,25 +11,27 @@ FEWEST = 2  # least number of steps for a decision
 
 @dataclass(frozen=True)
 class History:
-    """Whether each of the latest `WINDOW` steps was quiet (neither clipped nor skipped), oldest
-    first.
+    """Record of whether each of the latest `WINDOW` steps was neither clipped nor skipped (quiet).
 
-    All ranks have the same history, as it contains validated steps only, so all decide alike.
+    The oldest comes first. All ranks have the same history, as it contains validated steps only, so
+    all decide alike.
     """
 
     quiet: tuple[bool, ...] = ()
 
     def then(self, is_quiet: bool) -> History:
-        """Return the history of steps with one more step."""
+        """Return the history with one more step."""
         return History((*self.quiet, is_quiet)[-WINDOW:])
 
     @property
     def bad(self) -> int:
-        """Number of steps that were clipped or skipped."""
+        """Number of remembered steps that were clipped or skipped."""
         return self.quiet.count(False)
 
     @property
     def is_armed(self) -> bool:
-        """Whether the next step is taken before its validation: fewer than half of the latest steps
-        were bad."""
+        """Whether the next step is taken before its validation.
+
+        It is if fewer than half of the latest steps were clipped or skipped.
+        """
         return len(self.quiet) >= FEWEST and 2 * self.bad < len(self.quiet)

@@ -35,13 +35,15 @@ _Message = tuple[dist.Work, Tensor]  # on its way
 
 
 class ValidationMessages:
-    """Post-validation messages of one rank, for all steps. The ranks form a chain, in the order of
-    their first stages."""
+    """Messages of one rank by which a pipeline validates optimizer steps, for all steps.
+
+    The ranks form a chain, in the order of their first stages.
+    """
 
     def __init__(
         self, pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder
     ) -> None:
-        """Create the messages' state. Collective over the pipeline."""
+        """Create the process groups of the messages. Collective over the pipeline."""
         groups: dict[Kind, dist.ProcessGroup] = {}
         for kind in (Kind.SEND_P, Kind.SEND_V):
             with connecting(recorder, pipeline, f"{kind} of the pipeline"):
@@ -66,17 +68,17 @@ class ValidationMessages:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first to pass its part of the gradient norm on."""
+        """Whether this rank is the first of the chain, which passes on its gradient norm alone."""
         return self._before is None
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank is the last to add its part of the gradient norm: what it has then is
-        the norm of the whole pipeline."""
+        """Whether this rank is the last of the chain, which then has the norm of the whole
+        pipeline."""
         return self._after is None
 
     def partial(self) -> PartialState:
-        """Wait for the state of the ranks before this one (RECV_P), and return it."""
+        """Wait for the validation state of the ranks before this one (RECV_P), and return it."""
         group = self._open(self._up)
         if self._before is None:
             return PartialState()
@@ -86,8 +88,10 @@ class ValidationMessages:
         return _state(numbers, self._steps)
 
     def pass_on(self, state: PartialState) -> None:
-        """Send ``state``, that of all ranks up to this one, to the next (SEND_P). A verdict will
-        come back."""
+        """Send ``state``, of all ranks up to this one, to the next rank of the chain (SEND_P).
+
+        A verdict on the step will come back.
+        """
         assert not self.is_pending, "the verdict on the last step has not been taken"
         group = self._open(self._up)
         numbers = _numbers(self._steps, state)
@@ -100,8 +104,10 @@ class ValidationMessages:
         self.is_pending = True
 
     def expect(self) -> None:
-        """Start to receive a pending verdict (RECV_V), which is passed back as soon as it arrives
-        (SEND_V)."""
+        """Start to receive the verdict on the pending step (RECV_V).
+
+        It is passed back as soon as it arrives (SEND_V).
+        """
         if not self.is_pending or self._relay is not None:
             return
         group = self._open(self._down)
@@ -112,7 +118,8 @@ class ValidationMessages:
         self._relay = _Relay(self)
 
     def verdict(self) -> PartialState:
-        """Wait for the state of all ranks on the pending step (SETTLE), and return it."""
+        """Wait for the verdict (SETTLE): the state of all ranks on the pending step, and return
+        it."""
         assert self.is_pending, "no step is pending"
         self.expect()
         self._stop_relay()
@@ -140,8 +147,10 @@ class ValidationMessages:
         return state
 
     def look(self) -> Callable[[], bool]:
-        """Return a function that tells whether the verdict has arrived, or will within moments. The
-        function does not call torch."""
+        """Return a function that tells whether the verdict has arrived, or will within moments.
+
+        The function does not call torch.
+        """
         if self._coming is None:
             return lambda: True
         _, numbers = self._coming
@@ -149,21 +158,21 @@ class ValidationMessages:
         return lambda: not math.isnan(memory[0])
 
     def take(self) -> None:
-        """Wait for the verdict that is on its way."""
+        """Wait for the verdict that is being received."""
         if self._coming is not None:
             work, numbers = self._coming
             work.wait()
             self._coming, self._come = None, numbers
 
     def pass_back(self) -> None:
-        """Send the verdict to the rank before this one, unless that is done."""
+        """Send the verdict to the rank before this one in the chain, unless that is done."""
         if self._before is not None and self._passed_back is None:
             assert self._come is not None
             group = self._open(self._down)
             self._passed_back = group.send([self._come], self._before, 0), self._come
 
     def abandon(self) -> None:
-        """Cut the connections, so that ranks waiting at the other ends fail now."""
+        """Cut the connections after an error, so that ranks waiting at the other ends fail now."""
         self._stop_relay()
         # Messages in flight keep gloo's connections open.
         self._passed_on = self._passed_back = self._coming = None
@@ -208,7 +217,7 @@ class _Relay:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End the relay's thread. If it has not passed the verdict back yet, the caller must."""
+        """End the relay's thread. If it has not passed the verdict back, the caller must do so."""
         atexit.unregister(self.stop)
         if self._runs.locked():  # not stopped before
             self._runs.release()
@@ -232,8 +241,7 @@ def _numbers(step: int, state: PartialState) -> Tensor:
 
 
 def _buffer_for_numbers() -> Tensor:
-    """Return memory to receive `_numbers` in. The step is NaN, as no real step is, until they
-    arrive."""
+    """Return memory to receive `_numbers` in; its step is NaN until they arrive."""
     return torch.full((4,), math.nan, dtype=torch.float64)
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PartialState:
-    """Validation state of all ranks up to one of the chain (`features.post_validation.schedule`).
+    """Validation state of the gradients of a rank and all earlier ranks of the pipeline's chain.
 
     Attributes:
         squared_norm: squared norm of their gradients.
-        found_inf: whether these contain an inf or NaN, as far as the optimizer checks for it.
-        tokens: number of tokens in the step's microbatches; only the rank with the loss knows more
-            than 0.
+        found_inf: whether their gradients contain an inf or NaN, as far as the optimizer checks for
+            it.
+        tokens: number of tokens in the step's microbatches; 0 without the rank that has the loss.
     """
 
     squared_norm: float = 0.0
@@ -22,7 +22,7 @@ class PartialState:
     tokens: int = 0
 
     def plus(self, other: PartialState) -> PartialState:
-        """Return the combined validation state of the ranks of both."""
+        """Return the validation state of the ranks of this state and those of ``other``."""
         return PartialState(
             self.squared_norm + other.squared_norm,
             self.found_inf or other.found_inf,

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def choose_place(size: int, device: torch.device) -> torch.device:
-    """Return the cheapest device for ``size`` bytes of copies of ``device``'s tensors.
+    """Return the device on which ``size`` bytes of copies of ``device``'s tensors are stored.
 
     That is ``device`` itself, unless its memory may not suffice: its free memory, plus what torch
     has reserved beyond the peak of active memory so far. Otherwise it is the host. (Active memory
@@ -39,13 +39,12 @@ def choose_place(size: int, device: torch.device) -> torch.device:
 
 
 class Snapshot:
-    """Stores the contents of tensors and mappings, and restores them. One snapshot at a time.
+    """Copy of the contents of tensors and mappings, from which they are restored bit for bit.
 
     For a mapping its keys, their objects, and the contents of those that are tensors are restored;
-    a value of another type must be replaced by the mapping's user, not modified.
-
-    Copies to and from the host are ordered by the current stream, and nothing waits for them: call
-    `keep` and `restore` on the stream that writes the tensors.
+    a value of another type must be replaced by the mapping's user, not modified. Copies to and from
+    the host are ordered by the current stream, and nothing waits for them: call `keep` and
+    `restore` on the stream that writes the tensors.
     """
 
     def __init__(self) -> None:
@@ -56,7 +55,8 @@ class Snapshot:
     def keep(
         self, tensors: Iterable[Tensor], mappings: Iterable[MutableMapping[Any, Any]] = ()
     ) -> None:
-        """Store ``tensors`` and ``mappings`` as they are now, instead of the previous snapshot.
+        """Copy the present contents of ``tensors`` and ``mappings``, in place of the previous
+        snapshot.
 
         Raises:
             ValueError: neither the device nor the host has enough memory.
@@ -77,7 +77,7 @@ class Snapshot:
             torch._foreach_copy_(copies.tensors, of_device, non_blocking=True)
 
     def restore(self) -> None:
-        """Restore the tensors and mappings of the last snapshot. This can be repeated."""
+        """Restore the tensors and mappings of the last snapshot. The call can be repeated."""
         for mapping, entries in self._mappings:
             mapping.clear()
             mapping.update(entries)
@@ -98,7 +98,7 @@ class Snapshot:
 
 
 class _Copies:
-    """Tensors of the shapes and types of one device's originals, cut from one buffer."""
+    """Copies of one device's tensors, with their shapes and types, cut from one buffer."""
 
     def __init__(self, originals: list[Tensor], device: torch.device) -> None:
         sizes = [_aligned(tensor.nbytes) for tensor in originals]
@@ -118,8 +118,7 @@ class _Copies:
         return "host memory" if self._device.type == "cpu" else "pinned host memory"
 
     def fit(self, originals: list[Tensor]) -> bool:
-        """Return whether ``originals`` have the shapes and types of the tensors for which these
-        copies were made."""
+        """Return whether ``originals`` have the shapes and types of these copies."""
         return [(t.shape, t.dtype) for t in originals] == [(t.shape, t.dtype) for t in self.tensors]
 
     def release(self) -> None:

@@ -25,7 +25,7 @@ from megatron_ext.schedule.dealing import MicrobatchOrder
 
 
 class ProfileHooks(TrainingHooks):
-    """Hooks for costs measured in the first steps, and for a program that is made with them."""
+    """Hooks that measure costs in the first steps, and rebuild the program with these costs."""
 
     @override
     @classmethod
@@ -57,7 +57,10 @@ class ProfileHooks(TrainingHooks):
 
 
 def _refuse_overlap(settings: Any, ours: PipelineConfig) -> None:
-    """Refuse ``settings``, Megatron's arguments or a config, that request overlapped passes."""
+    """Refuse ``settings`` that request overlapped passes, which cannot be timed one by one.
+
+    ``settings`` are Megatron's arguments or a config.
+    """
     if requests_pairs(settings):
         raise ValueError(
             f"{FLAG} does not go with {flag('costs')} {ours.costs}: passes are measured one by "

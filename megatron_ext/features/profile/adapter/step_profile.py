@@ -72,10 +72,10 @@ _SELDOMER = 8  # all ranks meet again after 1/8 as many further training steps a
 
 
 def costs_path(config: PipelineConfig, args: Any) -> Path | None:
-    """Return the file for measured costs; None if none are measured.
+    """Return the file that measured costs are written to; None if none are measured.
 
-    Without a file in the setting it is `COSTS_FILE` in the folder of checkpoints, where the next
-    start finds it; else in that of the trace; else in the working directory.
+    If the setting names no file, it is `COSTS_FILE` in the folder of checkpoints, where the next
+    start finds it. Without such a folder it is in the trace's folder, or in the working directory.
 
     Args:
         args: Megatron's arguments; None if its training loop does not run.
@@ -87,7 +87,7 @@ def costs_path(config: PipelineConfig, args: Any) -> Path | None:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Measurements of this rank in steps of one shape.
+    """Measurements of this rank in steps whose microbatches have one shape.
 
     Attributes:
         program: the program of these steps.
@@ -103,17 +103,20 @@ class _Measured:
 
 
 class StepProfile(StepObserver[Step]):
-    """Measures costs once for each shape of microbatches, writes them to ``path``, and rebuilds
-    ``programs`` with them.
+    """Observer that measures the costs of each shape of microbatches once, and rebuilds programs.
 
-    Pipelines may reach a shape, or enough steps of one program, at different training steps. So a
-    rank that has measured a shape waits for a training step at which all ranks meet, whose number
-    all ranks know: the last of the first `STEPS`, every one for a while, and then fewer and fewer.
+    Costs are written to ``path``. Pipelines may reach a shape, or enough steps of one program, at
+    different training steps. So a rank that has measured a shape waits for a training step at which
+    all ranks meet, whose number all ranks know: the last of the first `STEPS`, every one for a
+    while, and then fewer and fewer.
     """
 
     def __init__(self, path: Path, programs: Programs, *, by_place: bool) -> None:
-        """Initialise the profile. ``by_place``: whether microbatches are ordered, and costs are
-        measured by place."""
+        """Initialise the measurement.
+
+        ``by_place``: microbatches are ordered by cost, so costs are measured for each place in the
+        step.
+        """
         self._path = path
         self._programs = programs
         self._by_place = by_place
@@ -144,8 +147,8 @@ class StepProfile(StepObserver[Step]):
             self._profiles[step.shape].begin(step.recorder)
 
     def end(self, step: Step) -> None:
-        """Take over the costs that all ranks have measured by now, if all ranks meet after this
-        step."""
+        """Store the step's record; if all ranks meet after this step, use the costs measured by
+        all."""
         self._count += 1
         if step.shape in self._measured:
             if self._steps is not None:
@@ -160,8 +163,10 @@ class StepProfile(StepObserver[Step]):
             self._meet(step)
 
     def _meet(self, step: Step) -> None:
-        """Take over the costs of the shapes that every rank has measured. Collective over the
-        world."""
+        """Use the costs of those shapes of microbatches that every rank has measured.
+
+        Collective over the world.
+        """
         gathered = gather_from_all(
             {shape: measured.figures for shape, measured in self._ready.items()}
         )
@@ -170,8 +175,11 @@ class StepProfile(StepObserver[Step]):
                 self._use(step, shape, [figures[shape] for figures in gathered])
 
     def _use(self, step: Step, shape: BatchShape, ranks: list[RankFigures]) -> None:
-        """Rebuild programs with the costs of ``shape`` that global rank 0 computes from the
-        measurements of ``ranks``, and write them on that rank. Collective over the world."""
+        """Rebuild programs with the costs of ``shape``, and write the costs on global rank 0.
+
+        Global rank 0 computes the costs from the measurements of all ``ranks``. Collective over the
+        world.
+        """
         ready = self._ready.pop(shape)
         collectives = _collectives()
         costs = told_by_rank_0(lambda: self._costs(ready, shape, ranks))
@@ -200,8 +208,10 @@ class StepProfile(StepObserver[Step]):
     def _use_places(
         self, step: Step, shape: BatchShape, ranks: list[RankFigures], now: Program
     ) -> None:
-        """Run a program for the costs of microbatches' places, if it is better than the program
-        ``now``. Collective over the world."""
+        """Run a program made for the cost of each microbatch's place, if it is better than ``now``.
+
+        Collective over the world.
+        """
         if captures(step.call.config):
             said = "kept, as CUDA graphs are captured in its order"
         else:
@@ -221,7 +231,7 @@ class StepProfile(StepObserver[Step]):
         log_single_rank(logger, logging.INFO, f"{what} {said}")
 
     def _costs(self, measured: _Measured, shape: BatchShape, ranks: list[RankFigures]) -> Costs:
-        """Return the measured costs of ``shape``, which all ranks have measured."""
+        """Return the costs of ``shape`` from the measurements of all ranks."""
         estimate = self._programs.costs[shape]
         what = f"{measured.what}, {MEASURED} iterations"
         costs = measured_costs(measured.program, estimate, ranks, what)
@@ -230,8 +240,10 @@ class StepProfile(StepObserver[Step]):
     def _layers(
         self, program: Program, shape: BatchShape, costs: Costs, collectives: _Collectives
     ) -> LayerCosts | None:
-        """Return the measured costs by layer type; None if the layers are not known, or only some
-        of them are trained."""
+        """Return the measured costs by layer type.
+
+        None if the layers are not known, or only some of them are trained.
+        """
         basis = self._programs.bases.get(shape)
         if basis is None:
             return None
@@ -244,8 +256,10 @@ class StepProfile(StepObserver[Step]):
         return layers
 
     def finish(self, iteration: int) -> None:
-        """Compare the prediction with the measured steps, after the training has ended with
-        ``iteration``. Collective over the pipeline."""
+        """Compare the prediction with the measured steps, as the training ends after ``iteration``.
+
+        Collective over the pipeline.
+        """
         if self._pipeline is None or not _is_compared(self._pipeline):
             return
         comparison = None if self._steps is None else self._steps.compare(self._pipeline)
@@ -283,7 +297,10 @@ class StepProfile(StepObserver[Step]):
 
 
 def _measured(step: Step, profile: Profile, by_place: bool) -> _Measured:
-    """Return the result of ``profile`` with its last ``step``. Collective over the pipeline."""
+    """Return the measurements of this rank, after the last measured ``step``.
+
+    Collective over the pipeline.
+    """
     schedule, boundary = step.program.schedule, step.boundary
     assert boundary.shape is not None
     what = f"{schedule.name} on {len(schedule.rows)} ranks"
@@ -299,8 +316,11 @@ def _is_on_gpu() -> bool:
 
 
 def _collectives() -> _Collectives:
-    """Return the seconds of gathers among this rank's tensor-parallel ranks, and of exchanges among
-    its expert-parallel ranks; {} for groups of one rank, or without a GPU. Collective over both."""
+    """Return the seconds of collectives of this rank's groups, by group and size in bytes.
+
+    Timed are all-gathers of tensor-parallel ranks and all-to-alls of expert-parallel ranks; nothing
+    for groups of one rank, or without a GPU. Collective over both groups.
+    """
     if not _is_on_gpu() or not parallel_state.model_parallel_is_initialized():
         return {}
     tensor = parallel_state.get_tensor_model_parallel_group()
@@ -312,8 +332,10 @@ def _collectives() -> _Collectives:
 
 
 def _machine_factors(basis: Basis, collectives: _Collectives) -> MachineFactors | None:
-    """Return factors of single operations on this GPU; None without one, or if the estimate knows
-    no shapes on it."""
+    """Return measurements of single operations on this GPU, which correct the estimate.
+
+    None without a GPU, or if the estimate knows no shapes of operations on it.
+    """
     model, execution, rates = basis.model, basis.execution, basis.rates
     precisions = (
         Precision.BF16,
@@ -345,7 +367,7 @@ def _machine_factors(basis: Basis, collectives: _Collectives) -> MachineFactors 
 
 
 def _is_compared(pipeline: dist.ProcessGroup) -> bool:
-    """Return whether Megatron's log is about ``pipeline``."""
+    """Return whether ``pipeline`` has the last global rank, which writes Megatron's log."""
     return dist.get_world_size() - 1 in dist.get_process_group_ranks(pipeline)
 
 

@@ -19,8 +19,7 @@ from megatron_ext.config import PipelineConfig, flag_with_value, setting_of
 
 
 def run_fingerprint(call: Call, ours: PipelineConfig) -> dict[str, str]:
-    """Return the fingerprint of a run: machine, versions, model and sizes of ``call``, by readable
-    names."""
+    """Return the machine, versions, model and sizes of a run with ``call``, by readable names."""
     return {
         "GPU": f"{dist.get_world_size()} x {_device()}",
         "torch": str(torch.__version__),
@@ -67,7 +66,7 @@ def _sizes(call: Call) -> list[str]:
 
 
 def _settings(ours: PipelineConfig) -> list[str]:
-    """Return the flags that change what is timed, without those that have their default."""
+    """Return the flags that change what a race times, without those that have their default."""
     names = [*map(setting_of, ours.options.requested)]
     if ours.memory_limit is not None:
         names.insert(0, "memory_limit")

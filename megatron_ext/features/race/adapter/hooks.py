@@ -28,7 +28,7 @@ from megatron_ext.runtime.interruption import heard_if_it_fails
 
 
 class RaceHooks(TrainingHooks):
-    """Hooks that choose the schedule of each step during a race."""
+    """Hooks that choose the schedule of each training step during a race of schedules."""
 
     def __init__(self, config: PipelineConfig, programs: Programs) -> None:
         super().__init__(config, programs)

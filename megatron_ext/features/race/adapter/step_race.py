@@ -54,15 +54,15 @@ _Key = tuple[int, int, int]  # sizes of the raced steps: micro batch, sequence l
 
 @dataclass(frozen=True)
 class _MeetingMessage:
-    """Message that a rank sends to all others at a meeting of the race.
+    """Message that a rank sends to all other ranks when they decide the race's next turn.
 
     Attributes:
-        is_steady: all steps since counting began had one size.
-        waits: costs have yet to be measured.
+        is_steady: whether all steps since counting began had one size.
+        waits: whether costs have yet to be measured.
         other: why measurements of an earlier start do not count here; "" if they do.
-        missing: iterations that the turn lacks.
-        seconds: seconds of an iteration of the turn.
-        peak: bytes of activations in the turn.
+        missing: iterations that the current turn lacks.
+        seconds: seconds of an iteration of the current turn.
+        peak: peak bytes of activations in the current turn.
     """
 
     is_steady: bool
@@ -74,7 +74,8 @@ class _MeetingMessage:
 
 
 class StepRace(StepObserver[Step]):
-    """Race of the schedules of ``config``, whose programs ``programs`` builds."""
+    """Observer that races the schedules of ``config`` in a training, whose programs are
+    ``programs``."""
 
     def __init__(self, config: PipelineConfig, programs: Programs) -> None:
         assert config.race is not None
@@ -109,14 +110,15 @@ class StepRace(StepObserver[Step]):
     ) -> None:
         """Select the schedule of the training step that begins now.
 
-        ``make`` builds its program, which ``connections`` then prepares for; None before the first
-        step. Collective over the world at steps that all ranks know.
+        ``make`` builds the schedule's program, for which ``connections`` is prepared; None before
+        the first step. Collective over the world at steps that all ranks know.
         """
         spec = self._kept or self._next(call, shape, make, connections)
         self._programs.resolved_spec = self._resolved_specs[spec]
 
     def interrupt(self) -> None:
-        """Note that an evaluation or a save comes between two steps."""
+        """Exclude the current iteration from the race, because an evaluation or a save follows
+        it."""
         if self._turn is not None:
             self._turn.interrupt()
 
@@ -140,7 +142,7 @@ class StepRace(StepObserver[Step]):
         return self._race.current
 
     def _size_up(self, call: Call) -> None:
-        """Note the size of the step that begins. Steps of two sizes cannot be compared."""
+        """Note the size of the step that begins, since steps of two sizes cannot be compared."""
         key = call.micro_batch_size, call.seq_length, call.num_microbatches
         if key == self._key:
             return
@@ -155,7 +157,10 @@ class StepRace(StepObserver[Step]):
         make: Callable[[], Program],
         connections: Connections | None,
     ) -> None:
-        """Decide the next turn with all ranks. Collective over the world."""
+        """Decide, with all ranks, under which schedule the next turn of the race runs.
+
+        Collective over the world.
+        """
         if self._count == 1:
             self._known = self._recall()
         gathered = gather_from_all(self._message(shape))
@@ -187,7 +192,7 @@ class StepRace(StepObserver[Step]):
             self._pause *= 2
 
     def _message(self, shape: BatchShape) -> _MeetingMessage:
-        """Return the message of this rank for a meeting."""
+        """Return the message of this rank for a meeting of all ranks."""
         known = self._known
         other = "" if known is None else first_difference(self._fingerprint, known.fingerprint)
         message = _MeetingMessage(self._is_steady, self._waits_for_costs(shape), other)
@@ -198,7 +203,7 @@ class StepRace(StepObserver[Step]):
         return replace(message, seconds=self._turn.seconds(), peak=self._turn.peak)
 
     def _begin_anew(self, gathered: list[_MeetingMessage]) -> None:
-        """Count steps of the race from now on: the times of earlier ones cannot be compared."""
+        """Count iterations of the race from now on, because earlier times cannot be compared."""
         if self._race is not None:
             _say("race: the number or shape of microbatches has changed, and it begins anew")
         self._race, self._turn = None, None
@@ -218,8 +223,10 @@ class StepRace(StepObserver[Step]):
         return self._config.costs.profile is not None and not self._programs.are_measured(shape)
 
     def _at_first(self, shape: BatchShape) -> str:
-        """Return the schedule before the race. Costs are measured under one that splits off W, if
-        there is one."""
+        """Return the schedule of steps before the race.
+
+        Costs are measured under one that splits off W, if the race has one.
+        """
         splitting = [
             spec
             for spec, resolved in self._resolved_specs.items()
@@ -230,8 +237,11 @@ class StepRace(StepObserver[Step]):
         return self._contestants.baseline
 
     def _begin(self, make: Callable[[], Program], host_memory: HostMemory) -> None:
-        """Build the programs of all contestants, which proves that they respect the memory limit,
-        and drop the candidates that some rank cannot build. Collective over the world."""
+        """Build the programs of all contestants of the race, which proves that they meet the memory
+        limit.
+
+        Candidates that some rank cannot build are dropped. Collective over the world.
+        """
         contestants = self._contestants
         self._race = race = Race(contestants.baseline, contestants.candidates)
         for spec in contestants.specs:
@@ -254,8 +264,10 @@ class StepRace(StepObserver[Step]):
             self._end()
 
     def _why_not(self, spec: str, make: Callable[[], Program], host_memory: HostMemory) -> str:
-        """Build the program of ``spec``. Return why some rank cannot, or "" if all can. A program
-        that some rank cannot build takes no host memory on the others. Collective over the world.
+        """Build the program of ``spec``; return why some rank cannot, or "" if all can.
+
+        A program that some rank cannot build takes no host memory on other ranks. Collective over
+        the world.
         """
         self._programs.resolved_spec = self._resolved_specs[spec]
         planned, program, why = host_memory.planned, None, ""
@@ -289,7 +301,8 @@ class StepRace(StepObserver[Step]):
             self._turn.end_step(step.connections.recorder, step.program)
 
     def _end_turn(self, gathered: list[_MeetingMessage], call: Call) -> None:
-        """End a turn whose iterations every rank has timed. Collective over the pipeline."""
+        """End a turn of the race, whose iterations every rank has timed. Collective over the
+        pipeline."""
         race, turn = self._race, self._turn
         assert race is not None and turn is not None
         comparison = turn.steps.compare(call.pipeline)
@@ -339,7 +352,7 @@ class StepRace(StepObserver[Step]):
         }
 
     def finish(self, iteration: int) -> None:
-        """Report a race that has not ended, because the training has."""
+        """Report that the race has not ended, because the training ends first."""
         if self._kept is not None:
             return
         rounds = 0 if self._race is None else len(self._race.rounds)
@@ -350,8 +363,10 @@ class StepRace(StepObserver[Step]):
     # ---- Record for the next start
 
     def _recall(self) -> RaceRecord | None:
-        """Return the race record of an earlier start, as global rank 0 reads it. Collective over
-        the world."""
+        """Return the record of the race from an earlier start, as global rank 0 reads it.
+
+        Collective over the world.
+        """
 
         def read() -> RaceRecord | None:
             folder = _folder("load")

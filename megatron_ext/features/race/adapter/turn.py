@@ -24,8 +24,10 @@ from megatron_ext.runtime.recording import clock_of
 
 
 class Turn:
-    """Turn of a schedule in a race, on one rank. ``steps`` has the passes of its timed
-    iterations."""
+    """Turn of one schedule in a race: some iterations, timed on one rank.
+
+    ``steps`` has the passes of its timed iterations.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.steps = MeasuredSteps(device)
@@ -39,31 +41,30 @@ class Turn:
         self._interrupted: set[int] = set()
 
     def begin_iteration(self) -> None:
-        """Mark the end of the previous iteration."""
+        """Mark the begin of an iteration, which is the end of the previous one."""
         if self._begun >= WARM_UP:
             self._events.append(self._clock.record_event())
         self._begun += 1
 
     @property
     def missing(self) -> int:
-        """Number of further iterations that the turn needs, if no evaluation or save interrupts
-        them."""
+        """Number of further iterations that the turn needs, if nothing interrupts them."""
         return max(TIMED - (len(self._events) - 1 - len(self._interrupted)), 0)
 
     def interrupt(self) -> None:
-        """Exclude the current iteration of the turn: an evaluation or a save follows it."""
+        """Exclude the current iteration of the turn, because an evaluation or a save follows it."""
         if self._events:
             self._interrupted.add(len(self._events) - 1)
 
     def begin_step(self, recorder: Recorder, models: Sequence[torch.nn.Module]) -> None:
-        """Start to record the passes, or to count their memory."""
+        """Start to record the passes of a step, or in the warm-up to count their memory."""
         if self._events:
             self.steps.begin(recorder)
         else:
             self._counting = recorder.counting = peak_on(self._device, models)
 
     def end_step(self, recorder: Recorder, program: Program) -> None:
-        """Store the record of the passes, which were ``program``'s."""
+        """Store the record of a step's passes, which were those of ``program``."""
         if self._counting is not None:
             self.peak = max(self.peak, self._counting.peak)
             self._counting = recorder.counting = None
@@ -71,7 +72,7 @@ class Turn:
             self.steps.end(program)
 
     def seconds(self) -> float:
-        """Return the median seconds of an iteration. Waits for the device."""
+        """Return the median seconds of the turn's iterations. Waits for the device."""
         times = self._clock.read(self._events)
         return statistics.median(
             end - begin

@@ -30,8 +30,8 @@ def attend_to_prompts(
     packed_seq_params: PackedSeqParams | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """TEDotProductAttention's forward for a row in which answers share their prompts, if it is
-    one."""
+    """Run TEDotProductAttention's forward; in a row with shared prompts, answers attend to
+    prompts."""
     given = attention_mask, attn_mask_type, attention_bias, packed_seq_params
     if not isinstance(packed_seq_params, SharedPromptParams):
         return original(layer, query, key, value, *given, **kwargs)

@@ -18,8 +18,7 @@ from megatron_ext.features.shared_prompts.runtime.rows import shared_row
 
 
 class SharedPromptBatch:
-    """Microbatch whose sequences share prompts: the row that the model runs in place of the
-    sequences, one behind the other.
+    """Microbatch whose sequences share prompts, as a row in which each shared prompt comes once.
 
     Attributes:
         packed_seq_params: the argument of the model's call.
@@ -56,8 +55,8 @@ class SharedPromptBatch:
             tensor: tokens, labels or another property of the sequences' tokens, [1, tokens, ...].
 
         Raises:
-            ValueError: sequences of a group differ where they share a prompt. A GPU fails instead,
-                as the host does not wait for it.
+            ValueError: sequences of a group differ in their shared prompt. On a GPU an assertion of
+                the device fails instead, as the host does not wait for it.
         """
         self._check("once", tensor, len(self._places))
         row = tensor.index_select(1, self._sources)
@@ -70,10 +69,11 @@ class SharedPromptBatch:
         return row
 
     def in_sequences(self, output: Tensor) -> Tensor:
-        """Return the model's ``output`` of the row, [1, row, ...], for the tokens of the sequences,
-        [1, tokens, ...]: what the model gives for sequences that are packed without sharing.
+        """Return the model's ``output`` of the row for the tokens of the separate sequences.
 
-        A loss that a caller computes of that counts a token of a prompt as often as it is there.
+        ``output`` is [1, row, ...], the result [1, tokens, ...]: the model's output for sequences
+        that are packed without sharing. A loss that a caller computes from it counts a token of a
+        prompt once for each sequence.
         """
         self._check("in_sequences", output, len(self._sources))
         return output.index_select(1, self._places)
@@ -87,11 +87,12 @@ class SharedPromptBatch:
 
 
 def _numbers(given: Any) -> Any:
-    """Return ``given`` as a list if it is a tensor, whose elements are equal to none but
-    themselves in a dictionary.
+    """Return ``given`` as a list of numbers if it is a tensor.
+
+    Elements of a tensor could not be keys: each is equal only to itself in a dictionary.
 
     Raises:
-        ValueError: it is on a GPU, for which the host would wait within a pass.
+        ValueError: the tensor is on a GPU, for which the host would wait within a pass.
     """
     if not isinstance(given, Tensor):
         return given

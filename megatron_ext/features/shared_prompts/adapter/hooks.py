@@ -11,8 +11,10 @@ from megatron_ext.features.shared_prompts.refusals import SHARED_PROMPTS_REFUSAL
 
 
 class SharedPromptsHooks(TrainingHooks):
-    """Checks of a launch whose callers may describe prompts that answers share. Passes are as they
-    are without."""
+    """Hooks that check launches whose callers may describe prompts that several answers share.
+
+    Passes do not change.
+    """
 
     @override
     @classmethod

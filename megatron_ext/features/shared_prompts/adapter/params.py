@@ -19,12 +19,12 @@ from megatron_ext.features.shared_prompts.runtime.rows import SharedRow
 
 @dataclass(frozen=True)
 class SharedAttention:
-    """Attention of a row, on a device.
+    """Attention of a packed row in which answers share prompts, as tensors on a device.
 
     Attributes:
         row: the row.
         positions: position of each token in its sequence, int64 [row].
-        attended: tokens that segments attend to.
+        attended: tokens that the row's segments attend to.
         params: Megatron's parameters of core attention, with a document for each segment.
     """
 
@@ -36,8 +36,10 @@ class SharedAttention:
 
 @dataclass
 class SharedPromptParams(PackedSeqParams):
-    """Parameters of a row with segments, which only models that know them can run: Megatron's own
-    fields are empty until `for_layers` fills them.
+    """Parameters of a packed row in which answers share prompts.
+
+    Only models that know segments can run it: Megatron's own fields are empty until `for_layers`
+    fills them.
 
     Attributes:
         shared: attention of the row.
@@ -47,7 +49,7 @@ class SharedPromptParams(PackedSeqParams):
 
 
 def shared_params(row: SharedRow, device: torch.device) -> SharedPromptParams:
-    """Return the parameters of ``row``, for a model on ``device``, without waiting for it."""
+    """Return Megatron's parameters of a packed ``row``, on ``device``, without waiting for it."""
     keys = [len(row.attended(segment)) for segment in row.segments]
     queries = [segment.length for segment in row.segments]
     params = PackedSeqParams(
@@ -63,9 +65,11 @@ def shared_params(row: SharedRow, device: torch.device) -> SharedPromptParams:
 
 
 def for_layers(params: SharedPromptParams) -> SharedPromptParams:
-    """Return ``params`` as layers take them, to which the row is one document: only positions and
-    core attention know of segments. The longest document is the longest sequence, up to which
-    rotary frequencies are computed."""
+    """Return ``params`` by which layers take the row with shared prompts for one document.
+
+    Only positions and core attention know the row's segments. The longest document is the longest
+    sequence, up to which rotary frequencies are computed.
+    """
     assert params.shared is not None
     row = params.shared.row
     ends = _ends([len(row.sources)], params.shared.positions.device)

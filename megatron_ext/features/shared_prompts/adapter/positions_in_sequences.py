@@ -16,14 +16,15 @@ from megatron_ext.features.shared_prompts.adapter.params import SharedPromptPara
 
 
 class _LengthOfRow(int):
-    """Length of the longest sequence of a row, with the positions of the row's tokens."""
+    """Length of a row's longest sequence, which carries the positions of the row's tokens."""
 
     plain: int
     positions: Tensor
 
 
 def carry_positions(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-    """RotaryEmbedding's get_rotary_seq_len, whose result has the positions of a row."""
+    """Return RotaryEmbedding's length by ``original``, with the positions of a row with shared
+    prompts."""
     length = original(*args, **kwargs)
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, SharedPromptParams) and argument.shared is not None:
@@ -35,8 +36,10 @@ def carry_positions(original: Callable[..., int], *args: Any, **kwargs: Any) -> 
 def take_positions(
     original: Callable[..., Any], embedding: Any, length: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call ``original``, which returns the frequencies of ``length`` positions, and return those of
-    a row if ``length`` has its positions."""
+    """Return rotary frequencies by ``original``; of a row with shared prompts, those of its tokens.
+
+    ``length`` then has the tokens' positions.
+    """
     if not isinstance(length, _LengthOfRow):
         return original(embedding, length, *args, **kwargs)
     return _rows(original(embedding, length.plain, *args, **kwargs), length.positions)

@@ -111,8 +111,11 @@ REFUSED_LOSSES = (
 
 
 def refuse_settings(settings: Any, mode: SharedPrompts) -> None:
-    """Raise ValueError for the first of ``settings``, Megatron's arguments or a TransformerConfig,
-    that does not go with ``mode``."""
+    """Raise ValueError for the first setting of Megatron that conflicts with shared prompts.
+
+    ``settings`` are Megatron's arguments or a TransformerConfig; ``mode`` is the value of
+    --pipeline-shared-prompts.
+    """
     refused = REFUSED if mode is SharedPrompts.LOSSES_ONCE else (*REFUSED, *REFUSED_LOSSES)
     for refusal in refused:
         value = getattr(settings, refusal.setting, None)

@@ -29,7 +29,7 @@ _FLAG = "--pipeline-shared-prompts"
 
 @dataclass
 class SharedModelCall:
-    """Calls of models while prompts may be shared as ``mode`` says."""
+    """Wrapper of calls of GPTModels, which may run rows with shared prompts as ``mode`` says."""
 
     mode: SharedPrompts
     _checked: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
@@ -38,8 +38,8 @@ class SharedModelCall:
     def forward(
         self, original: Callable[..., Any], model: GPTModel, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call ``original``, GPTModel's forward; a row's parameters become those that its layers
-        take.
+        """Run GPTModel's forward by ``original``; layers take a row with shared prompts for one
+        document.
 
         Raises:
             ValueError: the model mixes tokens in a way that is not known, or a setting of its
@@ -58,7 +58,7 @@ class SharedModelCall:
         return original(*call.args, **call.kwargs)
 
     def plan(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``original``, GPTModel's build_schedule_plan, of other rows than these.
+        """Call ``original``, GPTModel's build_schedule_plan, for a row without shared prompts.
 
         Raises:
             ValueError: the row has shared prompts.
@@ -94,7 +94,7 @@ def _refuse_unknown(model: GPTModel) -> None:
 
 
 def known_attention() -> list[Callable[..., Any]]:
-    """Return the forward functions of core attention that know prompts."""
+    """Return the forward functions of core attention modules that work with shared prompts."""
     if not can_split():
         return []
     from megatron.core.extensions.transformer_engine import TEDotProductAttention

@@ -22,13 +22,14 @@ _Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class AttendedTokens:
-    """Tokens of a row that its segments attend to, one segment behind the other: int64 tensors.
+    """Tokens of a row that its segments attend to, concatenated by segment, as int64 tensors.
 
     Attributes:
         tokens: tokens of the row, [attended].
-        of_segment: where each token of the row is among ``tokens`` for its own segment, [row].
-        copies: pairs of tokens of prefixes, and where they are among ``tokens``, for the first
-            answers of all prefixes, the second ones, and so on. A pair has no token twice.
+        of_segment: for each token of the row, its index among ``tokens`` for its own segment,
+            [row].
+        copies: for the first answers of all prefixes, the second ones, and so on: tokens of the
+            prefixes, and their indices among ``tokens``. No entry has a token twice.
     """
 
     tokens: Tensor
@@ -65,7 +66,7 @@ def tokens_attended_to(row: SharedRow, device: torch.device) -> AttendedTokens:
 def attend[Result](
     attended: AttendedTokens, kernel: Callable[..., Result], key: Tensor, value: Tensor
 ) -> Result:
-    """Return ``kernel`` of the attended keys and values.
+    """Return the result of an attention ``kernel`` on the keys and values that segments attend to.
 
     Args:
         key: keys of the row, [row, ...]; ``value`` likewise.
@@ -77,8 +78,11 @@ def attend[Result](
 
 
 class _Gathered(torch.autograd.Function):
-    """Rows of tensors by number. The gradients of a token's copies are summed in fp32 at least, one
-    answer after the other, so that sums have one order."""
+    """Autograd function that gathers rows of tensors by number.
+
+    The gradients of a token's copies are summed in fp32 at least, one answer after the other, so
+    that the order of summation is fixed.
+    """
 
     @staticmethod
     def forward(ctx: Any, attended: AttendedTokens, *tensors: Tensor) -> _Tensors:
@@ -100,7 +104,7 @@ def _summed(attended: AttendedTokens, gradient: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _View:
-    """View of a gathered tensor: which one, and where in its storage."""
+    """View of a gathered tensor: the tensor's number, and the view's place in its storage."""
 
     number: int
     size: torch.Size
@@ -110,7 +114,8 @@ class _View:
 
 @contextlib.contextmanager
 def _regathering(attended: AttendedTokens, tensors: _Tensors, gathered: _Tensors) -> Iterator[None]:
-    """Context in which autograd saves no view of ``gathered``, but gathers it from ``tensors``."""
+    """Context in which autograd saves no view of ``gathered``, but gathers ``tensors`` when
+    needed."""
     sources = tuple(tensor.detach() for tensor in tensors)
     numbers = {t.untyped_storage().data_ptr(): number for number, t in enumerate(gathered)}
 

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens of a row from ``begin`` to ``end`` (exclusive).
+    """Segment of a packed row: the tokens ``begin`` to ``end`` (exclusive).
 
     Attributes:
-        parent: number of the segment that it continues; None if it begins a sequence.
+        parent: number of the segment (a prompt's prefix) that this one continues; None if it begins
+            a sequence.
     """
 
     begin: int
@@ -30,19 +31,18 @@ class Segment:
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
+        """Number of tokens of this segment."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class SharedRow:
-    """Segments of one microbatch, and where its sequences' tokens are.
+    """Packed row of one microbatch in which sequences with the same prompt share its tokens.
 
     Attributes:
-        segments: segments, one behind the other, each behind its parent.
-        sources: the first token of the sequences, one behind the other, that each token of the row
-            is.
-        places: the token of the row that each token of the sequences is.
+        segments: consecutive segments, each after its parent.
+        sources: for each token of the row, the first equal token among the concatenated sequences.
+        places: for each token of the concatenated sequences, its token of the row.
     """
 
     segments: tuple[Segment, ...]
@@ -51,7 +51,7 @@ class SharedRow:
 
     @property
     def positions(self) -> list[int]:
-        """Position of each token of the row in its sequence."""
+        """Position of each token of the row in its own sequence."""
         return [
             position
             for segment in self.segments
@@ -60,7 +60,7 @@ class SharedRow:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest sequence."""
+        """Number of tokens of the longest sequence, with its prompt."""
         return max(self._before(segment) + segment.length for segment in self.segments)
 
     def attended(self, segment: Segment) -> list[int]:
@@ -78,11 +78,11 @@ class SharedRow:
 def shared_row(
     lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[Hashable], multiple: int = 1
 ) -> SharedRow:
-    """Return the row of sequences of so many tokens, of which the first ``prompts`` are those of
-    all sequences of the group.
+    """Return the packed row of sequences that share prompts.
 
-    Padding to a ``multiple`` of tokens is in segments of its own behind the others, copies of the
-    first token, none longer than the longest sequence.
+    ``lengths`` are the sequences' tokens; the first ``prompts`` tokens of a sequence are common to
+    all sequences of its group. Padding to a ``multiple`` of tokens is in separate segments at the
+    end, which are copies of the first token, none longer than the longest sequence.
 
     Raises:
         ValueError: a prompt is not within its sequence, a group has prompts of several lengths, or

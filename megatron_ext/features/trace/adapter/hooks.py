@@ -19,7 +19,7 @@ from megatron_ext.observe.trace import TRACED_OF_RUN
 
 
 class TraceHooks(TrainingHooks):
-    """Hooks that trace some iterations."""
+    """Hooks that trace some iterations of a training (``--pipeline-trace``)."""
 
     @override
     @classmethod

@@ -44,10 +44,10 @@ _SECONDS = 5.0
 
 
 class StepTrace(StepObserver[ObservedStep]):
-    """Observer that records the training steps of ``iterations`` and writes them to ``folder``. If
-    ``iterations`` is None, they are `TRACED_OF_RUN`.
+    """Observer that records training steps as they ran, and writes them to ``folder``.
 
     Args:
+        iterations: the recorded iterations; None records `TRACED_OF_RUN`.
         overlap: consecutive steps overlap, so ranks must not meet between them: all steps are
             written after the last.
         of_stock: the steps are Megatron's own; after the last, the time of our schedules is
@@ -90,7 +90,8 @@ class StepTrace(StepObserver[ObservedStep]):
             self._recording = step.recorder.record(clock, with_reductions=True)
 
     def end(self, step: ObservedStep) -> None:
-        """Write the step if it was recorded; this is collective over the pipeline."""
+        """Write the step's trace if the step was recorded; collective over the pipeline in that
+        case."""
         recording, self._recording = self._recording, None
         if recording is None:
             return
@@ -130,7 +131,7 @@ class StepTrace(StepObserver[ObservedStep]):
             self._tell()
 
     def finish(self, iteration: int) -> None:
-        """Report a trace without its last iterations, because the training has ended earlier."""
+        """Report that a trace lacks its last iterations, because the training has ended earlier."""
         wanted = self._iterations
         if wanted is None or self._latest == wanted[-1] or not _is_writer():
             return
@@ -164,7 +165,7 @@ class StepTrace(StepObserver[ObservedStep]):
             self._is_told = True
 
     def _tell(self) -> None:
-        """Log where the time of Megatron's own steps went, and the predicted step times of our
+        """Log where the time of Megatron's own steps went, and the predicted step time of our
         schedules."""
         if self._of_stock and self._traced:
             for line in summary(trace_report(self._traced, _SECONDS), self._path.parent):
@@ -178,7 +179,7 @@ def _is_writer() -> bool:
 def _on_one_clock(
     program: Program, recorded: Sequence[_Recorded], offsets: list[float]
 ) -> Timeline:
-    """Return the records of all ranks as one timeline, in the time of rank 0's clock."""
+    """Return the records of all ranks as one timeline, on the clock of pipeline rank 0."""
     events, reductions = [], []
     for (passes, own_reductions), ahead in zip(recorded, offsets, strict=True):
         events += [Event(e.rank, e.action, e.start - ahead, e.end - ahead) for e in passes]
@@ -190,8 +191,7 @@ def _on_one_clock(
 
 
 def _other_order(program: Program, measured: Timeline) -> str | None:
-    """Return how the passes that Megatron ran differ from those of ``program``; None if they are
-    equal."""
+    """Return how the passes that Megatron ran differ from those of ``program``; None if equal."""
     for rank, expected in enumerate(program.schedule.compute_rows):
         ran = tuple(event.action for event in measured.compute[rank])
         if ran == expected:
@@ -208,7 +208,7 @@ def _other_order(program: Program, measured: Timeline) -> str | None:
 
 
 def _log(step: TracedStep) -> None:
-    """Write the step's figures to Megatron's writers, at Megatron's own interval."""
+    """Write a traced step's figures to TensorBoard and W&B, at Megatron's own interval."""
     if step.iteration % log_interval():
         return
     predicted, measured = step.predicted, step.measured

@@ -27,8 +27,10 @@ _UNTRIED = ("decoder_input", "inference_context", "inference_params")
 
 
 class StandIn:
-    """Stand-in for a model that records calls. All its attributes are the model's, however
-    wrapped."""
+    """Stand-in for a model that records calls, to see how a forward_step_func calls the model.
+
+    Its attributes are the model's, whatever wraps the model.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -47,12 +49,12 @@ class StandIn:
 
 
 class EndStage(ModelStage):
-    """First or last stage of a divided vocabulary: a stage without embedding, output layer and
+    """First or last stage under vocabulary parallelism: without embedding, output layer and
     loss."""
 
     def __init__(self, *args: Any, has_loss: bool, **more: Any) -> None:
-        """Initialise the stage without a loss: passes of the vocabulary compute the loss of the
-        stage that has it."""
+        """Initialise the stage; if it has the loss (``has_loss``), the vocabulary passes compute
+        it."""
         super().__init__(*args, has_loss=False, **more)
         self.is_last = has_loss
         self._begun: dict[int, ModelCall] = {}  # before F
@@ -71,8 +73,11 @@ class EndStage(ModelStage):
         return _argument("labels", self._awaiting_loss[microbatch])
 
     def gradient_of_losses(self, microbatch: int, losses: Tensor) -> Tensor | None:
-        """Return the gradient of the scaled loss by each of ``losses``, fp32 [b, s]; None in an
-        evaluation."""
+        """Return the gradient of the scaled loss by each of ``losses``, the tokens' losses, fp32
+        [b, s].
+
+        None in an evaluation.
+        """
         loss_func = self._awaiting_loss.pop(microbatch).loss_func
         call = self._call
         gradient, tokens = loss_with_gradient(
@@ -92,12 +97,12 @@ class EndStage(ModelStage):
         return run
 
     def _begin(self) -> ModelCall:
-        """Call the caller's forward_step_func for the next microbatch, and return the call of the
-        model that it makes.
+        """Call the caller's forward_step_func for the next microbatch; return its call of the
+        model.
 
         Raises:
-            ValueError: it does not call the model exactly once and return its output, or uses the
-                model in a way not known to work.
+            ValueError: the function does not call the model exactly once and return its output, or
+                uses the model in a way not known to work.
         """
         stand_in = StandIn(self._model)
         output, loss_func = self._call.forward_step_func(self._data_iterator, stand_in)
@@ -135,7 +140,8 @@ def _argument(name: str, call: ModelCall) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelEnds:
-    """First and last stage on this rank, as the vocabulary passes call them."""
+    """First and last stage on this rank, as the vocabulary passes use them; None for a missing
+    one."""
 
     first: EndStage | None
     last: EndStage | None
@@ -154,6 +160,6 @@ class ModelEnds:
 
 
 def ends_of(stages: Iterable[ModelStage]) -> ModelEnds | None:
-    """Return the first and last stage among the stages of a rank; None if it has neither."""
+    """Return the first and last stage among the stages of a rank; None if the rank has neither."""
     ends = {stage.is_last: stage for stage in stages if isinstance(stage, EndStage)}
     return ModelEnds(ends.get(False), ends.get(True)) if ends else None

@@ -32,7 +32,10 @@ from megatron_ext.runtime.owner import Owner
 
 
 class VocabularyHooks(TrainingHooks):
-    """Collectives of a training whose ranks share embedding and output layer."""
+    """Hooks for vocabulary parallelism, with the collectives of a training.
+
+    All ranks share embedding and output layer.
+    """
 
     trains_first_stage = True
     _collectives: Collectives

@@ -14,8 +14,9 @@ from megatron_ext.features.vocabulary.adapter.vocabulary_rows import check_divis
 
 
 def pad_vocabulary(args: Any) -> None:
-    """Set the padding so that the vocabulary is a multiple of 2 x pipeline x tensor parallel ranks
-    (Yeung et al. 2024).
+    """Set the padding of the vocabulary to a multiple of 2 x pipeline x tensor-parallel ranks.
+
+    (Yeung et al. 2024.)
 
     Raises:
         ValueError: the vocabulary cannot be sharded.

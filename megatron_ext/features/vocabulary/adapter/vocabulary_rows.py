@@ -30,8 +30,10 @@ from megatron_ext.features.vocabulary.runtime.shard import VocabularyShard
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """Part of the vocabulary on a rank, in place of a process group: Megatron's layers ask it only
-    for ``rank()`` and ``size()``."""
+    """Part of the vocabulary on a rank, which Megatron's layers get in place of a process group.
+
+    They use only ``rank()`` and ``size()`` of it.
+    """
 
     index: int
     parts: int
@@ -46,7 +48,7 @@ class VocabularyPart:
 def vocabulary_part(
     pipeline: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup
 ) -> VocabularyPart:
-    """Return the part of this rank."""
+    """Return the number of this rank's part of the vocabulary, and the number of parts."""
     ranks = pipeline.size()
     return VocabularyPart(
         tensor_parallel.rank() * ranks + pipeline.rank(), ranks * tensor_parallel.size()
@@ -54,7 +56,7 @@ def vocabulary_part(
 
 
 def check_divisible(vocabulary: int, parts: int) -> None:
-    """Raise ValueError unless a padded vocabulary of that size splits evenly over ``parts``."""
+    """Raise ValueError unless the padded ``vocabulary`` splits evenly over ``parts``."""
     if vocabulary % parts:
         raise ValueError(
             f"a vocabulary of {vocabulary} cannot be split evenly over {parts} ranks (pipeline x "
@@ -64,7 +66,7 @@ def check_divisible(vocabulary: int, parts: int) -> None:
 
 
 class EmbeddingPart(VocabParallelEmbedding):
-    """Rows of the embedding on this rank. On the first stage its forward pass ends the lookup."""
+    """Rows of the embedding on this rank. On the first stage the forward pass ends the lookup."""
 
     def __init__(self, model: Any, part: VocabularyPart, *, reduce_scatter: bool = False) -> None:
         config = model.config
@@ -82,15 +84,16 @@ class EmbeddingPart(VocabParallelEmbedding):
 
     @property
     def output_rows(self) -> int:
-        """Number of rows of the output layer on this rank, if it has no module of its own."""
+        """Number of rows of the output layer on this rank, if that layer has no module of its
+        own."""
         rows: int = self.num_embeddings_per_partition
         return rows
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings of ``tokens``, which the ranks have already looked up.
+        """Return the embeddings of ``tokens``, which the ranks have already looked up together.
 
-        The attribute ``embeddings``, [b, s, h], is the sum over the pipeline; the sum over tensor
-        parallel ranks is computed here, as in Megatron.
+        The attribute ``embeddings``, [b, s, h], is the sum over the pipeline; the sum over
+        tensor-parallel ranks is computed here, as in Megatron.
         """
         embeddings = self.embeddings
         assert embeddings is not None, "no embeddings were handed to the first stage"
@@ -126,17 +129,21 @@ class OutputPart(ColumnParallelLinear):
 
 
 def embedding_part(chunk: torch.nn.Module) -> EmbeddingPart | None:
-    """Return the rows of the embedding in a model chunk."""
+    """Return the module with this rank's rows of the embedding in a model chunk; None without
+    one."""
     return next((part for part in chunk.modules() if isinstance(part, EmbeddingPart)), None)
 
 
 def output_part(chunk: torch.nn.Module) -> OutputPart | None:
-    """Return the rows of the output layer in a model chunk; None if they are the embedding's."""
+    """Return the module with this rank's rows of the output layer in a model chunk.
+
+    None if they are the embedding's rows.
+    """
     return next((part for part in chunk.modules() if isinstance(part, OutputPart)), None)
 
 
 def _parts(models: Sequence[torch.nn.Module]) -> tuple[EmbeddingPart | OutputPart, ...]:
-    """Return this rank's parts: embedding and output layer, which are one if they are tied.
+    """Return this rank's parts of embedding and output layer, which are one if they are tied.
 
     Raises:
         ValueError: the model was not built with parts, or they are frozen, or the caller has
@@ -161,8 +168,10 @@ def _parts(models: Sequence[torch.nn.Module]) -> tuple[EmbeddingPart | OutputPar
 
 
 def _refuse_changed(chunk: torch.nn.Module) -> None:
-    """Raise ValueError if the caller has changed the output layer after it was built, since passes
-    of the schedule compute the logits without calling it."""
+    """Raise ValueError if the caller has changed the output layer after it was built.
+
+    Passes of the schedule compute the logits without calling the layer.
+    """
     for name, part in chunk.named_modules():
         if isinstance(part, OutputPart) and _is_changed(name, part):
             _refuse_with("an output layer with code added")
@@ -171,8 +180,11 @@ def _refuse_changed(chunk: torch.nn.Module) -> None:
 
 
 def _is_changed(name: str, part: OutputPart) -> bool:
-    """Return whether a call of ``part``, which has this name in its chunk, does more than
-    Megatron's."""
+    """Return whether the output layer's module ``part`` does more than Megatron's when it is
+    called.
+
+    ``name`` is its name in the model chunk.
+    """
     return (
         type_before_parametrizations(part) is not OutputPart
         # The output layer is within a wrapper, such as an adapter's.
@@ -184,7 +196,8 @@ def _is_changed(name: str, part: OutputPart) -> bool:
 
 
 def _waits_for_parameters(hook: Any) -> bool:
-    """Return whether Megatron's DistributedDataParallel made ``hook``, for overlapped gathers."""
+    """Return whether ``hook`` is one of Megatron's DistributedDataParallel, for overlapped
+    gathers."""
     return getattr(hook, "__module__", "").startswith("megatron.core.distributed")
 
 
@@ -196,11 +209,11 @@ def _refuse_with(what: str) -> NoReturn:
 
 
 def await_tables(models: Sequence[torch.nn.Module]) -> None:
-    """Wait for the gathers of this rank's parameters, once all gathers of the step have begun.
+    """Wait for the gathers of embedding and output rows, once all gathers of the step have begun.
 
-    With overlapped gathers a reader of a weight waits for it first; Megatron has hooks for that on
-    each module's call, but our passes call no module. A wait before the step's gathers would gather
-    the parts by itself, and the step would gather them again during the passes that read them.
+    With overlapped gathers a reader of a weight waits for it first. Megatron has hooks for that on
+    each module's call, but our passes call no module. A wait before the step's gathers would itself
+    gather the parts, and the step would repeat these gathers during the passes that read them.
     """
     for part in dict.fromkeys(_parts(models)):
         for module in part.modules():  # rows may be computed from parameters of inner modules

@@ -21,8 +21,10 @@ from megatron_ext.runtime.weight_gradients import accumulate
 
 
 class Table(Protocol):
-    """Module with the rows of a table, [rows, h], which may be computed from other parameters each
-    time they are read."""
+    """Module with rows of an embedding or output layer, [rows, h].
+
+    The rows may be computed from other parameters each time they are read.
+    """
 
     @property
     def weight(self) -> Tensor: ...
@@ -30,14 +32,15 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Shard of the embedding and the output layer on a rank.
+    """Shard (some rows) of the embedding and the output layer on a rank.
 
     Attributes:
         embedding_table: rows of the embedding.
         output_table: rows of the output layer; the same object if the two are tied.
         first_row: row of the padded vocabulary at which the shard begins; it has ``rows`` rows.
         tensor_parallel: group of the tensor-parallel ranks; None without tensor parallelism.
-        sequence_parallel: whether hidden states are split over that group along the sequence.
+        sequence_parallel: whether hidden states are split along the sequence over
+            ``tensor_parallel``.
     """
 
     embedding_table: Table
@@ -63,7 +66,7 @@ class VocabularyShard:
         return 1 if self.tensor_parallel is None else self.tensor_parallel.size()
 
     def rows_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for each token whether its row is in this shard, and the row (0 for other
+        """Return, for each token, whether its row is in this shard, and the row (0 for other
         tokens)."""
         rows = tokens - self.first_row
         is_here = (rows >= 0) & (rows < self.rows)
@@ -71,13 +74,14 @@ class VocabularyShard:
 
 
 def look_up(shard: VocabularyShard, tokens: Tensor) -> Tensor:
-    """E: return the embeddings [b, s, h] of ``tokens``, zero if the row is in another shard."""
+    """E: return the embeddings [b, s, h] of ``tokens``; zero for rows that are in another shard."""
     is_here, rows = shard.rows_of(tokens)
     return shard.embedding[rows].masked_fill_(~is_here.unsqueeze(-1), 0.0)
 
 
 def add_embedding_gradient(shard: VocabularyShard, tokens: Tensor, gradient: Tensor) -> None:
-    """EW: add ``gradient`` [b, s, h] of the embeddings to the rows of ``tokens``."""
+    """EW: add ``gradient``, [b, s, h], of the embeddings to the gradient of the rows of
+    ``tokens``."""
     is_here, rows = shard.rows_of(tokens)
     gradient = gradient.float().masked_fill(~is_here.unsqueeze(-1), 0.0)
     summed = torch.ops.aten.embedding_dense_backward(gradient, rows, shard.rows, -1, False)
@@ -86,14 +90,15 @@ def add_embedding_gradient(shard: VocabularyShard, tokens: Tensor, gradient: Ten
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits and other tensors of a microbatch that are stored from S to SW.
+    """Logits and other tensors of a microbatch, stored from pass S (logits) to pass SW (W of the
+    rows).
 
     Attributes:
         hidden_states: output of the last stage.
         labels: [s, b].
         logits: [s, b, rows], in the weights' type.
-        statistics: of this shard, [3, s, b]: largest logit, sum of exp(logit - largest), logit of
-            the label (0 if its row is in another shard).
+        statistics: softmax statistics of this shard, [3, s, b]: largest logit, sum of exp(logit -
+            largest), logit of the label (0 if its row is in another shard).
         early: variant 2, from S to SI: P' W without the labels' rows, with P' the softmax over this
             shard's rows.
     """
@@ -111,8 +116,11 @@ class Logits:
 def make_logits(
     shard: VocabularyShard, hidden_states: Tensor, labels: Tensor, early: bool
 ) -> Logits:
-    """S: return the logits of ``hidden_states`` ([s, b, h], or a tensor-parallel rank's part of the
-    sequence) for ``labels`` [b, s]. ``early`` adds the product of variant 2."""
+    """S: return the logits of ``hidden_states`` by this shard's rows, and their softmax statistics.
+
+    ``hidden_states`` are [s, b, h], or a tensor-parallel rank's part of the sequence; ``labels``
+    are [b, s]. ``early`` adds the product P' W that variant 2 computes here.
+    """
     labels = labels.t()
     is_here, rows = shard.rows_of(labels)
     rows = rows.unsqueeze(-1)
@@ -137,7 +145,7 @@ def make_logits(
 
 
 def combine(statistics: Tensor) -> Tensor:
-    """Return the statistics [3, s, b] of the whole vocabulary from those of all shards, [ranks, 3,
+    """Return the softmax statistics [3, s, b] of the whole vocabulary, from all shards' [ranks, 3,
     s, b]."""
     largest, sums, of_labels = statistics.unbind(1)
     total = largest.amax(0)
@@ -145,7 +153,8 @@ def combine(statistics: Tensor) -> Tensor:
 
 
 def losses_of(statistics: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
-    """L: return the cross entropy, contiguous fp32 [b, s], given the combined ``statistics``.
+    """L: return the tokens' cross entropy, contiguous fp32 [b, s], from the combined
+    ``statistics``.
 
     A label [b, s] outside the ``vocabulary`` counts as the likeliest token, as in Megatron.
     """
@@ -157,8 +166,10 @@ def losses_of(statistics: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
 
 
 def hidden_states_gradient(shard: VocabularyShard, kept: Logits, statistics: Tensor) -> Tensor:
-    """SI: return this shard's part of the gradient of the (separate) losses by the hidden states,
-    fp32, in the layout of the hidden states."""
+    """SI: return this shard's part of the gradient of each token's loss by its hidden states.
+
+    It is in fp32 and in the layout of the hidden states.
+    """
     if kept.early is None:
         gradient = _less_labels(shard, kept, statistics).to(shard.output.dtype) @ shard.output
         return _own_sequence(shard, gradient.float())
@@ -173,8 +184,8 @@ def hidden_states_gradient(shard: VocabularyShard, kept: Logits, statistics: Ten
 
 
 def scaled(shard: VocabularyShard, gradient: Tensor, by_loss: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of all shards' parts of a gradient, times the gradient ``by_loss`` [b, s] of
-    each loss."""
+    """Return ``gradient``, summed over all shards, times the gradient ``by_loss`` [b, s] of each
+    loss."""
     by_loss = by_loss.t()
     if shard.sequence_parallel and shard.tensor_parallel is not None:
         by_loss = by_loss.chunk(shard.tensor_parallel_size)[shard.tensor_parallel.rank()]
@@ -184,7 +195,10 @@ def scaled(shard: VocabularyShard, gradient: Tensor, by_loss: Tensor, dtype: tor
 def add_output_gradient(
     shard: VocabularyShard, kept: Logits, statistics: Tensor, by_loss: Tensor
 ) -> None:
-    """Add the gradient of the shard (SW); ``by_loss`` [b, s] is the gradient of each loss."""
+    """SW: add the gradient of the output layer's rows in this shard.
+
+    ``by_loss`` [b, s] is the gradient of each token's loss.
+    """
     gradient = _less_labels(shard, kept, statistics).mul_(by_loss.t().unsqueeze(-1))
     rows = gradient.to(shard.output.dtype).flatten(0, 1)
     del gradient
@@ -194,7 +208,7 @@ def add_output_gradient(
 
 
 def _less_labels(shard: VocabularyShard, kept: Logits, statistics: Tensor) -> Tensor:
-    """Return P - G, the softmax less the labels, on this shard, in fp32."""
+    """Return P - G, the softmax minus the one-hot labels, for this shard's rows, in fp32."""
     largest, total, _ = statistics.unsqueeze(-1)
     is_here, rows = shard.rows_of(kept.labels.unsqueeze(-1))
     softmax = (kept.logits - largest).exp_().div_(total)
@@ -211,8 +225,10 @@ def _whole_sequence(shard: VocabularyShard, hidden_states: Tensor) -> Tensor:
 
 
 def _own_sequence(shard: VocabularyShard, gradient: Tensor) -> Tensor:
-    """Return the sum over tensor-parallel ranks; with sequence parallelism only this rank's part of
-    it."""
+    """Return ``gradient`` summed over tensor-parallel ranks.
+
+    With sequence parallelism only this rank's part of the sequence is returned.
+    """
     if shard.tensor_parallel is None:
         return gradient
     if not shard.sequence_parallel:
@@ -225,9 +241,11 @@ def _own_sequence(shard: VocabularyShard, gradient: Tensor) -> Tensor:
 
 
 def _accumulate(table: Table, gradient: Tensor) -> None:
-    """Add to the gradient of the table's rows, which has their type without a data-parallel
-    wrapper. Autograd adds it if hooks of the caller's are to run, or if the rows are computed from
-    other parameters."""
+    """Add ``gradient`` to that of the table's rows.
+
+    Without a data-parallel wrapper the gradient has the rows' type. Autograd adds it if hooks of
+    the caller's are to run, or if the rows are computed from other parameters.
+    """
     with torch.enable_grad():
         rows = table.weight
     if not rows.is_leaf or has_callers_hooks(rows):

@@ -36,17 +36,17 @@ from megatron_ext.schedule.problem import VocabularyParallel
 
 
 class VocabularyEnds(Protocol):
-    """Data of the model's first and last stage, each on its rank."""
+    """Data that vocabulary passes exchange with the model's first and last stage."""
 
     def tokens(self, microbatch: int) -> Tensor:
-        """Begin the forward step and return the tokens, int64 [b, s]. On the first stage's rank,
-        before its F."""
+        """Begin the forward step on the first stage's rank, before F; return the tokens, int64 [b,
+        s]."""
 
     def labels(self, microbatch: int) -> Tensor:
-        """Return the labels, int64 [b, s]. On the last stage's rank, after its F."""
+        """Return the labels, int64 [b, s], on the last stage's rank, after its F."""
 
     def loss(self, microbatch: int, losses: Tensor) -> Tensor | None:
-        """End the forward step. On the last stage's rank.
+        """End the forward step on the last stage's rank, given the tokens' losses.
 
         Args:
             losses: fp32 [b, s], one for each token.
@@ -60,7 +60,8 @@ class VocabularyEnds(Protocol):
 class VocabularyPasses(Owner, PipelineEnds):
     """Vocabulary passes of one step on this rank, with the tensors needed between them.
 
-    The first and the last stage exchange tensors with it, as other stages do with messages.
+    The first and the last stage exchange tensors with these passes, as other stages do with
+    messages.
     """
 
     def __init__(
@@ -73,16 +74,17 @@ class VocabularyPasses(Owner, PipelineEnds):
         tokens_shape: tuple[int, int],
         recorder: Recorder,
     ) -> None:
-        """
+        """Initialise the passes of one step.
+
         Args:
-            program: with vocabulary parallelism.
-            ends: None on a rank that has neither the first nor the last stage.
+            program: the program of the step, with vocabulary parallelism.
+            ends: the first and last stage; None on a rank that has neither.
             shard: the vocabulary shard of this rank.
             collectives: collectives of the pipeline.
             boundary: hidden states of the last stage: [s, b, h], or with sequence parallelism a
-                tensor-parallel rank's part of it.
+                tensor-parallel rank's part of them.
             tokens_shape: b, s.
-            recorder: notified of every pass and wait.
+            recorder: recorder that is notified of every pass and wait.
         """
         placement = program.schedule.placement
         self._first_rank, self._last_rank = placement.rank_of[0], placement.rank_of[-1]
@@ -135,7 +137,10 @@ class VocabularyPasses(Owner, PipelineEnds):
 
     @override
     def first_input(self, microbatch: int) -> Tensor:
-        """Return the sum of embeddings, [b, s, h], or a tensor-parallel rank's part of it."""
+        """Return the first stage's input: the sum of all shards' embeddings, [b, s, h].
+
+        With sequence parallelism it is a tensor-parallel rank's part.
+        """
         return self._result(Kind.REDUCE_E, microbatch)
 
     @override
@@ -288,7 +293,8 @@ class VocabularyPasses(Owner, PipelineEnds):
         tensors: list[tuple[Tensor | None, tuple[int, ...], torch.dtype]],
         root: int,
     ) -> None:
-        """Start a broadcast of ``root``'s tensors; every rank knows their shapes and types."""
+        """Start to broadcast the ``tensors`` of ``root``; every rank knows their shapes and
+        types."""
         shared = []
         for tensor, shape, dtype in tensors:
             assert (tensor is not None) == self._is_on(root)

@@ -38,12 +38,11 @@ _Times = dict[tuple[int, Kind, int], float]
 
 
 def divide_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule``, which has compute actions only, with the vocabulary's passes and
-    collectives.
+    """Return ``schedule``, which has compute actions only, with vocabulary passes and collectives.
 
     An interval is F, B (or I and W), S, SI and SW of one microbatch. The backward passes come one
-    interval later than in the original schedule, or two with variant 1, which has two collectives
-    one after the other.
+    interval later than in the original schedule, or two intervals with variant 1, which has two
+    collectives in sequence.
 
     The transform works on any compute schedule. It takes the start times of the schedule's passes
     and
@@ -84,8 +83,10 @@ def divide_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _in_ticks(costs: Costs) -> Costs:
-    """Return ``costs`` in whole numbers, at least one for each pass. Passes that depend on one
-    another then never start together, and equal times are exactly equal."""
+    """Return ``costs`` in whole ticks, at least one for each pass.
+
+    Passes that depend on each other then never start together, and equal times are exactly equal.
+    """
     tick = max(map(max, costs.seconds.values())) / _TICKS
     seconds = {
         kind: tuple(max(1.0, round(figure / tick)) for figure in figures)
@@ -98,11 +99,10 @@ def _in_ticks(costs: Costs) -> Costs:
 
 
 def _delayed_starts(base: Timeline, problem: Problem, interval: float) -> _Times:
-    """Return the start times of the passes of ``base``, with backward passes later by the
-    microbatches of `INTERVALS`.
+    """Return the start times of the passes of ``base``, with backward passes delayed.
 
-    The last microbatches have no such successor. Their backward passes are shifted so far that all
-    stay in order.
+    A backward pass is delayed by as many microbatches as `INTERVALS` says. The last microbatches
+    have no such successor: their backward passes are shifted so far that all stay in order.
     """
     starts: _Times = {}
     for row in base.compute:
@@ -129,7 +129,7 @@ def _delayed_starts(base: Timeline, problem: Problem, interval: float) -> _Times
 def _vocabulary_times(
     microbatch: int, starts: _Times, costs: Costs, placement: Placement, interval: float
 ) -> Iterator[tuple[Kind, float]]:
-    """Yield the vocabulary's kinds and their start times.
+    """Yield the kinds of vocabulary passes of a microbatch, with their start times.
 
     SI comes halfway between S and the last stage's backward pass, SW half an interval later. (No
     other position that was tried makes a step shorter by more than 1 %.) The broadcast before S
@@ -161,7 +161,7 @@ def _vocabulary_times(
 
 
 def _places(kind: Kind, placement: Placement) -> Iterator[tuple[int, int]]:
-    """Yield each rank that has vocabulary passes of ``kind``, with the rank's first stage."""
+    """Yield (rank, its first stage) for each rank that has vocabulary passes of ``kind``."""
     for rank, stages in enumerate(placement.stages_of):
         if RULES[kind].where is Where.SHARD or rank == placement.rank_of[-1]:
             yield rank, stages[0]

@@ -1,4 +1,8 @@
-"""Part of vocabulary parallelism in the construction of programs."""
+"""Part of vocabulary parallelism in the construction of programs.
+
+The passes of a partitioned vocabulary have costs and memory of their own, so a program is built
+with both, and the passes are inserted before messages are.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from megatron_ext.schedule.schedule import Transform
 
 
 class VocabularyBuild(BuildHooks):
-    """Construction of programs with the passes and costs of a partitioned vocabulary."""
+    """Hooks that add passes and costs of a partitioned vocabulary when a program is built."""
 
     @override
     def is_on(self, problem: Problem) -> bool:
