@@ -44,7 +44,7 @@ check_beside() {
 
 if [[ ${1:-} == --quick ]]; then
   check_beside mypy
-  against_stock='tests/pipeline/test_placements.py::test_resumed_training_is_stock_to_the_last_bit'
+  against_stock='tests/pipeline/training/test_placements.py::test_resumed_training_is_stock_to_the_last_bit'
   check pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not search' tests/unit \
     "$against_stock"[pp2-{zb-h1,gis,zb-v,hanayo}] # a line, a loop, a V and a wave
 elif (($#)); then

@@ -32,14 +32,17 @@ SHARED = "megatron_ext/features/shared_prompts/runtime"
 ADAPTER = "megatron_ext/adapter"
 MEGATRON = "patches/megatron"
 
-ORDER = "tests/pipeline/test_microbatch_order.py"
-PLACES = "tests/pipeline/test_places.py"
-PACKS = "tests/patches/test_slices_of_packs.py"
-PROMPTS = "tests/patches/test_shared_prompts.py"
+ORDER = "tests/pipeline/features/test_microbatch_order.py"
+PLACES = "tests/pipeline/training/test_places.py"
+PACKS = "tests/patches/adapter/test_slices_of_packs.py"
+PROMPTS = "tests/patches/features/test_shared_prompts.py"
 SPARSE = (
-    "tests/pipeline/test_slices.py::test_sparse_attention_chooses_among_the_keys_of_earlier_slices"
+    "tests/pipeline/training/test_slices.py::"
+    "test_sparse_attention_chooses_among_the_keys_of_earlier_slices"
 )
-PREDICTION = "tests/pipeline/test_multi_token_prediction.py::test_it_is_stock_to_the_last_bit"
+PREDICTION = (
+    "tests/pipeline/training/test_multi_token_prediction.py::test_it_is_stock_to_the_last_bit"
+)
 
 
 @dataclass(frozen=True)
@@ -154,49 +157,49 @@ FAULTS = (
         f"{RUNTIME}/stage_io.py",
         "self._transport.wait_sent(action._replace(kind=Kind.SEND_F))",
         "pass",
-        ("tests/pipeline/test_executor.py",),
+        ("tests/pipeline/runtime/test_executor.py",),
     ),
     Fault(
         "gradient-of-another-microbatch",
         f"{RUNTIME}/stage_io.py",
         "self._transport.send(action, self.gradients[action.stage, action.microbatch])",
         "self._transport.send(action, next(iter(self.gradients.values())))",
-        ("tests/pipeline/test_executor.py",),
+        ("tests/pipeline/runtime/test_executor.py",),
     ),
     Fault(
         "gradients-complete-too-early",
         f"{RUNTIME}/executor.py",
         "action for action in row if RULES[action.kind].adds_to_gradients",
         "action for action in row[::-1] if RULES[action.kind].adds_to_gradients",
-        ("tests/pipeline/test_executor.py",),
+        ("tests/pipeline/runtime/test_executor.py",),
     ),
     Fault(
         "a-receive-that-nobody-waits-for",
         f"{RUNTIME}/messages/transport.py",
         "            work.wait()\n        return tensor\n",
         "            pass\n        return tensor\n",
-        ("tests/pipeline/test_adversary.py",),
+        ("tests/pipeline/runtime/test_adversary.py",),
     ),
     Fault(
         "a-batch-that-nobody-waits-for",
         f"{RUNTIME}/messages/batched.py",
         "                work.wait()\n        batch.works.clear()\n",
         "                pass\n        batch.works.clear()\n",
-        ("tests/pipeline/test_adversary.py",),
+        ("tests/pipeline/runtime/test_adversary.py",),
     ),
     Fault(
         "a-batch-to-the-wrong-rank",
         f"{RUNTIME}/messages/batched.py",
         "(dist.isend, channel.receiver) if sends",
         "(dist.isend, channel.sender) if sends",
-        ("tests/pipeline/test_executor.py",),
+        ("tests/pipeline/runtime/test_executor.py",),
     ),
     Fault(
         "a-sum-for-the-wrong-rank",
         f"{RUNTIME}/messages/collectives.py",
         "dist.reduce(\n            tensor, self._global_ranks[root]",
         "dist.reduce(\n            tensor, self._global_ranks[-1 - root]",
-        ("tests/pipeline/test_vocabulary.py::test_training",),
+        ("tests/pipeline/features/test_vocabulary.py::test_training",),
     ),
     Fault(
         "labels-are-added",
@@ -217,21 +220,21 @@ FAULTS = (
         "megatron_ext/features/vocabulary/runtime/shard.py",
         "        dist.all_reduce(gradient, group=shard.tensor_parallel)\n",
         "",
-        ("tests/pipeline/test_vocabulary.py::test_training_with_tensor_parallel_ranks",),
+        ("tests/pipeline/features/test_vocabulary.py::test_training_with_tensor_parallel_ranks",),
     ),
     Fault(
         "memory-freed-before-its-copy-has-ended",
         "megatron_ext/features/offload/runtime/offload.py",
         "        _wait(away.copy, away.transfer)\n",
         "",
-        ("tests/pipeline/test_adversary.py", "tests/pipeline/test_offload.py"),
+        ("tests/pipeline/runtime/test_adversary.py", "tests/pipeline/features/test_offload.py"),
     ),
     Fault(
         "the-state-of-this-rank-alone",
         "megatron_ext/features/post_validation/runtime/partial_state.py",
         "self.squared_norm + other.squared_norm",
         "other.squared_norm",
-        ("tests/pipeline/test_post_validation.py",),
+        ("tests/pipeline/features/test_post_validation.py",),
     ),
     # ---- Megatron under it
     Fault(
@@ -260,63 +263,69 @@ FAULTS = (
         f"{ADAPTER}/tied.py",
         "last.copy_(first)",
         "pass",
-        ("tests/pipeline/test_multi_token_prediction.py::test_the_copies_start_equal_on_a_v",),
+        (
+            "tests/pipeline/training/test_multi_token_prediction.py::test_the_copies_start_equal_on_a_v",
+        ),
     ),
     Fault(
         "weights-descend-the-wrong-way",
         f"{MEGATRON}/core/tensor_parallel/layers.py",
         "return dy.t().matmul(x)",
         "return -dy.t().matmul(x)",
-        ("tests/pipeline/test_callers.py::test_gradients_and_losses_are_stocks",),
+        ("tests/pipeline/callers/test_callers.py::test_gradients_and_losses_are_stocks",),
     ),
     Fault(
         "half-of-a-weight-that-is-used-twice",
         f"{RUNTIME}/weight_gradients.py",
         "return gradient + contribution",
         "return gradient",
-        ("tests/patches/test_transformer_engine.py",),
+        ("tests/patches/layers/test_transformer_engine.py",),
     ),
     Fault(
         "segments-lie-as-in-a-loop",
         f"{MEGATRON}/core/models/hybrid/hybrid_layer_allocation.py",
         "placement.stages_of[pp_group.rank()][vp_stage or 0]",
         "(vp_stage or 0) * pp_group.size() + pp_group.rank()",
-        ("tests/pipeline/test_hybrid_models.py::test_steps_are_stocks",),
+        ("tests/pipeline/training/test_hybrid_models.py::test_steps_are_stocks",),
     ),
     Fault(
         "tied-gradients-overwritten",
         f"{MEGATRON}/core/distributed/finalize_model_grads.py",
         "first.add_(last)",
         "first.copy_(last)",
-        ("tests/pipeline/test_placements.py::test_resumed_training_is_stock_to_the_last_bit",),
+        (
+            "tests/pipeline/training/test_placements.py::test_resumed_training_is_stock_to_the_last_bit",
+        ),
     ),
     Fault(
         "padding-is-counted-on",
         f"{MEGATRON}/core/optimizer/distrib_optimizer.py",
         "padding = bucket.grad_data.numel() - bucket.numel_unpadded",
         "padding = 0",
-        ("tests/pipeline/test_checkpoints.py::test_states_behind_padding",),
+        ("tests/pipeline/training/test_checkpoints.py::test_states_behind_padding",),
     ),
     Fault(
         "states-of-another-placement-are-not-refused",
         f"{ADAPTER}/checkpoints/loading.py",
         "if (then, was_divided) != (rank_of_stage, command.divided):",
         "if was_divided != command.divided:",
-        ("tests/pipeline/test_checkpoints.py::test_another_placement_is_refused",),
+        ("tests/pipeline/training/test_checkpoints.py::test_another_placement_is_refused",),
     ),
     Fault(
         "tokens-of-one-replica",
         "megatron_ext/features/post_validation/adapter/restartable_step.py",
         "    dist.all_reduce(total, group=replicas)\n",
         "",
-        ("tests/pipeline/test_post_validation_training.py::test_clips_on_every_third_step",),
+        (
+            "tests/pipeline/features/test_post_validation_training.py::test_clips_on_every_third_step",
+        ),
     ),
     Fault(
         "a-tower-is-laid-out-as-the-language-model",
         f"{MEGATRON}/core/transformer/pipeline_parallel_layer_layout.py",
         "if model_config.pipeline_model_parallel_size > 1:",
         "if True:",
-        ("tests/pipeline/test_any_model.py::test_a_tower_on_the_first_stage",),
+        ("tests/pipeline/training/test_any_model.py::test_a_tower_on_the_first_stage",),
     ),
     Fault(
         "wrappers-are-not-followed",
@@ -324,8 +333,8 @@ FAULTS = (
         '_WITHIN = ("module", "language_model", "thinker")',
         '_WITHIN = ("module",)',
         (
-            "tests/patches/test_model_parts.py::test_a_language_model_is_found_in_its_wrappers",
-            "tests/patches/test_model_parts.py::test_sizes",
+            "tests/patches/adapter/test_model_parts.py::test_a_language_model_is_found_in_its_wrappers",
+            "tests/patches/adapter/test_model_parts.py::test_sizes",
         ),
     ),
     Fault(
@@ -334,7 +343,7 @@ FAULTS = (
         "if len(self.models) > 1 and self.decoder_seq_length not in (None, self.seq_length):",
         "if False:",
         (
-            "tests/pipeline/test_any_model.py::"
+            "tests/pipeline/training/test_any_model.py::"
             "test_with_several_chunks_either_sequence_length_may_be_meant",
         ),
     ),
@@ -344,7 +353,7 @@ FAULTS = (
         "if reached == 1 and output_layer and all(share == 1 for share in matrices):",
         "if True:",
         (
-            "tests/patches/test_model_parts.py::"
+            "tests/patches/adapter/test_model_parts.py::"
             "test_costs_leave_out_what_is_not_done_for_frozen_weights",
         ),
     ),
@@ -353,35 +362,39 @@ FAULTS = (
         f"{ADAPTER}/step/call.py",
         "if ours.p2p is P2P.BATCHED:",
         "if False:",
-        ("tests/pipeline/test_callers.py::test_varying_sequence_lengths_cannot_be_batched",),
+        (
+            "tests/pipeline/callers/test_callers.py::test_varying_sequence_lengths_cannot_be_batched",
+        ),
     ),
     Fault(
         "an-output-that-was-changed-is-not-refused",
         "megatron_ext/features/vocabulary/adapter/end_stage.py",
         "len(stand_in.calls) != 1 or output is not stand_in.output",
         "len(stand_in.calls) != 1",
-        ("tests/pipeline/test_vocabulary_callers.py::test_it_is_refused",),
+        ("tests/pipeline/features/test_vocabulary_callers.py::test_it_is_refused",),
     ),
     Fault(
         "random-states-are-not-put-back",
         "megatron_ext/features/post_validation/adapter/restartable_step.py",
         "            _restore(self._random)\n",
         "            pass\n",
-        ("tests/pipeline/test_post_validation_training.py::test_clips_on_every_third_step",),
+        (
+            "tests/pipeline/features/test_post_validation_training.py::test_clips_on_every_third_step",
+        ),
     ),
     Fault(
         "a-step-that-is-skipped-is-taken",
         "megatron_ext/features/post_validation/adapter/optimizer.py",
         "return norm < config.grad_norm_skip_threshold * (1 - _MARGIN)",
         "return True",
-        ("tests/patches/test_speculation.py",),
+        ("tests/patches/features/test_speculation.py",),
     ),
     Fault(
         "nothing-is-kept-but-by-the-last",
         "megatron_ext/features/post_validation/adapter/pending.py",
         "self._optimizer.step(keep=not messages.is_last)",
         "self._optimizer.step(keep=messages.is_last)",
-        ("tests/patches/test_post_validation.py",),
+        ("tests/patches/features/test_post_validation.py",),
     ),
     # ---- Slices of packs
     Fault(
@@ -525,7 +538,7 @@ FAULTS = (
         f"{ADAPTER}/job.py",
         "costs = at_speeds(costs, job.placement, ranks)",
         "assert ranks",
-        ("tests/pipeline/test_rank_speeds.py",),
+        ("tests/pipeline/features/test_rank_speeds.py",),
     ),
     Fault(
         "speeds-applied-twice",

@@ -2,7 +2,8 @@
 run yet.
 
 The order in which scales, histories and weights' copies are read and written is tested on the CPU
-(`tests/patches/test_low_precision.py`); here are the kernels, and reductions of amaxes over ranks.
+(`tests/patches/layers/test_low_precision.py`); here are the kernels, and reductions of amaxes over
+ranks.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ Edit = tuple[str, str, str]
 # Tests that compare lists of what there is with code, pages and other tests. They run in seconds;
 # of trainings, pictures, plain words and outputs of commands nothing is compared.
 COMPARISONS = (
-    "tests/patches/test_refusals.py::test_the_docs_tell_what_is_refused",
-    "tests/patches/test_refusals.py::test_the_docs_tell_what_is_untried",
+    "tests/patches/launch/test_refusals.py::test_the_docs_tell_what_is_refused",
+    "tests/patches/launch/test_refusals.py::test_the_docs_tell_what_is_untried",
     "tests/unit/house/test_documented_names.py::test_who_comes_from_zero_bubble_finds_each_feature",
     "tests/unit/house/test_flags_page.py",
     "tests/unit/launch/test_auto.py::test_every_setting_has_a_variable",

@@ -194,18 +194,20 @@ _LAYERS = "layers by themselves, without a training of Megatron's"
 # Marked tests none of whose trainings is watched, by file or by file and function, with the reason.
 UNWATCHED = {
     "tests/gpu/": "trains in processes that a launcher starts on GPUs",
-    "tests/pipeline/test_adapters.py": _CALLER,
-    "tests/pipeline/test_any_model.py": _CALLER,
-    "tests/pipeline/test_callers.py": _CALLER,
-    "tests/pipeline/test_context_parallel.py::test_packed_sequences_of_a_caller": _CALLER,
-    "tests/pipeline/test_hybrid_models.py::test_steps_are_stocks": _CALLER,
-    "tests/pipeline/test_packed_sequences.py::test_a_callers_model": _CALLER,
-    "tests/pipeline/test_packed_sequences.py::test_losses_and_gradients_of_a_callers": _CALLER,
-    "tests/pipeline/test_recipe_settings.py::test_a_gradient_that_is_no_number": "every rank "
-    "ends with the error that the test looks for",
-    "tests/patches/test_low_precision.py": _LAYERS,
-    "tests/patches/test_tensor_parallel_communication.py": _LAYERS,
-    "tests/patches/test_tensor_parallel_layers.py": _LAYERS,
+    "tests/pipeline/training/test_adapters.py": _CALLER,
+    "tests/pipeline/training/test_any_model.py": _CALLER,
+    "tests/pipeline/callers/test_callers.py": _CALLER,
+    "tests/pipeline/training/test_context_parallel.py::test_packed_sequences_of_a_caller": _CALLER,
+    "tests/pipeline/training/test_hybrid_models.py::test_steps_are_stocks": _CALLER,
+    "tests/pipeline/training/test_packed_sequences.py::test_a_callers_model": _CALLER,
+    "tests/pipeline/training/test_packed_sequences.py::"
+    "test_losses_and_gradients_of_a_callers": _CALLER,
+    "tests/pipeline/training/test_recipe_settings.py::test_a_gradient_that_is_no_number": (
+        "every rank ends with the error that the test looks for"
+    ),
+    "tests/patches/layers/test_low_precision.py": _LAYERS,
+    "tests/patches/layers/test_tensor_parallel_communication.py": _LAYERS,
+    "tests/patches/layers/test_tensor_parallel_layers.py": _LAYERS,
 }
 
 

@@ -71,7 +71,7 @@ KNOWN = (
         "0.18.2",
         ("0.18",),
         Tried.TRAINED,
-        "1f1b, zb-h1, zb-v, interleaved, checkpoints (`tests/pipeline/test_versions.py`)",
+        "1f1b, zb-h1, zb-v, interleaved, checkpoints (`tests/pipeline/training/test_versions.py`)",
     ),
     KnownVersion(
         _MEGATRON, "0.18.0, 0.18.1", ("0.18",), Tried.READ, "what is patched is as in 0.18.2"
@@ -99,7 +99,7 @@ KNOWN = (
         Tried.TRAINED,
         "its own `pretrain`: dense, experts, multi-token prediction, `comm_overlap`, low-rank "
         "adapters, packed fine-tuning, its Llama and Qwen recipes and checkpoints, bitwise as its "
-        "own schedule (`tests/pipeline/test_bridge.py`); read by `plan MODULE:FUNCTION`",
+        "own schedule (`tests/pipeline/callers/test_bridge.py`); read by `plan MODULE:FUNCTION`",
     ),
     KnownVersion("Megatron-Bridge", "0.5.0", ("0.18",), Tried.NOT),
     KnownVersion(
@@ -111,9 +111,9 @@ KNOWN = (
         ("0.19",),
         Tried.TRAINED,
         "its own policy worker's log-probabilities and GRPO steps under zb-h1 and zb-auto, also "
-        "with replicas, bitwise as under its own schedule (`tests/pipeline/test_nemo_rl.py`); it "
-        "pins Megatron's main, of which it names two classes that 0.19 lacks, and takes no virtual "
-        "stages",
+        "with replicas, bitwise as under its own schedule "
+        "(`tests/pipeline/callers/test_nemo_rl.py`); it pins Megatron's main, of which it names "
+        "two classes that 0.19 lacks, and takes no virtual stages",
     ),
     KnownVersion(
         "verl",
@@ -122,7 +122,7 @@ KNOWN = (
         Tried.TRAINED,
         "its own trainer and Megatron engine, also with replicas, tensor parallelism, experts and "
         "checkpoints: losses, log-probabilities and weights bitwise as under its own schedule "
-        "(`tests/pipeline/test_verl.py`)",
+        "(`tests/pipeline/callers/test_verl.py`)",
     ),
     KnownVersion(
         "verl",
@@ -138,7 +138,8 @@ KNOWN = (
         Tried.TRAINED,
         "its own fine-tuning, on Transformer Engine's classes: zb-h1 and zb-auto, varying lengths, "
         "replicas, low-rank adapters, and zb-v with its own flag of virtual stages: norms, weights "
-        "and log-probabilities bitwise as under its own schedule (`tests/pipeline/test_swift.py`)",
+        "and log-probabilities bitwise as under its own schedule "
+        "(`tests/pipeline/callers/test_swift.py`)",
     ),
     KnownVersion(
         "ms-swift",

@@ -35,7 +35,9 @@ from tests.helpers.transformer_engine_gpt import provide, use_transformer_engine
 Flags = Mapping[str, object]
 
 ITERATIONS = 2
-BAD_GRADIENTS = Path(__file__).parents[2] / "pipeline" / "pretrain_gpt_with_bad_gradients.py"
+BAD_GRADIENTS = (
+    Path(__file__).parents[2] / "pipeline" / "scripts" / "pretrain_gpt_with_bad_gradients.py"
+)
 
 UNTIED: Flags = {"untie_embeddings_and_output_weights": True}
 MIXTURE: Flags = {**EXPERTS, **UNTIED}

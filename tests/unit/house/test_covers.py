@@ -137,8 +137,8 @@ def test_a_mark_does_not_hold_where_nothing_was_watched(monkeypatch: pytest.Monk
     reduced, packed = Feature("overlap_grad_reduce"), Feature("packed")  # which has no witness
     monkeypatch.setattr(witnesses, "_seen", None)
     here, callers = (
-        "tests/pipeline/test_parity.py::test_x",
-        "tests/pipeline/test_callers.py::test_x",
+        "tests/pipeline/training/test_parity.py::test_x",
+        "tests/pipeline/callers/test_callers.py::test_x",
     )
     assert witnesses.unseen([reduced, packed], here) == [reduced]
     assert witnesses.unseen([reduced, packed], callers) == []

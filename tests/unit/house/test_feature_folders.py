@@ -179,7 +179,9 @@ def test_split_report_can_be_deleted(tmp_path: Path) -> None:
     passes(tmp_path, "mypy", "megatron_ext")
     training = "test_resumed_training_is_stock_to_the_last_bit[pp2-zb-h1]"
     walls = "tests/unit/house/test_walls.py"
-    passes(tmp_path, "pytest", "-q", walls, f"tests/pipeline/test_placements.py::{training}")
+    passes(
+        tmp_path, "pytest", "-q", walls, f"tests/pipeline/training/test_placements.py::{training}"
+    )
 
 
 @nightly("by day the split report is deleted in the same way")
@@ -190,7 +192,7 @@ def test_post_validation_can_be_deleted(tmp_path: Path) -> None:
     without("post_validation", tmp_path)
     passes(tmp_path, "mypy", "megatron_ext")
     walls = "tests/unit/house/test_walls.py"
-    passes(tmp_path, "pytest", "-q", walls, "tests/pipeline/test_parity.py")
+    passes(tmp_path, "pytest", "-q", walls, "tests/pipeline/training/test_parity.py")
     compared = done_in(tmp_path, *("tests.behaviour", "compare", "tests/records", "help"))
     assert compared.returncode == 1, compared.stdout + compared.stderr
     was, now = (

@@ -98,3 +98,12 @@ def test_a_name_that_is_repeated_more_or_less_often_than_listed_is_told() -> Non
     told = differences(found, {"read": 2, "mend": 2, "gone": 2})
     assert [line.split(":")[0] for line in told] == ["gone", "judge", "mend", "read"]
     assert not differences(found, {"judge": 2, "read": 3})
+
+
+@pytest.mark.parametrize("level", ["unit", "pipeline", "patches", "gpu"])
+def test_a_test_file_has_a_name_of_its_own_in_its_level(level: str) -> None:
+    """Two files of one name in two levels are about the same subject. Two in one level would not
+    say which subject each is about."""
+    found = [path.name for path in (ROOT / "tests" / level).rglob("test_*.py")]
+    assert found
+    assert not repeated(found)

@@ -81,7 +81,7 @@ def test_recorded_nights_are_green() -> None:
 
 
 def test_what_runs_is_a_piece_or_files_of_the_night() -> None:
-    files = ["tests/pipeline/test_matrix.py", COMMANDS[0]]
+    files = ["tests/pipeline/training/test_matrix.py", COMMANDS[0]]
     assert piece_of(files) == files
     assert set(piece_of(["1/1"])) == {*night_files(), *COMMANDS}
     for words in ([], ["2/1"], ["0/1"], ["1"], ["tests/unit/schedule/test_action.py"]):
@@ -98,7 +98,7 @@ def test_each_commit_draws_another_part_of_the_night() -> None:
 
 def test_a_night_has_each_file_with_night_cases() -> None:
     files = night_files()
-    assert "tests/pipeline/test_megatrons_own.py" in files
+    assert "tests/pipeline/training/test_megatrons_own.py" in files
     assert "tests/unit/schedule/test_action.py" not in files
     few = ["tests/unit/search/test_patterns.py"]
     assert night_cases(few)[few[0]] > 2

@@ -19,9 +19,9 @@ EACH_GUIDE = pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.pa
 NOT_RUN = (
     "pytest ",
     "ruff ",
-    "megatron-ext plan ",  # searches: tests/pipeline/test_documented_commands.py has one
+    "megatron-ext plan ",  # searches: tests/pipeline/commands/test_documented_commands.py has one
     "megatron-ext doctor",  # Megatron's parser: tests/unit/commands/test_cli.py
-    "megatron-ext trace ",  # of a run: tests/pipeline/test_documented_commands.py
+    "megatron-ext trace ",  # of a run: tests/pipeline/commands/test_documented_commands.py
 )
 
 

@@ -1,0 +1,489 @@
+"""A GPTModel run on rows in which answers share their prompts: losses and gradients are those of
+the sequences one by one, in Megatron's own unpatched model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+import megatron_ext
+from megatron_ext.config import PipelineConfig
+from megatron_ext.features.shared_prompts.adapter.attention_to_prompts import attend_to_prompts
+from megatron_ext.features.shared_prompts.adapter.batch import SharedPromptBatch
+from megatron_ext.features.shared_prompts.adapter.refused_settings import refuse_settings
+from megatron_ext.features.shared_prompts.runtime.attended import attend, tokens_attended_to
+from megatron_ext.features.shared_prompts.runtime.rows import shared_row
+from megatron_ext.features.shared_prompts.settings import SharedPrompts
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from megatron_ext.patches.features import wanted_patches
+from tests.helpers.combinations import at_night
+from tests.helpers.packed import shared_prompts_on_the_cpu
+from tests.helpers.ranks import run_ranks, values
+from tests.helpers.storages import LiveStorages
+from tests.patches.adapter.test_slices import (
+    FULL,
+    LATENT,
+    ROUTED,
+    VOCABULARY,
+    Case,
+    build,
+    relative,
+)
+
+EXACT = PipelineConfig.parse(shared_prompts="exact")
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Sequences of a microbatch: tokens of each, and of its prompt, and its group."""
+
+    lengths: tuple[int, ...]
+    prompts: tuple[int, ...]
+    groups: tuple[int, ...]
+    multiple: int = 1
+
+    @property
+    def ids(self) -> list[tuple[int, ...]]:
+        """Names of the tokens of the sequences; those within a prompt are the group's."""
+        return [
+            (group, -1, place) if place < prompt else (group, number, place)
+            for number, (length, prompt, group) in enumerate(
+                zip(self.lengths, self.prompts, self.groups, strict=True)
+            )
+            for place in range(length)
+        ]
+
+
+# Two answers, one that ends with its prompt, a prompt of one token, a sequence on its own, and
+# sequences of a group that are not next to one another; rows of 8, of 16 with padding, and so on.
+MICROBATCHES = {
+    "two answers": Microbatch((5, 7), (4, 4), (0, 0)),
+    "several groups, in any order": Microbatch((6, 9, 4, 8, 5), (4, 2, 4, 2, 3), (7, 3, 7, 3, 9)),
+    "no prefix, padding": Microbatch((3, 5, 6), (1, 1, 2), (0, 0, 1), multiple=8),
+    "three answers, padding": Microbatch((12, 13, 16), (11, 11, 11), (0, 0, 0), multiple=4),
+}
+
+
+def drawn(random: Random) -> Microbatch:
+    groups = [random.randrange(4) for _ in range(random.randint(1, 9))]
+    prompt = [random.randint(1, 6) for _ in range(4)]
+    prompts = [prompt[group] for group in groups]
+    lengths = [prompt + random.randint(0, 5) for prompt in prompts]
+    return Microbatch(tuple(lengths), tuple(prompts), tuple(groups), random.choice((1, 2, 8)))
+
+
+def test_each_token_attends_to_its_sequence_up_to_itself() -> None:
+    random = Random(1)
+    for batch in (*MICROBATCHES.values(), *(drawn(random) for _ in range(300))):
+        row = shared_row(batch.lengths, batch.prompts, batch.groups, batch.multiple)
+        assert len(row.sources) % batch.multiple == 0
+        seen: dict[int, list[int]] = {}
+        for segment in row.segments:
+            attended = row.attended(segment)
+            for token in range(segment.begin, segment.end):
+                seen[token] = attended[: len(attended) - (segment.end - 1 - token)]
+        ids, begin = batch.ids, 0
+        for length in batch.lengths:
+            of_sequence = range(begin, begin + length)
+            for place, token in enumerate(of_sequence):
+                here = row.places[token]
+                expected = [ids[t] for t in of_sequence[: place + 1]]
+                assert [ids[row.sources[t]] for t in seen[here]] == expected, batch
+                assert row.positions[here] == place
+            begin += length
+        assert row.longest >= max(batch.lengths)  # padding may be longer
+
+
+def test_a_prompt_but_its_last_token_comes_once() -> None:
+    """The last token of a prompt has another label in each sequence."""
+    row = shared_row([12, 10, 11], [8, 8, 8], ["a", "a", "a"])
+    assert len(row.sources) == 7 + 5 + 3 + 4
+    assert [(s.begin, s.end, s.parent) for s in row.segments] == [
+        (0, 7, None),
+        (7, 12, 0),
+        (12, 15, 0),
+        (15, 19, 0),
+    ]
+    alone = shared_row([12, 10], [8, 8], ["a", "b"])
+    assert [segment.parent for segment in alone.segments] == [None, None]
+
+
+def test_padding_is_no_longer_than_a_sequence() -> None:
+    """Rows that were padded to one length had positions of up to the whole padding, beyond those
+    that a model with learned positions has."""
+    row = shared_row([10, 8], [4, 4], ["a", "a"], 64)
+    assert len(row.sources) == 64 and row.longest == 10 and max(row.positions) == 9
+    with pytest.raises(ValueError, match="multiple is 0: give a number from 1 on"):
+        shared_row([10], [4], ["a"], 0)
+
+
+def test_groups_may_be_a_tensor() -> None:
+    """Elements of a tensor are equal to none but themselves in a dictionary, so nothing was
+    shared."""
+    numbers = [torch.tensor(figures) for figures in ([12, 10, 11], [8, 8, 8], [5, 5, 5])]
+    given: Any = SharedPromptBatch
+    batch = given(*numbers, 1, torch.device("cpu"))
+    assert batch.position_ids.shape == (1, 7 + 5 + 3 + 4)
+    with pytest.raises(ValueError, match="are on meta, for which each pass would wait"):
+        given(*(number.to("meta") for number in numbers), 1, torch.device("cpu"))
+
+
+# --- models
+
+MLA = MLATransformerConfig
+UNBALANCED = ROUTED | {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": None}
+CASES = {
+    "grouped queries": Case({"num_query_groups": 2}),
+    "latent attention, yarn, full recompute": Case(
+        FULL | LATENT | {"rope_type": "yarn"}, config=MLA
+    ),
+}
+AT_NIGHT = {
+    "learned positions": Case(positions="learned_absolute"),
+    "sliding window": Case({"window_size": (5, 0)}),
+    "latent attention": Case(LATENT | {"rope_type": "rope"}, config=MLA),
+    "latent attention, yarn": Case(LATENT | {"rope_type": "yarn"}, config=MLA),
+    "full recompute": Case(FULL),
+    "selective recompute": Case({"recompute_granularity": "selective"}),
+    "latent attention, recomputed": Case(
+        LATENT
+        | {
+            "rope_type": "rope",
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn", "mla_up_proj"],
+        },
+        config=MLA,
+    ),
+    "experts, not balanced": Case(UNBALANCED),
+}
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """In a process with groups: the model takes rows with shared prompts."""
+    with apply(wanted_patches(EXACT)):
+        yield
+
+
+def sequences(batch: Microbatch, seed: int) -> dict[str, list[Tensor]]:
+    """Tokens and labels of each sequence; the label is the next token, and any behind the last."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn: dict[tuple[int, ...], int] = {}
+    for token in batch.ids:
+        drawn.setdefault(token, int(torch.randint(VOCABULARY, (), generator=generator)))
+    tokens = torch.tensor([drawn[token] for token in batch.ids]).split(batch.lengths)
+    labels = [torch.cat([one[1:], one[:1]]) for one in tokens]
+    return {"tokens": list(tokens), "labels": labels}
+
+
+def run_apart(model: GPTModel, given: dict[str, list[Tensor]], dy: list[Tensor]) -> Tensor:
+    losses = []
+    for tokens, labels, weights in zip(given["tokens"], given["labels"], dy, strict=True):
+        positions = torch.arange(len(tokens))[None]
+        loss = model(tokens[None], positions, None, labels=labels[None])
+        loss.backward(weights[None])
+        losses.append(loss.detach())
+    return torch.cat(losses, 1)
+
+
+def run_together(
+    model: GPTModel, batch: Microbatch, given: dict[str, list[Tensor]], dy: list[Tensor]
+) -> Tensor:
+    shared = megatron_ext.share_prompts(
+        batch.lengths, batch.prompts, batch.groups, multiple=batch.multiple, device="cpu"
+    )
+    tokens, labels = (torch.cat(given[name])[None] for name in ("tokens", "labels"))
+    output = model(
+        shared.once(tokens),
+        shared.position_ids,
+        None,
+        labels=shared.once(labels),
+        packed_seq_params=shared.packed_seq_params,
+    )
+    losses = shared.in_sequences(output)
+    losses.backward(torch.cat(dy)[None])
+    return losses.detach()
+
+
+def compare(case: Case) -> None:
+    torch.manual_seed(1)
+    model = build(case)
+    for number, (name, batch) in enumerate(MICROBATCHES.items()):
+        given = sequences(batch, number)
+        dy = list(torch.rand(sum(batch.lengths)).split(batch.lengths))  # of prompts too
+        model.zero_grad()
+        expected_losses = run_apart(model, given, dy)
+        expected = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad()
+        with patched():
+            losses = run_together(model, batch, given, dy)
+        assert relative(losses, expected_losses) < 1e-6, name
+        for parameter, value in model.named_parameters():
+            if expected[parameter] is None:
+                assert value.grad is None
+                continue
+            assert relative(value.grad, expected[parameter]) < 2e-6, f"{name}: {parameter}"
+
+
+def all_cases(rank: int) -> None:
+    with apply(cpu.patches()):
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(0)
+        for name, case in (CASES | dict(at_night(*AT_NIGHT.items()))).items():
+            try:
+                compare(case)
+            except BaseException as error:
+                error.add_note(name)
+                raise
+
+
+def test_losses_and_gradients_are_those_of_sequences_apart() -> None:
+    with shared_prompts_on_the_cpu():
+        values(run_ranks(1, all_cases))
+
+
+# --- attention
+
+
+class Kernel(torch.autograd.Function):
+    """Attention of segments that saves its arguments alone, as flash attention does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ends: list[tuple[int, int]]
+    ) -> Tensor:
+        ctx.ends = ends
+        ctx.save_for_backward(query, key, value)
+        return by_segment(query, key, value, ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            output = by_segment(query, key, value, ctx.ends)
+        return *torch.autograd.grad(output, (query, key, value), gradient), None
+
+
+def by_segment(query: Tensor, key: Tensor, value: Tensor, ends: list[tuple[int, int]]) -> Tensor:
+    """Attention of [tokens, channels], of so many queries and keys in each segment."""
+    queries, keys = ([*column] for column in zip(*ends, strict=True))
+    parts = []
+    for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
+        visible = torch.ones(len(q), len(k)).tril(len(k) - len(q)) > 0
+        parts.append((q @ k.T).masked_fill(~visible, -torch.inf).softmax(-1) @ v)
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("prefix", [3, 300])
+def test_autograd_saves_no_copy_of_a_prefix(prefix: int) -> None:
+    """Keys and values of four answers would be four times those of their prefix. With keys that
+    were saved as they are, this held 8 copies of the prefix."""
+    row = shared_row([prefix + 3] * 4, [prefix + 1] * 4, [0] * 4)
+    attended = tokens_attended_to(row, torch.device("cpu"))
+    torch.manual_seed(0)
+    leaves = [torch.randn(len(row.sources), 4, requires_grad=True) for _ in range(3)]
+    query, key, value = (leaf * 1 for leaf in leaves)
+    ends = [(s.length, len(row.attended(s))) for s in row.segments]
+    live = LiveStorages()
+    with live:
+        output = attend(attended, lambda k, v: Kernel.apply(query, k, v, ends), key, value)
+    assert sum(live.sizes().values()) == output.nbytes
+    dy = torch.randn_like(output)
+    got = torch.autograd.grad(output, leaves, dy)
+
+    visible = torch.zeros(len(row.sources), len(row.sources), dtype=torch.bool)
+    for segment in row.segments:
+        for token in range(segment.begin, segment.end):
+            seen = torch.tensor(row.attended(segment))
+            visible[token, seen[seen <= token]] = True
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    scores = (exact[0] @ exact[1].T).masked_fill(~visible, -torch.inf)
+    expected = scores.softmax(-1) @ exact[2]
+    assert relative(output.detach().double(), expected.detach()) < 1e-6
+    wanted = torch.autograd.grad(expected, exact, dy.double())
+    for gradient, exactly in zip(got, wanted, strict=True):
+        assert relative(gradient.double(), exactly) < 1e-6
+
+
+def test_gradients_of_a_prefix_are_summed_in_fp32() -> None:
+    """In bf16 the hundredth answer would add nothing to 256 equal ones."""
+    answers = 300
+    row = shared_row([3] * answers, [2] * answers, [0] * answers)
+    attended = tokens_attended_to(row, torch.device("cpu"))
+    key = torch.zeros(len(row.sources), 1, dtype=torch.bfloat16, requires_grad=True)
+    attend(attended, lambda k, v: k.sum(), key, key.detach()).backward()
+    assert key.grad is not None
+    assert key.grad[0] == torch.tensor(answers + 1.0).bfloat16() and key.grad[1:].eq(1).all()
+
+
+def test_transformer_engine_gets_each_answer_behind_its_prompt() -> None:
+    given: list[Any] = []
+
+    def kernel(layer: Any, query: Tensor, *more: Any) -> Tensor:
+        given.extend(more)
+        return query
+
+    with patched():
+        shared = megatron_ext.share_prompts([7, 6, 3], [5, 5, 2], [0, 0, 1], device="cpu")
+    own = torch.arange(len(shared.position_ids[0])).view(-1, 1, 1).float()
+    causal = AttnMaskType.causal
+    packed = shared.packed_seq_params
+    attend_to_prompts(kernel, None, own, own, own, None, causal, packed_seq_params=packed)
+    key, value, mask, kind, bias, params = given
+    expected = [*range(4), *range(4), 4, 5, 6, *range(4), 7, 8, 9, 10, 11]
+    assert key.flatten().tolist() == value.flatten().tolist() == expected
+    assert (mask, kind.name, bias) == (None, "padding_causal_bottom_right", None)
+    assert params.qkv_format == "thd" and type(params) is PackedSeqParams
+    assert params.cu_seqlens_q.tolist() == [0, 4, 7, 9, 12]
+    assert params.cu_seqlens_kv.tolist() == [0, 4, 11, 17, 20]
+    assert (params.max_seqlen_q, params.max_seqlen_kv) == (4, 7)
+    assert params.cu_seqlens_q.dtype == params.cu_seqlens_kv.dtype == torch.int32
+    assert shared.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 4, 5, 0, 1, 2]]
+    with pytest.raises(ValueError, match="needs causal attention, and this layer's mask is no_m"):
+        attend_to_prompts(
+            kernel, None, own, own, own, None, AttnMaskType.no_mask, packed_seq_params=packed
+        )
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prompts", "groups", "why"),
+    [
+        ([5], [6], [0], "sequence 0 has 5 tokens and a prompt of 6: give prompts of at least one"),
+        ([5], [0], [0], "sequence 0 has 5 tokens and a prompt of 0"),
+        ([5, 6], [3, 4], "aa", "sequence 1 of group 'a' has a prompt of 4 .* earlier one of 3"),
+        ([5, 6], [3], [0, 0], "2 lengths, 1 prompts and 2 groups are given"),
+        ([], [], [], "0 lengths"),
+    ],
+)
+def test_sequences_that_are_refused(
+    lengths: list[int], prompts: list[int], groups: Sequence[object], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        shared_row(lengths, prompts, groups)
+
+
+def test_prompts_that_differ_are_refused() -> None:
+    """They would train with another's prompt in silence."""
+    with patched():
+        shared = megatron_ext.share_prompts([4, 4], [3, 3], [0, 0], device="cpu")
+    shared.once(torch.tensor([[1, 2, 3, 4, 1, 2, 3, 5]]))
+    shared.once(torch.tensor([[1, 2, 3, 4, 1, 2, 9, 5]]))  # the last token is each sequence's own
+    with pytest.raises(ValueError, match="prompts that differ: give sequences with another prompt"):
+        shared.once(torch.tensor([[1, 2, 3, 4, 1, 9, 3, 5]]))
+    with pytest.raises(ValueError, match=r"once .* tensor of \[1, 7\]: give one of \[1, 8, ...\]"):
+        shared.once(torch.zeros(1, 7))
+    with pytest.raises(ValueError, match=r"in_sequences .*: give one of \[1, 6, ...\]"):
+        shared.in_sequences(torch.zeros(1, 8))
+
+
+def test_a_description_without_the_setting_is_refused() -> None:
+    """Megatron's own attention would take answers for documents without a prompt."""
+    with pytest.raises(ValueError, match="MEGATRON_EXT_SHARED_PROMPTS=exact"):
+        megatron_ext.share_prompts([4, 4], [3, 3], [0, 0], device="cpu")
+
+
+def test_a_model_that_does_not_know_the_setting_fails() -> None:
+    """The model's call is another than GPTModel's: its layers find no ends of documents."""
+    with patched():
+        shared = megatron_ext.share_prompts([4, 4], [3, 3], [0, 0], device="cpu")
+    params = shared.packed_seq_params
+    assert params.qkv_format is params.cu_seqlens_q is params.max_seqlen_q is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"context_parallel_size": 2}, "--context-parallel-size 1"),
+        ({"mtp_num_layers": 1}, "drop --mtp-num-layers"),
+        ({"experimental_attention_variant": "dsa"}, "drop --experimental-attention-variant"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl none"),
+        ({"fp8_dot_product_attention": True}, "drop --fp8-dot-product-attention"),
+        ({"fine_grained_activation_offloading": True}, "gathers again must stay"),
+        ({"overlap_moe_expert_parallel_comm": True}, "plans of pairs"),
+        ({"num_experts": 8, "moe_expert_capacity_factor": 1.0}, "drop --moe-expert-capacity"),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, Any], why: str) -> None:
+    refuse_settings(SimpleNamespace(context_parallel_size=1), SharedPrompts.EXACT)
+    for mode in (SharedPrompts.EXACT, SharedPrompts.LOSSES_ONCE):
+        with pytest.raises(ValueError, match=f"{mode} does not go with .*{why}"):
+            refuse_settings(SimpleNamespace(**settings), mode)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2},
+        {
+            "moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"],
+            "moe_aux_loss_coeff": [0.0, 1e-2],
+        },
+        {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
+        {"moe_z_loss_coeff": 1e-3},
+        {"moe_router_enable_expert_bias": True},
+    ],
+)
+def test_what_balances_experts_is_refused_unless_it_may_count_a_prompt_once(
+    settings: dict[str, Any],
+) -> None:
+    experts = SimpleNamespace(num_moe_experts=8, **settings)
+    with pytest.raises(ValueError, match="write --pipeline-shared-prompts losses-once if that is"):
+        refuse_settings(experts, SharedPrompts.EXACT)
+    refuse_settings(experts, SharedPrompts.LOSSES_ONCE)
+    refuse_settings(SimpleNamespace(num_moe_experts=None, **settings), SharedPrompts.EXACT)
+    no_loss = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0}
+    refuse_settings(SimpleNamespace(num_moe_experts=8, **no_loss), SharedPrompts.EXACT)
+
+
+def test_models_with_other_attention_and_passes_in_pairs_are_refused() -> None:
+    def on_rank(rank: int) -> None:
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(0)
+        model = build(Case())  # with Megatron's own attention
+        with patched():
+            shared = megatron_ext.share_prompts([4, 4], [3, 3], [0, 0], device="cpu")
+            tokens = torch.zeros(1, 5, dtype=torch.long)
+            call = (tokens, shared.position_ids, None)
+            with pytest.raises(ValueError, match="not go with DotProductAttention: answers would"):
+                model(*call, packed_seq_params=shared.packed_seq_params)
+            with pytest.raises(ValueError, match="does not go with passes in pairs"):
+                model.build_schedule_plan(*call, packed_seq_params=shared.packed_seq_params)
+
+    with apply(cpu.patches()):
+        values(run_ranks(1, on_rank))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"schedule": "zb-h1", "slices": "2"}, "exact does not go with --pipeline-slices 2"),
+        (
+            {"schedule": "zb-h1", "activation_offload": "full"},
+            "exact does not go with --pipeline-activation-offload full",
+        ),
+    ],
+)
+def test_settings_of_ours_that_are_refused(settings: dict[str, str], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        PipelineConfig.parse(shared_prompts="exact", **settings)

@@ -1,0 +1,21 @@
+"""scripts/pretrain_gpt.py with a Megatron that was installed from its wheel."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+from megatron.core.datasets import utils
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "pretrain_gpt.py"
+
+
+def test_helpers_that_are_compiled_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled dataset helpers stay. On a GPU a run ended at once: Megatron ran make, and its wheel
+    has no Makefile. The platform without a GPU hid that."""
+    monkeypatch.setattr(utils, "compile_helpers", utils.compile_helpers)
+    with pytest.raises(SystemExit):
+        utils.compile_helpers()
+    runpy.run_path(str(SCRIPT), run_name="imported")["keep_compiled_helpers"]()
+    utils.compile_helpers()
