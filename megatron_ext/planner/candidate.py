@@ -33,7 +33,7 @@ ALIKE = 0.01
 
 
 class VocabMethod(enum.StrEnum):
-    """Treatment of embedding and output layer in a plan."""
+    """How a plan treats embedding and output layer: as they are, with fewer layers, or split."""
 
     # Nothing is done: embedding and output layer are on the first and the last stage.
     NAIVE = "naive"
@@ -49,19 +49,22 @@ class VocabMethod(enum.StrEnum):
 
     @classmethod
     def of(cls, vocabulary: VocabularyParallel) -> VocabMethod:
-        """Return the treatment of the vocabulary that the setting ``vocabulary`` stands for."""
+        """Return the treatment of embedding and output layer for a setting of vocabulary
+        parallelism."""
         return cls.NAIVE if vocabulary is VocabularyParallel.NONE else cls(vocabulary.value)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Schedule with the problem that it solves, to be tried.
+    """Schedule and the problem that it solves, to be tried by a plan.
 
     Attributes:
+        resolved: the schedule, as chosen by name and options.
+        problem: the training step that the schedule is made for.
         model: bytes of parameters, gradients and optimizer states on each rank; None: not known.
-        may_recompute: whether activations may be recomputed to fit into a limit.
-        layers: of the model; None: not known.
-        in_seconds: whether times are seconds, and not in a unit of the costs' own.
+        may_recompute: whether activations may be recomputed to fit into a memory limit.
+        layers: number of layers of the model; None: not known.
+        in_seconds: whether times are seconds, not some other unit of the costs.
     """
 
     resolved: ResolvedSpec
@@ -73,32 +76,37 @@ class Variant:
 
     @property
     def build(self) -> Callable[[ResolvedSpec, Problem], Program]:
-        """Function that makes the program of a schedule."""
+        """Function that makes the program of this schedule from its problem."""
         return build_program if self.problem.costs.held_bytes is None else place_output_layer
 
     def check_launch(self) -> None:
-        """Raise ValueError if this schedule can be simulated, but no training can run it."""
+        """Raise ValueError if no training can run this schedule, though it can be simulated."""
         is_divided = self.problem.options.vocab_parallel is not VocabularyParallel.NONE
         if is_divided and not is_line_or_v(self.problem.placement):
             raise ValueError("its vocabulary cannot be divided: only that of a line or a V can")
 
 
 def goes_with(slices: Slices, resolved: ResolvedSpec, vocabulary: VocabularyParallel) -> bool:
-    """Return whether a schedule can have ``slices`` with ``vocabulary``."""
+    """Return whether a schedule can cut microbatches into ``slices`` with this vocabulary
+    setting."""
     is_undivided = vocabulary is VocabularyParallel.NONE
     return slices.count == 1 or (resolved.traits.takes_slices and is_undivided)
 
 
 def keeps_pairs(resolved: ResolvedSpec, vocabulary: VocabularyParallel) -> bool:
-    """Return whether a schedule with ``vocabulary`` overlaps most F with backward passes if overlap
-    is requested."""
+    """Return whether a schedule can overlap most forward passes with backward passes.
+
+    ``vocabulary`` is its setting of vocabulary parallelism, which excludes overlap.
+    """
     return entry_of(resolved.spec).traits.keeps_pairs and vocabulary is VocabularyParallel.NONE
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of a rank: of the model, of temporary tensors and CUDA's context, and of activations at
-    their peak."""
+    """Bytes of a rank: of its part of the model, and of activations at their peak.
+
+    The model's part includes temporary tensors and CUDA's context.
+    """
 
     model: ModelBytes
     activations: float
@@ -110,15 +118,16 @@ class RankMemory:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """Schedule that can run, with its simulated figures.
+    """Schedule of a plan that can run, with its simulated time and memory.
 
     Attributes:
-        report: the report on its program.
-        variant: the variant that it was made of.
+        method: how embedding and output layer are treated.
+        report: the figures of its program.
+        variant: the schedule and problem that it was made of.
         limit: the memory limit that it was made for.
-        memory: of each rank; None if not known.
+        memory: bytes of each rank; None if not known.
         has_all_microbatches: whether all microbatches were built; if not, the figures are derived
-            from the repeating part.
+            from the repeating part of a shorter step.
     """
 
     method: VocabMethod
@@ -129,8 +138,10 @@ class Candidate:
     has_all_microbatches: bool = True
 
     def program(self) -> Program:
-        """Build the candidate's program once more. A plan stores no programs, since they are large;
-        results of searches are cached."""
+        """Build the candidate's program once more and return it.
+
+        A plan stores no programs, since they are large; results of searches are cached.
+        """
         return self.variant.build(self.variant.resolved, self.variant.problem)
 
     @property
@@ -139,7 +150,7 @@ class Candidate:
 
     @property
     def family(self) -> str:
-        """Name of the candidate's schedule family, without options."""
+        """Name of the candidate's schedule family, which is the schedule's name without options."""
         return self.schedule.partition(":")[0]
 
     @property
@@ -148,37 +159,37 @@ class Candidate:
 
     @property
     def step(self) -> float:
-        """Time of a step under the candidate: the makespan, or about the span if steps overlap."""
+        """Time of a step under this candidate: the makespan, or about the span if steps overlap."""
         return self.report.step
 
     @property
     def overlaps(self) -> bool:
-        """Whether the candidate uses post-validation, and gains by it."""
+        """Whether this candidate uses post-validation (steps that overlap), and gains by it."""
         return self.report.steps_overlap and is_gain(self.report.makespan, self.step)
 
     @property
     def fullest(self) -> float | None:
-        """Bytes of the rank that stores most; None if they are not known."""
+        """Bytes of the rank that holds most under this candidate; None if they are not known."""
         return None if self.memory is None else max(rank.total for rank in self.memory)
 
     @property
     def recompute(self) -> Recompute:
-        """Recompute of activations in bubbles, as the candidate's schedule uses it."""
+        """Setting of recomputation in bubbles that the candidate's schedule uses."""
         return self.variant.problem.options.recompute
 
     @property
     def holds(self) -> float:
-        """Memory of the candidate: `fullest` if it is known, else its peak in microbatches."""
+        """Memory of the fullest rank: bytes (`fullest`) if known, else its peak in microbatches."""
         return self.report.peak if self.fullest is None else self.fullest
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Comparison of schedules for one job.
+    """Comparison of schedules for one training job.
 
     Attributes:
-        candidates: shortest step first.
-        refusals: reasons why other schedules are no candidates.
+        candidates: the schedules that can run, shortest step first.
+        refusals: reasons why other schedules are no candidates, by schedule and vocabulary method.
     """
 
     candidates: tuple[Candidate, ...]
@@ -186,24 +197,26 @@ class Plan:
 
     @property
     def recommendable(self) -> tuple[Candidate, ...]:
-        """The stable candidates; all candidates if none is stable."""
+        """The candidates whose schedule is stable (well tested); all candidates if none is."""
         return stable_of(self.candidates) or self.candidates
 
     @property
     def best(self) -> Candidate | None:
-        """The `recommendable` candidate with the shortest step; of equals, the one with the least
+        """The `recommendable` candidate with the shortest step; of equals, that with least
         memory."""
         return next(iter(self.recommendable), None)
 
     @property
     def tied(self) -> tuple[Candidate, ...]:
-        """The `recommendable` candidates that tie with `best` for the shortest step, the
-        recommended one first."""
+        """The `recommendable` candidates whose steps are about as short as the shortest.
+
+        The recommended one comes first.
+        """
         return tied(self.recommendable)
 
     @property
     def best_of_each(self) -> tuple[Candidate, ...]:
-        """Each schedule with its best treatment of the vocabulary, shortest step first."""
+        """Each schedule once, with its best treatment of the vocabulary, shortest step first."""
         best: dict[str, Candidate] = {}
         for candidate in self.candidates:
             best.setdefault(candidate.schedule, candidate)
@@ -211,13 +224,15 @@ class Plan:
 
     @property
     def front(self) -> tuple[Candidate, ...]:
-        """The `recommendable` candidates that no other beats in both time and memory, shortest step
-        first."""
+        """The `recommendable` candidates that no other beats in both time and memory.
+
+        The shortest step comes first.
+        """
         return pareto_front(self.recommendable, lambda candidate: candidate.holds)
 
     @property
     def methods(self) -> tuple[VocabMethod, ...]:
-        """All treatments of the vocabulary that were tried."""
+        """All treatments of embedding and output layer that the plan has tried."""
         there_are = {candidate.method for candidate in self.candidates} | {
             method for _, method in self.refusals
         }
@@ -244,16 +259,16 @@ def tied_for_best[T](
     holds: Callable[[T], float],
     settings: Callable[[T], int],
 ) -> tuple[T, ...]:
-    """Return the best of ``options``, and behind it those that it ties with, shortest first.
+    """Return the best of ``options``, followed by those that tie with it, shortest step first.
 
     Steps within `ALIKE` of the shortest are a tie. Of a tie, those within `ALIKE` of the least
     memory are equally lean. The best is the equally lean one with the fewest settings, and of
     several the one with the shortest step.
 
     Args:
-        seconds: of a step.
-        holds: memory of the fullest rank.
-        settings: number of settings in addition to the schedule.
+        seconds: function that returns the seconds of a step under an option.
+        holds: function that returns the memory of the fullest rank.
+        settings: function that returns the number of settings in addition to the schedule.
     """
     ordered = sorted(options, key=seconds)
     alike = [one for one in ordered if seconds(one) <= (1 + ALIKE) * seconds(ordered[0])]
@@ -266,14 +281,14 @@ def tied_for_best[T](
 
 
 def tied(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Return those of ``candidates`` that tie for the shortest step, the recommended one first."""
+    """Return the ``candidates`` that tie for the shortest step, the recommended one first."""
     return tied_for_best(
         candidates, lambda one: one.step, lambda one: one.holds, lambda one: len(setting_names(one))
     )
 
 
 def setting_names(candidate: Candidate) -> tuple[str, ...]:
-    """Return the settings of ``candidate`` in addition to its schedule, in words."""
+    """Return a candidate's settings in addition to its schedule, in words such as ``2 slices``."""
     made = candidate.report
     words = []
     if candidate.method is VocabMethod.REDISTRIBUTED:

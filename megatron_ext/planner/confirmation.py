@@ -34,15 +34,19 @@ def confirmed_verdict(
     *,
     confirms_all: bool = True,
 ) -> tuple[Verdict, Plan]:
-    """Return the `verdict_of` on ``baseline`` and ``others``, and ``plan`` with true figures.
+    """Return the recommendation for a job, and its plan, after a check with exact figures.
 
-    What is recommended is always judged. With ``confirms_all``, and as long as there is planning
-    time, every alternative that takes up to `CLOSE` more time than the shortest is built whole. One
-    that is refused, or cannot be built whole, is ignored, and a remark says so.
+    The times of long steps are estimates at first. What is recommended is always judged exactly.
+    With ``confirms_all``, and as long as there is planning time, every alternative that takes up to
+    `CLOSE` more time than the shortest is built with all microbatches. An alternative that is
+    refused, or cannot be built, is ignored, and a remark says so.
 
     Args:
-        judge: returns an alternative with the figures of the job that is changed to it, or raises
-            ValueError if that could not start.
+        plan: the schedules compared.
+        baseline: the unchanged job; None if it cannot start.
+        others: all other alternatives.
+        judge: function that returns an alternative with the figures of the job that is changed to
+            it, or raises ValueError if that job could not start.
         free: bytes that a rank may take; None: not known.
     """
     confirmation = _Confirmation(plan, baseline, list(others), free, judge, confirms_all)
@@ -56,7 +60,9 @@ def confirmed_verdict(
 
 @dataclass
 class _Confirmation:
-    """Progress of `confirmed_verdict`, which repeats its steps until the verdict stays.
+    """State of the check of a plan's recommendation with exact figures (`confirmed_verdict`).
+
+    The check repeats its steps until the recommendation no longer changes.
 
     Attributes:
         plan: the plan, with the true figures that are known so far.
@@ -76,8 +82,8 @@ class _Confirmation:
     judged: list[Alternative] = field(default_factory=list)
 
     def judge_next(self, recommended: Sequence[Alternative]) -> bool:
-        """Judge the next of ``recommended`` alternatives that was not judged. Return whether there
-        was one."""
+        """Judge the next recommended alternative that was not judged; return whether there was
+        one."""
         for one in recommended:
             if one in self.judged:
                 continue
@@ -101,8 +107,10 @@ class _Confirmation:
         return False
 
     def build_next(self) -> bool:
-        """Build whole the next alternative that is close to the shortest. Return whether there was
-        one."""
+        """Build the next alternative close to the shortest step with all microbatches.
+
+        Return whether there was one.
+        """
         close = _close(self.pool) if self.builds_close else []
         estimated = next((one for one in close if not one.candidate.has_all_microbatches), None)
         if estimated is None:
@@ -113,7 +121,8 @@ class _Confirmation:
         return True
 
     def _replace(self, estimated: Alternative, built: Alternative | None) -> None:
-        """Replace ``estimated`` by ``built``; None removes it."""
+        """Replace the alternative ``estimated`` by ``built``, which has exact figures; None removes
+        it."""
         at = self.pool.index(estimated)
         self.pool[at : at + 1] = [] if built is None else [built]
         true = None if built is None else built.candidate
@@ -127,13 +136,15 @@ def _close(pool: Sequence[Alternative]) -> list[Alternative]:
 
 
 def _built_in_time(estimated: Alternative, free: float | None) -> tuple[Alternative | None, bool]:
-    """Return the result of `_built`, and whether planning time was left for it."""
+    """Return the result of `_built` for an alternative, and whether planning time was left for
+    it."""
     without: tuple[Alternative | None, bool] = (None, False)
     return until_end(lambda: (_built(estimated, free), True), without, WHOLE_STEPS)
 
 
 def _built(estimated: Alternative, free: float | None) -> Alternative | None:
-    """Return ``estimated`` with the figures of its whole program; None if this cannot be built."""
+    """Return an alternative with the exact figures of all microbatches; None if it cannot be
+    built."""
     try:
         built = with_whole_step(estimated, free)
     except ValueError as error:
@@ -144,8 +155,10 @@ def _built(estimated: Alternative, free: float | None) -> Alternative | None:
 
 
 def with_whole_step(estimated: Alternative, free: float | None = None) -> Alternative:
-    """Return ``estimated`` with the figures of its whole program. Raises ValueError if this cannot
-    be built."""
+    """Return an alternative with the exact figures of a step built with all microbatches.
+
+    Raises ValueError if the step cannot be built.
+    """
     before = estimated.candidate
     try:
         built = built_in_full(before, free)
@@ -156,8 +169,10 @@ def with_whole_step(estimated: Alternative, free: float | None = None) -> Altern
 
 
 def without_idle_limit(one: Alternative) -> Alternative:
-    """Return the alternative ``one`` without the memory limit that it writes, if its schedule is
-    the same without the limit. The limit has to be the plan's, and not the user's."""
+    """Return an alternative without the memory limit in its flags, if the limit changes nothing.
+
+    The limit has to be the plan's, and not the user's. The schedule must be the same without it.
+    """
     made, written = one.candidate, one.write()
     if made.limit is None or _LIMIT not in written.added:
         return one
@@ -193,6 +208,7 @@ def _tell_difference(estimated: Alternative, true: Alternative) -> None:
 
 
 def _with_built(plan: Plan, estimated: Candidate, built: Candidate | None) -> Plan:
-    """Return ``plan`` with ``built`` in place of ``estimated``."""
+    """Return ``plan`` with the candidate ``estimated`` replaced by ``built``, or removed if
+    None."""
     candidates = [built if one is estimated else one for one in plan.candidates]
     return replace(plan, candidates=tuple(sorted(filter(None, candidates), key=by_time)))

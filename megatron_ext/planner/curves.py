@@ -27,13 +27,13 @@ MOST_LINES = 6  # most schedules in the curves by microbatches
 
 @dataclass(frozen=True)
 class Curves:
-    """Schedules of a plan with less memory, and with more or fewer microbatches.
+    """Data of a plan's picture: step times by memory limit and by number of microbatches.
 
     Attributes:
         by_limit: for each schedule that searches, the best within each memory limit, least memory
             first, as long as more memory helps.
-        by_microbatches: for the best schedules and 1F1B, the time of a step by its microbatches.
-            For a schedule that searches, the one used instead of a search is taken.
+        by_microbatches: for the best schedules and 1F1B, the time of a step by the number of
+            microbatches. For a schedule that searches, the one used instead of a search is taken.
     """
 
     by_limit: Mapping[str, Sequence[Candidate]]
@@ -41,8 +41,10 @@ class Curves:
 
 
 def curves_of(plan: Plan, variant_of: VariantOf, allowed_bytes: float | None = None) -> Curves:
-    """Return the curves of ``plan``, which `make_plan` made of ``variant_of`` and
-    ``allowed_bytes``."""
+    """Return the step times of the schedules in ``plan`` by memory limit and by microbatches.
+
+    ``variant_of`` and ``allowed_bytes`` are those with which `make_plan` made the plan.
+    """
     searches = {search.spec for search in SEARCHES}
     searched = [candidate for candidate in plan.best_of_each if candidate.schedule in searches]
     compared = _compared(plan)
@@ -78,8 +80,10 @@ def _variant(candidate: Candidate, variant_of: VariantOf) -> Variant:
 
 
 def _limited(variant: Variant, allowed_bytes: float | None) -> Iterator[Variant]:
-    """Yield ``variant`` within up to `LIMITS` memory limits, tightest first: fractions of the
-    available bytes, or whole microbatches if bytes are not known."""
+    """Yield ``variant`` within up to `LIMITS` memory limits, the tightest first.
+
+    Limits are fractions of the available bytes, or whole microbatches if bytes are not known.
+    """
     for limit in _limits(variant, allowed_bytes):
         yield replace(variant, problem=replace(variant.problem, memory_limit=limit))
 
@@ -97,7 +101,7 @@ def _limits(variant: Variant, allowed_bytes: float | None) -> list[MemoryLimit]:
 
 
 def _compared(plan: Plan) -> list[Candidate]:
-    """Return the best candidate of each schedule on the plan's front, and of 1F1B."""
+    """Return the best candidate of 1F1B, and of each schedule on the front of time and memory."""
     best = {candidate.schedule: candidate for candidate in plan.best_of_each}
     names = dict.fromkeys(candidate.schedule for candidate in plan.front)
     first = [name for name in names if name != "1f1b"][: MOST_LINES - 1]

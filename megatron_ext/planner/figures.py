@@ -20,10 +20,10 @@ from megatron_ext.schedule.slices import Lengths
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank, with the activations at their peak.
+    """Bytes of one rank by purpose, with the activations at their peak.
 
     Attributes:
-        temporary: bytes of the largest pass while it runs.
+        temporary: bytes of temporary tensors in the largest pass.
         context: bytes of CUDA's context, workspaces and NCCL's buffers.
     """
 
@@ -38,7 +38,7 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class Figures:
-    """Settings and figures of a candidate, for --json.
+    """Settings and simulated figures of a schedule in a plan, as ``--json`` prints them.
 
     Attributes:
         vocab_parallel, activation_offload, recompute, slices, memory_limit: settings.
@@ -46,8 +46,8 @@ class Figures:
         recomputed: the share of activations that are recomputed.
         flags: the flags that make a launch train so.
         makespan, step, span: in seconds, or in the unit of the costs.
-        fullest_rank: in bytes; None: not known.
-        ranks: None where the model is not known.
+        fullest_rank: bytes of the rank that holds most; None: not known.
+        ranks: bytes of each rank; None if the model is not known.
     """
 
     schedule: str
@@ -72,7 +72,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reason why a schedule is not among the candidates."""
+    """Reason why a schedule is not among the candidates of a plan, as ``--json`` prints it."""
 
     schedule: str
     vocab_parallel: VocabularyParallel
@@ -81,7 +81,7 @@ class Refusal:
 
 
 def candidate_figures(candidate: Candidate) -> Figures:
-    """Return ``candidate`` as data for --json."""
+    """Return settings and figures of a plan's candidate, as data for ``--json``."""
     made = candidate.report
     return Figures(
         schedule=candidate.schedule,
@@ -106,7 +106,7 @@ def candidate_figures(candidate: Candidate) -> Figures:
 
 
 def bytes_of(rank: RankMemory) -> RankBytes:
-    """Return the bytes of ``rank``, part by part, for --json."""
+    """Return the bytes of a rank by purpose (weights, activations, ...), as data for ``--json``."""
     model = rank.model
     return RankBytes(
         model.weights,
@@ -120,7 +120,7 @@ def bytes_of(rank: RankMemory) -> RankBytes:
 
 
 def as_data(value: Any) -> Any:
-    """Return ``value``, made of frozen dataclasses, as ``--json`` prints it.
+    """Return ``value``, made of frozen dataclasses, as plain data for ``--json``.
 
     A candidate becomes its `Figures`, and a plan its candidates, shortest first, and its refusals.
     A field that the ``repr`` of a dataclass omits is omitted.
@@ -144,7 +144,7 @@ def as_data(value: Any) -> Any:
 
 
 def flags_of(candidate: Candidate) -> tuple[str, ...]:
-    """Return the flags that make a launch train under ``candidate``."""
+    """Return the flags with which a launch trains under the plan's ``candidate``."""
     made = candidate.report
     words = ["--pipeline-schedule", made.schedule]
     if candidate.limit is not None:
@@ -175,29 +175,33 @@ def flags_of(candidate: Candidate) -> tuple[str, ...]:
 
 
 def slower_by(candidate: Candidate, best: Candidate) -> float:
-    """Return the time of ``candidate`` beyond that of ``best``, as a share of the latter; negative
-    if ``candidate`` is faster."""
+    """Return by which share a step of ``candidate`` is longer than a step of ``best``.
+
+    The share is relative to ``best``, and negative if ``candidate`` is faster.
+    """
     return candidate.step / best.step - 1
 
 
 def step_phrase(candidate: Candidate) -> str:
-    """Return the time and the memory of ``candidate``: 2.1 s a step without its optimizer, 40.3
-    GiB. Without a model there is no optimizer to name."""
+    """Return step time and memory in words: "2.1 s a step without its optimizer, 40.3 GiB".
+
+    Without a model there is no optimizer to name.
+    """
     unit = "s" if candidate.variant.in_seconds else "cost units"
     without = "" if candidate.variant.model is None else " without its optimizer"
     return f"{candidate.step:.4g} {unit} a step{without}, {memory_phrase(candidate)}"
 
 
 def memory_phrase(candidate: Candidate) -> str:
-    """Return the memory of the fullest rank of ``candidate``, in microbatches if its bytes are not
-    known."""
+    """Return the memory of the fullest rank in words: bytes, or microbatches if those are
+    unknown."""
     if candidate.fullest is None:
         return counted(candidate.report.peak, "microbatch")
     return bytes_text(candidate.fullest)
 
 
 def recompute_phrase(candidate: Candidate) -> str:
-    """Return a phrase to append to a text: the share of the activations that is recomputed; ""
-    if nothing is."""
+    """Return text such as ``, 20% recomputed in bubbles`` to append; "" if nothing is
+    recomputed."""
     share = candidate.report.recomputed
     return f", {share:.0%} recomputed in bubbles" if share else ""

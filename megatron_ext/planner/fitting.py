@@ -34,7 +34,7 @@ def consider(
     may_offload: bool = False,
     at_most: float = math.inf,
 ) -> Candidate:
-    """Build and simulate ``variant`` within its memory limit and within ``allowed_bytes``.
+    """Build and simulate the schedule ``variant`` within its memory limit and ``allowed_bytes``.
 
     If the schedule does not fit, offload and recompute are tried, if they are allowed, and the
     fastest result is returned. If the memory limit makes the schedule slow, it is also tried with
@@ -48,8 +48,8 @@ def consider(
     Args:
         allowed_bytes: bytes that each rank may take; None: any number.
         may_offload: whether activations may be copied to the host so that the schedule fits.
-        at_most: seconds of a step. A schedule that does not fit and takes longer is refused
-            without a try of offload or recompute.
+        at_most: seconds of a step. A schedule that does not fit and takes longer is refused without
+            a try of offload or recompute.
 
     Raises:
         ValueError: the schedule cannot be built, or does not fit (`TooFull`).
@@ -110,7 +110,7 @@ SLOWED = 1.1
 
 
 def _is_slowed_by_memory(variant: Variant, candidate: Candidate) -> bool:
-    """Return whether the step of ``candidate`` would probably be shorter with more memory."""
+    """Return whether the step of a schedule would probably be shorter with more memory."""
     # Recompute and offload may need a limit to fit into, and by themselves shorten no step.
     stays = variant.problem.with_options(recompute=Recompute(), activation_offload=Offload.NONE)
     unlimited = replace(stays, memory_limit=None)
@@ -120,8 +120,7 @@ def _is_slowed_by_memory(variant: Variant, candidate: Candidate) -> bool:
 def _options_to_fit(
     variant: Variant, may_offload: bool, may_recompute: bool
 ) -> Iterator[ScheduleOptions]:
-    """Yield the options of offload or recompute with which ``variant`` may fit into its memory
-    limit."""
+    """Yield the offload or recompute options with which a schedule may fit its memory limit."""
     problem = variant.problem
     if may_offload and problem.costs.host is not None:
         yield replace(problem.options, activation_offload=Offload.FIT)
@@ -130,8 +129,10 @@ def _options_to_fit(
 
 
 def _as_requested(variant: Variant, method: VocabMethod, allowed_bytes: float | None) -> Candidate:
-    """Return ``variant`` as a candidate with its own options only. Raises TooFull if it needs more
-    than ``allowed_bytes``, ValueError if it cannot be built."""
+    """Return the schedule ``variant`` as a candidate, without additional offload or recompute.
+
+    Raises TooFull if it needs more than ``allowed_bytes``, ValueError if it cannot be built.
+    """
     left = limit_left(variant, allowed_bytes)
     if left is not None and variant.problem.memory_limit is None:
         # A limit holds for all ranks, and is what the model leaves on its fullest rank. If no
@@ -153,7 +154,7 @@ class TooFull(ValueError):
     """Refusal of a schedule that needs more memory than a rank has.
 
     Attributes:
-        seconds: duration of a step under this schedule if memory were no limit; inf: not known.
+        seconds: duration of a step under this schedule if memory were unlimited; inf: not known.
     """
 
     def __init__(self, message: str, seconds: float) -> None:
@@ -162,7 +163,7 @@ class TooFull(ValueError):
 
 
 def check_bytes(candidate: Candidate, allowed_bytes: float | None) -> None:
-    """Raise TooFull if a rank would hold more than ``allowed_bytes`` bytes."""
+    """Raise TooFull if a rank would hold more than ``allowed_bytes`` under the plan's candidate."""
     if allowed_bytes is None or candidate.memory is None:
         return
     totals = [rank.total for rank in candidate.memory]
@@ -180,7 +181,7 @@ _CACHE: ContextVar[dict[str, Candidate] | None] = ContextVar("candidates", defau
 
 @contextlib.contextmanager
 def caching_candidates() -> Iterator[None]:
-    """Build and simulate each problem only once in the block."""
+    """Cache simulated candidates in the block, so that each problem is simulated only once."""
     token = _CACHE.set({})
     try:
         yield
@@ -191,7 +192,7 @@ def caching_candidates() -> Iterator[None]:
 def _candidate(
     variant: Variant, method: VocabMethod, allowed_bytes: float | None = None
 ) -> Candidate:
-    """Return ``variant`` as a candidate. ``allowed_bytes`` is that of `_simulated`."""
+    """Return the schedule ``variant`` as a simulated candidate, from the cache if it is there."""
     cache = _CACHE.get()
     if cache is None:
         return _simulated(variant, method, allowed_bytes)
@@ -209,8 +210,9 @@ def _simulated(
     *,
     all_microbatches: bool = False,
 ) -> Candidate:
-    """Return ``variant``, built and simulated, as a candidate. ``all_microbatches`` is that of
-    `simulate_step`.
+    """Build and simulate the schedule ``variant``, and return it as a candidate.
+
+    ``all_microbatches`` is that of `simulate_step`.
 
     Raises:
         HoldsMore: a step that takes long to be built holds more than ``allowed_bytes`` on some
@@ -230,7 +232,7 @@ def _simulated(
 
 
 def candidate_of(variant: Variant, method: VocabMethod, step: Simulated) -> Candidate:
-    """Return ``variant``, whose ``step`` was simulated, as a candidate."""
+    """Return a plan's candidate made of the schedule ``variant`` and its simulated ``step``."""
     memory = None
     if variant.model is not None and step.held_bytes is not None:
         memory = tuple(map(RankMemory, variant.model, step.held_bytes))
@@ -239,8 +241,10 @@ def candidate_of(variant: Variant, method: VocabMethod, step: Simulated) -> Cand
 
 
 def built_in_full(candidate: Candidate, allowed_bytes: float | None = None) -> Candidate:
-    """Return ``candidate`` simulated with all microbatches of a step. (Long steps are first
-    simulated with fewer, and their figures computed from the part that repeats.)
+    """Return a plan's candidate simulated with all microbatches of a step.
+
+    Long steps are first simulated with fewer microbatches, and their figures derived from the part
+    that repeats.
 
     Raises:
         ValueError: the whole schedule cannot be built, or takes more than ``allowed_bytes`` bytes.

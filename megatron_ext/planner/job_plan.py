@@ -27,10 +27,10 @@ from megatron_ext.schedule.microbatch_costs import BatchSize, read_loads
 
 @dataclass(frozen=True)
 class Others:
-    """Alternatives to a job that are not schedules of its plan: other layouts, recompute, and so
-    on.
+    """Alternatives to a job that are not schedules of its plan: other layouts, recompute and so on.
 
     Attributes:
+        alternatives: the alternatives.
         long_sequences: alternatives for long sequences; None if they are short.
         remarks: sentences on the comparison.
     """
@@ -45,7 +45,7 @@ _NO_OTHERS = Others()
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob(ABC):
-    """Training job for a plan: its description, its GPUs and its limits.
+    """Training job to be planned: its description, its GPUs and its memory limits.
 
     Attributes:
         text: the job in words, with the schedule that it has.
@@ -55,8 +55,8 @@ class PlannedJob(ABC):
         batch: size of the batch of a step; None: not known.
         remarks: assumptions on the job, a sentence each.
         nothing_fits: error message if nothing fits.
-        confirms_all: whether every schedule that may prove to be the shortest is built whole, and
-            not only what is recommended.
+        confirms_all: whether every schedule that may prove to be the shortest is built with all
+            microbatches, and not only what is recommended.
         waits: the share of each pass that waits for other ranks of a layer, by their group.
     """
 
@@ -72,82 +72,89 @@ class PlannedJob(ABC):
 
     @property
     def allowed_bytes(self) -> float | None:
-        """Bytes that tensors of a rank may take; None if not known."""
+        """Bytes that the tensors of a rank may take in this job; None if not known."""
         return None if self.free is None else self.free.allocated
 
     @abstractmethod
     def variant(self, spec: str, method: VocabMethod) -> Variant | None:
-        """Return the problem of a schedule for the job, as `make_plan` takes it."""
+        """Return the problem of the schedule ``spec`` for this job, for `make_plan`.
+
+        None if the vocabulary method does not apply.
+        """
 
     @abstractmethod
     def compare(self) -> Plan:
-        """Compare schedules for the job."""
+        """Compare schedules for this job and return their plan."""
 
     @abstractmethod
     def baseline(self, plan: Plan) -> Alternative | None:
-        """Return the unchanged job, though it may not fit; None if nothing is known of it. ``plan``
-        is the result of `compare`."""
+        """Return the unchanged job as an alternative, though it may not fit into memory.
+
+        None if nothing is known of it. ``plan`` is the result of `compare`.
+        """
 
     @abstractmethod
     def alternative(self, made: Candidate) -> Alternative:
-        """Return a schedule of the plan as an alternative, with its seconds and its flags."""
+        """Return a schedule of the plan as an alternative for this job, with its seconds and
+        flags."""
 
     def others(self, plan: Plan) -> Others:
-        """Compare alternatives that are not schedules of ``plan``."""
+        """Compare alternatives to this job that are not schedules of ``plan``, such as layouts."""
         return _NO_OTHERS
 
     def judged(self, one: Alternative) -> Alternative:
-        """Return the alternative ``one`` with the figures of the job that is changed to it.
+        """Return an alternative with exact figures for this job.
 
         Raises:
-            ValueError: a training so could not start.
+            ValueError: a training with this alternative could not start.
         """
         return one if one.write() == NOTHING else with_whole_step(one, self.allowed_bytes)
 
     def refusal_of(self, written: Written) -> str | None:
-        """Return the reason why a training with the flags ``written`` could not start; None if it
-        could."""
+        """Return why a training with the flags ``written`` could not start; None if it could."""
         return None
 
     def why_not(self, plan: Plan) -> str:
-        """Return the reason why the unchanged job cannot run, if that is known."""
+        """Return the reason why the unchanged job cannot run; "" if that is not known."""
         return ""
 
     def fallbacks(self, others: Others) -> tuple[str, ...]:
-        """Return a text for each change that would make the job fit."""
+        """Return a text for each change of settings that would make the job fit into memory."""
         return ()
 
     def command(self, written: Written) -> str:
-        """Return the whole launch command with the flags ``written``; "" without a command."""
+        """Return the whole launch command with the flags ``written``; "" if the job has no
+        command."""
         return ""
 
     def on_assumed(self, found: Verdict) -> str:
-        """Return the assumptions about the job that the verdict ``found`` depends on; "" if there
-        are none."""
+        """Return the assumptions about this job on which the recommendation depends; "" if none."""
         return ""
 
     def remarks_on(self, taken: Candidate, written: Written) -> tuple[str, ...]:
-        """Return sentences on the job with the flags ``written``."""
+        """Return remarks on this job when it runs the recommended schedule with these flags."""
         return ()
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Plan of a job with its verdict.
+    """Plan of a training job: the schedules compared, and the recommendation.
 
     Attributes:
+        plan: the schedules compared.
+        verdict: the recommendation.
         job: the job in words, with the schedule that it has.
-        written: the flags for the verdict; nothing if the job does not change.
-        of_stock: the flags for the best of Megatron's own levers, if one is worth it.
-        command: the whole launch command for the verdict; "" if there is none.
+        written: the flags for the recommendation; nothing if the job does not change.
+        of_stock: the flags for the best change that Megatron has itself, if one is worth it.
+        command: the whole launch command for the recommendation; "" if there is none.
         remarks: assumptions, and what else there is to know.
-        fallbacks: what would make the leanest schedule fit, if nothing fits.
+        fallbacks: what would make the schedule with the least memory fit, if nothing fits.
         why_not: reason why the unchanged job cannot run, if it cannot.
         free: memory that a rank may take; None: not known.
         is_estimate: whether times are seconds that were estimated.
         in_seconds: whether times are seconds, estimated or measured.
-        others: alternatives in addition to the schedules of ``plan``: other layouts, recompute,
-            and so on.
+        others: alternatives in addition to the schedules of ``plan``: other layouts, recompute, and
+            so on.
         long_sequences: alternatives for long sequences; None if they are short.
         waits: the share of each pass that waits for other ranks of a layer, by their group.
         unequal: gains of arranged microbatches; None if no lengths were given, or nothing fits.
@@ -155,7 +162,7 @@ class JobPlan:
         nothing_fits: error message if nothing fits.
         is_short: whether not all alternatives were compared, since the time of the plan was over.
         unfinished: kinds of alternatives that were not compared to their end because of that.
-        assumed: what was assumed of the job that the verdict depends on; "" if nothing was.
+        assumed: assumptions about the job that the recommendation depends on; "" if there are none.
     """
 
     plan: Plan
@@ -182,16 +189,18 @@ class JobPlan:
 
     @property
     def spread(self) -> GainSpread | None:
-        """Spread of the verdict's gain; None without a gain, or if the gain was not estimated."""
+        """How far the predicted gain may be off; None without a gain, or if it was not
+        estimated."""
         return spread_of(self.verdict) if self.is_estimate else None
 
 
 def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None = None) -> JobPlan:
-    """Compare everything that ``job`` could train under, and return the plan with its verdict.
+    """Compare all schedules and settings that ``job`` could train with; return the plan.
 
     Args:
-        lengths: file of microbatches (`read_loads`), for what arranging them gains under the
-            verdict; None: they are alike.
+        with_curves: whether to compute the data of the plan's picture.
+        lengths: file of microbatches (`read_loads`), to compute the gain of arranging them under
+            the recommended schedule; None: they are alike.
 
     Raises:
         ValueError: ``lengths`` is at fault.

@@ -19,8 +19,10 @@ CLOSE = 0.02
 
 
 def limit_left(variant: Variant, allowed_bytes: float | None) -> MemoryLimit | None:
-    """Return the bytes that the model leaves of ``allowed_bytes`` on its fullest rank; None if they
-    are not known, or none are left."""
+    """Return the bytes that the model leaves for activations on its fullest rank, as a limit.
+
+    They are part of ``allowed_bytes``. None if they are not known, or none are left.
+    """
     if allowed_bytes is None or variant.model is None:
         return None
     left = allowed_bytes - max(rank.total for rank in variant.model)
@@ -28,22 +30,25 @@ def limit_left(variant: Variant, allowed_bytes: float | None) -> MemoryLimit | N
 
 
 def least_step(variant: Variant, allowed_bytes: float | None = None) -> float:
-    """Return a lower bound on the step of any schedule like ``variant``, without recompute, within
-    its limit or within the memory that the model leaves of ``allowed_bytes``."""
+    """Return a lower bound on the step time of all schedules like ``variant``, without recompute.
+
+    The memory is that of its limit, or the memory that the model leaves of ``allowed_bytes``.
+    """
     limit = variant.problem.memory_limit or limit_left(variant, allowed_bytes)
     problem = replace(variant.problem, memory_limit=limit)
     return least_time(problem, variant.resolved.traits.splits_backward)
 
 
 def is_close(made: Candidate) -> bool:
-    """Return whether no search finds a step that is `CLOSE` shorter than ``made`` in the same
-    memory."""
+    """Return whether no search can find a step that is `CLOSE` shorter in the same memory."""
     return made.step <= (1 + CLOSE) * least_step(made.variant)
 
 
 def least_time(problem: Problem, splits_backward: bool) -> float:
-    """Return a lower bound on the time of all schedules for ``problem``, in any order, with a split
-    backward pass or without."""
+    """Return a lower bound on the step time of all schedules for ``problem``, whatever their order.
+
+    ``splits_backward`` says whether the backward pass may be split into I and W.
+    """
     # Recompute may meet the limit in its own way, so the bound ignores both.
     if problem.options.recompute != Recompute():
         options = replace(problem.options, recompute=Recompute())

@@ -54,9 +54,9 @@ class LongSequenceAlternative:
     """Alternative for a job with long sequences: slices, context parallelism or full recompute.
 
     Attributes:
-        words: a name for it.
+        words: a name of the alternative.
         candidates: the schedules that fit, shortest step first.
-        why_not: reason why there is none.
+        why_not: reason why none fits.
         slices: slices of a sequence.
         is_here: whether the ranks are split as in the launch; if not, it only serves comparison.
     """
@@ -69,16 +69,18 @@ class LongSequenceAlternative:
 
     @property
     def shortest(self) -> Candidate | None:
-        """The shortest step of an alternative, of stable schedules if there are some."""
+        """The schedule with the shortest step of this alternative, a stable schedule if there is
+        one."""
         return next(iter(stable_of(self.candidates) or self.candidates), None)
 
 
 @dataclass(frozen=True)
 class LongSequences:
-    """Alternatives for long sequences, side by side.
+    """Comparison of alternatives for long sequences: slices, context parallelism, full recompute.
 
     Attributes:
         tokens: tokens of a sequence.
+        alternatives: the alternatives.
         written: the flags for `best`, if there is one.
     """
 
@@ -88,8 +90,10 @@ class LongSequences:
 
     @property
     def tied(self) -> tuple[Candidate, ...]:
-        """The schedules with slices that tie for the shortest step, the recommended one first; ()
-        if whole sequences are hardly slower."""
+        """The schedules with slices that tie for the shortest step, the recommended one first.
+
+        () if whole sequences are hardly slower.
+        """
         made = [made for one in self.alternatives if one.slices > 1 for made in one.candidates]
         uncut = [one.shortest for one in self.alternatives if one.slices == 1 and one.is_here]
         sliced = tied(stable_of(made) or made)
@@ -98,23 +102,22 @@ class LongSequences:
 
     @property
     def best(self) -> Candidate | None:
-        """The recommended one of `tied`."""
+        """The recommended schedule with slices; None if slices gain too little."""
         return next(iter(self.tied), None)
 
 
 def context_parallel(ranks: int, copies: int) -> str:
-    """Return the name of an alternative with so many context-parallel ranks and ``copies`` of the
-    model."""
+    """Return the name of an alternative with so many context-parallel ranks and model replicas."""
     return f"--context-parallel-size {ranks}, DP {copies}"
 
 
 def long_sequences(
     training: Training, plan: Plan, allowed_bytes: float | None
 ) -> LongSequences | None:
-    """Return the alternatives for the long sequences of ``training``, which has the plan ``plan``;
-    None if slices can gain nothing.
+    """Return the alternatives for the long sequences of a training; None if slices gain nothing.
 
     Args:
+        plan: the training's plan without changes.
         allowed_bytes: bytes that a rank may take; None: as much as it takes.
     """
     trained, requested = training.trained, training.options.slices
@@ -143,8 +146,10 @@ def _with_slices(training: Training, slices: Slices) -> VariantOf:
 def _of_other_settings(
     training: Training, trained: TrainedModel, allowed_bytes: float | None
 ) -> Iterator[LongSequenceAlternative]:
-    """Yield the alternatives with full recompute, and with context parallelism and half of the data
-    parallelism."""
+    """Yield the alternatives with full recompute, and with twice the context parallelism.
+
+    The latter has half of the data parallelism.
+    """
     execution, copies = trained.execution, trained.state.data_parallel
 
     def run(execution: Execution, microbatches: int) -> VariantOf:
@@ -163,10 +168,11 @@ def _of_other_settings(
 
 
 def counts_that_may_gain(variants_of: Callable[[Slices], VariantOf], plan: Plan) -> list[int]:
-    """Return those of `COUNTS` with which a step could be shorter than the shortest of ``plan``, by
-    more than `WORTH_SLICES`: the time in which ranks are idle there is longer, or activations are
-    recomputed, and what slices add to the passes of the busiest rank is less. All, if nothing in
-    ``plan`` fits.
+    """Return those numbers of slices (`COUNTS`) that could shorten the best step of ``plan``.
+
+    They have to shorten it by more than `WORTH_SLICES`: the time in which ranks are idle there is
+    longer, or activations are recomputed, and what slices add to the passes of the busiest rank is
+    less. All are returned if nothing in ``plan`` fits.
 
     Args:
         variants_of: as of `alternatives_with_slices`. A number of slices for which it raises
@@ -194,8 +200,9 @@ def counts_that_may_gain(variants_of: Callable[[Slices], VariantOf], plan: Plan)
 
 
 def alternatives_of_plan(plan: Plan, slices: int = 1) -> list[LongSequenceAlternative]:
-    """Return the alternatives in ``plan``: its schedules without recompute in bubbles
-    (--pipeline-recompute), and with it, if there are any.
+    """Return the schedules of ``plan`` as alternatives: without, and with recompute in bubbles.
+
+    The latter is missing if no schedule recomputes (--pipeline-recompute).
 
     Args:
         slices: number of slices into which each sequence is cut in this plan.
@@ -229,11 +236,11 @@ def alternatives_with_slices(
     counts: Sequence[int] = COUNTS,
     specs: Sequence[str] = SPECS,
 ) -> list[LongSequenceAlternative]:
-    """Return the alternatives with sequences cut into each of ``counts`` slices of equal work.
+    """Return alternatives with sequences cut into each of ``counts`` slices of equal work.
 
     Args:
-        variants_of: the problem of each schedule with such slices. Raises ValueError if there is
-            none.
+        variants_of: function that returns the problem of each schedule with such slices. It raises
+            ValueError if there is none.
         allowed_bytes: bytes that a rank may take; None: as much as it takes.
     """
     alternatives = []
@@ -259,9 +266,11 @@ def long_sequence_alternative(
     *,
     is_here: bool = True,
 ) -> LongSequenceAlternative:
-    """Return an alternative: the schedules of ``specs`` that fit into ``allowed_bytes``, with the
-    vocabulary at the ends of the pipeline, and without searches. Schedules whose simulation takes
-    long are refused."""
+    """Return an alternative for long sequences: those schedules that fit into ``allowed_bytes``.
+
+    The vocabulary is at the ends of the pipeline, and nothing is searched. Schedules whose
+    simulation takes long are refused.
+    """
 
     def quick(name: str, method: VocabMethod) -> Variant | None:
         variant = variant_of(name, method) if method is VocabMethod.NAIVE else None
@@ -277,7 +286,7 @@ def long_sequence_alternative(
 
 
 def _why_nothing(plan: Plan) -> str:
-    """Return the reason for which most schedules are refused; "" if some are not refused."""
+    """Return the most frequent reason why schedules are refused; "" if some are not refused."""
     if plan.candidates or not plan.refusals:
         return ""
     reasons = [why.removeprefix(f"{name}: ") for (name, _), why in plan.refusals.items()]

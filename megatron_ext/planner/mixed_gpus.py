@@ -19,16 +19,19 @@ ASSUMED_GPU = "times are an H100's, and its memory is not compared: --gpu names 
 
 
 def reference_of(gpus: Sequence[Gpu]) -> Gpu:
-    """Return the GPU for which costs are estimated: the first of ``gpus``, with the least memory of
-    all."""
+    """Return the GPU for which costs are estimated if ranks have several types of GPU.
+
+    It is the first of ``gpus``, with the least memory of all.
+    """
     sizes = [gpu.memory for gpu in gpus]
     known = [size for size in sizes if size is not None]
     return replace(gpus[0], memory=min(known) if len(known) == len(sizes) else None)
 
 
 def speeds_of_gpus(gpus: Sequence[Gpu], model: Model, execution: Execution) -> RankSpeeds | None:
-    """Return the speed of each rank relative to the first, by the time of all layers of ``model``
-    on its GPU; None if all GPUs are of one type.
+    """Return the speed of each rank's GPU relative to the first; None if all are of one type.
+
+    A speed follows from the time of all layers of ``model`` on the GPU.
 
     Raises:
         ValueError: a GPU has no units for the precision.
@@ -47,11 +50,10 @@ def speeds_of_gpus(gpus: Sequence[Gpu], model: Model, execution: Execution) -> R
 
 
 def product_of(speeds: Sequence[RankSpeeds | None], ranks: int) -> RankSpeeds | None:
-    """Return the products of each rank's ``speeds``, for ``ranks`` ranks; None if all speeds are
-    None.
+    """Return each rank's product of several relative speeds; None if all ``speeds`` are None.
 
     Raises:
-        ValueError: they are of more or fewer ranks.
+        ValueError: some speeds are for another number of ranks.
     """
     given = [of_ranks.of_ranks(ranks) for of_ranks in speeds if of_ranks is not None]
     if not given:

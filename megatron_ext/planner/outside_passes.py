@@ -24,8 +24,8 @@ class RankPasses:
     """Seconds of a microbatch's passes on a pipeline rank, as the mean of all ranks.
 
     Attributes:
-        forward: of the forward passes of all stages of the rank.
-        backward: of the backward passes, for inputs and for weights.
+        forward: seconds of the forward passes of all stages of the rank.
+        backward: seconds of the backward passes, for inputs and for weights.
     """
 
     forward: float
@@ -33,7 +33,7 @@ class RankPasses:
 
 
 def rank_passes(model: Model, execution: Execution, rates: Rates, ranks: int) -> RankPasses:
-    """Return the passes of ``model`` on so many pipeline ``ranks``."""
+    """Return the mean seconds of a microbatch's passes on one of ``ranks`` pipeline ranks."""
     costs = estimate(model, stages_of(model, [len(model.layers)]), execution, rates)
     forward, *backward = (
         costs.seconds[kind][0] / ranks
@@ -49,15 +49,16 @@ def seconds_outside_passes(
     rates: Rates,
     passes: RankPasses | None = None,
 ) -> float:
-    """Return the seconds on a rank that has ``model``.
+    """Return the seconds of a step that a rank spends in the optimizer and in exposed reductions.
 
-    The optimizer reads gradients and clears them, reads and writes its states, and writes weights.
-    Data-parallel ranks add up gradients and gather weights. If passes hide that, the last bucket is
-    exposed, and as much of the rest as takes longer than the ``passes`` of one microbatch; if not,
-    all of it is. Experts are reduced over the ranks with the same experts.
+    ``model`` has the bytes of the rank's part of the model. The optimizer reads gradients and
+    clears them, reads and writes its states, and writes weights. Data-parallel ranks add up
+    gradients and gather weights. If passes hide that, the last bucket is exposed, and as much of
+    the rest as takes longer than the ``passes`` of one microbatch; if not, all of it is. Experts
+    are reduced over the ranks with the same experts.
 
     Args:
-        passes: of the rank; None: nothing overlaps with them.
+        passes: the rank's passes of one microbatch; None: nothing overlaps with them.
     """
     moved = 2 * model.gradients + 2 * model.optimizer + model.weights
     dense = model.weights - model.expert_weights, model.gradients - model.expert_gradients

@@ -51,20 +51,20 @@ def make_plan(
     known: Sequence[Candidate] = (),
     is_long: bool = False,
 ) -> Plan:
-    """Build and simulate every family with every treatment of the vocabulary, searches last.
+    """Build and simulate every schedule with every treatment of the vocabulary; return the plan.
 
     Of the families that search, the `SEARCHED` that are best without their search are searched for,
-    with each treatment. Laboratory schedules are not made to fit, since others fit in less time.
-
-    If the time of the plan ends before (`planning_time`), the plan has what was compared by then.
+    with each treatment. Laboratory schedules are not made to fit, since others fit in less time. If
+    the time of the plan ends before (`planning_time`), the plan has what was compared by then.
 
     Args:
+        variant_of: function that returns the problem of a schedule and a treatment.
         allowed_bytes: bytes that a rank has for everything; None: as much as it takes.
-        only_promising: refuse what is proved to take longer than a stable schedule, and search
-            with one treatment of the vocabulary only, that of the best before.
-        may_offload: let activations of a schedule leave for the host if it does not fit without.
+        only_promising: refuse what is proved to take longer than a stable schedule, and search with
+            one treatment of the vocabulary only, that of the best before.
+        may_offload: let activations of a schedule be copied to the host if it does not fit without.
         better_than: a candidate that is known, with which ``only_promising`` compares.
-        specs: the specs that are compared; None: every family, and those that search with each
+        specs: the schedules that are compared; None: every family, and those that search with each
             number of chunks (`SEARCHES`).
         known: candidates that were made of ``variant_of`` in ``allowed_bytes`` before.
         is_long: whether steps are so long that searches take minutes. A schedule is then made to
@@ -97,7 +97,7 @@ def make_plan(
 
 
 def all_specs() -> Iterator[str]:
-    """Yield the spec of every family, and of those that search one with each number of chunks."""
+    """Yield the name of every schedule family; families that search with each number of chunks."""
     with_chunks = defaultdict(list)
     for search in SEARCHES:
         with_chunks[entry_of(search.spec).name].append(search.spec)
@@ -106,7 +106,7 @@ def all_specs() -> Iterator[str]:
 
 
 class _Comparison:
-    """Comparison of schedules for a plan in the making. Arguments are those of `make_plan`."""
+    """Comparison of schedules for a plan that is being made. Arguments are those of `make_plan`."""
 
     def __init__(
         self,
@@ -130,8 +130,10 @@ class _Comparison:
         self._only_promising = only_promising
 
     def add(self, spec_and_method: SpecWithMethod, *, may_be_made_to_fit: bool = True) -> bool:
-        """Make the schedule of ``spec_and_method`` a candidate, or store the reason of its refusal.
-        Return whether it is one."""
+        """Add the schedule as a candidate of the plan, or store the reason of its refusal.
+
+        Return whether it is a candidate.
+        """
         candidate = self._consider(spec_and_method, may_be_made_to_fit=may_be_made_to_fit)
         if candidate is None:
             return False
@@ -140,8 +142,10 @@ class _Comparison:
         return True
 
     def make_fit(self, work: Task) -> None:
-        """Make schedules with too much memory fit, the shortest step first, as long as they may be
-        faster than the best."""
+        """Try offload or recompute for schedules with too much memory, the shortest step first.
+
+        Schedules are tried as long as they may be faster than the best.
+        """
         for spec_and_method, seconds in sorted(self._too_full.items(), key=lambda full: full[1]):
             best = self._best
             if best is None or seconds < best.step:
@@ -150,13 +154,13 @@ class _Comparison:
 
     @property
     def found(self) -> str:
-        """The best candidate so far, in words."""
+        """The best candidate of the comparison so far, in words."""
         best = next(iter(tied(stable_of(self.candidates))), None)
         return "" if best is None else f"so far the best is {best.schedule}: {step_phrase(best)}"
 
     def add_searched(self, pairs: Sequence[SpecWithMethod], work: Task) -> None:
-        """Search for the best `SEARCHED` of the schedules in ``pairs``, by what each has without
-        its search."""
+        """Search the best `SEARCHED` of some schedules, ordered by their results without a
+        search."""
         short = [self._consider(one, without_search=True) for one in pairs]
         ahead: list[str] = []
         for candidate in sorted(filter(None, short), key=by_time):
@@ -174,8 +178,10 @@ class _Comparison:
         work.done += len(pairs)
 
     def _is_known_enough(self, candidate: Candidate) -> bool:
-        """Return whether ``candidate`` needs no search: its step without one is close to the bound,
-        or no shorter than the best so far."""
+        """Return whether a schedule needs no search, given its result without one.
+
+        Its step is close to the lower bound, or no shorter than the best so far.
+        """
         best = self._best
         return is_close(candidate) or (best is not None and candidate.step >= best.step)
 
@@ -216,8 +222,10 @@ class _Comparison:
             return None
 
     def _within_the_best(self, variant: Variant) -> Variant:
-        """Return ``variant``, which searches, in as much memory as the best of the others takes, if
-        only times are known. Without a limit a search stays within 1F1B's memory."""
+        """Return a searching schedule limited to the peak memory of the best candidate so far.
+
+        This applies if only times are known. Without a limit a search stays within 1F1B's memory.
+        """
         problem = variant.problem
         best = min(stable_of(self.candidates), key=by_time, default=None)
         if problem.memory_limit is not None or variant.model is not None or best is None:
@@ -229,15 +237,17 @@ class _Comparison:
 
     @property
     def _best(self) -> Candidate | None:
-        """The best stable candidate for comparison with others, if they are compared."""
+        """The best stable candidate so far, if `make_plan` should refuse worse ones; else None."""
         there = [*self.candidates, *self._known.values()]
         better = [] if self._better_than is None else [self._better_than]
         known = (*stable_of(there), *better) if self._only_promising else ()
         return min(known, key=by_time, default=None)
 
     def leave_out(self, pairs: Sequence[SpecWithMethod]) -> None:
-        """Add the candidates that are known already, and refuse each schedule of ``pairs`` that was
-        not compared for lack of time."""
+        """Refuse each schedule that was not compared for lack of planning time.
+
+        Candidates that were known already are added.
+        """
         there = {(made.schedule, made.method) for made in self.candidates}
         self.candidates += [made for one, made in self._known.items() if one not in there]
         answered = {made.schedule for made in self.candidates} | {spec for spec, _ in self.refusals}
@@ -248,8 +258,10 @@ class _Comparison:
 def _check_promising(
     variant: Variant, method: VocabMethod, allowed_bytes: float | None, best: Candidate
 ) -> None:
-    """Raise ValueError if no schedule of this kind is faster than ``best``, or for a search that
-    would have to be made with every vocabulary method."""
+    """Raise ValueError if no schedule like ``variant`` can be faster than ``best``.
+
+    It is also raised for a search with another vocabulary method than the best.
+    """
     problem = variant.problem
     if variant.resolved.traits.searches and method is not best.method:
         raise ValueError(f"searched for only with the vocabulary as {best.schedule} has it")
@@ -269,7 +281,7 @@ def _check_promising(
 
 
 def _check_on_stages_of(best: Candidate, variant: Variant) -> None:
-    """Raise ValueError if ``variant`` has other stages than ``best``."""
+    """Raise ValueError if the placement of ``variant`` is not that of the ``best`` schedule."""
     if variant.problem.placement != best.variant.problem.placement:
         raise ValueError(
             f"is not searched for: the search is for the placement of {best.schedule} only"
@@ -277,6 +289,6 @@ def _check_on_stages_of(best: Candidate, variant: Variant) -> None:
 
 
 def without_figures(why: str) -> str:
-    """Return ``why`` without figures: the same text for all schedules that take longer than
-    another."""
+    """Return the reason of a schedule's refusal without figures, so that equal reasons are
+    equal."""
     return f"takes more time than another{_WHATEVER}" if why.endswith(_WHATEVER) else why

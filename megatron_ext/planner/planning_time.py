@@ -32,23 +32,25 @@ _SOON = 0.01  # CPU seconds
 
 
 class PlanningEnd(BaseException):
-    """End of the time of a plan, or of a part of it. It is no ValueError: a candidate that was
-    under way is not refused, it is unknown."""
+    """Raised when the CPU time of a plan, or of a part of it, is over.
+
+    It is no ValueError: a candidate that is being simulated is not refused, its result is unknown.
+    """
 
 
 @dataclass
 class PlanningTime:
-    """Planning time of one plan.
+    """CPU time that one plan may take, and what it has not compared for lack of time.
 
     Attributes:
         limit: CPU seconds.
         began: CPU seconds of the process when the launch command had been validated; None: it has
             not been.
         first_answer: CPU seconds from then to the first answer; None: there is none yet.
-        is_interrupted: whether Ctrl-C ended it.
+        is_interrupted: whether Ctrl-C ended the plan.
         is_short: whether some of the comparison was ignored because the time was over.
         unfinished: the kinds of alternatives that were not compared to their end because of that.
-        share: of the limit, after which work ends now.
+        share: share of the limit after which work ends now.
         kind: the kind of alternatives that the outermost work compares now; "": none.
     """
 
@@ -63,18 +65,19 @@ class PlanningTime:
 
     @property
     def seconds(self) -> float:
-        """CPU seconds since `began`."""
+        """CPU seconds since the launch command was validated (`began`)."""
         return 0.0 if self.began is None else time.process_time() - self.began
 
     def end_early(self, kind: str) -> None:
-        """Note that work on alternatives of a ``kind`` has not ended; "": of no kind of its own."""
+        """Note that the comparison of a ``kind`` of alternatives has not ended; "" names no
+        kind."""
         self.is_short = True
         if kind:
             self.unfinished.append(kind)
 
     @property
     def why_short(self) -> str:
-        """Reason in words why the comparison ended early."""
+        """Reason, in words, why the plan's comparison ended early."""
         if self.is_interrupted:
             return "the comparison was interrupted"
         return f"part of the comparison did not end within its share of {self.limit:g} CPU seconds"
@@ -85,7 +88,7 @@ _TIME: ContextVar[PlanningTime | None] = ContextVar("planning_time", default=Non
 
 @contextmanager
 def planning(limit: float = LIMIT) -> Iterator[PlanningTime]:
-    """Give the plan that is made in the block ``limit`` CPU seconds.
+    """Limit the plan that is made in the block to ``limit`` CPU seconds.
 
     Signals reach only the main thread: a plan that another thread makes has no end.
     """
@@ -98,34 +101,35 @@ def planning(limit: float = LIMIT) -> Iterator[PlanningTime]:
 
 
 def start_planning_time() -> None:
-    """Start the time of the plan: its launch command has been validated."""
+    """Start the clock of the plan, once its launch command has been validated."""
     plan = _TIME.get()
     if plan is not None:
         plan.began = time.process_time()
 
 
 def answered() -> None:
-    """Note that the plan has its first answer."""
+    """Note that the plan now has its first answer, and after how many CPU seconds."""
     plan = _TIME.get()
     if plan is not None and plan.first_answer is None:
         plan.first_answer = plan.seconds
 
 
 def has_ended_early() -> bool:
-    """Return whether some of the comparison was skipped because the planning time was over."""
+    """Return whether some of the plan's comparison was skipped because its time was over."""
     plan = _TIME.get()
     return plan is not None and plan.is_short
 
 
 def unfinished_alternatives() -> tuple[str, ...]:
-    """Return the kinds of alternatives that the plan has not compared to their end."""
+    """Return the kinds of alternatives that the plan has not compared to their end, such as
+    layouts."""
     plan = _TIME.get()
     return () if plan is None else tuple(dict.fromkeys(plan.unfinished))
 
 
 @contextmanager
 def within(share: float) -> Iterator[None]:
-    """End work of the block when so large a ``share`` of the plan's time is over."""
+    """End planning work of the block when a ``share`` of the plan's CPU time is over."""
     plan = _TIME.get()
     if plan is None:
         yield
@@ -139,7 +143,8 @@ def within(share: float) -> Iterator[None]:
 
 @contextmanager
 def provisional() -> Iterator[None]:
-    """Ignore in the block what ends early, since it is compared once more later."""
+    """Forget afterwards what ended early in the block, since the plan compares it once more
+    later."""
     plan = _TIME.get()
     if plan is None:
         yield
@@ -152,10 +157,10 @@ def provisional() -> Iterator[None]:
 
 
 def until_end[T](work: Callable[[], T], otherwise: T, kind: str = "") -> T:
-    """Return what ``work`` returns, or ``otherwise`` if it has not ended when the time is over, or
-    at Ctrl-C. Work around other work that has ended early goes on, with what that one returned.
+    """Return what ``work`` returns, or ``otherwise`` if the planning time ends before.
 
-    A second Ctrl-C is a KeyboardInterrupt.
+    Ctrl-C ends the time too; a second Ctrl-C is a KeyboardInterrupt. Calls may be nested: outer
+    work goes on with the result of inner work that has ended early.
 
     Args:
         kind: the kind of alternatives that ``work`` compares, in words, unless work around it has

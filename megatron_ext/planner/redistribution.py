@@ -13,19 +13,19 @@ from megatron_ext.schedule.costs import Costs
 
 
 def tells_vocabulary(costs: Costs) -> bool:
-    """Return whether ``costs`` have the seconds of embedding and output layer apart from those of
-    the layers."""
+    """Return whether ``costs`` give the seconds of embedding and output layer separately."""
     vocabulary = costs.vocabulary
     return vocabulary is not None and any((*vocabulary.output_layer, *vocabulary.embedding))
 
 
 def redistributed_layers(layers: int, stages: int) -> list[int]:
-    """Return ``layers`` on each stage as Megatron spreads them if the output layer counts as one
-    (``--account-for-loss-in-pipeline-split``), and the embedding too if they divide only then
-    (``--account-for-embedding-in-pipeline-split``).
+    """Return the layers of each stage if the output layer counts as a layer, as Megatron can.
+
+    The flag is ``--account-for-loss-in-pipeline-split``. The embedding counts too if the layers
+    divide only then (``--account-for-embedding-in-pipeline-split``).
 
     Raises:
-        ValueError: they do not divide.
+        ValueError: the layers are not divisible in either way.
     """
     for embeddings in (0, 1):
         on_each, left = divmod(layers + 1 + embeddings, stages)
@@ -44,11 +44,12 @@ def redistributed_layers(layers: int, stages: int) -> list[int]:
 
 
 def redistribute(costs: Costs, layers: int) -> Costs:
-    """Return ``costs`` of ``layers`` equal layers with each stage's number of layers as Megatron
-    redistributes them (`redistributed_layers`).
+    """Return ``costs`` of ``layers`` equal layers after Megatron's redistribution of the layers.
+
+    Each stage has the number of layers that `redistributed_layers` returns.
 
     Raises:
-        ValueError: they do not divide.
+        ValueError: the layers are not divisible.
     """
     counts = redistributed_layers(layers, costs.stages)
     alone = costs.layers_alone
@@ -59,8 +60,7 @@ def redistribute(costs: Costs, layers: int) -> Costs:
 
 
 def _numbers_that_divide(layers: int, stages: int) -> str:
-    """Return text with the numbers of layers that can be redistributed, below and above
-    ``layers``."""
+    """Return, as text, the numbers of layers next to ``layers`` that can be redistributed."""
     fit = [
         n for n in range(1, layers + stages + 1) if (n + 1) % stages == 0 or (n + 2) % stages == 0
     ]

@@ -21,21 +21,21 @@ AS_1F1B = "1x"  # default memory limit of searches: 1F1B's, in microbatches
 
 @dataclass(frozen=True)
 class Taken:
-    """Schedule that auto has chosen, and one line that compares it with the others."""
+    """Schedule that ``auto`` has chosen, and one line that compares it with the others."""
 
     spec: str
     why: str
 
 
 def take(searches: Sequence[str], problem_of: Callable[[ResolvedSpec], Problem]) -> Taken:
-    """Return the one of ``searches`` whose step is the shortest.
+    """Return the searching schedule of ``searches`` whose step is the shortest.
 
     Args:
-        problem_of: what a schedule has to solve, on its own placement. Raises ValueError where it
-            cannot be.
+        problem_of: function that returns the problem of a schedule, on its own placement. It raises
+            ValueError if there is none.
 
     Raises:
-        ValueError: none can be made.
+        ValueError: no schedule can be made.
     """
 
     def variant(spec: str, method: VocabMethod) -> Variant | None:
@@ -55,8 +55,11 @@ def take(searches: Sequence[str], problem_of: Callable[[ResolvedSpec], Problem])
 
 
 def in_words(plan: Plan, taken: Candidate, within: str = "") -> str:
-    """Say why ``taken`` is taken: ``the shortest predicted step of 3 schedules; then v-auto (0.4%
-    longer) ...``. ``within``: a limit that all of them keep, in words."""
+    """Return a sentence that says why the schedule ``taken`` is chosen among those of ``plan``.
+
+    It reads ``the shortest predicted step of 3 schedules; then v-auto (0.4% longer) ...``.
+    ``within`` is a limit that all of them meet, in words.
+    """
     others = [
         f"{other.schedule} ({longer(slower_by(other, taken))})"
         for other in plan.best_of_each
@@ -69,8 +72,10 @@ def in_words(plan: Plan, taken: Candidate, within: str = "") -> str:
 
 
 def schedules_not_compared(plan: Plan) -> str:
-    """Return the schedules that were not compared, with the reasons; those with the same reason
-    stand together."""
+    """Return a text of the schedules that a plan has not compared, with the reasons.
+
+    Schedules with the same reason stand together.
+    """
     return "; ".join(
         # The remedy stands after the semicolon and is dropped.
         f"{', '.join(specs)} ({why.partition(';')[0]})"
@@ -79,15 +84,14 @@ def schedules_not_compared(plan: Plan) -> str:
 
 
 def nothing_left(plan: Plan) -> str:
-    """Return `schedules_not_compared` of a ``plan`` without candidates, with what can be done about
-    the first reason."""
+    """Return a text of why a plan has no candidates, with a remedy for the first reason."""
     first, *_ = _refused_alike(plan)
     _, found, fix = first.partition("; ")
     return f"{schedules_not_compared(plan)}; {fix}" if found else schedules_not_compared(plan)
 
 
 def _refused_alike(plan: Plan) -> dict[str, list[str]]:
-    """Return the refused specs by the reason of their refusal."""
+    """Return the schedules that a plan refuses, by the reason of their refusal."""
     specs: dict[str, list[str]] = {}
     for (spec, _), why in plan.refusals.items():
         specs.setdefault(why.removeprefix(f"{entry_of(spec).name}: "), []).append(spec)
@@ -95,5 +99,6 @@ def _refused_alike(plan: Plan) -> dict[str, list[str]]:
 
 
 def longer(share: float) -> str:
-    """Return text that says how much longer a step takes than another."""
+    """Return text such as ``0.4% longer`` for the ``share`` by which a step is longer than
+    another."""
     return f"{share:.1%} longer" if share >= 0.0005 else "about as long"

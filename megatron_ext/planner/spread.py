@@ -16,7 +16,7 @@ from megatron_ext.base.words import counted
 
 
 class ComparisonKind(StrEnum):
-    """Difference between two trainings whose steps are compared."""
+    """Differences between two trainings whose predicted steps are compared."""
 
     SCHEDULES = "the schedule"
     LAYOUTS = "the layers of stages"
@@ -27,12 +27,12 @@ class ComparisonKind(StrEnum):
 
 @dataclass(frozen=True)
 class ErrorSpread:
-    """Spread of the estimate's errors in one kind of comparison.
+    """How far predicted ratios of two steps were off in one kind of comparison.
 
     Attributes:
-        share: the error of predicted ratios, over the measured ones, that 90 % keep.
+        share: 90 % of the predicted ratios are off by at most this share of the measured ratio.
         pairs: number of measured pairs of steps.
-        source: where they were measured.
+        source: publication of the measurements.
     """
 
     share: float
@@ -52,14 +52,13 @@ SPREADS: Mapping[ComparisonKind, ErrorSpread] = {
 
 
 def widest(kinds: Iterable[ComparisonKind]) -> tuple[ComparisonKind, ErrorSpread]:
-    """Return the kind of comparison among ``kinds`` whose spread is the widest, with that
-    spread."""
+    """Return the kind of comparison whose predictions were furthest off, with its spread."""
     return max(((kind, SPREADS[kind]) for kind in kinds), key=lambda one: one[1].share)
 
 
 @dataclass(frozen=True)
 class GainSpread:
-    """Predicted gain with the spread of its kind of comparison.
+    """Predicted gain, with how far predictions of its kind were off.
 
     Attributes:
         part: "the gain" over the unchanged job, or "the part by ours" that is added to Megatron's
@@ -80,14 +79,14 @@ class GainSpread:
 
     @classmethod
     def of(cls, part: str, gain: float, kinds: Iterable[ComparisonKind]) -> GainSpread:
-        """Return the spread of a ``gain`` between trainings that differ in ``kinds``."""
+        """Return a predicted ``gain`` with its spread, for trainings that differ in ``kinds``."""
         kind, spread = widest(kinds)
         is_within = abs(gain) <= spread.share
         return cls(part, gain, kind, spread.share, spread.pairs, spread.source, is_within)
 
     @property
     def text(self) -> str:
-        """Words about a gain that may be none."""
+        """Sentence for a predicted gain that is within the spread of predictions."""
         assert self.is_within
         return (
             f"{self.part} may be none: of {counted(self.pairs, 'measured comparison')} that "

@@ -13,7 +13,9 @@ from megatron_ext.schedule.stock_executor import STOCK, StockExecutor
 
 
 def run_by_stock(problem: Problem, spec: str, executor: StockExecutor) -> Problem:
-    """Return ``problem`` of the schedule ``spec``, run by Megatron's own ``executor`` if Megatron
-    has the schedule itself."""
+    """Return ``problem`` for Megatron's own ``executor``, if Megatron has the schedule ``spec``.
+
+    Otherwise the problem is unchanged.
+    """
     is_stock = spec.partition(":")[0] in STOCK
     return replace(problem, stock=executor) if is_stock else problem

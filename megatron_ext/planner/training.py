@@ -44,7 +44,7 @@ _NO_OPTIONS = ScheduleOptions()
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Model, and how each rank trains it."""
+    """A model with the settings with which each rank trains it."""
 
     model: Model
     execution: Execution
@@ -52,8 +52,10 @@ class TrainedModel:
     rates: Rates
 
     def stages(self, placement: Placement, method: VocabMethod) -> tuple[Stage, ...]:
-        """Return the layers of each stage. Raises ValueError if the number of layers is not
-        divisible."""
+        """Return the layers of the model on each stage.
+
+        Raises ValueError if the number of layers is not divisible.
+        """
         number = placement.stages
         if method is VocabMethod.REDISTRIBUTED:
             return stages_of(self.model, redistributed_layers(len(self.model.layers), number))
@@ -62,16 +64,17 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class Training:
-    """Training job for a plan: what is known of it, and the options of its schedules.
+    """Training job for a plan: model or costs, microbatches, and the options of its schedules.
 
     Attributes:
         ranks: pipeline ranks.
-        costs: the costs on a placement, as given; None: they are estimated from ``trained``.
+        costs: function that returns the given costs on a placement; None: they are estimated from
+            ``trained``.
         trained: the model; None: only costs are known.
-        limit: of activations; None: no limit.
+        limit: limit of activations; None: no limit.
         options: the requested options. Only schedules that can overlap passes do so.
-        layers: of the model, if ``trained`` does not tell.
-        speeds: of the ranks, relative to those of the costs; None: all are alike.
+        layers: number of layers of the model, if ``trained`` does not tell.
+        speeds: speeds of the ranks, relative to those of the costs; None: all are alike.
         in_seconds: whether times are seconds, estimated or measured.
     """
 
@@ -87,17 +90,19 @@ class Training:
 
     @property
     def rank_speeds(self) -> tuple[float, ...]:
-        """Speed of each rank; () if all are equal."""
+        """Relative speed of each pipeline rank; () if all are equal."""
         return () if self.speeds is None else self.speeds.of_ranks(self.ranks)
 
     @property
     def is_estimate(self) -> bool:
-        """Whether the job's times are estimated."""
+        """Whether the times of passes are estimated, not given."""
         return self.costs is None
 
     def seconds_outside_passes(self, made: Candidate) -> float:
-        """Return the seconds of the optimizer, and of reductions that no pass of ``made`` hides; 0
-        if times are no estimates."""
+        """Return the seconds of a step for the optimizer and for reductions that no pass hides.
+
+        0 if times are no estimates.
+        """
         trained = self.trained
         if trained is None or not self.is_estimate:
             return 0.0
@@ -107,11 +112,12 @@ class Training:
         return max(seconds_outside_passes(rank, state, run, rates, passes) for rank in ranks)
 
     def variant(self, name: str, method: VocabMethod) -> Variant | None:
-        """Return the problem of the family ``name``, for `make_plan`; None if the given costs do
-        not tell what ``method`` would change.
+        """Return the problem of the schedule family ``name``, for `make_plan`.
+
+        None if the given costs do not tell what the vocabulary ``method`` would change.
 
         Raises:
-            ValueError: the layers cannot be split over its stages.
+            ValueError: the layers cannot be split over the family's stages.
         """
         resolved = choose(name)
         if not goes_with(self.options.slices, resolved, method.vocabulary):
@@ -173,7 +179,7 @@ class Training:
 
 
 def _with_bytes(costs: Costs, estimated: Costs) -> Costs:
-    """Return ``costs``, with the bytes of ``estimated`` if they have none."""
+    """Return ``costs``; if they have no bytes, with the bytes of the ``estimated`` costs."""
     if costs.held_bytes is not None:
         return costs
     assert estimated.vocabulary is not None

@@ -45,7 +45,7 @@ def training_job_of(
     free: FreeMemory | None = None,
     remarks: tuple[str, ...] = (),
 ) -> TrainingJob:
-    """Return ``training`` as a job to be planned.
+    """Return ``training`` as a job that can be planned.
 
     Args:
         free: memory that a rank may take; None: not known.
@@ -74,7 +74,7 @@ def training_job_of(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob(PlannedJob):
-    """Job that is described by the sizes of its model, by its costs, or by both."""
+    """Job to be planned that has no launch command, only the sizes of its model or its costs."""
 
     training: Training
 
@@ -128,8 +128,10 @@ def _is_baseline(candidate: Candidate) -> bool:
 
 
 def _layouts(training: Training, allowed_bytes: float | None) -> list[Alternative]:
-    """Return the alternatives with other layouts; none if stages are alike, as far as is known, or
-    if nothing is known of single layers."""
+    """Return alternatives with other layouts (layers of each stage), for costs or estimates.
+
+    None if stages are alike, as far as is known, or if nothing is known of single layers.
+    """
     work = _work_of(training)
     if work is None:
         return []
@@ -181,7 +183,7 @@ def _work_of(training: Training) -> Work | None:
 
 
 def _written(training: Training, candidate: Candidate, layout: Layout | None = None) -> Written:
-    """Return the flags for ``candidate`` of a job without a launch command."""
+    """Return the launch flags for a plan's ``candidate``, for a job without a launch command."""
     placed: tuple[str, ...] = ()
     if layout is not None and not layout.is_even:
         placed = ("--pipeline-model-parallel-layout", layout.text())

@@ -23,20 +23,20 @@ PROGRAM = ("--pipeline-costs", "profile")
 
 @dataclass(frozen=True)
 class UnequalGains:
-    """Gains of arranged microbatches under one schedule, medians over several steps.
+    """Gains of arranging unequal microbatches under one schedule, medians over several steps.
 
     Attributes:
-        schedule: its name.
+        schedule: name of the schedule.
         steps: number of steps.
-        microbatches: number of them on each replica.
-        replicas: data-parallel replicas, of which the slowest counts.
+        microbatches: number of microbatches on each replica.
+        replicas: number of data-parallel replicas, of which the slowest counts.
         expert_replicas: number of these that share experts, and wait for one another in each pass.
         seconds: a step with the microbatches in order of arrival.
         order: the share of that step that ordering the microbatches saves.
-        deal: the share that ordering and dealing them saves; None for one replica.
-        program: the share that a program for their places saves in addition to both; None if none
-            can be searched for.
-        flags: flags for the most that is worth it; () if nothing is.
+        deal: the share that ordering and dealing them to the replicas saves; None for one replica.
+        program: the share that a program for their places in the step saves in addition to both;
+            None if none can be searched for.
+        flags: flags for the largest gain that is worth it; () if nothing is.
         refused: reason why flags that would save more cannot be written; "" if they can.
     """
 
@@ -54,7 +54,7 @@ class UnequalGains:
 
     @property
     def most(self) -> float:
-        """The largest share of a step's time that any of the three saves."""
+        """The largest share of a step's time that one of the three arrangements saves."""
         return max(self.order, self.deal or 0.0, self.program or 0.0)
 
 
@@ -65,15 +65,17 @@ def unequal_gains(
     written: Written,
     refusal_of: Callable[[Written], str | None],
 ) -> UnequalGains:
-    """Return the gains of arranging microbatches with these ``loads`` under ``taken``.
+    """Return the gains of arranging unequal microbatches under the recommended schedule.
 
-    Of the parts, the fewest that save within `ALIKE` of the most are written. They have to save
-    `WORTH` of a step.
+    Of the three arrangements, the one with the fewest flags that saves within `ALIKE` of the most
+    is written. It has to save `WORTH` of a step.
 
     Args:
+        loads: relative costs of the microbatches.
         batch: as ``loads`` were read with.
+        taken: the recommended alternative.
         written: flags for ``taken``.
-        refusal_of: returns why a training with some flags could not start, if it could not.
+        refusal_of: function that returns why a training with some flags could not start, or None.
     """
     candidate = taken.candidate
     program = candidate.program()
@@ -114,7 +116,8 @@ def unequal_gains(
 
 
 def _fewest(saved: dict[tuple[str, ...], float]) -> tuple[str, ...]:
-    """Return the fewest flags that save within `ALIKE` of the most; () if that is not worth it."""
+    """Return the fewest flags that save nearly as much (`ALIKE`) as all; () if that is too
+    little."""
     most = max(saved.values())
     if most < WORTH:
         return ()

@@ -29,10 +29,10 @@ WORTH = 0.02  # least gain, as a share of a step, that an estimate can tell
 
 @dataclass(frozen=True)
 class Written:
-    """Flags added to a launch command, and Megatron's flags that are dropped from it.
+    """Flags that a plan adds to a launch command, and Megatron's flags that it drops.
 
     Attributes:
-        arranging: flags for unequal microbatches, in addition, which leave the schedule.
+        arranging: further flags, for unequal microbatches, which do not change the schedule.
     """
 
     added: tuple[str, ...] = ()
@@ -41,11 +41,11 @@ class Written:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """All flags that are added, with their values."""
+        """All flags that the plan adds, with their values."""
         return *self.added, *self.arranging
 
     def __str__(self) -> str:
-        """For people: ``--pipeline-schedule zb-v, in place of --num-virtual-stages...``."""
+        """Text for people: ``--pipeline-schedule zb-v, in place of --num-virtual-stages...``."""
         added, dropped = shlex.join(self.added), " ".join(self.dropped)
         if not dropped:
             return added
@@ -57,11 +57,11 @@ NOTHING = Written()
 
 @dataclass(frozen=True, eq=False)
 class Alternative:
-    """One way to train the job.
+    """One way to train a job: a schedule with its settings, its seconds and its flags.
 
     Attributes:
-        seconds: of a step, with the optimizer and exposed reductions if these are known.
-        write: makes its flags. It is called only for what is shown.
+        seconds: seconds of a step, with the optimizer and exposed reductions if these are known.
+        write: function that returns its flags. It is called only for what is shown.
         layout: the layers of each stage, if they are not Megatron's own.
         other_steps: seconds of steps with other numbers of microbatches, by number.
     """
@@ -74,32 +74,32 @@ class Alternative:
 
     @property
     def name(self) -> str:
-        """Its schedule with its other settings."""
+        """Name of this alternative: its schedule with its other settings."""
         return candidate_name(self.candidate)
 
     @property
     def settings(self) -> int:
-        """Number of its settings in addition to its schedule."""
+        """Number of settings of this alternative in addition to its schedule."""
         return len(setting_names(self.candidate)) + bool(self.layout)
 
     @property
     def holds(self) -> float:
-        """Memory of the fullest rank: bytes, or microbatches where no bytes are known."""
+        """Memory of the fullest rank: bytes, or microbatches if no bytes are known."""
         return self.candidate.holds
 
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """The recommendation for a job.
+    """The recommendation for a training job: to change it, or to keep it as it is.
 
     Attributes:
         baseline: the unchanged job; None: it cannot run, or nothing is known of it.
         taken: the alternative to train under: ``baseline`` itself if nothing is worth a change.
             None: nothing fits.
         stock: the best change that needs Megatron's own flags alone, if one is worth it.
-        tie: the others whose steps are as long as that of ``taken``.
+        tie: other alternatives whose steps are as long as that of ``taken``.
         excess: memory of ``baseline`` beyond what a rank may take; 0: it fits.
-        shortest: the shortest step of all others, taken or not; None: there is none.
+        shortest: the shortest step of all other alternatives, taken or not; None: there is none.
         keeps: whether nothing is to be changed.
         gain: the share of the baseline's step that ``taken`` saves; 0 without a baseline.
     """
@@ -114,15 +114,20 @@ class Verdict:
     gain: float = 0.0
 
     def saving_of(self, other: Alternative) -> float:
-        """The share of the baseline's step that ``other`` saves; 0 without a baseline."""
+        """Return the share of the unchanged job's step that the alternative ``other`` saves.
+
+        0 if the unchanged job cannot run.
+        """
         if self.baseline is None:
             return 0.0
         return 1 - other.seconds / self.baseline.seconds
 
 
 def comparison_kinds(one: Alternative, other: Alternative) -> set[ComparisonKind]:
-    """Return what differs between two ways to train a job, as far as errors of predictions depend
-    on it: at least the schedule."""
+    """Return in what two alternatives differ, for the error of the predicted ratio of their steps.
+
+    They differ in the schedule at least.
+    """
     first, second = one.candidate, other.candidate
     kinds = {ComparisonKind.SCHEDULES}
     if one.layout != other.layout or first.report.vpp != second.report.vpp:
@@ -135,8 +140,11 @@ def comparison_kinds(one: Alternative, other: Alternative) -> set[ComparisonKind
 
 
 def spread_of(found: Verdict) -> GainSpread | None:
-    """Return the spread of the gain of ``found``, or of the part that ours add to Megatron's own
-    flags if only that part is within its spread; None without a gain."""
+    """Return how far the predicted gain of a recommendation may be off; None without a gain.
+
+    If only the part that this package's schedules add to Megatron's own flags is within its spread,
+    the result is about that part.
+    """
     baseline, taken, stock = found.baseline, found.taken, found.stock
     if baseline is None or taken is None or found.gain <= 0:
         return None
@@ -149,7 +157,7 @@ def spread_of(found: Verdict) -> GainSpread | None:
 
 
 def is_stock(candidate: Candidate) -> bool:
-    """Return whether Megatron runs ``candidate`` by itself, with its own flags."""
+    """Return whether Megatron can run a plan's ``candidate`` by itself, with its own flags."""
     made = candidate.report
     return (
         candidate.family in STOCK
@@ -164,7 +172,8 @@ def is_stock(candidate: Candidate) -> bool:
 def verdict_of(
     baseline: Alternative | None, others: Iterable[Alternative], free: float | None = None
 ) -> Verdict:
-    """Return the best of ``baseline`` and ``others``.
+    """Return the recommendation for a job: the best of ``baseline``, the unchanged job, and
+    ``others``.
 
     Args:
         others: all alternatives. Only stable schedules are taken, unless none is stable.
@@ -191,14 +200,16 @@ def verdict_of(
 
 
 def candidate_name(candidate: Candidate) -> str:
-    """Return the schedule of ``candidate`` with its other settings, as a verdict names it."""
+    """Return the name of a candidate in a recommendation: its schedule with its other settings."""
     name, settings = candidate.schedule, setting_names(candidate)
     return f"{name} with {' and '.join(settings)}" if settings else name
 
 
 def shortest_of_others(found: Verdict) -> str:
-    """Name, in brackets, the shortest step of all others and the share of a step that it saves;
-    return "" if it saves nothing."""
+    """Return text in brackets that names the shortest other step and the share that it saves.
+
+    "" if it saves nothing.
+    """
     shortest = found.shortest
     if shortest is None or found.saving_of(shortest) <= 0:
         return ""
@@ -206,14 +217,16 @@ def shortest_of_others(found: Verdict) -> str:
 
 
 def eligible(pool: Sequence[Alternative]) -> list[Alternative]:
-    """Return the alternatives of ``pool`` that may be recommended: its stable schedules, or all if
-    none is stable."""
+    """Return the alternatives that may be recommended: stable schedules, or all if none is
+    stable."""
     return [one for one in pool if stable_of([one.candidate])] or list(pool)
 
 
 def _adds(taken: Alternative | None, stock: Alternative) -> bool:
-    """Return whether ``taken`` is worth more than ``stock``: by time, or in the same time by
-    memory."""
+    """Return whether ``taken`` is worth more than ``stock``, the best with Megatron's own flags.
+
+    It must save time, or memory in the same time.
+    """
     assert taken is not None
     is_shorter = taken.seconds <= (1 - WORTH) * stock.seconds
     is_leaner = taken.holds < (1 - ALIKE) * stock.holds
@@ -223,7 +236,10 @@ def _adds(taken: Alternative | None, stock: Alternative) -> bool:
 def _taken(
     baseline: Alternative | None, others: Sequence[Alternative]
 ) -> tuple[Alternative | None, tuple[Alternative, ...]]:
-    """Return the recommended one of those that are worth a change, and those that it ties with."""
+    """Return the recommended alternative, and those that tie with it.
+
+    ``baseline`` is recommended if no other saves enough.
+    """
     worth = [
         one for one in others if baseline is None or one.seconds <= (1 - WORTH) * baseline.seconds
     ]

@@ -51,11 +51,13 @@ Layouts = Callable[[Placement, StageFigures], list[Layout]]
 
 
 class Candidates:
-    """Candidates of a comparison of layouts: schedules, layouts, and recompute of layers, within
-    ``bound`` bytes of a rank.
+    """Builds and keeps the candidates of a comparison of layouts (layers of each stage).
+
+    A candidate is a schedule with a layout and with recompute of layers, within ``bound`` bytes a
+    rank.
 
     Attributes:
-        made: all that was evaluated, in the order in which it was.
+        made: all evaluated candidates, in order.
         about: seconds of a step, by schedule, whether it fits or not.
         refused: reasons why schedules cannot be made.
         not_permitted: reasons why schedules are not permitted.
@@ -93,7 +95,7 @@ class Candidates:
         self.not_permitted: dict[str, str] = {}
 
     def by_rule(self, specs: Iterable[str]) -> list[Evaluated]:
-        """Return the best of the schedules ``specs`` with Megatron's own layouts."""
+        """Return the best of the schedules ``specs``, each with Megatron's own layout."""
         starts = [self._start([spec], self._by_rule, self._figures) for spec in specs]
         made = self._exactly([start for start in starts if start], 1)
         self._tell(made)
@@ -102,12 +104,13 @@ class Candidates:
     def by_layout(
         self, ladders: Iterable[Sequence[str]], known: Sequence[Evaluated]
     ) -> list[Evaluated]:
-        """Return the best schedules with any layout, shortest step first. The layouts of ``known``
-        candidates are among those that are improved.
+        """Return the best schedules with any layers on their stages, shortest step first.
+
+        The layouts of the ``known`` candidates are among those that are improved.
 
         Args:
-            ladders: schedules of one placement each, from those that hold most to those that hold
-                least; the first that fits counts.
+            ladders: schedules of one placement each, from those that hold most memory to those that
+                hold least; the first that fits counts.
         """
 
         def layouts(placement: Placement, figures: StageFigures) -> list[Layout]:
@@ -139,8 +142,10 @@ class Candidates:
         return sorted(made, key=_seconds)
 
     def further(self, made: Sequence[Evaluated], baseline: Evaluated) -> list[Evaluated]:
-        """Return candidates that searches find with the layouts of ``made``, and with the layout of
-        ``baseline``, the launch command; and schedules with the vocabulary split."""
+        """Return candidates from searches on the layouts of ``made``, and with split vocabulary.
+
+        The layout of ``baseline``, the launch command, is searched too.
+        """
         more: list[Evaluated] = []
         near = self._worth_more(made)
         is_among = any(
@@ -160,8 +165,11 @@ class Candidates:
         return more
 
     def _searched(self, candidate: Evaluated, best: float, *, is_near: bool) -> list[Evaluated]:
-        """Return candidates that searches find on the stages of ``candidate``; if that is not near
-        the ``best`` step, without a search. Nothing if all take longer than that."""
+        """Return candidates that searches find with the layout of ``candidate``.
+
+        If that is not near the ``best`` step, without a search. Nothing if all take longer than
+        ``best``.
+        """
         placement = choose(candidate.schedule).place(self._work.ranks)
         chunks, work = candidate.candidate.report.vpp, self._of(candidate.recompute).work
         specs = [
@@ -183,8 +191,10 @@ class Candidates:
         )
 
     def _worth_more(self, made: Sequence[Evaluated]) -> list[Evaluated]:
-        """Return those of ``made`` candidates that are about as good as the first; if searches take
-        long, only the one with the fewest stages."""
+        """Return those of ``made`` whose steps are about as short as the first, for searches.
+
+        If searches take long, only the one with the fewest stages is returned.
+        """
         near = [
             candidate for candidate in made if candidate.seconds <= (1 + _NEAR) * made[0].seconds
         ]
@@ -202,10 +212,12 @@ class Candidates:
             return []
 
     def _divided(self, spec: str, recompute: LayerRecompute, best: float) -> list[Evaluated]:
-        """Return the schedule ``spec`` with the vocabulary split over the ranks, which leaves only
-        layers on the stages. Nothing if that is impossible, or if it would gain little over the
-        ``best`` step although all ranks had as much work and the first microbatch did not wait on
-        its way to the last one."""
+        """Return the schedule ``spec`` with the vocabulary split over all ranks.
+
+        The stages then have only layers. Nothing if that is impossible, or if it would gain little
+        over the ``best`` step although all ranks had as much work and the first microbatch did not
+        wait on its way to the last rank.
+        """
         placement, figures = choose(spec).place(self._work.ranks), self._of(recompute)
         layers = len(self._work.model.layers)
         all_layers = figures.piece(0, layers, is_first=True, behind=End.LOSS)
@@ -229,8 +241,11 @@ class Candidates:
     def _start(
         self, ladder: Sequence[str], layouts: Layouts, by_recompute: Sequence[StageFigures]
     ) -> Start | None:
-        """Return the best of ``ladder`` with its best recompute. The one that takes the least time
-        is tried first, and if memory limits nothing, no other is tried."""
+        """Return the best of ``ladder``, schedules of one placement, with its best recompute.
+
+        The recompute that takes the least time is tried first, and if memory limits nothing, no
+        other is tried.
+        """
         best: Start | None = None
         for figures in by_recompute:
             start = self._start_by(figures, ladder, layouts, best)
@@ -242,9 +257,12 @@ class Candidates:
     def _start_by(
         self, figures: StageFigures, ladder: Sequence[str], layouts: Layouts, known: Start | None
     ) -> Start | None:
-        """Return the first of ``ladder`` that fits, with the best of its ``layouts``; or one before
-        that nearly fits, if that is better after layers were moved until it fits. None if it takes
-        more than the ``known`` one anyway."""
+        """Return the first schedule of ``ladder`` that fits into memory, with the best of its
+        layouts.
+
+        A schedule before it that nearly fits is returned instead if it is better after layers were
+        moved until it fits. None if it takes more time than the ``known`` result anyway.
+        """
         made: list[Start] = []
         for spec in ladder:
             placement = choose(spec).place(self._work.ranks)
@@ -268,7 +286,7 @@ class Candidates:
         return min(made, key=_about, default=None)
 
     def _timed(self, spec: str, layout: Layout, figures: StageFigures) -> Timed:
-        """Return the order of passes of the schedule ``spec`` with ``layout``, with its times."""
+        """Return the order of passes of schedule ``spec`` with ``layout``, which can be timed."""
         if spec in self._orders:
             return self._orders[spec].by(figures)
         timed = Timed(spec, layout, figures, self._bound)
@@ -286,8 +304,11 @@ class Candidates:
             yield spec
 
     def _descended(self, start: Start, share: float = 1.0) -> Start:
-        """Return ``start`` with layers moved, or with Megatron's own layout if that is about as
-        good, within a ``share`` of the memory bound."""
+        """Return ``start`` with layers moved between stages until no move makes the step shorter.
+
+        If Megatron's own layout is about as good, that layout is returned. Memory is limited to a
+        ``share`` of the bound.
+        """
 
         @cache
         def in_share(timed: Timed) -> Timed:
@@ -308,7 +329,7 @@ class Candidates:
         return made
 
     def _exactly(self, starts: Sequence[Start], number: int) -> list[Evaluated]:
-        """Return the fastest of ``starts``, ``number`` of them, evaluated as they would run."""
+        """Return the ``number`` fastest of ``starts``, each evaluated as it would run."""
         made: list[Evaluated] = []
         for start in sorted(starts, key=_about):
             if not start.fits or len(made) == number or self._is_far(start, made):
@@ -322,7 +343,7 @@ class Candidates:
         return made
 
     def _is_far(self, start: Start, made: Sequence[Evaluated]) -> bool:
-        """Return whether a long step is ignored, since it is not near the best of ``made``."""
+        """Return whether ``start`` is a long step and clearly slower than the best of ``made``."""
         is_long = start.layout.stages * self._work.microbatches > LONG_STEP
         best = min(map(_seconds, made), default=inf)
         return is_long and start.seconds > (1 + _NEAR) * best
@@ -338,6 +359,8 @@ class Candidates:
         better_than: float = inf,
     ) -> list[Evaluated]:
         """Return the evaluated candidates of ``wanted``, except those that cannot be made.
+
+        ``wanted`` has the schedule, layout and recompute of each.
 
         Args:
             search: None: as in `compare_layouts`.
@@ -387,8 +410,10 @@ class Candidates:
 
 
 def leanest_of(made: Sequence[Evaluated]) -> Evaluated:
-    """Return the shortest step of ``made``, which is not empty; of a tie, the one that holds
-    least, and of equally lean ones the one with the fewest settings."""
+    """Return the candidate of ``made`` with the shortest step; of a tie, that with least memory.
+
+    Of equally lean ones it is the one with the fewest settings. ``made`` is not empty.
+    """
     return tied_for_best(made, _seconds, _holds, _settings)[0]
 
 
@@ -397,8 +422,11 @@ def _holds(made: Evaluated) -> float:
 
 
 def _has_prediction_stage(placement: Placement) -> bool:
-    """Return whether ``placement`` has a stage before the last one for multi-token prediction. The
-    first stage's rank has no other copy of the embedding in Megatron's loops."""
+    """Return whether multi-token prediction can have a stage of its own, before the last stage.
+
+    That stage must be on another rank than the first stage, as Megatron's loops have no other copy
+    of the embedding there.
+    """
     return placement.stages > 2 and placement.rank_of[-2] != placement.rank_of[0]
 
 
@@ -407,7 +435,7 @@ def _settings(made: Evaluated) -> int:
 
 
 def _least_work(figures: StageFigures) -> float:
-    """Return the least seconds of a microbatch in all layers."""
+    """Return the least seconds of one microbatch in all layers, by the figures of stages."""
     layers = len(figures.work.model.layers)
     return sum(float(busy(figures.piece(n, n + 1))) for n in range(layers))
 

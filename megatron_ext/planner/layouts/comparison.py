@@ -25,18 +25,20 @@ _LOOPS = 3  # numbers of chunks that are tried with our schedules: the fastest f
 
 @dataclass(frozen=True)
 class LayoutComparison:
-    """Comparison of a launch with the best results if more and more of it may change. A result is
-    the one before if nothing better is found.
+    """Comparison of a launch with the best results if more and more of it may change.
+
+    A result is the one before it if nothing better is found.
 
     Attributes:
         baseline: the unchanged launch.
-        chunks: stock's schedules with any number of chunks, layers on stages by Megatron's rule.
-        stock: stock's schedules with any layout.
-        ours: any schedule with any layout.
-        leanest: of `ours` and what ties with it, the one that holds least.
+        chunks: Megatron's schedules with any number of chunks, layers on stages by Megatron's rule.
+        stock: Megatron's schedules with any layers on stages.
+        ours: any schedule with any layers on stages.
+        leanest: of `ours` and the results that tie with it, the one that holds the least memory.
         bound: bytes that a rank may hold; None: there is no bound.
         refused: reasons against schedules that cannot be made or are not permitted.
-        best_not_permitted: the best schedule that is not permitted, if it takes less than `ours`.
+        best_not_permitted: the best schedule that is not permitted, if it takes less time than
+            `ours`.
     """
 
     baseline: Evaluated
@@ -50,7 +52,7 @@ class LayoutComparison:
 
     @property
     def others(self) -> dict[str, Evaluated]:
-        """All results except the launch itself, by their names."""
+        """All results of the comparison except the launch itself, by their names."""
         return {
             "chunks": self.chunks,
             "stock": self.stock,
@@ -59,13 +61,15 @@ class LayoutComparison:
         }
 
     def gain(self, other: Evaluated) -> float:
-        """Return how much longer a step of the launch takes than a step of ``other``, as a share of
-        the latter."""
+        """Return how much longer a step of the launch takes than one of ``other``.
+
+        This is a share of the latter.
+        """
         return self.baseline.seconds / other.seconds - 1
 
 
 def permit_all(spec: str, method: VocabMethod) -> None:
-    """Permit every schedule: raise no error (`Permits`)."""
+    """Permit every schedule with every vocabulary method, by raising no error (`Permits`)."""
 
 
 def compare_layouts(
@@ -78,14 +82,14 @@ def compare_layouts(
     search: bool = True,
     margin: float = 0.0,
 ) -> LayoutComparison:
-    """Compare a training, whose schedule and layout are ``baseline``, with other schedules and
-    layouts.
+    """Compare a training with other schedules and other layouts (layers of each stage).
 
     If the planning time ends before that is done (`planning_time`), the results are the best so
     far.
 
     Args:
         works: the training with its own recompute, then with others of Megatron's.
+        baseline: the training's own schedule and layout.
         rule: the layout that Megatron makes by itself.
         allowed_bytes: bytes that a rank has for everything; None: as much as it takes.
         permits: raises ValueError for a schedule that is not permitted.
@@ -140,7 +144,7 @@ def _best_by_layout(
     *,
     further: bool = False,
 ) -> Evaluated:
-    """Return the best of ``before`` and the schedules of ``ladders`` with any layout.
+    """Return the best of the result ``before`` and the schedules of ``ladders`` with any layout.
 
     ``further``: whether searches and a split vocabulary are then tried on the best layouts.
     """
@@ -155,12 +159,12 @@ def _best_by_layout(
 
 
 def _best(first: Evaluated, *others: Evaluated) -> Evaluated:
-    """Return the result with the shortest step; of equals, the first."""
+    """Return the evaluated result with the shortest step; of equals, the first."""
     return min([first, *others], key=lambda made: made.seconds)
 
 
 def _with_chunks(name: str, work: Work, baseline: Evaluated) -> list[str]:
-    """Return the specs of the family ``name`` with each number of chunks for which ``work`` has
+    """Return schedule ``name`` with each number of chunks a rank for which there are enough
     layers."""
     layers = len(work.model.layers)
     on_rank = layers // work.ranks
@@ -181,7 +185,9 @@ _ON_LOOP = ("interleaved-zb", "gis", "gis-h")
 
 
 def _ladders(work: Work, loops: Sequence[str]) -> list[list[str]]:
-    """Return our schedules without a search in groups, each of one placement.
+    """Return schedules that need no search in groups of one placement, most memory first.
+
+    They are this package's schedules, not Megatron's.
 
     Args:
         loops: Megatron's schedules on loops, fastest first.

@@ -42,10 +42,10 @@ _OF_OTHERS = 1e-4  # Weight of the sum of all ranks' work relative to the length
 
 @dataclass(frozen=True)
 class Start:
-    """Schedule with the layout from which a descent starts.
+    """Schedule with a layout (layers of each stage) from which layers are moved to improve it.
 
     Attributes:
-        figures: of stages, with their recompute.
+        figures: seconds and bytes of stages, with their recompute.
         seconds: approximate seconds of a step.
         fullest: approximate memory of the fullest rank, as a share of its limit; 0: no limit.
     """
@@ -62,10 +62,11 @@ class Start:
 
 
 class Timed:
-    """Order of passes that a schedule has with one layout, by which other layouts are timed.
+    """Order of passes of a schedule with one layout, with which other layouts are timed.
 
     Attributes:
-        schedule: of a step that is short enough, with overlapped passes if these are requested.
+        schedule: schedule of a step that is short enough, with overlapped passes if these are
+            requested.
 
     Raises:
         ValueError: the schedule cannot be made.
@@ -92,20 +93,22 @@ class Timed:
         self._order = Order(self.schedule, problem.costs, problem.executor)
 
     def in_less(self, share: float) -> Timed:
-        """Return the same order within a ``share`` of the memory."""
+        """Return the same order of passes, with memory limited to a ``share``."""
         other = copy.copy(self)
         other._allowed_bytes = self._allowed_bytes and share * self._allowed_bytes
         return other
 
     def by(self, figures: StageFigures) -> Timed:
-        """Return the same order, timed by other figures of stages."""
+        """Return the same order of passes, timed by other figures of stages."""
         other = copy.copy(self)
         other._figures = figures
         return other
 
     def best_of(self, layouts: Sequence[Layout]) -> Start:
-        """Return the one of ``layouts`` with the shortest step among those that fit, or among all
-        if none fits."""
+        """Return the layout with the shortest step of all that fit into memory.
+
+        If none of ``layouts`` fits, all are compared by the memory that they exceed.
+        """
         counts = np.array([layout.layers for layout in layouts], dtype=np.int64)
         seconds, fullest = self._figured(counts)
         score = np.where(fullest > 1, _TOO_FULL * fullest, seconds)
@@ -115,9 +118,11 @@ class Timed:
         )
 
     def descend(self, start: Layout, task: Task) -> Layout:
-        """Return ``start`` with layers moved, one or two at once, until no move makes a step
-        shorter. If a rank holds too much, layers are first moved until none does, if that is
-        possible."""
+        """Return the layout ``start`` with layers moved until no move makes a step shorter.
+
+        One or two layers are moved at a time. If a rank holds too much memory, layers are first
+        moved until none does, if that is possible.
+        """
         counts = np.array(start.layers, dtype=np.int64)
         score = self._scores(counts[None])[0]
         for _ in range(_STEPS):
@@ -137,28 +142,32 @@ class Timed:
         return self._figures.layout(counts.tolist())
 
     def _scores(self, counts: Counts) -> Floats:
-        """Return the seconds of a step by layout, plus a little of the work of other ranks, so that
-        moves that help one of several equal ranks count."""
+        """Return a score of each layout: the seconds of a step plus a little of other ranks' work.
+
+        The latter makes moves count that help one of several equal ranks.
+        """
         firsts = range(0, len(counts), _AT_ONCE)
         parts = [self._figured(counts[n : n + _AT_ONCE]) for n in firsts]
         scores = [np.where(fullest > 1, _TOO_FULL * fullest, secs) for secs, fullest in parts]
         return np.concatenate(scores)
 
     def seconds(self, counts: Counts) -> Floats:
-        """Return the seconds of the passes of a step, by layout."""
+        """Return the seconds of the passes of a step for each layout in ``counts``."""
         return self._order.seconds(self._figures, counts, self._microbatches - self._short)
 
     def fullest_bytes(self, counts: Counts) -> Floats:
-        """Return the bytes of the fullest rank, by layout."""
+        """Return the bytes of the fullest rank for each layout in ``counts``."""
         return np.asarray(self._order.rank_bytes(self._of(counts)).max(axis=1))
 
     def _of(self, counts: Counts) -> Floats:
-        """Return the figures of stages by layout."""
+        """Return seconds and bytes of each stage for each layout in ``counts``."""
         return self._figures.of(counts, self._placement)
 
     def _figured(self, counts: Counts) -> tuple[Floats, Floats]:
-        """Return the seconds of a step, and the memory of the fullest rank as a share of its limit,
-        by layout."""
+        """Return for each layout the seconds of a step and the memory of the fullest rank.
+
+        The memory is a share of the rank's limit.
+        """
         figures = self._of(counts)
         work, stages_of = busy(figures), self._placement.stages_of
         ranks = np.stack([work[:, list(stages)].sum(axis=1) for stages in stages_of], axis=1)
@@ -169,8 +178,10 @@ class Timed:
         return seconds, self.fullest_bytes(counts) / self._allowed_bytes
 
     def _promising(self, moved: Counts, *, is_over: bool) -> Counts:
-        """Return the layouts of ``moved`` whose ranks have the least work, or the least memory if a
-        rank is too full."""
+        """Return those layouts whose ranks have the least work, at most `_TIMED` of them.
+
+        If a rank is too full, the least memory counts.
+        """
         if len(moved) <= _TIMED:
             return moved
         if is_over:
@@ -182,9 +193,12 @@ class Timed:
 
 
 def _ordered(resolved: ResolvedSpec, problem: Problem, limit: MemoryLimit | None) -> Schedule:
-    """Return the passes of ``resolved`` within ``limit``; if it needs more, which other layouts may
-    leave, within that of ``problem``. Passes are overlapped if that is requested. A schedule that
-    ignores costs overlaps all it can, whatever memory that takes, as Megatron's does."""
+    """Return the passes of schedule ``resolved`` within the memory ``limit``, overlapped if
+    requested.
+
+    If it needs more, which other layouts may leave, the limit of ``problem`` counts. A schedule
+    that ignores costs overlaps all it can, whatever memory that takes, as Megatron's does.
+    """
     within = replace(problem, memory_limit=limit)
     try:
         passes = resolved.build(within)
@@ -197,7 +211,7 @@ def _ordered(resolved: ResolvedSpec, problem: Problem, limit: MemoryLimit | None
 
 
 def _both(counts: Counts, moved: Counts) -> Counts:
-    """Return each two of the moves from ``counts`` to ``moved``, made together."""
+    """Return layouts that make two of the moves from ``counts`` to ``moved`` together."""
     pairs = [a + b - counts for a, b in combinations(moved, 2)]
     pairs = [joint for joint in pairs if is_layout(joint)]
     return np.array(pairs, dtype=np.int64).reshape(len(pairs), len(counts))
@@ -207,8 +221,8 @@ def descend(make: Callable[[Layout], Timed], start: Layout, task: Task) -> Start
     """Return ``start`` with layers moved one by one until no move makes its step shorter.
 
     Args:
-        make: the order that the schedule has with a layout, which is the same one where costs do
-            not matter to it.
+        make: function that returns the schedule's order of passes for a layout; the order is the
+            same for all layouts if the schedule ignores costs.
 
     Raises:
         ValueError: the schedule cannot be made.

@@ -35,7 +35,10 @@ def estimated_work(
     limit: MemoryLimit | None = None,
     steps_overlap: bool = False,
 ) -> Work:
-    """Return the work of ``model`` on pipeline ``ranks``. Arguments are those of `Training`."""
+    """Return the training of a described ``model``, with estimated costs for any layout.
+
+    ``ranks`` is the number of pipeline ranks. Other arguments are those of `Training`.
+    """
 
     def bytes_of(
         stages: Sequence[Stage], placement: Placement, vocabulary: VocabularyParallel

@@ -25,11 +25,13 @@ def given_work(
     ranks: int,
     microbatches: int,
 ) -> Work:
-    """Return the work of so many equal ``layers``, which together cost what all stages of ``costs``
-    do without embedding, output layer and encoder. Bytes of the model are not known.
+    """Return the training of equal ``layers`` whose costs are given, for any layout.
+
+    Together the layers cost as much as all stages of ``costs`` without embedding, output layer and
+    encoder. Bytes of the model are not known.
 
     Args:
-        costs: on ranks that are all alike.
+        costs: costs on ranks that are all alike.
     """
     alone = costs.layers_alone
     ends = costs.vocabulary or VocabularyCosts()
@@ -57,7 +59,7 @@ def given_work(
 
 
 def _model(layers: int) -> Model:
-    """Return a model of which only the number of layers is known."""
+    """Return a model of which only the number of layers is known, for given costs."""
     return Model(
         layers=("*-",) * layers,
         hidden_size=0,

@@ -23,7 +23,7 @@ class Layout:
     The embedding is on the first stage, the output layer and the loss on the last one.
 
     Attributes:
-        depths: of multi-token prediction on each stage; (): all are on the last one.
+        depths: depths of multi-token prediction on each stage; (): all are on the last one.
     """
 
     layers: tuple[int, ...]
@@ -38,12 +38,14 @@ class Layout:
         return len(set(self.layers)) == 1
 
     def of(self, model: Model) -> tuple[Stage, ...]:
-        """Return the layers of ``model`` on each stage of the layout."""
+        """Return the layers of ``model`` that this layout puts on each stage."""
         return stages_of(model, self.layers, self.depths or None)
 
     def text(self, depths: int = 0) -> str:
-        """Return the value of ``--pipeline-model-parallel-layout``: ``Et*4|(t*5|)*6t*3mL``, with so
-        many ``depths`` of multi-token prediction on the last stage if the layout does not say."""
+        """Return the value of ``--pipeline-model-parallel-layout``, such as ``Et*4|(t*5|)*6t*3mL``.
+
+        There are ``depths`` of multi-token prediction on the last stage if the layout does not say.
+        """
         numbers = self.depths or [0] * (self.stages - 1) + [depths]
         segments = [
             _repeated("t", count) + "m" * number
@@ -61,8 +63,10 @@ class Layout:
         return text + last
 
     def cut(self, pattern: str) -> str:
-        """Return a hybrid model's ``pattern`` with marks at the ends of these stages: ``M*|M-`` of
-        ``M*M-``."""
+        """Return a hybrid model's layer ``pattern`` with marks at the ends of stages.
+
+        ``M*M-`` becomes ``M*|M-``.
+        """
         main, slash, depths = pattern.partition(_BEFORE_DEPTHS)
         left = iter(main.replace(_SEGMENT_END, ""))
         segments = ["".join(islice(left, count)) for count in self.layers]
@@ -70,8 +74,11 @@ class Layout:
 
     @property
     def ends(self) -> tuple[int, int] | None:
-        """Layers of the first and of the last stage, if all other stages have the same number, so
-        that these two describe the layout; None otherwise."""
+        """Layers of the first and of the last stage, if all other stages have equally many; else
+        None.
+
+        These two numbers then describe the layout.
+        """
         first, *between, last = self.layers
         return (first, last) if len(set(between)) == 1 else None
 
@@ -81,15 +88,16 @@ def _repeated(letter: str, count: int) -> str:
 
 
 def evenly(layers: int, stages: int) -> Layout:
-    """Return a layout that is as even as possible: the first stages have one layer more."""
+    """Return the layout of ``layers`` that is as even as possible: the first stages have one
+    more."""
     per_stage, more = divmod(layers, stages)
     return Layout(tuple(per_stage + (stage < more) for stage in range(stages)))
 
 
 def even_layout(model: Model, stages: int) -> Layout:
-    """Return the layout of ``model`` with the same number of layers on each stage.
+    """Return the layout with the same number of the model's layers on each stage.
 
     Raises:
-        ValueError: they do not divide.
+        ValueError: the number of layers is not divisible by the stages.
     """
     return Layout(tuple(model.evenly(stages)))

@@ -24,10 +24,10 @@ _SAME = 1e-9
 def least_slowest_stage(
     layers: int, placement: Placement, figures: StageFigures, *, with_ends: bool = True
 ) -> Layout:
-    """Return the layout whose slowest stage takes least, by dynamic programming over the stages.
-    Each stage has a layer at least, the last one perhaps none.
+    """Return the layout whose slowest stage takes the least time, by dynamic programming.
 
-    Layers add up here: time that tensor-parallel ranks hide in a stage as a whole is ignored.
+    Each stage has a layer at least, the last one perhaps none. Layers add up here: time that
+    tensor-parallel ranks hide in a stage as a whole is ignored.
 
     Args:
         with_ends: whether the first and the last stage have the embedding and the output layer. An
@@ -64,8 +64,9 @@ def least_slowest_stage(
 
 
 def _partition(parts: Sequence[Floats], joined: np.ufunc) -> tuple[float, tuple[int, ...]]:
-    """Return the least value that ``joined`` makes of the times of stages, and the layers of each
-    stage with that value.
+    """Return the split of layers over stages with the least ``joined`` (maximum or sum) of times.
+
+    The first result is this least value, the second the number of layers of each stage.
 
     Args:
         parts: the times by stage: of the first by where it ends, of those between by where they
@@ -90,8 +91,11 @@ def _partition(parts: Sequence[Floats], joined: np.ufunc) -> tuple[float, tuple[
 def with_even_ranks(
     layout: Layout, placement: Placement, microbatches: int, figures: StageFigures
 ) -> Layout:
-    """Return ``layout`` with layers moved, one by one, until no further move makes the slowest rank
-    faster: its work, the way of the first microbatch to it, and that of the last gradient back."""
+    """Return ``layout`` with layers moved one by one until the slowest rank gets no faster.
+
+    The time of a rank is its work, the way of the first microbatch to it, and that of the last
+    gradient back.
+    """
     counts = np.array(layout.layers, dtype=np.int64)
     score = _scores(counts[None], placement, microbatches, figures)[0]
     for _ in range(_STEPS):
@@ -107,8 +111,10 @@ def with_even_ranks(
 
 
 def moves(counts: Counts) -> Counts:
-    """Return ``counts`` of one layout with a layer moved from one stage to another, in all ways
-    that leave each stage a layer, and the last one perhaps none."""
+    """Return all layouts that move one layer of a layout from one stage to another.
+
+    ``counts`` are the layers of each stage. Each stage keeps a layer, the last one perhaps none.
+    """
     stages = len(counts)
     givers = np.flatnonzero(counts > _least(stages))
     pairs = [(giver, taker) for giver in givers.tolist() for taker in range(stages)]
@@ -126,7 +132,7 @@ def is_layout(counts: Counts) -> bool:
 
 
 def _least(stages: int) -> Counts:
-    """Return the least number of layers that each stage must have."""
+    """Return the least number of layers of each stage: 1, and 0 for the last stage."""
     least = np.ones(stages, dtype=np.int64)
     least[-1] = 0
     return least
@@ -135,16 +141,21 @@ def _least(stages: int) -> Counts:
 def least_seconds(
     counts: Counts, placement: Placement, microbatches: int, figures: StageFigures
 ) -> Floats:
-    """Return a lower bound on the seconds of a step, by layout: the work of some rank, the way of
-    the first microbatch to it, and that of the last gradient back to the first stage."""
+    """Return a lower bound on the seconds of a step for each layout in ``counts``.
+
+    The bound is, for the slowest rank, its work, the way of the first microbatch to it, and that of
+    the last gradient back to the first stage.
+    """
     return _by_rank(counts, placement, microbatches, figures).max(axis=1)
 
 
 def _scores(
     counts: Counts, placement: Placement, microbatches: int, figures: StageFigures
 ) -> Floats:
-    """Return `least_seconds`, plus a little of the work of other ranks, so that moves that help one
-    of several equal ranks count."""
+    """Return a score of each layout: `least_seconds` plus a little of other ranks' work.
+
+    The latter makes moves count that help one of several equal ranks.
+    """
     by_rank = _by_rank(counts, placement, microbatches, figures)
     others = np.sqrt((by_rank**2).mean(axis=1))
     return np.asarray(by_rank.max(axis=1) + _OF_OTHERS * others)

@@ -37,9 +37,11 @@ _MIDDLE = (0, 1)
 
 
 class Order:
-    """Order of the passes of ``schedule``, all of `_KINDS`, timed with the seconds of many layouts.
-    Messages between ranks take the time that ``costs`` give, and wait as ``executor`` has it: our
-    executor if it is None."""
+    """A schedule's order of passes, which gives step times for many layouts at the same time.
+
+    Messages between ranks take the time that ``costs`` give, and wait as Megatron's ``executor``
+    has it, or as this package's if it is None.
+    """
 
     def __init__(
         self, schedule: Schedule, costs: Costs, executor: StockExecutor | None = None
@@ -67,8 +69,9 @@ class Order:
         self._final_passes = places[_final_passes(schedule.arrays, microbatches)]
 
     def seconds(self, of_stages: StageFigures, counts: Counts, more: int = 0) -> Floats:
-        """Return the seconds of a step by layout, with ``more`` microbatches, each of which takes
-        as long as one in the middle.
+        """Return the seconds of a step for each layout, plus ``more`` microbatches of steady state.
+
+        Each of these takes as long as a microbatch in the middle of the step.
 
         Args:
             counts: layers of each stage, by layout.
@@ -94,7 +97,7 @@ class Order:
         return np.asarray(makespans + more * by_microbatch)
 
     def rank_bytes(self, figures: Floats) -> Floats:
-        """Return the peak bytes of each rank by layout and rank."""
+        """Return the peak bytes of each rank for each layout: an array of layouts x ranks."""
         peaks = []
         for held, stages in zip(self._held, self._placement.stages_of, strict=True):
             of_rank = figures[:, list(stages)]
@@ -108,7 +111,7 @@ class Order:
 
 
 def _codes(arrays: ActionArrays) -> NDArray[np.intp]:
-    """Return the stage and kind of each pass, as one number."""
+    """Return a number for the stage and kind of each pass, with which its seconds are looked up."""
     codes = _CODES[arrays.kind]
     assert (codes >= 0).all()
     codes[right_behind_own_input(arrays)] = _RIGHT_BEHIND
@@ -116,8 +119,7 @@ def _codes(arrays: ActionArrays) -> NDArray[np.intp]:
 
 
 def _paired_stages(schedule: Schedule) -> tuple[list[PairedStages], NDArray[np.intp]]:
-    """Return the stages of overlapped passes, and for each overlapped pass the position of its own
-    stages among these."""
+    """Return the distinct stages of overlapped passes, and for each two passes the entry there."""
     arrays = schedule.arrays
     back = [arrays.stage_kinds[code] for code in arrays.stage_kind[schedule.paired + 1].tolist()]
     forwards = arrays.stage[schedule.paired].tolist()
@@ -128,14 +130,13 @@ def _paired_stages(schedule: Schedule) -> tuple[list[PairedStages], NDArray[np.i
 
 
 def _final_passes(arrays: ActionArrays, microbatches: Sequence[int]) -> Ints:
-    """Return the passes with which ``microbatches``, as far as they exist, leave the first
-    stage."""
+    """Return the passes with which ``microbatches`` leave the first stage, as far as they exist."""
     is_back = (arrays.stage == 0) & np.isin(arrays.kind, (_INPUT, _FULL))
     return arrays.numbers[is_back & np.isin(arrays.microbatch, microbatches)]
 
 
 def _shares_of_ranks(schedule: Schedule, codes: NDArray[np.intp]) -> Floats:
-    """Return how often each rank runs each kind of pass of each stage for a microbatch."""
+    """Return how often each rank runs each kind of pass of each stage, per microbatch."""
     placement = schedule.placement
     shares = np.zeros((placement.ranks, placement.stages * _PER_STAGE))
     np.add.at(shares, (schedule.arrays.rank, codes), 1.0)
@@ -143,21 +144,26 @@ def _shares_of_ranks(schedule: Schedule, codes: NDArray[np.intp]) -> Floats:
 
 
 def _share_in_flight(placement: Placement) -> float:
-    """Return the share of a stage's microbatches whose output it also holds because it was sent:
-    until something that comes back shows that it has arrived. On a V that is soon."""
+    """Return the share of a stage's microbatches whose sent output the stage still holds.
+
+    A sent tensor is held until something that comes back shows that it has arrived. On a V that is
+    soon.
+    """
     if not placement.in_turn:
         return 0.5
     return 1.0 if placement.chunks == 1 else 0.7
 
 
 def _no_time(placement: Placement) -> int:
-    """Return the code of nodes that take no time, which follows those of all passes."""
+    """Return the code of nodes that take no time, which is one above those of all passes."""
     return placement.stages * _PER_STAGE
 
 
 def _seconds_of_passes(figures: Floats) -> Floats:
-    """Return the seconds by stage and kind of pass, with a last entry for nodes that take no time,
-    by layout."""
+    """Return the seconds of each stage and kind of pass for each layout.
+
+    A last entry, 0, is for nodes that take no time.
+    """
     forward, inputs, weights, saving = (
         figures[..., figure]
         for figure in (Figure.FORWARD, Figure.INPUT, Figure.WEIGHT, Figure.FUSED_BACKWARD_SAVING)
@@ -175,8 +181,11 @@ def _seconds_of_passes(figures: Floats) -> Floats:
 
 
 def _held_by(row: Sequence[Action], stages: Sequence[int]) -> Floats:
-    """Return the number of microbatches of each of a rank's ``stages`` that it holds from F to I,
-    and after these from I to W, at each moment when that may be the most."""
+    """Return the microbatches that a rank holds at each moment when that may be the most.
+
+    For each of the rank's ``stages`` there is the number held from F to I, then for each the number
+    held from I to W.
+    """
     chunk = {stage: number for number, stage in enumerate(stages)}
     held = [0] * (2 * len(stages))
     moments: set[tuple[int, ...]] = set()

@@ -22,8 +22,10 @@ PairedStages = tuple[int, int, Kind]
 
 
 class OverlapSaving:
-    """Time hidden by overlapped passes under ``work``, by the numbers of ``stages``, to which more
-    may be added."""
+    """Seconds that overlapped forward and backward passes save, looked up for any two stages.
+
+    Further stages may be added to ``stages``.
+    """
 
     def __init__(self, work: Work, stages: Sequence[Stage]) -> None:
         self._work, self._stages = work, stages
@@ -32,10 +34,11 @@ class OverlapSaving:
     def by_layout(
         self, pairs: Sequence[PairedStages], numbers: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return the seconds that overlapped passes hide, by their two stages and layout.
+        """Return the seconds saved by overlapped passes, for each two stages and each layout.
 
         Args:
-            numbers: of stages, by layout and stage.
+            pairs: stage of F, stage of the backward pass, and the kind of that pass.
+            numbers: numbers of the stages in the table of stages, by layout and stage.
         """
         if not pairs:
             return np.zeros((0, len(numbers)))
@@ -51,8 +54,11 @@ class OverlapSaving:
         return np.asarray(np.array(seconds)[places.reshape(looked_up.shape)].T)
 
     def with_itself(self, stage: Stage) -> float:
-        """Return the seconds that F of ``stage`` and a whole backward pass of the same stage hide:
-        about as much as overlapped passes of a rank with equal stages."""
+        """Return the seconds saved if F of ``stage`` overlaps a whole backward pass of the same
+        stage.
+
+        This is about as much as overlapped passes of a rank with equal stages save.
+        """
         return self._saved(stage, stage, full_backward=True)
 
     def _of(self, there: int, back: int, full_backward: bool) -> float:

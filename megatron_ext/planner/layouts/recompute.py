@@ -32,7 +32,7 @@ _LEAST_FREED = 0.01
 
 @dataclass(frozen=True)
 class LayerRecompute:
-    """Recompute settings of Megatron; the attribute ``x`` is its argument ``recompute_x``.
+    """Megatron's settings of recompute; the attribute ``x`` is its argument ``recompute_x``.
 
     Attributes:
         granularity: ``full``, ``selective``, or "" for no recompute.
@@ -47,7 +47,7 @@ class LayerRecompute:
 
     @classmethod
     def of(cls, execution: Execution) -> LayerRecompute:
-        """Return the recompute settings of ``execution``."""
+        """Return Megatron's recompute settings in the training that ``execution`` describes."""
         if execution.recompute:
             method, number = execution.recompute_method, execution.recompute_num_layers
             return cls(FULL, method=method, num_layers=number)
@@ -74,7 +74,7 @@ class LayerRecompute:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Flags of a launch command that set this recompute."""
+        """Flags of a launch command that set Megatron's recompute in this way."""
         words: list[str] = []
         for name, value in self.arguments.items():
             if value is not None:
@@ -83,7 +83,7 @@ class LayerRecompute:
         return tuple(words)
 
     def in_execution(self, execution: Execution) -> Execution:
-        """Return ``execution`` with this recompute instead of its own."""
+        """Return ``execution`` with these recompute settings instead of its own."""
         return replace(
             execution,
             recompute=self.granularity == FULL,
@@ -132,7 +132,7 @@ _ALL = LayerRecompute(FULL, method="uniform", num_layers=1)
 
 
 def _in_order(modules: Collection[str]) -> tuple[str, ...]:
-    """Return ``modules`` in the order of `_MODULES`; names that are not in it come last, sorted."""
+    """Return names of recomputed ``modules`` in the order of `_MODULES`, unknown names last."""
     known = [name for name in _MODULES if name in modules]
     return (*known, *sorted(set(modules) - set(known)))
 
@@ -143,11 +143,17 @@ def _selective(
     rates: Rates,
     permits: Callable[[LayerRecompute], bool],
 ) -> Iterator[LayerRecompute]:
-    """Yield selective recompute of one module, of two, and so on (`recompute_options`)."""
+    """Yield Megatron's settings for selective recompute of one module, of two, and so on.
+
+    Their order is that of `recompute_options`.
+    """
     stage = Stage(model.layers, depths=model.mtp_num_layers)
 
     def figures(option: LayerRecompute) -> tuple[float, float]:
-        """Return seconds of a layer, and its bytes stored from the forward to the backward pass."""
+        """Return seconds and stored bytes of the layers under the recompute setting ``option``.
+
+        Bytes are those stored from the forward to the backward pass.
+        """
         run = option.in_execution(execution)
         held, _ = held_of_stage(model, stage, run)
         return sum(seconds_of_layers(model, stage, run, rates).totals), held

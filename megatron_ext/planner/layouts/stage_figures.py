@@ -31,7 +31,7 @@ _NEVER = 1e9  # seconds of a stage that Megatron does not build, which rule it o
 
 
 class End(IntEnum):
-    """Parts of the model behind the layers of a stage."""
+    """Parts of the model that a stage has behind its layers, such as the output layer."""
 
     NOTHING = 0
     # The last stage with the output layer and loss, and with multi-token prediction unless that has
@@ -41,7 +41,7 @@ class End(IntEnum):
 
 
 class Figure(IntEnum):
-    """Figures of a microbatch on a stage: seconds, then bytes."""
+    """Columns of a table of stages: seconds, then bytes, of a microbatch on a stage."""
 
     FORWARD = 0
     INPUT = 1
@@ -59,13 +59,13 @@ _SECONDS = Figure.FUSED_BACKWARD_SAVING + 1  # number of figures that are second
 
 
 class StageFigures:
-    """Figures of stages of ``work``, each made once.
+    """Table of the seconds and bytes of stages, each computed once, for many layouts.
 
     The output layer's weight gradient counts with its input gradient, where most schedules have it
     (`output_layer`).
 
     Attributes:
-        overlap_saving: seconds that overlapped passes hide, by their rows.
+        overlap_saving: seconds that overlapped passes hide, by the rows of the two stages.
 
     Args:
         separates_prediction: whether multi-token prediction is on the stage before the loss's,
@@ -89,8 +89,10 @@ class StageFigures:
         self._table = np.empty((0, len(Figure)))
 
     def of(self, counts: Counts, placement: Placement) -> Floats:
-        """Return the figures of stages by layout, stage and `Figure`, at the speeds of the ranks
-        that hold the stages by ``placement``."""
+        """Return seconds and bytes of stages, an array of layouts x stages x `Figure`.
+
+        The seconds are those at the speeds of the ranks that hold the stages by ``placement``.
+        """
         rows = self.rows(counts)  # the call may add rows
         figures = np.asarray(self._table[rows])
         slowness = self.slowness(placement)
@@ -99,13 +101,12 @@ class StageFigures:
         return figures
 
     def slowness(self, placement: Placement) -> Floats | None:
-        """Return how many times as long each stage of ``placement`` takes on its rank; None if all
-        ranks are alike."""
+        """Return by stage how many times as long it takes on its rank; None if ranks are alike."""
         speeds = self.work.speeds
         return np.array(slowness_of(placement, speeds)) if speeds else None
 
     def rows(self, counts: Counts) -> Counts:
-        """Return the rows of stages by layout and stage; equal stages have the same row."""
+        """Return the row in the table for each layout and stage; equal stages have the same row."""
         ends = np.cumsum(counts, axis=1)
         starts = ends - counts
         is_first, of_ends = np.zeros_like(counts), np.zeros_like(counts)
@@ -122,8 +123,10 @@ class StageFigures:
 
     @cached_property
     def after_overlap(self) -> StageFigures:
-        """Figures by which layers are balanced: the same ones, or less the time that overlapped
-        passes hide."""
+        """Table by which layers are balanced, without the time that overlapped passes hide.
+
+        Without overlapped passes it is this table.
+        """
         if not self.work.pairs:
             return self
         return StageFigures(
@@ -131,7 +134,8 @@ class StageFigures:
         )
 
     def layout(self, counts: Sequence[int]) -> Layout:
-        """Return the layout with ``counts`` layers on its stages."""
+        """Return the layout with ``counts`` layers on its stages, and its multi-token
+        prediction."""
         depths: tuple[int, ...] = ()
         if self.separates_prediction:
             depths = (*[0] * (len(counts) - 2), self.work.model.mtp_num_layers, 0)
@@ -139,7 +143,7 @@ class StageFigures:
 
     @cached_property
     def tower_seconds(self) -> float:
-        """Seconds of a microbatch in the encoder on the first stage; 0 without one."""
+        """Seconds of a microbatch in the encoder on the first stage; 0 without an encoder."""
         layers = self.work.model.layers
         stages = Stage(layers[:1], embedding=True), Stage(layers[:1], output_layer=True)
         tower = self.work.costs_of(stages, line(2), 1).tower
@@ -148,8 +152,10 @@ class StageFigures:
     def piece(
         self, start: int, end: int, *, is_first: bool = False, behind: End = End.NOTHING
     ) -> Floats:
-        """Return the figures of a stage with the layers from ``start`` to before ``end``, and with
-        the parts ``behind`` them."""
+        """Return seconds and bytes of a stage with the layers from ``start`` to before ``end``.
+
+        ``behind`` names the parts of the model behind the layers.
+        """
         key = int(is_first), int(behind), start, end
         if self._rows[key] < 0:
             self._rows[key] = self._row(*key)
@@ -191,8 +197,10 @@ class StageFigures:
 
 
 def figures_of_stage(costs: Costs, number: int, stage: Stage) -> Floats:
-    """Return the figures of ``stage``, the one of this ``number`` in ``costs``, without those of
-    the model."""
+    """Return seconds and bytes of ``stage``, which has this ``number`` in ``costs``.
+
+    Bytes of the model itself are not included.
+    """
     ends, layers = costs.vocabulary or VocabularyCosts(), costs.layers_alone
     figures = np.zeros(len(Figure))
     figures[Figure.FORWARD] = layers.seconds[Kind.FORWARD][number]
@@ -218,6 +226,6 @@ def figures_of_stage(costs: Costs, number: int, stage: Stage) -> Floats:
 
 
 def busy(figures: Floats) -> Floats:
-    """Return the seconds of a microbatch on each stage, from its figures."""
+    """Return the compute seconds of a microbatch on each stage, from the table of stages."""
     passes = figures[..., [Figure.FORWARD, Figure.INPUT, Figure.WEIGHT]]
     return np.asarray(passes.sum(axis=-1))

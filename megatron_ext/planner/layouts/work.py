@@ -34,21 +34,23 @@ BytesOf = Callable[[Sequence[Stage], Placement, VocabularyParallel], Sequence[Mo
 
 @dataclass(frozen=True)
 class Work:
-    """Training on pipeline ranks whose layers may be placed on stages in different ways.
+    """Training whose layers may be placed on stages in different ways, for a comparison of layouts.
 
     Attributes:
+        model: the layers.
         ranks: number of pipeline ranks.
         microbatches: number of microbatches of a step in one pipeline.
-        costs_of: seconds and bytes of a microbatch on stages with a placement, cut into so many
-            slices.
-        bytes_of: bytes of the model on each rank.
-        seconds_outside_passes: seconds of a step for the optimizer and for reductions that no pass
-            hides, by the bytes of the model on a rank.
+        costs_of: function that returns seconds and bytes of a microbatch on stages with a
+            placement, cut into so many slices.
+        bytes_of: function that returns bytes of the model on each rank.
+        seconds_outside_passes: function that returns the seconds of a step for the optimizer and
+            for reductions that no pass hides, by the bytes of the model on a rank.
         limit: the user's limit of activations; None: no limit.
         steps_overlap: whether consecutive steps overlap.
         recompute: Megatron's recompute of layers, which ``costs_of`` counts.
         pairs: whether forward and backward passes overlap if a rank has several stages.
-        speeds: of the ranks, relative to those that ``costs_of`` is for; () if all are alike.
+        speeds: speeds of the ranks, relative to those that ``costs_of`` is for; () if all are
+            alike.
         slices: slices of each microbatch.
         stock: how Megatron runs its own schedules.
         may_separate_prediction: whether multi-token prediction may be on another stage than the
@@ -73,10 +75,10 @@ class Work:
     def variant(
         self, spec: str, layout: Layout, method: VocabMethod = VocabMethod.NAIVE
     ) -> Variant:
-        """Return the problem of the schedule ``spec`` with ``layout``.
+        """Return the problem of the schedule ``spec`` with ``layout`` (layers of each stage).
 
         Raises:
-            ValueError: it cannot be.
+            ValueError: the schedule cannot have this layout.
         """
         resolved = choose(spec)
         placement = resolved.place(self.ranks)
@@ -104,7 +106,9 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """Simulated step of a schedule with a layout. Results are compared by identity.
+    """Simulated step of a schedule with a layout (layers of each stage).
+
+    Results are compared by identity.
 
     Attributes:
         seconds: seconds of a step: its passes, and the time outside them.
@@ -126,13 +130,13 @@ class Evaluated:
 
     @property
     def rank_bytes(self) -> tuple[float, ...]:
-        """Peak bytes of each rank; () if not known."""
+        """Peak bytes of each rank under this schedule and layout; () if not known."""
         memory = self.candidate.memory
         return () if memory is None else tuple(rank.total for rank in memory)
 
     @property
     def fullest(self) -> float:
-        """Bytes of the rank that stores most; 0 if not known."""
+        """Bytes of the rank that holds most under this schedule and layout; 0 if not known."""
         return max(self.rank_bytes, default=0.0)
 
 
@@ -147,15 +151,16 @@ def evaluate(
     better_than: float = math.inf,
     may_offload: bool = False,
 ) -> Evaluated:
-    """Simulate a step of ``work`` under the schedule ``spec`` with ``layout``.
+    """Simulate a training step under the schedule ``spec`` with ``layout`` (layers of each stage).
 
     Args:
+        work: the training.
         allowed_bytes: bytes that a rank has for everything, of which schedules make use; None: as
             much as it takes.
         search: whether a schedule that searches does so. If not, its result without a search
             counts, and the seconds of a long step are extrapolated from two shorter steps.
         better_than: seconds. A long step is searched only if it takes less without the search.
-        may_offload: whether activations may leave for the host if they do not fit.
+        may_offload: whether activations may be copied to the host if they do not fit.
 
     Raises:
         ValueError: the schedule cannot be made so, or a rank would hold more.
@@ -182,8 +187,11 @@ def _searched(
     better_than: float,
     may_offload: bool,
 ) -> Candidate:
-    """Return the result of `consider`. A long step is not searched if that could gain almost
-    nothing, or if the step takes ``better_than`` or more without it."""
+    """Return the simulated schedule ``variant``, searched unless the search of a long step is idle.
+
+    A long step is not searched if that could gain almost nothing, or if the step takes
+    ``better_than`` seconds or more without a search.
+    """
     problem = variant.problem
     is_long = problem.placement.stages * problem.microbatches > LONG_STEP
     if variant.resolved.traits.searches and is_long:
@@ -200,8 +208,10 @@ STEADY = 5  # microbatches a rank after which the order of passes has long been 
 def _from_shorter(
     variant: Variant, method: VocabMethod, allowed_bytes: float | None, may_offload: bool
 ) -> tuple[Candidate, float]:
-    """Return a candidate with fewer microbatches than ``variant``, if that has many, and the
-    seconds of a step with all of them."""
+    """Return a schedule simulated with fewer microbatches, and the seconds of a step with all.
+
+    Steps of few microbatches are simulated in full.
+    """
     ranks, microbatches = variant.problem.ranks, variant.problem.microbatches
     longer = STEADY * ranks + microbatches % ranks
     if microbatches < 2 * longer:

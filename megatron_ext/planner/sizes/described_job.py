@@ -26,11 +26,13 @@ from megatron_ext.planner.sizes.sizes import Sizes
 
 @dataclass(frozen=True)
 class SizedJob:
-    """Training job with the same model, GPUs, global batch, sequence and precision for all sizes.
+    """Training job whose parallel sizes may change: tensor, pipeline, context, expert, micro-batch.
+
+    Model, GPUs, global batch, sequence and precision are the same for all sizes.
 
     Attributes:
-        model: with the vocabulary that it has with the job's own sizes.
-        execution, state: with the job's own sizes.
+        model: the model, with the vocabulary padded for the job's own sizes.
+        execution, state: how the model is trained with the job's own sizes.
         sizes: the job's own sizes.
         global_batch: samples of a step.
         recompute: the recompute of layers that Megatron could do, the job's own first.
@@ -61,19 +63,22 @@ class SizedJob:
     pipeline_inside: bool = False
 
     def microbatches(self, sizes: Sizes) -> int:
-        """Return the microbatches of a step with ``sizes``; 0 if the batch is not divisible."""
+        """Return the microbatches of a step with these parallel ``sizes``.
+
+        0 if the global batch is not divisible.
+        """
         samples = sizes.micro_batch * sizes.data_parallel(self.gpus)
         return 0 if not samples or self.global_batch % samples else self.global_batch // samples
 
     def model_of(self, sizes: Sizes) -> Model:
-        """Return the model, with its vocabulary padded for ``sizes``."""
+        """Return the model with its vocabulary padded for these parallel ``sizes``."""
         if self.tokens is None:
             return self.model
         multiple = self.multiple * sizes.tensor
         return replace(self.model, vocabulary=-(-self.tokens // multiple) * multiple)
 
     def execution_of(self, sizes: Sizes, recompute: LayerRecompute) -> Execution:
-        """Return how a rank executes a microbatch with ``sizes``."""
+        """Return how a rank executes a microbatch with these parallel ``sizes`` and recompute."""
         return recompute.in_execution(
             replace(
                 self.execution,
@@ -88,7 +93,8 @@ class SizedJob:
         )
 
     def state_of(self, sizes: Sizes) -> TrainingState:
-        """Return the types and the sharding of each parameter's state."""
+        """Return the types and the sharding of parameters and optimizer states with these
+        ``sizes``."""
         copies = sizes.data_parallel(self.gpus) * sizes.context // self.instances
         of_experts = sizes.expert_tensor * sizes.expert * sizes.pipeline
         bucket = self.state.bucket
@@ -102,14 +108,17 @@ class SizedJob:
         )
 
     def stride(self, sizes: Sizes) -> int:
-        """Return the distance in ranks from one pipeline rank to the next."""
+        """Return the distance in global ranks from one pipeline rank to the next with these
+        ``sizes``."""
         if self.pipeline_inside:
             return sizes.tensor * sizes.context
         return self.gpus // sizes.pipeline
 
     def memory_of(self, model: Sequence[ModelBytes]) -> float | None:
-        """Return the bytes that a rank may take, where ``model`` has the model's bytes on each
-        rank; None if unknown."""
+        """Return the bytes that a rank may take; None if unknown.
+
+        ``model`` has the model's bytes on each rank.
+        """
         if self.memory is None:
             return None
         lasting = least_lasting(model)

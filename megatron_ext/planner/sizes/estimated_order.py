@@ -39,11 +39,11 @@ _SECONDS = [Figure.FORWARD, Figure.INPUT, Figure.WEIGHT]
 
 @dataclass(frozen=True)
 class Estimated:
-    """Estimated step of a schedule with sizes and recompute.
+    """Estimated step time and memory of a schedule with parallel sizes and recompute.
 
     Attributes:
         is_stock: whether Megatron has the schedule itself.
-        seconds: of a step.
+        seconds: seconds of a step.
         excess: bytes of the fullest rank beyond what it may take; 0 if it fits.
         offloaded: seconds of a step that copies the excess to the host and back.
     """
@@ -59,8 +59,10 @@ class Estimated:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Figures of a mean layer, and of what the first and the last stage have in addition; no pass
-    includes the seconds of its launch."""
+    """Seconds and bytes of a mean layer, and of the parts that only the first or last stage has.
+
+    No pass includes the seconds of its launch.
+    """
 
     layer: Floats
     first: Floats
@@ -68,15 +70,15 @@ class _Pieces:
 
     @property
     def activation(self) -> float:
-        """Bytes of a mean layer's activations for a microbatch."""
+        """Bytes of activations that a mean layer stores for a microbatch."""
         return float(self.layer[Figure.ACTIVATION])
 
 
 class Estimator:
-    """Estimates of a step of a job for any of its sizes.
+    """Estimates the step of a job for any parallel sizes, in closed form.
 
     Sizes that differ only in pipeline and data parallelism have the same pieces: a layer, and what
-    the ends of a pipeline have besides. These are figures of the planner's stages of one layer,
+    the ends of a pipeline have in addition. These are figures of the planner's stages of one layer,
     made once.
     """
 
@@ -93,8 +95,11 @@ class Estimator:
         self._parts = cache(self._parts_of_model)
 
     def bound(self, sizes: Sizes) -> float:
-        """Return seconds that no step with ``sizes`` beats: the work of all layers without
-        recompute, on ranks that never wait. Infinite if the model alone is too large for a rank."""
+        """Return a lower bound on the seconds of a step with these parallel ``sizes``.
+
+        It is the work of all layers without recompute, on ranks that never wait. Infinite if the
+        model alone is too large for a rank.
+        """
         left = self.left(sizes)
         if left is not None and left <= 0:
             return inf
@@ -102,10 +107,11 @@ class Estimator:
         return self._job.microbatches(sizes) * self._layers * float(layer) / sizes.pipeline
 
     def estimates(self, sizes: Sizes, worse_than: float = inf) -> Iterator[Estimated]:
-        """Estimate a step with ``sizes`` for each recompute and schedule; nothing if none fits.
+        """Estimate a step with these parallel ``sizes`` for each recompute and schedule.
 
-        More recompute takes longer: none is estimated beyond that with which all schedules fit, or
-        with which all take more seconds than ``worse_than``.
+        Nothing is estimated if no schedule fits. More recompute takes longer: none is estimated
+        beyond that with which all schedules fit, or with which all take more seconds than
+        ``worse_than``.
         """
         if not self._may_fit(sizes):
             return
@@ -117,8 +123,10 @@ class Estimator:
                 return
 
     def _may_fit(self, sizes: Sizes) -> bool:
-        """Return whether a rank has memory for its layers with some recompute, under the schedule
-        with the least memory."""
+        """Return whether some recompute makes a rank's layers fit with these parallel ``sizes``.
+
+        The schedule with the least memory counts.
+        """
         free = self.left(sizes)
         if free is None:
             return True
@@ -130,22 +138,28 @@ class Estimator:
         )
 
     def left(self, sizes: Sizes) -> float | None:
-        """Return the bytes that the model leaves for activations and temporary tensors on the
-        fullest rank; None if unknown."""
+        """Return the bytes that the model leaves for activations and temporary tensors on a rank.
+
+        The rank is the fullest with these parallel ``sizes``. None if unknown.
+        """
         model = self.model_bytes(sizes)
         allowed_bytes = self._job.memory_of([model])
         return None if allowed_bytes is None else allowed_bytes - model.total
 
     def temporary(self, sizes: Sizes, recompute: LayerRecompute) -> float:
-        """Return the bytes of temporary tensors on the fullest rank: the first one, which has the
-        output layer only if it is alone."""
+        """Return the bytes of temporary tensors on the fullest rank with these parallel ``sizes``.
+
+        It is the first rank, which has the output layer only if it is alone.
+        """
         job = self._of_types
         stage = Stage(job.model.layers, output_layer=sizes.pipeline == 1)
         return temporary_bytes(job.model_of(sizes), stage, job.execution_of(sizes, recompute))
 
     def _pieces(self, alone: Sizes, recompute: LayerRecompute) -> _Pieces:
-        """Return the figures of layers and ends with the sizes ``alone``, which have no
-        pipeline."""
+        """Return seconds and bytes of layers and pipeline ends with the sizes ``alone``.
+
+        These sizes have no pipeline parallelism.
+        """
         job = self._of_types
         model, execution = job.model_of(alone), job.execution_of(alone, recompute)
         stages = (
@@ -162,7 +176,10 @@ class Estimator:
         return _Pieces(layer, first, last)
 
     def _model_bytes(self, sizes: Sizes) -> ModelBytes:
-        """Return the bytes of the model, without temporary tensors, on the fullest rank."""
+        """Return the bytes of the model on the fullest rank with these parallel ``sizes``.
+
+        Temporary tensors are not included.
+        """
         state = self._of_types.state_of(sizes)
         # A launch of these sizes has the same parameters.
         like = replace(sizes, pipeline=1, context=1, micro_batch=1)
@@ -178,8 +195,10 @@ class Estimator:
         return replace(ModelBytes(*(on_rank * layer + ends).tolist()), context=context)
 
     def _parts_of_model(self, sizes: Sizes, state: TrainingState) -> tuple[Floats, Floats, Floats]:
-        """Return the model's bytes of a mean layer, and those that the first and the last stage
-        have in addition, in the order of `ModelBytes`."""
+        """Return the model's bytes of a mean layer, and what the first and the last stage add.
+
+        Each is an array in the order of `ModelBytes`.
+        """
         job = self._of_types
         model, execution = job.model_of(sizes), job.execution_of(sizes, self._recompute[0])
 
@@ -193,17 +212,18 @@ class Estimator:
 
 
 def _least_in_flight(ranks: int) -> int:
-    """Return the microbatches that the fullest rank holds under the schedule with the least."""
+    """Return the microbatches on the fullest of ``ranks`` under the schedule with the least
+    memory."""
     return (ranks + 2) // 2 if ranks > 1 else 1
 
 
 def amount_of(recompute: LayerRecompute) -> tuple[bool, int]:
-    """Return a key that orders recompute by its amount."""
+    """Return a sort key for recompute settings, by how much they recompute."""
     return recompute.granularity == FULL, len(recompute.modules) + recompute.num_layers
 
 
 class _Sized:
-    """Training job with fixed sizes and recompute."""
+    """Estimates of a training job with fixed parallel sizes and recompute."""
 
     def __init__(
         self, estimator: Estimator, job: SizedJob, sizes: Sizes, recompute: LayerRecompute
@@ -271,8 +291,12 @@ class _Sized:
         chunks: int = 1,
         is_v: bool = False,
     ) -> Estimated:
-        """Args: ``bubble`` in seconds, ``in_flight``: microbatches that the fullest rank holds,
-        ``chunks``: of a rank, ``is_v``: whether the first and the last stage are on one rank."""
+        """Return the estimate of the schedule ``spec``.
+
+        ``bubble`` is in seconds, ``in_flight`` the microbatches that the fullest rank holds,
+        ``chunks`` those of a rank, and ``is_v`` says whether the first and the last stage are on
+        one rank.
+        """
         pieces, ranks = self._pieces, self._ranks
         layer, first, last = (float(busy(p)) for p in (pieces.layer, pieces.first, pieces.last))
         ends = [first + last, 0.0] if is_v or ranks == 1 else [first, last]
@@ -296,8 +320,10 @@ class _Sized:
 
 @cache
 def least_maximum(layers: int, layer: float, ends: tuple[float, ...], ranks: int) -> float:
-    """Return the least time of the slowest of ``ranks`` that share ``layers`` of ``layer`` seconds,
-    if the first ranks have ``ends`` in addition."""
+    """Return the least possible time of the slowest of ``ranks`` that share ``layers``.
+
+    A layer takes ``layer`` seconds, and the first ranks take ``ends`` seconds in addition.
+    """
     ends = ends[:ranks]
     others = ranks - len(ends)
     candidates = {end + n * layer for end in (*ends, 0.0) for n in range(layers + 1)}

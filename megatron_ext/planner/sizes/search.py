@@ -52,12 +52,12 @@ _SLICED = ("1f1b", "zb-h1", "zb-v")  # schedules that are compared with slices
 
 @dataclass(frozen=True)
 class SizedWorks:
-    """A job with fixed sizes, for the comparison of its layouts.
+    """A training job with fixed parallel sizes, for the comparison of its layouts.
 
     Attributes:
         works: the training with each recompute of layers.
         rule: the layout that Megatron makes by itself.
-        permits: whether a schedule may be taken.
+        permits: raises ValueError for a schedule that may not be taken.
     """
 
     works: Sequence[Work]
@@ -71,7 +71,7 @@ WorksOf = Callable[[Sizes], SizedWorks]
 
 @dataclass(frozen=True)
 class SizedStep:
-    """Step of a job with sizes, schedule, layout and recompute."""
+    """Simulated training step with certain parallel sizes, schedule, layout and recompute."""
 
     sizes: Sizes
     made: Evaluated
@@ -82,31 +82,33 @@ class SizedStep:
 
     @cached_property
     def is_stock(self) -> bool:
-        """Whether Megatron trains this step with its own flags."""
+        """Whether Megatron can train this step with its own flags alone."""
         return is_stock(self.made.candidate)
 
     @property
     def unchecked(self) -> tuple[str, ...]:
-        """Parts of the schedule whose estimate no measurement has checked."""
+        """Parts of the step (offload, slices) whose estimate no measurement has checked."""
         report = self.made.candidate.report
         is_used = {"offload": report.offloads, "slices": report.slices > 1}
         return tuple(part for part, used in is_used.items() if used)
 
     def adds_unchecked(self, job: SizedJob) -> bool:
-        """Return whether the step's estimate has parts that no measurement has checked and that
-        ``job`` itself does not have in the same way."""
+        """Return whether this step has unchecked parts that ``job`` itself does not have.
+
+        A part is unchecked if no measurement has checked its estimate.
+        """
         return bool(self.unchecked) or adds_unchecked(job, self.sizes)
 
 
 @dataclass
 class Found:
-    """Results of a search over sizes.
+    """Results of a search over parallel sizes.
 
     Attributes:
-        steps: all that fit into memory.
+        steps: all steps that fit into memory.
         refused: reasons why sizes are not among them.
         compared: number of sizes that were estimated.
-        is_complete: whether these are all.
+        is_complete: whether all possible sizes were estimated.
     """
 
     steps: list[SizedStep] = field(default_factory=list)
@@ -115,7 +117,7 @@ class Found:
     is_complete: bool = False
 
     def best(self, kind: CandidateKind) -> SizedStep | None:
-        """Return the shortest step of ``kind``."""
+        """Return the shortest step of a ``kind`` of candidates; None if there is none."""
         steps = (
             step
             for step in self.steps
@@ -127,7 +129,7 @@ class Found:
 
 @dataclass(frozen=True)
 class CandidateKind:
-    """Kind of candidates; the search finds one best step for each kind.
+    """Kind of candidates in a search over parallel sizes; each kind has a best step of its own.
 
     Attributes:
         only_stock: whether only Megatron's schedules count.
@@ -139,19 +141,21 @@ class CandidateKind:
     only_checked: bool
 
     def has(self, sizes: Sizes, *, is_stock: bool) -> bool:
-        """Return whether a step with ``sizes`` is of this kind."""
+        """Return whether a step with these parallel ``sizes`` is of this kind."""
         if self.only_stock and not is_stock:
             return False
         return not (self.only_checked and adds_unchecked(self.job, sizes))
 
     def has_estimated(self, candidate: Estimated) -> bool:
-        """Return whether ``candidate`` is of this kind."""
+        """Return whether an estimated ``candidate`` is of this kind."""
         return self.has(candidate.sizes, is_stock=candidate.is_stock)
 
 
 def adds_unchecked(job: SizedJob, sizes: Sizes) -> bool:
-    """Return whether the estimate for ``sizes`` has parts that no measurement has checked and that
-    the job's own sizes do not have in the same way: context parallelism, experts across nodes."""
+    """Return whether the estimate for ``sizes`` has unchecked parts that the job's own sizes lack.
+
+    No measurement has checked context parallelism and experts across nodes.
+    """
     job_sizes = job.sizes
     crosses = sizes.expert > 1 and sizes.expert * sizes.expert_tensor > _NODE
     same_experts = (sizes.expert, sizes.expert_tensor) == (
@@ -162,7 +166,8 @@ def adds_unchecked(job: SizedJob, sizes: Sizes) -> bool:
 
 
 def kinds_of(job: SizedJob) -> list[CandidateKind]:
-    """Return all kinds of candidates, the most special one first, that of all candidates last."""
+    """Return all kinds of candidates in a search over parallel sizes, the most special one
+    first."""
     return [
         CandidateKind(job, only_stock, only_checked)
         for only_checked in (True, False)
@@ -171,7 +176,7 @@ def kinds_of(job: SizedJob) -> list[CandidateKind]:
 
 
 def search_sizes(job: SizedJob, works_of: WorksOf) -> Found:
-    """Search the best sizes, schedules, layouts and recompute of ``job``.
+    """Search the best parallel sizes, schedules, layouts and recompute of ``job``.
 
     Within `planning` the search ends with the planning time, or at Ctrl-C, and has what it found
     until then. The job's own sizes are searched as all others.
@@ -206,7 +211,7 @@ class _Search:
         self._too_full: list[Estimated] = []
 
     def simulate(self, progress: Task) -> None:
-        """Estimate all sizes, and simulate the schedules of the best."""
+        """Estimate all parallel sizes, and simulate the schedules of the best."""
         estimator, estimated, shortest = Estimator(self._job), list[Estimated](), inf
         bounds = {sizes: estimator.bound(sizes) for sizes in space(self._job)}
         self.found.compared = len(bounds)
@@ -243,8 +248,10 @@ class _Search:
         )
 
     def _shortlist(self, estimated: Iterable[Estimated]) -> list[Estimated]:
-        """Return the candidates to simulate: the best of each kind in turns, and all schedules of
-        the job's own sizes first that may be the best there."""
+        """Return the estimated candidates to simulate: the best of each kind in turns.
+
+        Schedules of the job's own sizes that may be the best there come first.
+        """
         fitting = sorted((one for one in estimated if not one.excess), key=lambda one: one.seconds)
         queues = [[one for one in fitting if kind.has_estimated(one)] for kind in self._kinds]
         queues.append([one for one in fitting if one.sizes == self._job.sizes])
@@ -262,8 +269,10 @@ class _Search:
         return list(taken.values())
 
     def _timed(self, candidate: Estimated) -> tuple[Layout, float] | None:
-        """Return the best simple layout of ``candidate`` and its simulated seconds; None if it has
-        none, or does not fit."""
+        """Return the best simple layout of ``candidate`` and its simulated seconds of a step.
+
+        None if it has no layout, or does not fit.
+        """
         if self._works(candidate.sizes) is None:
             return None
         figures = self._figures_of(candidate)
@@ -281,7 +290,8 @@ class _Search:
         return None
 
     def _simple_layouts(self, candidate: Estimated) -> list[Layout]:
-        """Return layouts for ``candidate`` that take no search: even, and balanced."""
+        """Return layouts for ``candidate`` that take no search: as even as possible, and
+        balanced."""
         figures = self._figures_of(candidate)
         work, layers = figures.work, len(self._job.model.layers)
         placement = choose(candidate.spec).place(work.ranks)
@@ -293,15 +303,16 @@ class _Search:
         return list(dict.fromkeys(layouts))
 
     def evaluate(self, number: int = 3) -> None:
-        """Evaluate the best candidates of each kind, ``number`` of them, with the exact program
-        that they would run."""
+        """Simulate the ``number`` best candidates of each kind exactly, as they would run."""
         for candidate, layout, _ in self._finalists(number):
             work = self._work_of(candidate.sizes, candidate.recompute)
             self._evaluate(candidate.sizes, work, candidate.spec, layout)
 
     def _finalists(self, number: int) -> list[tuple[Estimated, Layout, float]]:
-        """Return the ``number`` candidates with the shortest steps of each kind, and of the job's
-        own sizes."""
+        """Return the ``number`` simulated candidates with the shortest steps of each kind.
+
+        Those with the job's own sizes count as a kind.
+        """
         ordered = sorted(self._simulated, key=lambda one: one[2])
         kinds = [
             *([one for one in ordered if kind.has_estimated(one[0])] for kind in self._kinds),
@@ -310,8 +321,11 @@ class _Search:
         return list({id(one[0]): one for kind in kinds for one in kind[:number]}.values())
 
     def offload(self) -> None:
-        """Evaluate candidates that fit only with offload: the best that are estimated to be faster
-        than what fits without, one with each sizes."""
+        """Simulate candidates that fit into memory only with offload.
+
+        They are the best that are estimated to be faster than the best that fits without, one with
+        each sizes.
+        """
         best = self.found.best(self._kinds[-1])
         most = inf if best is None else best.seconds
         wanted = {
@@ -326,8 +340,10 @@ class _Search:
                 self._evaluate(one.sizes, work, one.spec, layout, may_offload=True)
 
     def slice(self) -> None:
-        """Evaluate schedules with slices, with the best sizes and with those that would be best if
-        they fitted."""
+        """Simulate schedules with slices of the sequence.
+
+        The parallel sizes are the best, and those that would be best if they fitted.
+        """
         best, layers = self.found.best(self._kinds[-1]), len(self._job.model.layers)
         choices: list[tuple[Sizes, LayerRecompute]] = []
         if best is not None:
@@ -351,8 +367,10 @@ class _Search:
                     self._evaluate(sizes, sliced, spec, layout, shorter_than=most)
 
     def search_schedules(self) -> None:
-        """Search schedules with the stages of the best step, and of the best whose sizes are
-        checked."""
+        """Search schedules for the best step, and for the best step whose estimate is checked.
+
+        They have the stages of these steps.
+        """
         kinds = [kind for kind in self._kinds if not kind.only_stock]
         found = [self.found.best(kind) for kind in reversed(kinds)]
         piped = (step for step in found if step is not None and step.sizes.pipeline > 1)
@@ -381,8 +399,11 @@ class _Search:
         better_than: SizedStep | None = None,
         shorter_than: float = inf,
     ) -> None:
-        """Add a step to the results, if it can be made, a launch accepts it, and it takes fewer
-        seconds than ``shorter_than``."""
+        """Simulate a step and add it to the results, if it takes less than ``shorter_than``
+        seconds.
+
+        Nothing is added if it cannot be made, or a launch refuses it.
+        """
         sized = self._works(sizes)
         assert sized is not None
         with contextlib.suppress(ValueError):
@@ -400,8 +421,10 @@ class _Search:
                 self.found.steps.append(SizedStep(sizes, made))
 
     def lay_out(self) -> None:
-        """Compare all layouts and schedules of the best sizes of each kind, and of the job's own
-        sizes first."""
+        """Compare all layouts and schedules of the best parallel sizes of each kind.
+
+        The job's own sizes come first.
+        """
         done: set[Sizes] = set()
         for kind in (None, *reversed(self._kinds)):
             best = None if kind is None else self.found.best(kind)
@@ -412,8 +435,11 @@ class _Search:
                     self.found.steps += self._laid_out(sizes)
 
     def _laid_out(self, sizes: Sizes) -> list[SizedStep]:
-        """Return the best steps with ``sizes``, starting with Megatron's best schedule if one fits,
-        so that this schedule gets its best layout too."""
+        """Return the best steps with these parallel ``sizes`` and any layout.
+
+        The comparison starts with Megatron's best schedule if one fits, so that it gets its best
+        layout too.
+        """
         of_sizes = [one for one in self._simulated if one[0].sizes == sizes]
         of_sizes.sort(key=lambda one: (not one[0].is_stock, one[2]))
         if not of_sizes or sizes.pipeline == 1:
@@ -446,7 +472,7 @@ class _Search:
         return self._job.memory_of(work.bytes_of(stages, placement, VocabularyParallel.NONE))
 
     def _works(self, sizes: Sizes) -> SizedWorks | None:
-        """Return the works of ``sizes``; None if a launch would refuse them."""
+        """Return the training with these parallel ``sizes``; None if a launch would refuse them."""
         if sizes not in self._sized:
             try:
                 self._sized[sizes] = self._works_of(sizes)
@@ -468,7 +494,7 @@ class _Search:
 
 
 def _may_take_less(work: Work, spec: str, layout: Layout, seconds: float) -> bool:
-    """Return whether a step of ``work`` could take fewer than ``seconds``, by its busiest rank."""
+    """Return whether a step could take fewer than ``seconds``, by the work of its busiest rank."""
     try:
         variant = work.variant(spec, layout)
     except ValueError:

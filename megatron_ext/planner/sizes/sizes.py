@@ -13,7 +13,7 @@ class Sizes:
     """Parallel sizes by Megatron's names; data parallelism follows from the number of GPUs.
 
     Attributes:
-        tensor, pipeline, context, expert, expert_tensor: ranks of the groups of these kinds.
+        tensor, pipeline, context, expert, expert_tensor: number of ranks of such a group.
         micro_batch: samples of a microbatch.
         sequence_parallel: whether tensor-parallel ranks split activations between layers.
     """
@@ -27,12 +27,12 @@ class Sizes:
     sequence_parallel: bool = False
 
     def data_parallel(self, gpus: int) -> int:
-        """Return the number of replicas on ``gpus``; 0 if the sizes do not divide it."""
+        """Return the number of data-parallel replicas on ``gpus``; 0 if that is not divisible."""
         copies, rest = divmod(gpus, self.tensor * self.pipeline * self.context)
         return 0 if rest else copies
 
     def text(self, gpus: int) -> str:
-        """Return the sizes above 1 in words: ``TP 4 x PP 8 x DP 2, micro-batch 1``."""
+        """Return the parallel sizes above 1 in words: ``TP 4 x PP 8 x DP 2, micro-batch 1``."""
         named = {
             "TP": self.tensor,
             "CP": self.context,

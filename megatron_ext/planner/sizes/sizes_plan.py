@@ -24,10 +24,10 @@ class SizedAlternative(Alternative):
     Attributes:
         sizes: parallel sizes and micro-batch.
         title: the sizes in words.
-        recompute: what Megatron recomputes of layers, in words.
+        recompute: the recompute of layers by Megatron, in words.
         passes: seconds of a step that a rank computes, as the mean of all ranks.
         not_checked: the parts of the estimate that no measurement has checked.
-        adds_unchecked: whether the unchanged job does not have these in the same way.
+        adds_unchecked: whether the unchanged job does not have these parts in the same way.
     """
 
     sizes: Sizes = _NONE
@@ -39,13 +39,16 @@ class SizedAlternative(Alternative):
 
 
 def is_tie(one: Alternative, best: Alternative) -> bool:
-    """Return whether estimates do not tell ``one`` from ``best``, which takes no more time."""
+    """Return whether the estimated steps of two alternatives are too close to tell them apart.
+
+    ``best`` takes no more time than ``one``.
+    """
     return one.seconds <= (1 + ALIKE) * best.seconds
 
 
 @dataclass(frozen=True, eq=False)
 class SizesPlan:
-    """A plan over all parallel sizes. Each answer is None if nothing fits.
+    """Plan of a job over all parallel sizes. Each answer is None if nothing fits.
 
     Attributes:
         job: the job in words, with its schedule.
@@ -53,8 +56,8 @@ class SizesPlan:
         same_sizes: the best with the job's own sizes.
         control: the best of Megatron's own schedules with any sizes.
         best: the best of all schedules with any sizes.
-        checked: the best whose estimate has no more unchecked parts than the job's own, if
-            ``best`` has more.
+        checked: the best whose estimate has no more unchecked parts than the job's own, if ``best``
+            has more.
         compared: number of sizes that were compared.
         excess: bytes that the unchanged job takes more than a rank may.
         written: flags for the best; none if the job does not change.
@@ -76,8 +79,10 @@ class SizesPlan:
 
     @property
     def added(self) -> float | None:
-        """How much shorter the best step is than the control's, as a share of the control's step;
-        None if one of the two is unknown. The control has Megatron's own schedules alone."""
+        """How much shorter the best step is than that of Megatron's own schedules (`control`).
+
+        This is a share of the control's step; None if one of the two is unknown.
+        """
         if self.control is None or self.best is None:
             return None
         return 1 - self.best.seconds / self.control.seconds
@@ -89,20 +94,20 @@ class SizesPlan:
 
     @property
     def gain(self) -> float:
-        """Share of the job's step time that the best sizes save."""
+        """Share of the unchanged job's step time that the best parallel sizes save."""
         if self.baseline is None or self.best is None:
             return 0.0
         return 1 - self.best.seconds / self.baseline.seconds
 
     @property
     def keeps(self) -> bool:
-        """Whether no change is worth writing."""
+        """Whether the plan recommends no change of the job."""
         fits = self.baseline is not None and not self.excess
         return self.best is None or (fits and self.gain < WORTH)
 
     @property
     def spread(self) -> GainSpread | None:
-        """Spread of the gain; None without a gain that is worth a change."""
+        """How far the predicted gain may be off; None if no gain is worth a change."""
         if self.keeps or self.gain <= 0:
             return None
         return GainSpread.of("the gain", self.gain, {ComparisonKind.SIZES})

@@ -21,7 +21,7 @@ _WHOLE_SEQUENCE = frozenset("GM")  # layers whose context parallelism has rules 
 
 
 def space(job: SizedJob) -> Iterator[Sizes]:
-    """Yield the parallel sizes that ``job`` may have, its own first."""
+    """Yield the parallel sizes that ``job`` may have on its GPUs, its own sizes first."""
     yield job.sizes
     for tensor, context in product(_tensor(job), _context(job)):
         if job.gpus % (tensor * context):
@@ -76,7 +76,7 @@ def _context(job: SizedJob) -> list[int]:
 
 
 def _experts(job: SizedJob, tensor: int, pipeline: int) -> Iterator[tuple[int, int]]:
-    """Yield the sizes of expert parallelism and expert tensor parallelism."""
+    """Yield the possible sizes of expert parallelism with those of expert tensor parallelism."""
     ranks = job.gpus // pipeline
     for expert_tensor in sorted({1, tensor}):
         for expert in _powers(job.model.num_experts):
