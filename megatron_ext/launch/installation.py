@@ -21,8 +21,10 @@ _installed: tuple[PipelineConfig, Handle] | None = None
 
 
 def install(config: PipelineConfig) -> Handle:
-    """Apply the patches that ``config`` needs, or return the handle of those in force for an equal
-    one: a launcher and `megatron_ext.auto` read the same variables.
+    """Apply the patches that ``config`` needs, and return their handle.
+
+    If an equal configuration is in force, its handle is returned: a launcher and
+    `megatron_ext.auto` read the same variables.
 
     Raises:
         PatchError: another configuration is in force, a model exists already, a patched function is
@@ -56,7 +58,7 @@ def install(config: PipelineConfig) -> Handle:
 
 
 def _too_late(patches: Sequence[Patch]) -> str | None:
-    """Return why ``patches`` would not reach everything, with the fix; None if they would."""
+    """Return why it is too late to apply ``patches``, with the fix; None if it is not."""
     if (model := _existing_model()) is not None:
         return (
             f"a Megatron model ({model}) has been built already, with stock layers: "
@@ -72,7 +74,7 @@ def _too_late(patches: Sequence[Patch]) -> str | None:
 
 
 def _existing_model() -> str | None:
-    """Return the class of a living Megatron module, if there is one."""
+    """Return the class name of a living Megatron module; None if there is none."""
     module = sys.modules.get("megatron.core.transformer.module")
     if module is None:
         return None

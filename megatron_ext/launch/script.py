@@ -44,8 +44,10 @@ def is_launch(argv: Sequence[str]) -> bool:
 
 
 def refuse_flags_before_script(argv: Sequence[str]) -> None:
-    """Raise ValueError if ``argv``, the words behind ``-m megatron_ext``, have flags before the
-    script: behind a script all flags are the script's, and before it there are none."""
+    """Raise ValueError if flags stand between ``-m megatron_ext`` and the script in ``argv``.
+
+    After the script all flags are the script's, and there are none before it.
+    """
     scripts = (i for i, word in enumerate(argv) if word == "-m" or word.endswith(".py"))
     index = next(scripts, 0)
     if index and argv[0].startswith("-"):
@@ -59,11 +61,11 @@ def refuse_flags_before_script(argv: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Replacement of ``--pipeline-schedule plan`` in a launch command.
+    """Flags chosen to replace ``--pipeline-schedule plan`` (or an ``auto``) in a launch command.
 
     Attributes:
         flags: flags to add.
-        why: the reason, in one line.
+        why: the reason for the choice, in one line.
         dropped: flags to remove, each with its value.
     """
 
@@ -81,7 +83,7 @@ PrepareRehearsal = Callable[[PipelineConfig], Sequence[str]]
 
 @dataclass(frozen=True)
 class RecordingRequest:
-    """Request to record a training: ``iterations`` iterations into ``folder``.
+    """Request to record the results of ``iterations`` iterations of a training into ``folder``.
 
     ``is_reversed``: whether each step runs its microbatches in reverse order.
     """
@@ -97,7 +99,8 @@ def launch(
     recorded: RecordingRequest | None = None,
     prepare_rehearsal: PrepareRehearsal | None = None,
 ) -> None:
-    """Run the script or module that ``argv`` starts with, as ``__main__``, with its arguments.
+    """Run the training script or module that ``argv`` starts with, as ``__main__``, with its
+    arguments.
 
     Patches are applied if the arguments contain one of our flags or ``--help``, or if a variable
     ``MEGATRON_EXT_X`` replaces a flag; otherwise Megatron stays unchanged. Without a GPU the CPU
@@ -105,8 +108,8 @@ def launch(
 
     ``choose`` is called if the schedule is ``plan``, or an ``auto`` with open options. With
     ``recorded`` the training is recorded and ends early; its results do not change, but for
-    reversed microbatches. With
-    ``prepare_rehearsal`` this process is one rank of many, which trains without the others.
+    reversed microbatches. With ``prepare_rehearsal`` this process is one rank of many, and trains
+    without the other ranks.
 
     Exits with status 2 and one line for a mistake in our flags, a patch that does not fit, or a
     missing script.
@@ -173,15 +176,18 @@ def _record(recorded: RecordingRequest) -> None:
 
 
 def _have_parsed(words: Sequence[str], dropped: Sequence[str]) -> None:
-    """Make Megatron's parser read ``words`` after the script's arguments, without the flags
-    ``dropped``. Checkpoints contain the arguments that it parses."""
+    """Make Megatron's parser read ``words`` in addition to the script's arguments.
+
+    The flags ``dropped`` are not read. Checkpoints contain the arguments that Megatron parses.
+    """
     from megatron_ext.patches.megatron.training.arguments import parsing
 
     apply(parsing(lambda argv: [*without(argv, dropped), *words]))
 
 
 def _from_environment(given: Given) -> dict[str, str | bool]:
-    """Return the settings of ``MEGATRON_EXT_*`` that are not ``given`` by flags."""
+    """Return our settings from variables ``MEGATRON_EXT_*``, as far as flags have not ``given``
+    them."""
     added, overruled = given_in_environment(given, os.environ)
     if os.environ.get("RANK", "0") == "0":
         for line in overruled:
@@ -210,7 +216,7 @@ def _planned(words: Sequence[str], config: PipelineConfig, choose: ChoosePlan) -
 
 
 def without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return ``argv`` without ``flags`` and the values behind them."""
+    """Return the words ``argv`` without ``flags`` and their values."""
     left: list[str] = []
     is_gone = False
     for word in argv:
@@ -258,7 +264,7 @@ _ONE_PROCESS = {
 
 
 def _of_slurm(env: Mapping[str, str], name: str, default: str = "") -> str:
-    """Return the number in SLURM's variable ``name``."""
+    """Return the number in SLURM's variable ``name``, as text."""
     value = env.get(name, default)
     if not value.isdecimal():
         found = "is not set, and SLURM_PROCID is"
@@ -302,8 +308,11 @@ def _has_gpu() -> bool:
 
 
 def _use_cpu(words: Sequence[str]) -> list[str]:
-    """Apply the platform without a GPU to Megatron, and log it. Return the flags that it adds to
-    the launch with ``words`` after its script."""
+    """Apply the CPU platform to Megatron, and log it; return the flags that the launch needs for
+    it.
+
+    ``words`` are those after the script.
+    """
     cpu = importlib.import_module(CPU_PLATFORM)
     for name, value in cpu.environment(os.environ).items():
         os.environ.setdefault(name, value)

@@ -33,8 +33,8 @@ class ArgumentsFile:
     """Contents of a file of arguments.
 
     Attributes:
-        values: the arguments, without the number of ranks.
-        world_size: None if the file does not tell.
+        values: Megatron's arguments by name, without the number of ranks.
+        world_size: number of ranks; None if the file does not tell.
     """
 
     path: Path
@@ -43,7 +43,8 @@ class ArgumentsFile:
 
 
 def read_arguments_file(path: Path) -> ArgumentsFile:
-    """Return what the file ``path`` has. Raises ValueError if it is no JSON object."""
+    """Return the contents of the file of arguments ``path``. Raises ValueError if it is no JSON
+    object."""
     text = read_text_file(path, "file of arguments", LARGEST_JSON)
     try:
         values = parse_json(text)
@@ -62,7 +63,7 @@ def read_arguments_file(path: Path) -> ArgumentsFile:
 
 
 def launch_from_arguments(path: Path, flags: Sequence[str]) -> Launch:
-    """Return the launch with the arguments in the file ``path``, and ``flags`` of ours.
+    """Return the launch with Megatron's arguments from the file ``path``, and ``flags`` of ours.
 
     Raises:
         ValueError: the file cannot be read, or an argument or its value is not Megatron's.

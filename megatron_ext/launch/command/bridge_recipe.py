@@ -49,7 +49,8 @@ class _Arguments:
     fields: dict[str, str] = field(default_factory=dict)
 
     def take(self, part: str, settings: Mapping[str, Any], names: Mapping[str, str]) -> None:
-        """Take the ``settings`` of a part of the config; None overrules no other part's value."""
+        """Add the ``settings`` of a part of a Bridge config; None does not replace another part's
+        value."""
         for name, value in settings.items():
             argument = names.get(name, name)
             if name not in _IGNORED and (value is not None or argument not in self.values):
@@ -58,7 +59,7 @@ class _Arguments:
 
 
 def launch_from_recipe(recipe: str, words: Sequence[str]) -> Launch:
-    """Return the launch that trains the config of ``recipe``, written MODULE:FUNCTION.
+    """Return the launch of the Megatron-Bridge config that ``recipe``, MODULE:FUNCTION, returns.
 
     ``words`` are flags of ours, and of Megatron's, in addition to the config.
 
@@ -109,7 +110,7 @@ def _environment(config: Any) -> dict[str, str]:
 
 
 def _called(recipe: str) -> Any:
-    """Return the Bridge config that the function ``recipe`` makes."""
+    """Return the Megatron-Bridge config that the function ``recipe`` makes."""
     module, colon, function = recipe.partition(":")
     if not (module and colon and function):
         raise ValueError(
@@ -146,7 +147,7 @@ def _called(recipe: str) -> Any:
 
 
 def _arguments(config: Any) -> _Arguments:
-    """Return Megatron's arguments for the Bridge ``config``, as Bridge will have applied its
+    """Return Megatron's arguments for the Bridge ``config``, after Bridge has applied all its
     parts."""
     import torch
 
@@ -194,15 +195,14 @@ def _arguments(config: Any) -> _Arguments:
 
 
 def _typed(action: Any, value: Any) -> Any:
-    """Return ``value`` in the form in which the argument of ``action`` is written."""
+    """Return ``value`` in the form in which the parser's ``action`` takes its argument."""
     if isinstance(value, float) and action is not None and action.type is int:
         return int(value)
     return list(value) if isinstance(value, tuple) and action.nargs is not None else value
 
 
 def _take_precision(arguments: _Arguments, config: Any) -> None:
-    """Take the mixed precision of the Bridge ``config``, which Bridge writes over model and
-    optimizer."""
+    """Add the mixed precision of the Bridge ``config``, which overrides its model and optimizer."""
     precision = getattr(config, "mixed_precision", None)
     if isinstance(precision, str):
         named: Any = importlib.import_module("megatron.bridge.training.mixed_precision")
@@ -215,8 +215,7 @@ def _take_precision(arguments: _Arguments, config: Any) -> None:
 
 
 def _take_overlap(arguments: _Arguments, overlap: Any) -> None:
-    """Take ``comm_overlap`` of a Bridge config, which Bridge writes over the model and the
-    gradients' reduction."""
+    """Add ``comm_overlap`` of a Bridge config, which overrides its model and gradient reduction."""
     if overlap is None:
         return
     values = arguments.values
@@ -234,7 +233,8 @@ def _take_overlap(arguments: _Arguments, overlap: Any) -> None:
 
 
 def _derived(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments by which Megatron has other fields of the Bridge ``config``."""
+    """Return Megatron's arguments that follow from fields of the Bridge ``config`` with other
+    names."""
     model = config.model
     transformer = getattr(model, "transformer", model)
 
@@ -261,8 +261,7 @@ def _derived(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _padded_vocabulary(config: Any, of_model: Any) -> int | None:
-    """Return the tokens of the output layer of a Bridge config; None if only the tokenizer tells
-    them."""
+    """Return the padded vocabulary size of a Bridge config; None if only the tokenizer knows it."""
     tokens, is_padded = of_model("vocab_size"), of_model("should_pad_vocab", False)
     if tokens is None:
         tokens, is_padded = getattr(config.tokenizer, "vocab_size", None), True
@@ -274,7 +273,10 @@ def _padded_vocabulary(config: Any, of_model: Any) -> int | None:
 
 
 def _layout_text(layout: Any) -> str:
-    """Return ``layout`` as Megatron's flag has it: stages of text, or of a list of layers each."""
+    """Return the pipeline ``layout`` as Megatron's flag has it, such as ``Ett|ttL``.
+
+    ``layout`` is such a text, or a list with a text or a list of layers for each stage.
+    """
     if isinstance(layout, str):
         return layout
     symbols = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
@@ -291,8 +293,10 @@ def _layout_text(layout: Any) -> str:
 
 
 def _beside_arguments(config: Any) -> dict[str, Any]:
-    """Return the settings of a vision tower and of frozen weights, of which Megatron has no
-    arguments."""
+    """Return settings of a Bridge config that no argument of Megatron's has, by name.
+
+    They are the sizes of a vision tower, and which weights are frozen.
+    """
     settings: dict[str, Any] = {
         name: True for name in _FROZEN if getattr(config.model, name, False)
     }
@@ -304,8 +308,10 @@ def _beside_arguments(config: Any) -> dict[str, Any]:
 
 
 def _tower(model: Any) -> dict[str, Any]:
-    """Return the sizes of the vision tower of ``model``, as `parse_tower` does; empty without one,
-    or if its config does not tell them."""
+    """Return the sizes of the vision tower of ``model``, by the names of `parse_tower`.
+
+    Empty without a tower, or if its config does not tell the sizes.
+    """
     vision = getattr(model, "vision_config", None)
 
     def of_vision(*names: str) -> Any:
@@ -329,8 +335,7 @@ def _tower(model: Any) -> dict[str, Any]:
 
 
 def _remarks(recipe: str, config: Any, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Return remarks on what was read of a recipe, and on the parts that no argument of Megatron's
-    has."""
+    """Yield remarks on what was read of a recipe, and on parts of its config that are ignored."""
     yield f"read from the config of {recipe}; data, tokenizer and checkpoints are not looked at"
     if getattr(config, "peft", None) is not None:
         yield (

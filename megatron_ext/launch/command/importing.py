@@ -24,11 +24,10 @@ _LOGGER = "wandb"  # package that Megatron imports if it is installed, and needs
 
 @contextlib.contextmanager
 def as_on(folder: Path | None, environment: Mapping[str, str]) -> Iterator[None]:
-    """Set the environment of a launch command, and search modules as a rank started in ``folder``
-    does: a checkout of Megatron there hides an installed one.
+    """Context with the environment and the module search path of a rank started in ``folder``.
 
-    None searches no folder in addition: what is read is data, and a file that lies next to it must
-    not run.
+    A checkout of Megatron in that folder hides an installed one. If ``folder`` is None, no folder
+    is searched in addition: what is read is data, and a file next to it must not run.
     """
     path = ["" if folder is None else str(folder)]
     path += environment.get("PYTHONPATH", "").split(os.pathsep)
@@ -41,7 +40,8 @@ def as_on(folder: Path | None, environment: Mapping[str, str]) -> Iterator[None]
 
 @contextlib.contextmanager
 def silently() -> Iterator[None]:
-    """Suppress the output of Megatron and torch, which belongs to a training."""
+    """Context in which the output of Megatron and torch, which belongs to a training, is
+    suppressed."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -54,8 +54,11 @@ def silently() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quickly() -> Iterator[None]:
-    """Halve the time of importing Megatron: torch compiles nothing, so that its compiler is not
-    imported, and loggers of experiments are not imported."""
+    """Context that halves the time of importing Megatron.
+
+    torch compiles nothing, so that its compiler is not imported, and loggers of experiments are not
+    imported.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(uncollected())
         if _LOGGER not in sys.modules:

@@ -33,14 +33,14 @@ _STOPS = "Megatron stops here, and so does this check: correct it, then check ag
 
 @dataclass(frozen=True)
 class Judgement:
-    """Judgement of a launch command: its program, memory and arguments.
+    """Judgement of a launch command that can run: its arguments, programs and memory.
 
     Attributes:
-        args: validated, with the vocabulary.
+        args: Megatron's arguments, validated, with the padded vocabulary.
         resolved: the schedule, which is Megatron's own if the command names none.
-        problem: the step with most samples, as the schedule's family takes it.
-        programs: one for each size of a step, that of ``problem`` first.
-        model: bytes of the model on each rank; None: not known.
+        problem: problem of the steps with most samples, for which the schedule is generated.
+        programs: a program for each size of a step, that of ``problem`` first.
+        model: bytes of the model on each pipeline rank; None if not known.
         contenders: by schedule, the programs of a race's other schedules.
     """
 
@@ -57,7 +57,7 @@ class Judgement:
         return self.programs[0]
 
     def candidate(self) -> Candidate:
-        """Return the judged command as a candidate, as plans compare it."""
+        """Return the judged command as a candidate that a plan compares with others."""
         step = simulated_in_full(
             self.resolved, self.problem, lambda resolved, problem: self.program
         )
@@ -75,19 +75,20 @@ def judge(
     *,
     describes_training: bool = True,
 ) -> Judgement | None:
-    """Return what the command with the parsed ``args`` and the settings ``config`` runs; None if
-    ``attempt`` has noted why it cannot run.
+    """Return the judgement of a launch command; None if ``attempt`` has noted why it cannot run.
 
     Args:
-        args: are validated in place.
+        args: Megatron's parsed arguments, which are validated in place.
+        config: our settings.
         ranks: world size.
-        tokens: size of the tokenizer's vocabulary; None: not known.
+        tokens: size of the tokenizer's vocabulary; None if not known.
+        attempt: runs each check, and notes or raises a refusal.
         check_recipe: checks the config of Megatron-Bridge that ``args`` were read from; None for a
             command.
         describes_training: whether ``args`` describe the whole training, and not the model alone.
 
     Raises:
-        ValueError: ``attempt`` lets a refusal end the judgement.
+        ValueError: a check refuses the command, and ``attempt`` raises the refusal.
     """
     if not _is_valid(args, config, ranks, attempt):
         return None
@@ -106,10 +107,10 @@ def judged(
     *,
     describes_training: bool = True,
 ) -> Judgement:
-    """Return the judgement of a command. Arguments as in `judge`.
+    """Return the judgement of a launch command that can run. Arguments as in `judge`.
 
     Raises:
-        ValueError: it cannot run, for this reason and perhaps others.
+        ValueError: the command cannot run; the text is the first reason.
     """
     made = judge(
         args, config, ranks, tokens, raising, check_recipe, describes_training=describes_training
@@ -133,7 +134,7 @@ def check_arguments(
 
 
 def _is_valid(args: Any, config: PipelineConfig, ranks: int, attempt: Attempt) -> bool:
-    """Return whether ``args`` are valid; they are validated in place."""
+    """Return whether Megatron's arguments ``args`` are valid; they are validated in place."""
     valid = attempt(
         "arguments",
         lambda: megatron_arguments.validate(args, config, ranks),
@@ -165,7 +166,7 @@ def _check_batches(
 def _check_set_up(
     args: Any, config: PipelineConfig, attempt: Attempt, *, describes_training: bool
 ) -> None:
-    """Check what Megatron checks after it has built the model, and when it begins to train."""
+    """Run the checks that Megatron makes when it builds the model and when it begins to train."""
     if describes_training:
         attempt(
             "training",
@@ -182,7 +183,10 @@ def _check_set_up(
 
 
 def _judged(args: Any, config: PipelineConfig, attempt: Attempt) -> Judgement | None:
-    """Judge the schedule of a command whose arguments were checked."""
+    """Return the judgement of the schedule of a command whose arguments were checked.
+
+    None if ``attempt`` has noted why there is no program.
+    """
     checked = check_schedule(args, config, arguments.search_for_first, attempt)
     if checked is None:
         return None

@@ -52,8 +52,8 @@ class BridgeRecipe:
     """Recipe of Megatron-Bridge, in place of a script.
 
     Attributes:
-        config: the ConfigContainer that it returns.
-        fields: fields of ``config`` by the names of Megatron's arguments.
+        config: the ConfigContainer that the recipe returns.
+        fields: field of ``config`` for each of Megatron's arguments.
         settings: frozen weights and the vision tower, of which Megatron has no arguments.
     """
 
@@ -64,24 +64,24 @@ class BridgeRecipe:
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch command as read: the script or module, its arguments, and the number of ranks.
+    """Launch command as a user wrote it: script or module, its arguments, number of ranks.
 
     Attributes:
-        world_size: None if the command does not say.
-        installs: whether ``-m megatron_ext`` stands before the script; None if the command begins
-            at the script, and so does not say.
-        max_restarts: how often the launcher starts the ranks again.
-        environment: the assignments before the launcher.
+        world_size: number of ranks; None if the command does not say.
+        installs: whether ``-m megatron_ext`` stands before the script; None if that is unknown,
+            since the command begins at the script.
+        max_restarts: how often the launcher restarts the ranks.
+        environment: assignments of variables before the launcher.
         ignored: the words before the launcher that are ignored.
-        log: the log of an earlier start that the launch was read from, if any; its script is an
-            assumption then.
-        remarks: what was read from that log, and which of it is assumed.
+        log: the log of an earlier start that the launch was read from, if any; the script is then
+            assumed.
+        remarks: remarks on what was read from that log, and what is assumed.
         gpu: name of the GPU, if the log names it.
-        figures: what the training of that log has measured; None without a log.
+        figures: seconds and bytes that the log tells; None without a log.
         words: the whole command; () if it was read from a log or a recipe.
         recipe: the recipe in place of a script; None without one.
-        rank_variable: variable in which the launcher tells a process its rank; "": RANK, or no
-            launcher.
+        rank_variable: variable in which the launcher tells a process its rank; "" for RANK, or
+            without a launcher.
     """
 
     script: str
@@ -102,14 +102,15 @@ class Launch:
 
 
 def read_launch(words: Sequence[str]) -> Launch:
-    """Return ``words`` as a launch command: SCRIPT.py ARGS or -m MODULE ARGS, alone or behind
-    python, torchrun, python -m torch.distributed.run, ft_launcher, accelerate or deepspeed.
-    Assignments, srun, mpirun, a container's command or ``bash -c`` may precede these.
+    """Return the launch command in ``words``, as a user writes it.
 
-    ``-m megatron_ext`` may stand before the script.
+    It is SCRIPT.py ARGS or -m MODULE ARGS, alone or after python, torchrun, python -m
+    torch.distributed.run, ft_launcher, accelerate or deepspeed. Assignments, srun, mpirun, a
+    container's command or ``bash -c`` may precede these. ``-m megatron_ext`` may stand before the
+    script.
 
     Raises:
-        ValueError: the words are none of these, torchrun refuses its own flags, or flags stand
+        ValueError: the words are no such command, torchrun refuses its own flags, or flags stand
             before the script.
     """
     launch = replace(_read_launch(words, Started()), words=tuple(words))
@@ -122,8 +123,10 @@ def read_launch(words: Sequence[str]) -> Launch:
 
 
 def _read_launch(words: Sequence[str], started: Started) -> Launch:
-    """Return the launch command. ``started`` has the processes that the programs before ``words``
-    start."""
+    """Return the launch command in ``words``.
+
+    ``started`` tells what the programs before ``words`` start: ranks, nodes, variables.
+    """
     match words:
         case [first, *rest] if _ASSIGNMENT.fullmatch(first):
             name, _, value = first.partition("=")
@@ -141,8 +144,7 @@ def _read_launch(words: Sequence[str], started: Started) -> Launch:
 
 
 def _read_behind(words: Sequence[str], started: Started) -> Launch:
-    """Return the launch command behind the words of other programs, such as srun's, up to the
-    launcher."""
+    """Return the launch command in ``words``, which begin with other programs, such as srun."""
     for index, word in enumerate(words):
         if index and words[index - 1] in ("-c", "-lc") and " " in word:
             is_shell = Path(words[index - 2]).name in _SHELLS
@@ -172,7 +174,7 @@ def _read_behind(words: Sequence[str], started: Started) -> Launch:
 
 
 def _read_inside(programs: Sequence[str], words: Sequence[str], started: Started) -> Launch:
-    """Return the launch command in ``words``, which the ``programs`` before it run."""
+    """Return the launch command in ``words``, which the ``programs`` before them run."""
     started = read_launchers(programs, started)
     launch = _read_launch(words, started)
     return replace(
@@ -183,7 +185,7 @@ def _read_inside(programs: Sequence[str], words: Sequence[str], started: Started
 
 
 def _shell_script(words: Sequence[str]) -> str | None:
-    """Return the shell script that ``words`` run, if they run one."""
+    """Return the shell script that ``words`` run; None if they run none."""
     behind_shell = itertools.dropwhile(lambda word: Path(word).name not in _SHELLS, words)
     run = [word for word in itertools.islice(behind_shell, 1, None) if not word.startswith("-")]
     named = [word for word in words if Path(word).suffix in SHELL_SCRIPTS]
@@ -191,7 +193,7 @@ def _shell_script(words: Sequence[str]) -> str | None:
 
 
 def _read_python(words: Sequence[str], started: Started) -> Launch:
-    """Return the launch command behind Python: its own options, then a script or module."""
+    """Return the launch command in ``words`` after Python: its options, then a script or module."""
     match words:
         case [option, _, *rest] if option in _TAKE_A_VALUE:
             return _read_python(rest, started)
@@ -254,5 +256,6 @@ def _read_torchrun(words: Sequence[str], started: Started) -> Launch:
 
 
 def _number(text: str, default: int | None) -> int | None:
-    """Return the number in ``text``, or ``default`` if only the shell knows it."""
+    """Return the number in ``text``, or ``default`` if ``text`` is a variable that only the shell
+    knows."""
     return default if "$" in text else int(text)

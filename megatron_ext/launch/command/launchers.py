@@ -20,7 +20,7 @@ _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Options of a launcher program, by their meaning.
+    """Options of a launcher program, such as srun or mpirun, by their meaning.
 
     Attributes:
         subcommand: second word of the program; "" if it has none.
@@ -29,10 +29,11 @@ class _Launcher:
         per_node: flags of the number of processes on each node.
         hosts: flags that name nodes, without which the program starts one; empty if a scheduler
             knows the nodes.
-        variables: flags of variables as NAME=VALUE, with commas between several. A name alone
-            exports what is set.
+        variables: flags of environment variables as NAME=VALUE, with commas between several. A name
+            alone exports a variable that is set.
         named_values: flags of a variable whose value may be the next word.
-        is_python: whether the program starts Python itself, and so is given the script or module.
+        is_python: whether the program starts Python itself, so that its words name the script or
+            module.
         rank_variable: variable in which a process finds its rank, if RANK is not set.
     """
 
@@ -90,14 +91,14 @@ MODULE = ("-m", "--module")
 
 @dataclass(frozen=True)
 class Started:
-    """Processes that the programs before the script, Python or torchrun start.
+    """Processes that programs before the script start, and their variables.
 
     Attributes:
-        processes: their number; None if the words do not say.
+        processes: number of processes; None if the words do not say.
         nodes: number of nodes; None if the words do not say.
         environment: variables that the words set.
-        ignored: words that are not understood, behind the program that they belong to.
-        rank_variable: variable in which a process finds its rank; "": RANK.
+        ignored: words that are not understood, each after the program that it belongs to.
+        rank_variable: variable in which a process finds its rank; "" for RANK.
     """
 
     processes: int | None = None
@@ -114,8 +115,11 @@ def _starts_python(words: Sequence[str]) -> bool:
 
 
 def script_behind(words: Sequence[str]) -> int | None:
-    """Return where the script ``x.py`` or ``-m`` stands in ``words`` if these begin with a program
-    that starts Python itself; else None."""
+    """Return the index of the script in ``words``, if these begin with a program that starts
+    Python.
+
+    The script is ``x.py`` or ``-m``. None without such a program or script.
+    """
     if not _starts_python(words):
         return None
     scripts = (i for i, word in enumerate(words) if word in MODULE or word.endswith(".py"))
@@ -123,8 +127,12 @@ def script_behind(words: Sequence[str]) -> int | None:
 
 
 def read_launchers(words: Sequence[str], outer: Started) -> Started:
-    """Return what the programs of ``words`` start, each of which runs in the one before it:
-    ``srun -n 16 apptainer exec --env A=1 image``. ``outer`` is what starts the first of them."""
+    """Return what the launcher programs in ``words`` start, each of which runs in the one before
+    it.
+
+    An example is ``srun -n 16 apptainer exec --env A=1 image``. ``outer`` is what starts the first
+    program.
+    """
     started = replace(outer, environment={}, ignored=())
     for program in _programs(words):
         inner = _read(program)
@@ -139,7 +147,7 @@ def read_launchers(words: Sequence[str], outer: Started) -> Started:
 
 
 def _programs(words: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Yield the words of each launcher program, from its name on."""
+    """Yield the words of each launcher program in ``words``, from its name on."""
     starts = [i for i, word in enumerate(words) if i == 0 or Path(word).name in _LAUNCHERS]
     for begin, end in zip(starts, [*starts[1:], len(words)], strict=True):
         yield words[begin:end]
@@ -168,7 +176,8 @@ def _read(words: Sequence[str]) -> Started:
 
 
 def _given(launcher: _Launcher, words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return the flags of ``launcher`` in ``words``, each with its value, and the other words."""
+    """Return the flags of ``launcher`` in ``words``, each with its value, and the words that are
+    not its."""
     known = frozenset().union(
         launcher.processes,
         launcher.nodes,
@@ -196,7 +205,9 @@ def _given(launcher: _Launcher, words: Sequence[str]) -> tuple[list[tuple[str, s
 
 
 def _number(given: Sequence[tuple[str, str]], flags: frozenset[str]) -> int | None:
-    """Return the last value of ``flags``, as programs do; None if it is a variable of the shell's,
-    or a range."""
+    """Return the last value given for ``flags``, as programs do.
+
+    None if it is no plain number, but a variable of the shell's or a range.
+    """
     values = [value for flag, value in given if flag in flags]
     return int(values[-1]) if values and values[-1].isdecimal() else None

@@ -19,8 +19,10 @@ _Value = int | list[Any]
 
 
 def bounded(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return ``read``, a type of Megatron's arguments, with a check of the list expression that it
-    would evaluate."""
+    """Return ``read``, the type of an argument of Megatron's, with a check of its list expression.
+
+    Megatron evaluates the expression as Python.
+    """
 
     @functools.wraps(read)
     def checked(text: Any) -> Any:
@@ -32,8 +34,8 @@ def bounded(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _check(text: str) -> None:
-    """Raise ArgumentTypeError if ``text`` is no list expression of integers, or one that takes
-    long."""
+    """Raise ArgumentTypeError if ``text`` is no list expression of integers, or takes long to
+    evaluate."""
     try:
         if isinstance(_value(ast.parse(text, mode="eval").body), list):
             return
@@ -46,7 +48,8 @@ def _check(text: str) -> None:
 
 
 def _value(node: ast.expr) -> _Value:
-    """Return the value of a list expression. Raises ValueError if it is not allowed, or large."""
+    """Return the value of a list expression. Raises ValueError if it is not allowed, or too
+    large."""
     match node:
         case ast.Constant(bool()):
             pass

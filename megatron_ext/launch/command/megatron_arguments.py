@@ -58,7 +58,7 @@ MULTIPROCESSORS = 132  # multiprocessors of an H100
 
 @dataclass(frozen=True)
 class ParsedArguments:
-    """Parsed launch command, with words that no parser knows.
+    """Launch command as Megatron's parser has read it.
 
     Attributes:
         args: Megatron's arguments, not validated.
@@ -73,9 +73,9 @@ class ParsedArguments:
 
 @contextlib.contextmanager
 def on_gpus(args: Any, rates: RatesOf | None = None) -> Iterator[None]:
-    """Without a GPU, answer as a GPU of compute capability `CAPABILITY` with the newest Transformer
-    Engine would.
+    """Context that, without a GPU, answers Megatron's questions as a GPU would.
 
+    The GPU has compute capability `CAPABILITY` and the newest Transformer Engine. The variable
     `CONNECTIONS` is 1 meanwhile if it is not set and ``args`` require it. With ``rates`` costs are
     those of a GPU with these rates.
     """
@@ -89,7 +89,8 @@ def on_gpus(args: Any, rates: RatesOf | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_connection(args: Any) -> Iterator[None]:
-    """Set `CONNECTIONS` to 1 for a while if it is not set and ``args`` require it."""
+    """Context in which the variable `CONNECTIONS` is 1, if it is not set and ``args`` require
+    it."""
     is_ours = wants_one_connection(args) and CONNECTIONS not in os.environ
     if is_ours:
         os.environ[CONNECTIONS] = "1"
@@ -101,7 +102,8 @@ def one_connection(args: Any) -> Iterator[None]:
 
 
 def wants_one_connection(args: Any) -> bool:
-    """Return whether Megatron requires that `CONNECTIONS` is 1 on GPUs before Blackwell."""
+    """Return whether Megatron requires the variable `CONNECTIONS` to be 1 on GPUs before
+    Blackwell."""
     overlaps = max(args.tensor_model_parallel_size, args.context_parallel_size) > 1
     return overlaps and not (args.use_megatron_fsdp or args.use_torch_fsdp2)
 
@@ -143,7 +145,7 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return Megatron's own parser, with our flags."""
+    """Return Megatron's own parser, with our flags added."""
     return _parsed(())[2]
 
 
@@ -156,8 +158,9 @@ NAMES_OF_CONFIGS = {
 
 
 def parse_values(values: Mapping[str, Any]) -> ParsedArguments:
-    """Return Megatron's arguments from ``values`` by name, as in a JSON file. An argument that is
-    missing or None has its default.
+    """Return Megatron's arguments from ``values`` by name, as in a JSON file.
+
+    An argument that is missing or None has its default.
 
     Raises:
         ValueError: there is no such argument, or a value is not understood.
@@ -215,7 +218,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _kind(action: argparse.Action) -> _Kind | None:
-    """Return the kind of values that ``action`` accepts; None for those that only Megatron
+    """Return the kind of JSON values that the parser's ``action`` accepts; None if only Megatron
     checks."""
     if action.nargs == 0 and isinstance(action.const, bool):
         return _SWITCH
@@ -252,7 +255,7 @@ def _parsed(argv: Sequence[str]) -> tuple[Any, list[str], argparse.ArgumentParse
 
 
 def least_world_size(args: Any) -> int:
-    """Return the number of ranks of one copy of the model: data-parallel size 1."""
+    """Return the number of ranks that one copy of the model takes (data-parallel size 1)."""
     dense = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
@@ -269,8 +272,8 @@ def validate(args: Any, config: PipelineConfig, world_size: int) -> Any:
     """Validate and complete ``args`` by Megatron's own validation, and return them.
 
     Raises:
-        ValueError: Megatron refuses them; the text is Megatron's, or the line of its assertion if
-            it has no text.
+        ValueError: Megatron refuses the arguments; the text is Megatron's, or its assertion's line
+            if that has no text.
     """
     args.rank, args.world_size = 0, world_size
     with _as_value_error():
@@ -278,9 +281,10 @@ def validate(args: Any, config: PipelineConfig, world_size: int) -> Any:
 
 
 def check_course(args: Any) -> tuple[int, int, int]:
-    """Check the numbers of samples to train, validate and test on, and the learning-rate schedule.
+    """Check a training's numbers of samples and its learning-rate schedule; return the numbers.
 
-    A rank checks these after it has built the model, and ends if one is wrong.
+    They are the samples to train, to validate and to test on. A rank of a training checks these
+    after it has built the model, and ends if one is wrong.
 
     Raises:
         ValueError: as `validate`.
@@ -297,9 +301,9 @@ def check_course(args: Any) -> tuple[int, int, int]:
 
 
 def judge_checkpoint(args: Any, config: PipelineConfig, flag: str = "--load") -> LoadJudgement:
-    """Return the judgement of the checkpoint that ``flag`` of validated ``args`` names.
+    """Return whether the checkpoint that ``flag`` of validated ``args`` names would load.
 
-    Its learning-rate schedule is compared if the course of the training is right.
+    Its learning-rate schedule is compared if that of ``args`` is valid.
     """
     scheduler = None
     with contextlib.suppress(ValueError), _counting_course(args):
@@ -310,7 +314,7 @@ def judge_checkpoint(args: Any, config: PipelineConfig, flag: str = "--load") ->
 
 @contextlib.contextmanager
 def _counting_course(args: Any) -> Iterator[None]:
-    """Let Megatron's functions for the course of a training use a copy of ``args``."""
+    """Context in which Megatron's functions that count samples use a copy of ``args``."""
     before = global_vars._GLOBAL_ARGS
     args = copy.copy(args)
     global_vars.set_args(args)
@@ -339,7 +343,8 @@ def _counting_microbatches(args: Any) -> Iterator[None]:
 
 
 def check_model(args: Any, config: PipelineConfig) -> Any:
-    """Make the model's config of validated ``args`` as a rank would, with the schedule's stages.
+    """Return the model's config that a rank would make of validated ``args``, with the schedule's
+    stages.
 
     Raises:
         ValueError: as `validate`.
@@ -355,15 +360,17 @@ def check_model(args: Any, config: PipelineConfig) -> Any:
 
 
 def multiprocessors() -> int:
-    """Return the number of multiprocessors of the GPU here, or of the assumed one."""
+    """Return the number of multiprocessors of the GPU here, or of the assumed GPU if there is
+    none."""
     if not torch.cuda.is_available():
         return MULTIPROCESSORS
     return torch.cuda.get_device_properties(0).multi_processor_count
 
 
 def pipeline_communicator(args: Any) -> dict[str, int]:
-    """Return the settings of the pipeline's communicators, which Megatron calls ``pp``, in the file
-    of --nccl-communicator-config-path.
+    """Return the user's NCCL settings for the pipeline's communicators (``pp``).
+
+    They are in the file of --nccl-communicator-config-path.
 
     Raises:
         ValueError: the file cannot be read.
@@ -386,11 +393,12 @@ def pipeline_communicator(args: Any) -> dict[str, int]:
 
 
 def load_tokenizer(args: Any) -> int:
-    """Build the tokenizer of ``args``, which stay as they are, and return its number of tokens,
-    not padded.
+    """Return the number of tokens of the tokenizer that ``args`` name, not padded.
+
+    ``args`` stay unchanged.
 
     Raises:
-        ValueError: it cannot be built.
+        ValueError: the tokenizer cannot be built.
     """
     args = copy.copy(args)
     args.rank = 0
@@ -399,8 +407,10 @@ def load_tokenizer(args: Any) -> int:
 
 
 def count_tokens(args: Any, *, may_run_code: bool = True) -> int | None:
-    """Return the number of the tokenizer's tokens, not padded; None if no tokenizer can be built,
-    or only by code of its own that must not run."""
+    """Return the number of tokens of the tokenizer that ``args`` name, not padded.
+
+    None if the tokenizer cannot be built, or only by code of its own that must not run.
+    """
     args = copy.copy(args)
     args.trust_remote_code = args.trust_remote_code and may_run_code
     try:
@@ -410,8 +420,7 @@ def count_tokens(args: Any, *, may_run_code: bool = True) -> int | None:
 
 
 def data_prefixes(args: Any) -> list[str]:
-    """Return the datasets that ``args`` name, each as the path of a .bin and an .idx without its
-    ending.
+    """Return the datasets that ``args`` name, as paths of .bin and .idx files without the ending.
 
     Raises:
         ValueError: a file of --data-args-path cannot be read.
@@ -438,7 +447,8 @@ _MISSING = re.compile(r"assert args\.(\w+) is not None")
 
 @contextlib.contextmanager
 def _as_value_error() -> Iterator[None]:
-    """Turn whatever ends Megatron into a ValueError with the reason, and suppress its output."""
+    """Context in which any error or exit of Megatron becomes a ValueError; its output is
+    suppressed."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):

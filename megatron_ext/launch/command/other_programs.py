@@ -22,8 +22,8 @@ class _Program:
     """Program other than Megatron's scripts that calls Megatron.
 
     Attributes:
-        name: as people call it.
-        script: regular expression of its module, or of the path of its script.
+        name: name that people use.
+        script: regular expression of the program's module, or of its script's path.
         package: regular expression of a package that its scripts import.
         words: regular expression of words that only its commands have.
         remedy: how its trainings get a schedule of ours, and are planned.
@@ -78,8 +78,9 @@ _SIZES = frozenset(
 
 
 def why_not_megatrons(launch: Launch, script: str | None) -> str | None:
-    """Return why the command ``launch`` is not one that Megatron's arguments describe, and what to
-    do instead; None if it is one.
+    """Return why ``launch`` is no command that Megatron's arguments describe; None if it is one.
+
+    The text says what to do instead.
 
     Args:
         script: text of the script; None if it cannot be read.
@@ -108,8 +109,11 @@ def why_not_megatrons(launch: Launch, script: str | None) -> str | None:
 def _is_of(
     program: _Program, name: str, words: Sequence[str], script: str | None, *, has_sizes: bool
 ) -> bool:
-    """Return whether a command is of ``program``: by its words, or by its script if Megatron's
-    arguments have no sizes, since a script of Megatron's may import a program too."""
+    """Return whether a command belongs to ``program``, judged by its words or its script.
+
+    The script counts only if Megatron's arguments have no sizes, since a script of Megatron's may
+    import the program, too.
+    """
     if any(re.fullmatch(program.words, word) for word in words):
         return True
     imports = rf"^\s*(?:from|import)\s+{program.package}\b"

@@ -33,13 +33,16 @@ _AUTO = "megatron_ext.auto"
 
 
 def flags_of_script(script: str | None) -> list[str]:
-    """Return the flags named as ours that the text of a ``script`` adds to its parser itself."""
+    """Return the flags with names of ours that the text of a ``script`` adds to its own parser."""
     return [name for name in _ADDS.findall(script or "") if name in our_flags()]
 
 
 def without_flags_of_script(launch: Launch, script: str | None) -> tuple[Launch, list[WordFinding]]:
-    """Return ``launch`` without flags that are named as ours and that its ``script`` adds to its
-    parser itself, and what is said of them: under megatron_ext the two are in conflict."""
+    """Return ``launch`` without flags of its own ``script`` that have the names of ours.
+
+    The findings tell which these are. With megatron_ext in the command, such flags are in conflict
+    with ours.
+    """
     adds = flags_of_script(script)
     imports_us = script is not None and IMPORTS_US.search(script)
     if adds and (launch.installs or imports_us):
@@ -49,8 +52,9 @@ def without_flags_of_script(launch: Launch, script: str | None) -> tuple[Launch,
 
 
 def installation(launch: Launch, script: str | None) -> WordFinding | None:
-    """Return whether our flags take effect: the command has ``-m megatron_ext``, or its script
-    imports megatron_ext. None if the command needs neither, or says that it has the former.
+    """Return a finding on whether our flags take effect; None if the command needs no finding.
+
+    They take effect with ``-m megatron_ext`` in the command, or if its script imports megatron_ext.
 
     Args:
         script: text of the script; None if it cannot be read.
@@ -75,8 +79,10 @@ def installation(launch: Launch, script: str | None) -> WordFinding | None:
 
 
 def with_variables(launch: Launch, script: str | None) -> tuple[Launch, list[WordFinding]]:
-    """Return ``launch`` with flags in place of the variables that ``-m megatron_ext`` reads, and
-    remarks on them. The log of a start has its variables as flags, and a recipe reads none.
+    """Return ``launch`` with flags in place of variables that ``-m megatron_ext`` reads, and
+    remarks.
+
+    The log of a start has its variables as flags, and a recipe reads no variables.
 
     Raises:
         ValueError: a variable is not understood.
@@ -99,8 +105,8 @@ def with_variables(launch: Launch, script: str | None) -> tuple[Launch, list[Wor
 
 
 def settings_of(launch: Launch, script: str | None) -> PipelineConfig:
-    """Return the settings of ``launch``: of its flags, or of variables if `megatron_ext.auto` reads
-    them.
+    """Return our settings in ``launch``: from its flags, or from variables if `megatron_ext.auto`
+    reads them.
 
     Raises:
         ValueError: a setting is not understood.

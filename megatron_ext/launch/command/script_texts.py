@@ -20,7 +20,7 @@ _NOT_READ = {"megatron", "megatron_ext", *sys.stdlib_module_names}
 
 @dataclass(frozen=True)
 class ScriptTexts:
-    """Texts of a script, and of the modules of its own that it imports.
+    """Source texts of a training script, and of its own modules that it imports.
 
     Attributes:
         finds_all: whether each imported package is the script's own, or installed here.
@@ -32,8 +32,11 @@ class ScriptTexts:
 
 @dataclass(frozen=True)
 class _Import:
-    """Module that a script imports. ``level`` counts the dots before its name. An optional one may
-    be missing, since the script catches that."""
+    """Module that a script imports.
+
+    ``level`` counts the dots before its name. An optional module may be missing, since the script
+    catches that.
+    """
 
     name: str
     level: int
@@ -41,8 +44,10 @@ class _Import:
 
 
 def read_script_texts(launch: Launch, script: str | None) -> ScriptTexts | None:
-    """Return the texts of ``launch``, whose script has the text ``script``; None if that cannot be
-    read."""
+    """Return the source texts of the script of ``launch`` and its modules; None without ``script``.
+
+    ``script`` is the text of the script itself.
+    """
     if script is None:
         return None
     path = Path(launch.script)
@@ -71,8 +76,7 @@ def read_script_texts(launch: Launch, script: str | None) -> ScriptTexts | None:
 
 
 def _imports(text: str) -> Iterator[_Import]:
-    """Yield the modules that a module with the text ``text`` imports; none if the text is no
-    Python."""
+    """Yield the modules that the Python source ``text`` imports; none if it cannot be parsed."""
     try:
         tree = ast.parse(text)
     except (MemoryError, RecursionError, SyntaxError, ValueError):
@@ -96,7 +100,7 @@ def _of_type(tree: ast.AST, kind: type[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _files(imported: _Import, importing: Path, folders: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files of an imported module that belongs to the script."""
+    """Yield the source files of an imported module that belongs to the script."""
     parts = imported.name.split(".")
     if imported.level:
         folders = [importing.parent.joinpath(*[".."] * (imported.level - 1))]

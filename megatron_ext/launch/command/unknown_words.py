@@ -39,9 +39,10 @@ SURELY_MEANT = 0.9
 
 @dataclass(frozen=True)
 class WordFinding:
-    """Judgement of words of a launch command: right, perhaps right ("remark"), or a mistake.
+    """Judgement of words of a launch command: right, perhaps right ("remark"), or a mistake
+    ("wrong").
 
-    ``fix`` says what to do about it; "" if nothing has to be done.
+    ``fix`` says what to do about the words; "" if nothing has to be done.
     """
 
     verdict: Literal["right", "remark", "wrong"]
@@ -52,13 +53,13 @@ class WordFinding:
 def unknown_words(
     argv: Sequence[str], unknown: Sequence[str], flags: Sequence[str], texts: ScriptTexts | None
 ) -> Iterator[WordFinding]:
-    """Yield what the ``unknown`` words of ``argv`` are, given the known ``flags``.
+    """Yield a finding on the ``unknown`` words of ``argv``, given the known ``flags``.
 
-    A flag that had another name in older versions of Megatron, and one that is nearly a flag of
-    Megatron's or of ours, is a mistake. Any other may be the script's own.
+    A flag that had another name in older versions of Megatron, or is nearly a flag of Megatron's or
+    of ours, is a mistake. Any other unknown flag may be the script's own.
 
     Args:
-        texts: of the script and its modules; None if it cannot be read.
+        texts: source of the script and its modules; None if it cannot be read.
     """
     knows_all = texts is None or texts.finds_all
     of_script: list[str] = []
@@ -92,8 +93,11 @@ def unknown_words(
 
 
 def _quoted(argv: Sequence[str], word: str) -> str:
-    """Return what to do about ``word`` if it stands behind a flag that has a value already: a shell
-    splits a value at its spaces. Empty if it stands behind a flag without a value."""
+    """Return what to do about a ``word`` that follows a flag's complete value; "" for any other
+    word.
+
+    The user may have forgotten quotes: a shell splits a value at its spaces.
+    """
     at = argv.index(word)
     flag_at = max((i for i in range(at) if argv[i].startswith("--")), default=None)
     if flag_at is None:
@@ -114,8 +118,10 @@ def _adds(text: str, name: str) -> bool:
 
 
 def _surely_meant(name: str, flags: Sequence[str]) -> str | None:
-    """Return which flag is meant if ``name`` is surely a misspelling, "" if it is not known which;
-    None if it is none."""
+    """Return which flag is meant if ``name`` is surely a misspelling; None if it is not.
+
+    "" if it is a misspelling, but of which flag is not clear.
+    """
     ours = meant_by(name, (flag(setting.name) for setting in fields(PipelineConfig)))
     close = difflib.get_close_matches(name.replace("_", "-"), flags, cutoff=SURELY_MEANT)
     if not (ours or name.startswith(flag("")) or any(not is_opposite(name, f) for f in close)):

@@ -74,7 +74,7 @@ _LOW_PRECISION = "docs/compatibility.md#low-precision compares schedules and rec
 
 
 def check_launch(launch: Launch, world_size: int | None, gpu: Gpu | None) -> Report:
-    """Check everything about ``launch`` that can be known here.
+    """Check the command ``launch`` as far as it can be on this machine, and return the report.
 
     Args:
         world_size: number of ranks. None takes the launcher's number, or the smallest possible one,
@@ -132,7 +132,8 @@ def _report_remarks(report: Report, launch: Launch) -> None:
 
 
 def _check_script(report: Report, launch: Launch) -> str | None:
-    """Return the script's text; None if it cannot be read."""
+    """Report whether the script of the launch can be read, and return its text; None if it
+    cannot."""
     if launch.log is not None or launch.recipe is not None:
         return None
     path = Path(launch.script)
@@ -203,7 +204,8 @@ def _check_datasets(report: Report, args: Any, megatron_arguments: Any) -> None:
 
 
 def _other_source(args: Any) -> str | None:
-    """Return the flag by which a launch takes arguments that its command does not have."""
+    """Return the flag that brings arguments from elsewhere, such as --yaml-cfg; None without
+    one."""
     if args.yaml_cfg is not None:
         return "--yaml-cfg"
     return "--use-checkpoint-args" if args.use_checkpoint_args else None
@@ -212,8 +214,10 @@ def _other_source(args: Any) -> str | None:
 def _check_partly(
     report: Report, args: Any, ranks: int, source: str, megatron_arguments: Any
 ) -> None:
-    """Check what does not depend on arguments that come from ``source``. A checkpoint has none of
-    parallel sizes, batches and files, unless more is requested."""
+    """Check the parts of a command that do not depend on arguments that ``source`` brings.
+
+    A checkpoint brings no parallel sizes, batches or files, unless more is requested.
+    """
     takes_sizes = getattr(args, "use_mp_args_from_checkpoint_args", False)
     if source != "--yaml-cfg" and not takes_sizes:
         report.attempt("batch size", lambda: _check_batches(args, ranks))
@@ -229,7 +233,7 @@ def _check_partly(
 
 
 def _check_batches(args: Any, ranks: int) -> None:
-    """Raise ValueError if the ranks or the batch of ``args`` cannot be divided."""
+    """Raise ValueError if the ranks or the global batch of ``args`` cannot be split evenly."""
     parts = (
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -250,8 +254,11 @@ def _check_batches(args: Any, ranks: int) -> None:
 
 
 def _check_restarts(args: Any, max_restarts: int) -> list[Finding]:
-    """Check that ranks which the launcher starts again, up to ``max_restarts`` times, continue from
-    a checkpoint. They are new processes, and have nothing else of the old ones."""
+    """Return a finding on whether restarted ranks continue from a checkpoint.
+
+    The launcher restarts ranks up to ``max_restarts`` times, as new processes that have nothing
+    else of the old ones.
+    """
     if not max_restarts:
         return []
     text = f"up to {max_restarts}, each with new processes on all ranks"
@@ -267,7 +274,7 @@ def _check_restarts(args: Any, max_restarts: int) -> list[Finding]:
 
 
 def _arguments(launch: Launch, words: Sequence[str], megatron_arguments: Any) -> Any:
-    """Return the arguments parsed from ``words``, with the settings of a recipe that have no
+    """Return Megatron's arguments parsed from ``words``, with a recipe's settings that have no
     flags."""
     parsed = megatron_arguments.parse_arguments(words)
     if launch.recipe is not None:
@@ -276,7 +283,8 @@ def _arguments(launch: Launch, words: Sequence[str], megatron_arguments: Any) ->
 
 
 def _parsed(report: Report, launch: Launch, script: str | None, megatron_arguments: Any) -> Any:
-    """Return Megatron's arguments; None if they cannot be checked."""
+    """Return Megatron's arguments of the launch, and report unknown words; None if they do not
+    parse."""
     parsed = report.attempt(
         "flags", lambda: _arguments(launch, launch.arguments, megatron_arguments)
     )
@@ -299,8 +307,12 @@ def _check_arguments(
     gpu: Gpu | None,
     megatron_arguments: Any,
 ) -> tuple[float | None, Callable[[str], LoadJudgement] | None]:
-    """Check ``args`` by Megatron's own validation, and what follows from them. Return the bytes of
-    a checkpoint, if known, and how to judge one that is loaded, if the arguments are valid."""
+    """Check ``args`` by Megatron's own validation, and what follows from them.
+
+    Returns:
+        The bytes of a checkpoint, if known, and a function that judges the loaded checkpoint, if
+            the arguments are valid.
+    """
     from megatron_ext.launch.command.judgement import judge
 
     parsed, recipe = copy.deepcopy(args), launch.recipe
@@ -411,8 +423,10 @@ def _say_what_is_untried(report: Report, args: Any) -> None:
 
 
 def _count_tokens(report: Report, args: Any, megatron_arguments: Any) -> int | None:
-    """Return the size of the tokenizer's vocabulary; None if it cannot be loaded here. If its files
-    are here, that is wrong."""
+    """Return the size of the tokenizer's vocabulary; None if the tokenizer cannot be loaded here.
+
+    If its files are here, that is reported as a mistake.
+    """
     files = [path for path in (args.tokenizer_model, args.vocab_file, args.merge_file) if path]
     is_null = args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer")
     is_here = bool(files) and all(Path(path).exists() for path in files)
@@ -430,10 +444,10 @@ def _check_training(
     gpu: Gpu | None,
     megatron_arguments: Any,
 ) -> float | None:
-    """Report what the command of ``made`` runs: its bubbles, its memory, its communicators. Return
-    the bytes of a checkpoint, if known.
+    """Report what the command of ``made`` runs: its bubbles, memory and communicators.
 
-    ``parsed`` are its arguments before Megatron validated them.
+    Returns the bytes of a checkpoint, if known. ``parsed`` are the command's arguments before
+    Megatron validated them.
     """
     args, program = made.args, made.program
     if config.schedule is None:
@@ -459,7 +473,10 @@ def _check_training(
 def _say_what_slices_give(
     report: Report, made: Judgement, parsed: Any, config: PipelineConfig, gpu_bytes: float | None
 ) -> None:
-    """Report the gain of slices with fewer microbatches than ranks, or with too little memory."""
+    """Report the gain of slices of sequences, if there are few microbatches or too little memory.
+
+    Few microbatches are fewer than pipeline ranks.
+    """
     from megatron_ext.launch.planner.alternatives.long_sequences import what_slices_give
     from megatron_ext.launch.planner.variants import LaunchVariants
 
@@ -513,8 +530,10 @@ def _check_communicators(
 
 
 def _check_of_recipe(recipe: BridgeRecipe, args: Any, config: PipelineConfig) -> Callable[[], None]:
-    """Return a check that `megatron_ext.bridge.use` takes the config of ``recipe``, if it is
-    called."""
+    """Return a check that `megatron_ext.bridge.use` accepts the config of ``recipe``.
+
+    It checks nothing if the launch does not call `use`.
+    """
     from megatron_ext.launch.planner.stage_arguments import stock_schedule
 
     if config.schedule is None and not config.arranges_microbatches:
@@ -524,7 +543,7 @@ def _check_of_recipe(recipe: BridgeRecipe, args: Any, config: PipelineConfig) ->
 
 
 def _check_watching(report: Report, args: Any, config: PipelineConfig) -> None:
-    """Remark on a trace or metrics of Megatron's own step that would record nothing."""
+    """Report that a trace or metrics of Megatron's own step would record nothing, if so."""
     from megatron_ext.adapter.stock.stock_order import why_unseen
 
     if not config.watches_stock:

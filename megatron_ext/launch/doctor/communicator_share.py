@@ -35,8 +35,9 @@ def check_communicators(
     left_bytes: float | None,
     shapes_vary: bool,
 ) -> Finding:
-    """Report the number of communicators that a rank of ``program`` adds to Megatron's, and their
-    share of a GPU.
+    """Return a finding on the communicators of a rank of ``program`` beyond Megatron's own.
+
+    It tells their number, and their share of a GPU's multiprocessors.
 
     Args:
         config: the settings of ``program``.
@@ -76,8 +77,10 @@ def check_communicators(
 
 
 def _batched(config: PipelineConfig, program: Program, shapes_vary: bool) -> str:
-    """Return the predicted effect of `P2P.BATCHED` on ``program``, as text; empty if it cannot be
-    used."""
+    """Return, as text, the predicted effect of batched messages (`P2P.BATCHED`) on ``program``.
+
+    Empty if messages cannot be batched.
+    """
     if shapes_vary:
         return ""
     try:

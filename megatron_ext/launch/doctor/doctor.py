@@ -42,9 +42,9 @@ _WITH_ALL_PATCHES = PipelineConfig.parse(schedule="zb-h1")
 class State(StrEnum):
     """State of a patch in this environment.
 
-    FITS: could be applied, and no setting requires it. WOULD_BE_APPLIED: could be applied, and the
-    settings require it. APPLIED: is in force in this process. NEEDLESS: this version of the target
-    does by itself what the patch adds.
+    FITS: the patch could be applied, and no setting requires it. WOULD_BE_APPLIED: it could be
+    applied, and the settings require it. APPLIED: it is in force in this process. NEEDLESS: this
+    version of the target does by itself what the patch adds.
     """
 
     FITS = "fits"
@@ -59,10 +59,11 @@ class PatchState:
     """State of a patch of a feature, or of a feature whose patches cannot be listed.
 
     Attributes:
-        is_required: whether the settings require it; without settings all are required.
+        is_required: whether the settings require the patch; without settings all patches are
+            required.
         why: reason of a misfit.
         cause: error that the reason ends with; "" if there is none.
-        unknown: the source that the patch was not read against, if that is the reason.
+        unknown: the installed source, if the reason is that the patch was not read against it.
     """
 
     feature: str
@@ -82,10 +83,10 @@ class PatchState:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Installed versions by name, the state of each patch of each feature, and the versions known
-    to fit.
+    """Diagnosis of an environment: installed versions, and the state of each patch.
 
-    ``missing`` says what all patches need and cannot be imported here; "" if nothing.
+    ``versions`` are those known to fit. ``missing`` names a package that all patches need and that
+    cannot be imported here; "" if there is none.
     """
 
     environment: Mapping[str, str]
@@ -95,19 +96,19 @@ class Diagnosis:
 
     @property
     def misfits(self) -> tuple[PatchState, ...]:
-        """Required patches that do not fit this version."""
+        """Required patches that do not fit the installed versions."""
         return tuple(patch for patch in self.patches if patch.is_required and not patch.fits)
 
     @property
     def allowance(self) -> str:
-        """Value of the variable `ALLOW_UNKNOWN` that would allow all unknown sources; empty if
-        there are none."""
+        """Value of the variable `ALLOW_UNKNOWN` that would allow all unknown sources; "" without
+        any."""
         unknown = [patch.unknown for patch in self.misfits if patch.unknown is not None]
         return allowance(unknown) if unknown else ""
 
 
 def diagnose(config: PipelineConfig) -> Diagnosis:
-    """Return the versions here and the state of the patches under ``config``.
+    """Return the installed versions, and the state of the patches under ``config``.
 
     Raises:
         ValueError: the user's list of allowed sources is not understood.
@@ -117,7 +118,7 @@ def diagnose(config: PipelineConfig) -> Diagnosis:
 
 
 def _missing() -> str:
-    """Return which package that all patches need cannot be imported, and why."""
+    """Return which package that all patches need cannot be imported, and why; "" if none."""
     for module, name in (("torch", "torch"), ("megatron.core", "Megatron")):
         try:
             importlib.import_module(module)
@@ -155,8 +156,11 @@ def _environment() -> dict[str, str]:
 
 
 def _megatron() -> str:
-    """Return the imported version and its folder: a checkout may hide an installed one. Ranks that
-    start in this folder import its own."""
+    """Return the version of the imported Megatron and its folder, as text.
+
+    A checkout may hide an installed Megatron; ranks that start in this folder import the folder's
+    own.
+    """
     here, folder, text = Path.cwd() / "megatron" / "core", None, "not installed"
     try:
         version = resolve("megatron.core:__version__")
@@ -173,8 +177,10 @@ def _megatron() -> str:
 
 
 def _versions() -> list[dict[str, str]]:
-    """Return the rows of known versions; none if Megatron is missing, without which patches cannot
-    be listed."""
+    """Return the table of versions known to fit; empty if Megatron is missing.
+
+    Without Megatron the patches cannot be listed.
+    """
     try:
         patches = [patch for feature in FEATURES for patch in feature.patches(_WITH_ALL_PATCHES)]
     except PatchError:

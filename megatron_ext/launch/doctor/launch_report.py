@@ -26,7 +26,10 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``fix`` says what to do; empty if nothing has to be done."""
+    """Finding of a check: one line of doctor's report.
+
+    ``fix`` says what to do; empty if nothing has to be done.
+    """
 
     verdict: Severity
     subject: str
@@ -55,18 +58,19 @@ class RankPrediction:
 
     @property
     def total_bytes(self) -> float:
-        """Sum of the known bytes."""
+        """Sum of the known bytes on this rank."""
         known = self.model_bytes + self.temporary_bytes + self.context_bytes
         return known + (self.activation_bytes or 0)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction for the first step.
+    """Prediction for the first step of a launch.
 
     Attributes:
         costs: origin of the costs.
-        bubble, bubble_1f1b: idle shares of the makespan.
+        bubble, bubble_1f1b: idle shares of the makespan under the launch's schedule, and under
+            1F1B.
         ranks: memory of each rank; empty if it cannot be estimated.
     """
 
@@ -78,7 +82,7 @@ class Prediction:
     ranks: tuple[RankPrediction, ...] = ()
 
     def as_data(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
+        """Return the prediction as ``--json`` prints it."""
         data = asdict(self)
         if not self.ranks:
             del data["ranks"]
@@ -87,10 +91,10 @@ class Prediction:
 
 @dataclass
 class Report:
-    """Findings, and the predictions that could be made of what is right in the command.
+    """Report of doctor on a launch: its findings, and predictions for what is right.
 
     Attributes:
-        unchecked: what could not be checked here, and why; empty if the check is whole.
+        unchecked: what could not be checked here, and why; empty if everything was checked.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -108,8 +112,10 @@ class Report:
         fix: str = "",
         right: Callable[[T], str] | None = None,
     ) -> T | None:
-        """Return the result of ``work``, and add a finding with what ``right`` says of it; if
-        ``work`` refuses, None, and add a finding with the reason."""
+        """Return the result of ``work``, and add a finding on it; None if ``work`` refuses.
+
+        The finding has the text that ``right`` makes of the result, or the reason of the refusal.
+        """
         try:
             result = work()
         except (ValueError, PatchError) as error:
@@ -124,7 +130,7 @@ class Report:
         return all(finding.verdict is not Severity.WRONG for finding in self.findings)
 
     def as_data(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
+        """Return the report as ``--json`` prints it."""
         return {
             "right": self.is_right,
             "findings": [asdict(finding) for finding in self.findings],

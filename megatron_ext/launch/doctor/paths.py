@@ -31,7 +31,7 @@ INDEX_HEADER = b"MMIDIDX\x00\x00"
 
 
 def check_data(args: Any, prefixes: Sequence[str]) -> list[Finding]:
-    """Check that each of ``prefixes`` is a dataset, and that the index cache can be written."""
+    """Return findings on whether ``prefixes`` are datasets, and the index cache can be written."""
     findings = [finding for prefix in prefixes for finding in _check_dataset(args, prefix)]
     if prefixes and all(finding.verdict is Severity.RIGHT for finding in findings):
         size = sum(Path(f"{prefix}.bin").stat().st_size for prefix in prefixes if not args.sft)
@@ -72,7 +72,7 @@ def _check_dataset(args: Any, prefix: str) -> list[Finding]:
 
 
 def check_tokenizer_files(args: Any) -> list[Finding]:
-    """Check that the tokenizer's files exist. A model that is no path may come from a hub."""
+    """Return findings on whether the tokenizer's files exist; a name may be one of a model hub."""
     files = [path for path in (args.vocab_file, args.merge_file) if path is not None]
     findings = [_exists("tokenizer", path) for path in files]
     model = args.tokenizer_model
@@ -89,13 +89,12 @@ def check_tokenizer_files(args: Any) -> list[Finding]:
 def check_checkpoints(
     args: Any, needed: float | None, judge: Callable[[str], LoadJudgement] | None = None
 ) -> list[Finding]:
-    """Check that the command loads the checkpoint that it names, and that there is room for those
-    to save.
+    """Return findings on the checkpoints of a command: whether one loads, and others can be saved.
 
     Args:
         needed: bytes of one checkpoint; None if unknown.
-        judge: the judgement of the checkpoint that a flag names; None: the arguments are not valid,
-            and it is only looked for.
+        judge: returns the judgement of the checkpoint that a flag names; None if the arguments are
+            not valid, and the checkpoint is only looked for.
     """
     findings = []
     # This checkpoint is loaded if there is none to resume.
@@ -117,7 +116,7 @@ def check_checkpoints(
 
 
 def _judged(found: Finding, flag: str, judge: Callable[[str], LoadJudgement] | None) -> Finding:
-    """Return the judgement of the checkpoint that was ``found``, if one can be made."""
+    """Return the finding on whether a checkpoint that was ``found`` loads, if it can be judged."""
     if judge is None or found.verdict is not Severity.RIGHT:
         return found
     made = judge(flag)

@@ -14,8 +14,9 @@ from megatron_ext.launch.doctor.launch_report import Finding, Severity
 
 
 def check_rank_variables(launch: Launch, script: str | None) -> list[Finding]:
-    """Return a remark if nothing is seen to set RANK and WORLD_SIZE: Megatron then takes each
-    process for a training of one rank.
+    """Return a remark if nothing is seen to set RANK and WORLD_SIZE for the processes.
+
+    Megatron would then take each process for a training of one rank.
 
     Args:
         script: text of the script; None if it cannot be read.

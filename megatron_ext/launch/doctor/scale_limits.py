@@ -19,8 +19,10 @@ _NO_RANDOM_ROUNDING = "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"
 
 
 def scale_limits(args: Any, program: Program) -> Iterator[str]:
-    """Yield how numbers under ``program``, of a schedule of ours, differ from stock's because of
-    the low precision in ``args``, Megatron's arguments."""
+    """Yield how numbers under ``program`` differ from stock's because of FP8 or FP4.
+
+    ``program`` has a schedule of ours; ``args`` are Megatron's arguments.
+    """
     placement = program.schedule.placement
     is_v = placement.chunks > 1 and placement.rank_of[0] != 0
     is_delayed = args.fp8 is not None and args.fp8_recipe == "delayed"
@@ -53,7 +55,7 @@ def _reorders(program: Program) -> bool:
 
 
 def _order(program: Program) -> list[list[tuple[bool, int]]]:
-    """Return for each rank whether its passes are forward, and their microbatches, in order."""
+    """Return, for each rank, its passes in order: (whether it is a forward pass, microbatch)."""
     return [
         [
             (Kind.FORWARD in covers, action.microbatch)

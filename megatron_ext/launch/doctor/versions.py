@@ -14,8 +14,10 @@ from megatron_ext.patches.engine import Patch
 
 
 class Tried(StrEnum):
-    """Extent to which a version was tried. Sources that were only read show no more than that
-    patches fit."""
+    """Extent to which a version was tried.
+
+    Of a version whose sources were only read, it is known only that patches fit.
+    """
 
     TRAINED = "trained on the CPU"
     READ = "read"
@@ -24,13 +26,13 @@ class Tried(StrEnum):
 
 @dataclass(frozen=True)
 class KnownVersion:
-    """A version of ``name``.
+    """Version of Megatron, or of a package used with it, that was tried or read.
 
     Attributes:
-        version: its text.
+        version: text of the version.
         megatron: the versions of Megatron in it, as digests of patches name them; empty without a
             Megatron.
-        tried: how far it was tried.
+        tried: how far this version was tried.
         how: the tests that ran, or the observations.
     """
 
@@ -41,8 +43,10 @@ class KnownVersion:
     how: str = ""
 
     def patches(self, declared: frozenset[str]) -> str:
-        """Return whether our patches fit it; they are ``declared`` for these versions of
-        Megatron."""
+        """Return, in words, whether our patches fit this version.
+
+        ``declared`` are the versions of Megatron that the patches were read against.
+        """
         fits = self.tried is Tried.TRAINED
         if self.megatron:
             fits = declared.issuperset(self.megatron)
@@ -154,14 +158,16 @@ KNOWN = (
 
 
 def declared_versions(patches: list[Patch]) -> frozenset[str]:
-    """Return the versions of Megatron whose sources ``patches`` were read against, and the commits
-    on the way to one (``0.20@2a75ac1``)."""
+    """Return the versions of Megatron whose sources ``patches`` were read against.
+
+    Among them are commits before a version, such as ``0.20@2a75ac1``.
+    """
     digests = (key for patch in patches for key in (*patch.digests, *patch.needless))
     return frozenset(version for key in digests for version in key.split(", "))
 
 
 def version_rows(declared: frozenset[str]) -> list[dict[str, str]]:
-    """Return `KNOWN` as a table: one row per version, by column."""
+    """Return the table of known versions (`KNOWN`): a row per version, by column."""
     return [
         {
             "": known.name,

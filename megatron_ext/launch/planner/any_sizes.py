@@ -63,11 +63,12 @@ _OF_TENSOR = ("tp_comm_overlap",)
 
 def plan_sizes(request: LaunchRequest) -> SizesPlan:
     """Compare parallel sizes, schedules, layouts and recompute for the launch command of
-    ``request``, with the same GPUs, global batch, sequence, precision and model.
+    ``request``.
+
+    GPUs, global batch, sequence length, precision and model stay the same.
 
     Raises:
-        ValueError: the command, or what is requested of it, is not understood, or Megatron refuses
-            it.
+        ValueError: the command or a setting for the plan is not understood, or Megatron refuses it.
         PatchError: there is no Megatron to ask.
     """
     with caching_candidates():
@@ -90,7 +91,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
     free = parsed.allowed_bytes
 
     def judged(one: Alternative) -> Alternative:
-        """Return ``one`` with the figures of the launch that is changed to it."""
+        """Return the alternative ``one`` with the figures of the launch that is changed to it."""
         if one.write() == NOTHING:  # the launch stays as it is, and was judged already
             return one
         one = without_idle_limit(one)
@@ -161,7 +162,7 @@ def _on_vocabulary(parsed: ParsedLaunch) -> Iterator[str]:
 
 
 def _check(request: LaunchRequest, parsed: ParsedLaunch) -> None:
-    """Raise ValueError if the launch has something that other sizes would not keep."""
+    """Raise ValueError if the launch has settings that other parallel sizes would not keep."""
     from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
 
     args, config = parsed.validated, parsed.variants.config
@@ -201,7 +202,7 @@ def _check(request: LaunchRequest, parsed: ParsedLaunch) -> None:
 
 
 def sized_job_of(request: LaunchRequest, parsed: ParsedLaunch) -> SizedJob:
-    """Return the description of ``parsed`` for other sizes."""
+    """Return the description of the launch by which other parallel sizes are estimated."""
     from megatron_ext.adapter import dimensions
     from megatron_ext.adapter.model_bytes import state_of
     from megatron_ext.adapter.step_sizes import main_size
@@ -230,7 +231,7 @@ def sized_job_of(request: LaunchRequest, parsed: ParsedLaunch) -> SizedJob:
 
 
 def _sizes_of(args: Any) -> Sizes:
-    """Return the sizes of validated ``args``."""
+    """Return the parallel sizes and the micro-batch size of validated ``args``."""
     has_experts = bool(args.num_experts)
     return Sizes(
         tensor=args.tensor_model_parallel_size,
@@ -244,13 +245,14 @@ def _sizes_of(args: Any) -> Sizes:
 
 
 class SizedLaunch:
-    """The launch of ``parsed`` with other sizes."""
+    """Launch command with other parallel sizes."""
 
     def __init__(self, parsed: ParsedLaunch, job: SizedJob) -> None:
         self._parsed, self._job = parsed, job
 
     def baseline(self) -> SizedStep | None:
-        """Return the launch as it stands, as `judge` has it; None if it cannot run."""
+        """Return the unchanged launch with its figures, as `judge` has them; None if it cannot
+        run."""
         from megatron_ext.launch.planner.alternatives.layouts import own_layout
         from megatron_ext.launch.planner.launch_job import judged_alternative
 
@@ -265,7 +267,8 @@ class SizedLaunch:
         )
 
     def variants(self, sizes: Sizes) -> LaunchVariants:
-        """Return the launch with ``sizes``, one stage a rank, and layers as even as can be."""
+        """Return the launch with the parallel ``sizes``, one stage a rank, and layers split
+        evenly."""
         from megatron_ext.adapter.layers import SEGMENT_END, even_layout_text, prediction_depths
 
         variants = self._parsed.variants
@@ -292,10 +295,10 @@ class SizedLaunch:
         return replace(variants, args=args, launch_schedule="1f1b")
 
     def works_of(self, sizes: Sizes) -> SizedWorks:
-        """Return the training with ``sizes`` by Megatron's validated arguments.
+        """Return the training with the parallel ``sizes``, from Megatron's validated arguments.
 
         Raises:
-            ValueError: Megatron refuses them.
+            ValueError: Megatron refuses the sizes.
         """
         from megatron_ext.launch.command import megatron_arguments
         from megatron_ext.launch.planner.alternatives.layouts import permits_of, rule_of, work_of
@@ -313,7 +316,7 @@ class SizedLaunch:
         return SizedWorks(works, rule_of(args), permits_of(variants))
 
     def alternative(self, step: SizedStep, *, is_baseline: bool = False) -> SizedAlternative:
-        """Return ``step`` as an alternative to the launch."""
+        """Return ``step``, the launch with other sizes, as an alternative that a plan compares."""
         made, sizes = step.made, step.sizes
         report = made.candidate.report
         execution = self._job.execution_of(sizes, made.recompute)
@@ -331,7 +334,7 @@ class SizedLaunch:
         )
 
     def written(self, step: SizedStep) -> Written:
-        """Return the flags that turn the launch into ``step``."""
+        """Return the flags that turn the launch into ``step``, the launch with other sizes."""
         from megatron_ext.launch.planner.alternatives.layouts import own_layout
         from megatron_ext.launch.planner.alternatives.recompute import recompute_flags
         from megatron_ext.launch.planner.alternatives.written import written_for
@@ -373,12 +376,12 @@ class SizedLaunch:
                 yield from (argument_flag(name), str(size))
 
     def _dropped_of_tensor(self, sizes: Sizes) -> Sequence[str]:
-        """Return the arguments that go, as ``sizes`` have no tensor parallelism."""
+        """Return the arguments to drop if ``sizes`` have no tensor parallelism."""
         return _OF_TENSOR if sizes.tensor == 1 else ()
 
 
 def _on_refused(found: Found) -> Iterator[str]:
-    """Say how many sizes Megatron refuses, and the first reason."""
+    """Yield a remark with the number of sizes that Megatron refuses, and the first reason."""
     if found.refused:
         (sizes, why), *_ = found.refused.items()
         yield (
@@ -388,7 +391,8 @@ def _on_refused(found: Found) -> Iterator[str]:
 
 
 def _on_connections(parsed: ParsedLaunch, sizes: Sizes) -> Iterator[str]:
-    """Name the variable that Megatron demands with ``sizes`` and not with the unchanged launch."""
+    """Yield a remark on a variable that Megatron demands with ``sizes``, but not without the
+    change."""
     from megatron_ext.launch.command.megatron_arguments import CONNECTIONS, wants_one_connection
 
     overlaps = max(sizes.tensor, sizes.context) > 1

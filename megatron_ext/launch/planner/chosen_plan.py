@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def choose_plan(argv: Sequence[str], config: PipelineConfig, world_size: int) -> Chosen:
-    """Return ``argv`` with the chosen flags, and the reason, for `megatron_ext.launch.script`.
+    """Return the flags that are chosen for the launch with ``argv``, and the reason.
 
     Under torchrun, whose agent has a store before process groups exist, one rank chooses for all
     ranks with the same ``argv``. Elsewhere each rank chooses, and all choose the same.
@@ -47,8 +47,11 @@ def choose_plan(argv: Sequence[str], config: PipelineConfig, world_size: int) ->
 
 
 def _agents_store(request: str) -> dist.Store | None:
-    """Return the store of torchrun's agent, for ranks that request the same (``request``) in this
-    attempt; None without torchrun."""
+    """Return the store of torchrun's agent, for ranks with the same ``request``; None without
+    torchrun.
+
+    Its keys belong to this attempt of the launcher alone.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     import torch.distributed as dist

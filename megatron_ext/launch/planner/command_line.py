@@ -34,11 +34,10 @@ _FOR_A_SCHEDULE = tuple(
 
 
 def command_with(launch: Launch, written: Written) -> str:
-    """Return ``launch`` with what is ``written`` and without secrets, as one line for a shell; of a
-    Megatron-Bridge recipe, as lines of Python.
+    """Return the command of ``launch`` with the changes ``written``, as one line for a shell.
 
-    ``-m megatron_ext`` comes before the script where flags of ours need it and nothing else
-    brings it.
+    For a Megatron-Bridge recipe, lines of Python are returned. Secrets are masked. ``-m
+    megatron_ext`` is added before the script if flags of ours need it and nothing else brings it.
     """
     if launch.recipe is not None:
         from megatron_ext.launch.planner.recipe_changes import RecipeChanges
@@ -63,7 +62,7 @@ def _rewritten(words: Sequence[str], launch: Launch, written: Written, installs:
 
 
 def arguments_with(launch: Launch, written: Written) -> tuple[str, ...]:
-    """Return the words after the script of ``launch`` with what is ``written``."""
+    """Return the words after the script of ``launch``, with the changes ``written``."""
     gone = {*written.dropped, *(word for word in written.words if word.startswith("--"))}
     if written.added or written.dropped:
         gone |= set(map(flag, _CHOSEN))
@@ -74,7 +73,7 @@ def arguments_with(launch: Launch, written: Written) -> tuple[str, ...]:
 
 
 def _is_installed(launch: Launch) -> bool:
-    """Return whether the command or its script brings our flags along already."""
+    """Return whether the command or its script loads megatron_ext already."""
     if launch.installs and launch.words:
         return True
     script = text_of_script(launch)

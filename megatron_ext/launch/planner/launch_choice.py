@@ -67,19 +67,20 @@ def choose_for(
     *,
     may_run_code: bool = True,
 ) -> Chosen:
-    """Return the schedule for the launch command with the arguments ``argv``: Megatron's own as
-    given there, a stable one, or one that an ``auto`` leaves open, by the rules of `verdict`.
+    """Return the flags of the schedule that is chosen for the launch with the arguments ``argv``.
 
-    Without a memory limit in ``config``, a rank gets no more memory than the unchanged launch takes
-    on its fullest rank. It gets no more than `free_memory` of a GPU, if a schedule fits into that.
+    The choice is Megatron's own schedule as given there, a stable one, or one that an ``auto``
+    leaves open, by the rules of `verdict`. Without a memory limit in ``config``, a rank gets no
+    more memory than the unchanged launch takes on its fullest rank. It gets no more than
+    `free_memory` of a GPU, if a schedule fits into that.
 
     Args:
         world_size: ranks of the launch.
-        gpu_memory: bytes of a GPU; None: those of the GPU here, if there is one.
+        gpu_memory: bytes of a GPU; None takes those of the GPU here, if there is one.
         may_run_code: whether a tokenizer may run code of its own, if ``argv`` allows it.
 
     Raises:
-        ValueError: no schedule can run so.
+        ValueError: no schedule can run under these flags.
     """
     args = megatron_arguments.parse_arguments(argv).args
     if args.yaml_cfg is not None or args.use_checkpoint_args:
@@ -120,11 +121,12 @@ def choose_for(
 
 
 def _searches(args: Any, config: PipelineConfig) -> tuple[str, ...]:
-    """Return the searches that an ``auto`` leaves open, with as many chunks as the launch command
-    has, if it has any.
+    """Return the searched schedules that an ``auto`` leaves open to choose from.
+
+    If the launch command names a number of chunks, they have as many.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such schedule.
     """
     requested = str(config.schedule)
     searches = auto_searches(requested) or ()
@@ -142,7 +144,10 @@ def _searches(args: Any, config: PipelineConfig) -> tuple[str, ...]:
 
 
 def _memory_here() -> float | None:
-    """Return the bytes of the GPU here, down to a GiB: those of a job may differ by a little."""
+    """Return the bytes of the GPU here, rounded down to a GiB; None without a GPU.
+
+    GPUs of one job may differ by a little.
+    """
     if not torch.cuda.is_available():
         return None
     return float(torch.cuda.get_device_properties(0).total_memory >> 30 << 30)
@@ -150,15 +155,16 @@ def _memory_here() -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchChoice(PlannedJob):
-    """Launch that is about to start under one of our schedules, within a bound on its memory.
+    """Launch that is about to start, for which a schedule is chosen within a bound on its memory.
 
     Attributes:
-        variants: the problems of schedules.
-        within: the bound, in words.
-        bound: bytes that a rank may take; None: no bound.
-        limit: of activations, to be written with any schedule; None: no limit, or the user's own.
-        specs: schedules to choose from; None: all.
-        refused: schedules to compare if they take less time than ``better_than``; None: all.
+        variants: the launch under each schedule.
+        within: the bound on memory, in words.
+        bound: bytes that a rank may take; None for no bound.
+        limit: memory limit of activations that is written with any schedule; None for none, or the
+            user's own.
+        specs: schedules to choose from; None for all.
+        refused: schedules to compare if they take less time than ``better_than``; None for all.
     """
 
     variants: LaunchVariants
@@ -196,7 +202,8 @@ class LaunchChoice(PlannedJob):
 
     @property
     def _is_long(self) -> bool:
-        """Whether steps are so long that searches for them take minutes, as `plan` has it."""
+        """Whether steps are so long that searches for schedules take minutes, as `plan` judges
+        it."""
         try:
             args, _ = self.variants.validated(stock_schedule(self.variants.args), VocabMethod.NAIVE)
         except ValueError:
@@ -213,7 +220,7 @@ class LaunchChoice(PlannedJob):
         return alternative_of(args, made, lambda: self._written(made))
 
     def judged(self, one: Alternative) -> Alternative:
-        """Return ``one``, built whole.
+        """Return the alternative ``one``, with its program built and checked as at the launch.
 
         Raises:
             ValueError: a rank would refuse it: Transformer Engine may refuse an order, and steps of
@@ -227,7 +234,7 @@ class LaunchChoice(PlannedJob):
         return with_whole_step(one, self.allowed_bytes)
 
     def _limit_of(self, made: Candidate) -> str | None:
-        """Return the limit that ``made`` was made for, if no other is written."""
+        """Return the memory limit that ``made`` was made for, if no other limit is written."""
         has_limit = self._limited.config.memory_limit is not None
         return None if has_limit or made.limit is None else made.limit.written
 
@@ -241,7 +248,7 @@ class LaunchChoice(PlannedJob):
         return Written((*written.added, *words), written.dropped)
 
     def reason(self, made: JobPlan) -> str:
-        """Return, in one line, the reason for the verdict of ``made``, the plan of this job."""
+        """Return, in one line, the reason for the choice in ``made``, the plan of this launch."""
         found, plan = made.verdict, made.plan
         assert found.taken is not None
         compared = counted(len(plan.best_of_each), "schedule")
@@ -261,14 +268,17 @@ class LaunchChoice(PlannedJob):
         return f"{text}; not compared: {schedules_not_compared(plan)}" if is_told else text
 
     def refusals(self, plan: Plan) -> list[str]:
-        """Return the reasons why nothing of ``plan``, the comparison of this job, can be taken."""
+        """Return the reasons why no schedule in ``plan`` can be chosen for this launch."""
         if self.specs is not None:
             return [nothing_left(plan)]
         return list(map(without_figures, plan.refusals.values()))
 
     def hidden_by_flags(self, made: JobPlan) -> str:
-        """Return, in words, a better choice that is refused for flags which only save time; "" if
-        there is none. ``made``: the plan of this job."""
+        """Return, in words, a better choice that only flags for speed prevent; "" if there is none.
+
+        ``made`` is the plan of this launch. The flags are Megatron's, and do not change the
+        training.
+        """
         given = [name for name in FOR_SPEED if getattr(self.variants.args, name, False)]
         if not given or made.verdict.taken is None:
             return ""
@@ -297,11 +307,11 @@ class LaunchChoice(PlannedJob):
         )
 
     def _without(self, names: Sequence[str]) -> LaunchVariants:
-        """Return the launch without the switches ``names``."""
+        """Return the launch without the switches ``names`` of Megatron's."""
         return self.variants.with_values(dict.fromkeys(names, False))
 
     def _is_refused(self, made: Candidate, dropped: Sequence[str]) -> bool:
-        """Return whether the launch without the switches ``dropped`` cannot run ``made``."""
+        """Return whether the launch cannot run ``made``, even without the switches ``dropped``."""
         try:
             self._without(dropped).variant(made.family, made.method)
         except ValueError:
@@ -312,8 +322,10 @@ class LaunchChoice(PlannedJob):
 def _jobs(
     variants: LaunchVariants, specs: tuple[str, ...] | None, gpu_memory: float | None
 ) -> Iterator[LaunchChoice]:
-    """Yield the launch within each bound on its memory, of which the first counts that leaves any
-    schedule."""
+    """Yield the launch within each bound on its memory.
+
+    The first bound within which any schedule is possible counts.
+    """
     usable, on_gpu, too_large = None, "", ""
     # A launch is not planned against a time limit.
     job = LaunchChoice(variants=variants, specs=specs, confirms_all=False)
@@ -350,7 +362,10 @@ def _jobs(
 
 
 def _as_it_is(variants: LaunchVariants, spec: str) -> Candidate | None:
-    """Return Megatron's own schedule ``spec``, whatever memory it takes; None if it cannot run."""
+    """Return Megatron's own schedule ``spec`` as a candidate, whatever memory it takes.
+
+    None if it cannot run.
+    """
     try:
         naive = replace(variants, methods=frozenset([VocabMethod.NAIVE]))
         variant = naive.variant(spec, VocabMethod.NAIVE)

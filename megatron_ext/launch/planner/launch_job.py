@@ -70,7 +70,7 @@ _SCHEDULES, _LAYOUTS, _CHANGES = 0.5, 0.75, 0.9
 
 
 def launch_job_of(request: LaunchRequest, parsed: ParsedLaunch) -> LaunchJob:
-    """Return the launch of ``request``, which was ``parsed``, as a job to be planned."""
+    """Return the launch of ``request``, already ``parsed``, as a job to be planned."""
     return LaunchJob(
         request=request,
         parsed=parsed,
@@ -85,7 +85,7 @@ def launch_job_of(request: LaunchRequest, parsed: ParsedLaunch) -> LaunchJob:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchJob(PlannedJob):
-    """Job that a launch command describes."""
+    """Job of the planner that a launch command describes."""
 
     request: LaunchRequest
     parsed: ParsedLaunch
@@ -169,7 +169,7 @@ class LaunchJob(PlannedJob):
         return on_assumed_vocabulary(self.parsed, found, self._judged_with)
 
     def _judged_with(self, parsed: ParsedLaunch, one: Alternative) -> Alternative:
-        """Return ``one`` with its figures if the launch is ``parsed``."""
+        """Return the alternative ``one`` with its figures under another launch, ``parsed``."""
         made = judgement_of(self.request, parsed, one.write())
         return judged_alternative(made, one.write)
 
@@ -181,7 +181,11 @@ class LaunchJob(PlannedJob):
         return alternative_of(self.parsed.validated, made, write)
 
     def _changed(self, made: Candidate, changed: Changed) -> Alternative:
-        """Return ``made`` of a ``changed`` command, with the layout that it needs."""
+        """Return the candidate ``made`` for a ``changed`` command as an alternative, with its
+        flags.
+
+        The flags include those of the layout that it needs.
+        """
 
         def write() -> Written:
             layout, costs = layout_of_variant(changed.variants, made), self.parsed.costs
@@ -224,8 +228,10 @@ def _batch(parsed: ParsedLaunch) -> BatchSize:
 
 
 def judged_alternative(made: Judgement, write: Callable[[], Written]) -> Alternative:
-    """Return the command of the judgement ``made`` as plans compare it. ``write`` makes its flags,
-    in addition to those of the launch."""
+    """Return the judged command ``made`` as an alternative that plans compare.
+
+    ``write`` makes its flags, in addition to those of the launch.
+    """
     figures = alternative_of(made.args, made.candidate(), write)
     outside = figures.seconds - figures.candidate.step
     others = {
@@ -236,10 +242,10 @@ def judged_alternative(made: Judgement, write: Callable[[], Written]) -> Alterna
 
 
 def judgement_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -> Judgement:
-    """Return the judgement of the launch with what is ``written``.
+    """Return the judgement of the launch with the changes ``written``.
 
     Raises:
-        ValueError: a training so would be refused, by Megatron or by us.
+        ValueError: Megatron or we would refuse such a training.
     """
     args, config, recipe = _command_with(request, parsed, written)
     variants = parsed.variants
@@ -257,8 +263,7 @@ def judgement_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written)
 def _command_with(
     request: LaunchRequest, parsed: ParsedLaunch, written: Written
 ) -> tuple[Any, PipelineConfig, RecipeChanges | None]:
-    """Return the parsed arguments, the settings and the recipe of the launch with what is
-    ``written``."""
+    """Return arguments, settings and recipe of the launch with the changes ``written``."""
     variants, recipe = parsed.variants, None
     if request.launch is None:
         words, args = written.words, _args_with(variants.args, written)
@@ -275,7 +280,7 @@ def _command_with(
 
 
 def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -> str | None:
-    """Return the reason why a training with what is ``written`` would be refused, if it would."""
+    """Return why the launch with the changes ``written`` would be refused; None if it would not."""
     try:
         if written != NOTHING:
             judgement_of(request, parsed, written)
@@ -285,7 +290,7 @@ def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -
 
 
 def _args_with(args: Any, written: Written) -> Any:
-    """Return Megatron's arguments ``args``, which a file gives, with what is ``written``."""
+    """Return Megatron's arguments ``args``, which a file gives, with the changes ``written``."""
     changed, options = copy.deepcopy(args), megatron_arguments.parser()._option_string_actions
     given = megatron_arguments.parse_arguments(written.added).args
     for flag in written.dropped:
@@ -296,7 +301,7 @@ def _args_with(args: Any, written: Written) -> Any:
 
 
 def _layouts(parsed: ParsedLaunch) -> LayoutComparison | None:
-    """Compare other layouts; return None if nothing is known of single layers."""
+    """Compare other layouts of layers; None if costs of single layers are not known."""
     variants = parsed.variants
     if not variants.config.costs.is_estimate:
         return None
@@ -314,7 +319,7 @@ def _layouts(parsed: ParsedLaunch) -> LayoutComparison | None:
 
 
 def _on_not_permitted(layouts: LayoutComparison | None) -> Iterator[str]:
-    """Name the better schedule that is not permitted, if there is one."""
+    """Yield a remark on a better schedule that the launch refuses, if there is one."""
     if layouts is None or layouts.best_not_permitted is None:
         return
     better = layouts.best_not_permitted
@@ -325,7 +330,7 @@ def _on_not_permitted(layouts: LayoutComparison | None) -> Iterator[str]:
 
 
 def _what_slices_would(made: LongSequences | None) -> Iterator[str]:
-    """Name the flags of slices, if the launch fits only with these."""
+    """Yield the flags of slices of sequences, if the launch fits into memory only with these."""
     if made is not None and made.best is not None and made.best.fullest is not None:
         fullest = bytes_text(made.best.fullest)
         flags = shlex.join(made.written.added)
@@ -342,7 +347,7 @@ def _on_pairs(parsed: ParsedLaunch) -> str:
 
 
 def on_loading(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -> Iterator[str]:
-    """Say whether the launch with what is ``written`` loads the checkpoint that it names."""
+    """Yield whether the launch with the changes ``written`` loads the checkpoint that it names."""
     variants, flag = parsed.variants, loading_flag(parsed.validated)
     if flag is None:
         return

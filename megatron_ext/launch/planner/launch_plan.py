@@ -18,7 +18,7 @@ from megatron_ext.planner.job_plan import JobPlan, plan_job
 def plan_launch(
     request: LaunchRequest, *, with_curves: bool = False, lengths: Path | None = None
 ) -> JobPlan:
-    """Compare all ways to train the launch command of ``request``.
+    """Return the plan that compares schedules, layouts and settings for the command of ``request``.
 
     ``with_curves``: for a picture, also with less memory and with other numbers of microbatches.
     ``lengths``: as in `plan_job`.
@@ -40,8 +40,10 @@ def plan_launch(
 
 
 def _with_figures_of_log(made: JobPlan, launch: Launch | None) -> JobPlan:
-    """Return the plan with a remark that compares the estimate of the unchanged command with the
-    figures of the log that it was read from."""
+    """Return the plan ``made`` with a remark that compares its estimate with the launch's log.
+
+    The estimate is that of the unchanged command; without a log there is no remark.
+    """
     estimate = made.verdict.baseline
     if launch is None or launch.figures is None or launch.world_size is None or estimate is None:
         return made

@@ -10,10 +10,11 @@ from megatron_ext.planner.verdict import Alternative
 
 
 def comparison_with_log(log: LogFigures, estimate: Alternative, ranks: int) -> str | None:
-    """Return the figures of the ``log``, each with that of the ``estimate`` of the same command;
-    None if the log has none.
+    """Return the figures of the ``log``, each with that of the ``estimate``, as text; None without
+    any.
 
     Args:
+        estimate: the estimate of the same command.
         ranks: world size.
     """
     texts = []
@@ -32,5 +33,5 @@ def comparison_with_log(log: LogFigures, estimate: Alternative, ranks: int) -> s
 
 
 def _tensors(memory: RankMemory) -> float:
-    """Return the bytes of tensors, which is what torch's allocator counts."""
+    """Return the bytes of tensors in ``memory``, which is what torch's allocator counts."""
     return memory.total - memory.model.context

@@ -65,19 +65,21 @@ _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """A launch command, or Megatron's arguments by their names, and the settings for its plan.
+    """Request for a plan: a launch command, or Megatron's arguments by name, and settings.
 
     Attributes:
         values: values of arguments, in place of a launch command's words.
-        config: the file that has these.
-        world_size: ranks of the launch; None: as the command says, or the least that is possible.
-        gpu: None: the costs are an H100's, and nothing is compared with its memory.
-        settings: words for flags of ours that the command gives, as ``--pipeline-costs FILE``.
-        reserved: bytes that the allocator of a rank reserves beyond what it hands out; None: as the
-            file of costs has it.
-        gpus: of the pipeline ranks, if they are of several types; ``gpu`` is their reference then.
-        seen_speeds: of the ranks, as a trace has shown them; None: no rank is slow.
-        vision: sizes of a vision tower on the first stage, as text; None: as the launch says.
+        config: the file that has ``values``.
+        world_size: ranks of the launch; None takes the command's number, or the least that is
+            possible.
+        gpu: GPU of the launch; None assumes an H100's costs, and compares nothing with its memory.
+        settings: words for flags of ours given to the plan command, such as ``--pipeline-costs
+            FILE``.
+        reserved: bytes that a rank's allocator reserves beyond its allocations; None takes those in
+            the file of costs.
+        gpus: GPUs of the pipeline ranks, if of several types; ``gpu`` is then their reference.
+        seen_speeds: speeds of the ranks that a trace has shown; None if no rank is slow.
+        vision: sizes of a vision tower on the first stage, as text; None takes those of the launch.
     """
 
     launch: Launch | None = None
@@ -94,16 +96,16 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class ParsedLaunch:
-    """A launch command that was parsed.
+    """Launch command that was parsed and validated, with the facts that a plan needs.
 
     Attributes:
-        variants: the problems of schedules.
-        validated: arguments of the unchanged command.
-        free: memory that a rank may take; None: not known.
+        variants: the command under each schedule.
+        validated: validated arguments of the unchanged command.
+        free: memory that a rank may take; None if not known.
         remarks: assumptions, a sentence each.
-        measured: costs per layer type, by which it is estimated; None: they are not measured.
-        costs: words for the file of these, if the command does not name it.
-        untold: settings that no words of the command tell: of a vision tower, and of a recipe.
+        measured: measured costs per layer type, for the estimate; None if they are not measured.
+        costs: words for the file of measured costs, if the command does not name it.
+        untold: settings of a vision tower and of a recipe, which no words of the command give.
         assumes_tokens: whether the number of tokens in the vocabulary is `ASSUMED_TOKENS`, since
             the tokenizer is not here.
     """
@@ -119,7 +121,7 @@ class ParsedLaunch:
 
     @property
     def allowed_bytes(self) -> float | None:
-        """Bytes that tensors of a rank may take; None: not known."""
+        """Bytes that tensors of a rank may take; None if not known."""
         return None if self.free is None else self.free.allocated
 
     @property
@@ -129,7 +131,9 @@ class ParsedLaunch:
 
 
 def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) -> T:
-    """Return the result of ``work`` on the launch, on a machine that answers as the launch's would.
+    """Return the result of ``work`` on the parsed launch of ``request``.
+
+    ``work`` runs with the environment, folder and GPU of the launch's machine.
 
     Raises:
         ValueError, PatchError: as `plan_launch`.
@@ -177,8 +181,11 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
 
 
 def _refuse_other_programs(launch: Launch, script: str | None) -> None:
-    """Raise ValueError if ``launch`` is no command of Megatron's, or its ``script`` has a flag that
-    is named as one of ours, which the written command would add."""
+    """Raise ValueError if ``launch`` is no command of Megatron's, so that it cannot be planned.
+
+    Also raised if its ``script`` has a flag with the name of one of ours, which the written command
+    would add.
+    """
     if (why := why_not_megatrons(launch, script)) is not None:
         raise ValueError(f"this command cannot be planned: {why}")
     for name in flags_of_script(script):
@@ -186,8 +193,10 @@ def _refuse_other_programs(launch: Launch, script: str | None) -> None:
 
 
 def _on_our_flags(launch: Launch, script: str | None) -> Iterator[str]:
-    """Yield a remark if the command lacks what our flags need, which the written command has. Raise
-    ValueError if variables count."""
+    """Yield a remark if the command lacks what our flags need; the written command will have it.
+
+    Raises ValueError if variables give settings, as a plan reads flags alone.
+    """
     found = installation(launch, script)
     if found is not None and found.verdict == "wrong":
         yield f"{found.text}; {found.fix}"
@@ -200,8 +209,10 @@ def _on_our_flags(launch: Launch, script: str | None) -> Iterator[str]:
 
 
 def _on_words(launch: Launch, parsed: ParsedArguments, script: str | None) -> Iterator[str]:
-    """Yield a remark on words that may be the script's own. Raise ValueError for a word that is
-    surely a mistake: what it was to change is not timed."""
+    """Yield a remark on each word of the command that may be the script's own.
+
+    Raises ValueError for a word that is surely a mistake: its intended effect could not be timed.
+    """
     texts = read_script_texts(launch, script) if parsed.unknown else None
     words = unknown_words(launch.arguments, parsed.unknown, parsed.flags, texts)
     for word in words:
@@ -213,7 +224,8 @@ def _on_words(launch: Launch, parsed: ParsedArguments, script: str | None) -> It
 
 
 def _absent(launch: Launch | None, args: Any, megatron_arguments: Any) -> Iterator[str]:
-    """Name the files of the command that are not on this machine. A plan needs none of them."""
+    """Yield a remark on files of the command that are not on this machine; a plan needs none of
+    them."""
     if launch is None or launch.log is not None or launch.recipe is not None:
         return
     prefixes: list[str] = []
@@ -232,7 +244,7 @@ def _absent(launch: Launch | None, args: Any, megatron_arguments: Any) -> Iterat
 
 @contextlib.contextmanager
 def _naming(config: Path | None) -> Iterator[None]:
-    """Put the file ``config``, if there is one, before the text of a ValueError."""
+    """Context in which a ValueError's text begins with the file ``config``, if there is one."""
     try:
         yield
     except ValueError as error:
@@ -314,8 +326,10 @@ def _read(
 def _free(
     request: LaunchRequest, args: Any, spec: str, reserved: float | None
 ) -> FreeMemory | None:
-    """Return the memory that a rank of the launch with validated ``args`` may take under ``spec``;
-    None: not known. ``reserved``: as in `free_memory`."""
+    """Return the memory that a rank of the launch may take under ``spec``; None if not known.
+
+    ``args`` are validated. ``reserved``: as in `free_memory`.
+    """
     from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
 
     if request.gpu is None or request.gpu.memory is None:
@@ -326,8 +340,11 @@ def _free(
 
 
 def _speeds(request: LaunchRequest, args: Any, config: PipelineConfig) -> RankSpeeds | None:
-    """Return the speeds of the pipeline ranks of validated ``args``: given, seen in a trace, and
-    those of their GPUs; None if all are alike."""
+    """Return the relative speeds of the pipeline ranks of validated ``args``; None if all are
+    alike.
+
+    They are the product of speeds that are given, seen in a trace, and known of the ranks' GPUs.
+    """
     of_gpus = None
     ranks = args.pipeline_model_parallel_size
     if request.gpus:
@@ -344,11 +361,12 @@ def _speeds(request: LaunchRequest, args: Any, config: PipelineConfig) -> RankSp
 
 
 def _settings(request: LaunchRequest) -> PipelineConfig:
-    """Return the settings of the launch and of the plan command. The latter count for all
-    schedules, so also for a launch that names none.
+    """Return the settings of the launch together with those of the plan command.
+
+    The latter count for all schedules, so also for a launch that names none.
 
     Raises:
-        ValueError: they are not understood, or do not go together.
+        ValueError: the settings are not understood, or conflict.
     """
     words = () if request.launch is None else request.launch.arguments
     config = from_argv(words)
@@ -361,7 +379,7 @@ def _settings(request: LaunchRequest) -> PipelineConfig:
 
 
 def _rates(request: LaunchRequest) -> RatesOf | None:
-    """Return the rates of a rank: measured, or of the GPU's data sheet; None: those of an H100."""
+    """Return the rates of a rank: measured, or from the GPU's data sheet; None for an H100's."""
     measured = _measured_layers(_settings(request), request)
     if measured is not None:
         return lambda precision: measured.rates
@@ -379,15 +397,16 @@ def _assumed(request: LaunchRequest, ranks: int | None, *, is_measured: bool) ->
 
 
 def _measured_layers(config: PipelineConfig, request: LaunchRequest) -> MeasuredFile | None:
-    """Costs per layer type of the file that ``config`` names, if it names one that has them."""
+    """Return the costs per layer type in the file that ``config`` names; None without such
+    costs."""
     if config.costs.file is None:
         return None
     return load_measured(config.costs.file, short_name(request.gpu))
 
 
 def _on_costs(args: Any, config: PipelineConfig, measured: MeasuredFile | None) -> Iterator[str]:
-    """Say which parts of times and memory are not known, and which were measured; and if there is
-    no pipeline whose schedule would have any."""
+    """Yield remarks on times and memory that are not known, on measured ones, and on one pipeline
+    rank."""
     if args.pipeline_model_parallel_size == 1:
         yield ONE_RANK
     tower = describe(args).tower

@@ -22,15 +22,14 @@ from megatron_ext.written_settings import Given, given_in
 
 
 class RecipeChanges:
-    """Fields of the config of ``recipe``, and settings of `megatron_ext.bridge.use`, for what is
-    ``written``.
+    """Changes to a Megatron-Bridge config that do what the flags ``written`` do for a command.
 
     Args:
-        arguments: the launch's, with what is ``written``.
+        arguments: the launch's arguments, with the changes ``written``.
 
     Attributes:
-        fields: values of the config's fields by their names, as ``model.num_layers``.
-        settings: () without a call of `use`.
+        fields: values of the config's fields by their names, such as ``model.num_layers``.
+        settings: settings for `megatron_ext.bridge.use`; empty without a call of `use`.
     """
 
     def __init__(self, recipe: BridgeRecipe, written: Written, arguments: Sequence[str]) -> None:
@@ -58,12 +57,12 @@ class RecipeChanges:
         }
 
     def check(self) -> None:
-        """Raise ValueError if `use` would refuse the changed config."""
+        """Raise ValueError if `megatron_ext.bridge.use` would refuse the changed config."""
         if self.settings:
             check(self._recipe.config, PipelineConfig.parse(**self.settings), self.fields)
 
     def text(self) -> str:
-        """Return the lines that are pasted between a recipe and ``pretrain``."""
+        """Return the changes as lines of Python, to paste between a recipe and ``pretrain``."""
         lines = [f"config.{name} = {_literal(value)}" for name, value in self.fields.items()]
         if self.settings:
             keywords = ", ".join(

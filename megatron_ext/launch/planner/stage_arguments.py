@@ -42,7 +42,7 @@ def names_stages(args: Any) -> bool:
 
 
 def chunks_of(args: Any) -> int:
-    """Return the chunks of a rank under ``args``."""
+    """Return the number of chunks (virtual stages) on a rank under ``args``."""
     ranks = args.pipeline_model_parallel_size
     layout, pattern = getattr(args, LAYOUT), getattr(args, PATTERN, None)
     chunks: int | None = getattr(args, CHUNKS)
@@ -57,16 +57,17 @@ def chunks_of(args: Any) -> int:
 
 
 def stock_schedule(args: Any) -> str:
-    """Return Megatron's own schedule with the chunks of ``args``, and with their groups of
-    microbatches."""
+    """Return Megatron's own schedule for ``args``, with their chunks and groups of microbatches."""
     chunks = chunks_of(args)
     name = "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
     return with_megatrons_group(choose(name), args).spec
 
 
 def with_chunks(args: Any, name: str) -> str:
-    """Return the family ``name``, with the chunks of ``args`` if it takes any number of chunks and
-    ``name`` has none."""
+    """Return the schedule ``name`` with the number of chunks of ``args``.
+
+    It is added if the schedule takes any number of chunks and ``name`` has none.
+    """
     chunks = chunks_of(args)
     if chunks > 1 and ":" not in name and "vpp" in options_of(name)[0]:
         return f"{name}:vpp={chunks}"
@@ -75,7 +76,7 @@ def with_chunks(args: Any, name: str) -> str:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """Changes of a launch command for a schedule, in addition to our flags.
+    """Changes to Megatron's arguments of a launch command that a schedule needs.
 
     Attributes:
         args: arguments of the launch, not validated.
@@ -89,9 +90,11 @@ class Rewritten:
 
 
 def rewritten(args: Any, spec: str) -> Rewritten:
-    """Return the launch of ``args`` under the schedule ``spec``. If that has another number of
-    stages, flags of virtual stages are dropped, and the layout is replaced by one that is as even
-    as possible."""
+    """Return the launch of ``args`` with the stages that the schedule ``spec`` needs.
+
+    If the number of stages differs, flags of virtual stages are dropped, and the layout is replaced
+    by one that is as even as possible.
+    """
     args = copy.deepcopy(args)
     placement = choose(spec).place(args.pipeline_model_parallel_size)
     if placement.stages == placement.ranks * chunks_of(args):
@@ -110,7 +113,7 @@ def rewritten(args: Any, spec: str) -> Rewritten:
 
 
 def _taken_out(args: Any, names: Sequence[str]) -> tuple[str, ...]:
-    """Remove those of ``names`` that are set in ``args``, and return their flags."""
+    """Remove the arguments among ``names`` that are set in ``args``, and return their flags."""
     given = [name for name in names if getattr(args, name) is not None]
     for name in given:
         setattr(args, name, None)
@@ -126,8 +129,10 @@ def _divides(args: Any, placement: Placement) -> bool:
 
 
 def _cut_pattern(args: Any, stages: int) -> tuple[str, ...]:
-    """Cut the pattern of ``args`` into ``stages`` stages, as evenly as possible, unless Megatron
-    does so by itself. Return the words for it."""
+    """Cut the hybrid layer pattern of ``args`` into ``stages`` stages, and return the words for it.
+
+    The cut is as even as possible; nothing is done if Megatron cuts the pattern so by itself.
+    """
     pattern: str = args.hybrid_layer_pattern
     main, slash, depths = pattern.partition("/")
     layers = main.replace(SEGMENT_END, "")

@@ -38,13 +38,13 @@ class LaunchVariants:
     """Problems of the schedules under which a launch command could train.
 
     Attributes:
-        args: parsed, not validated.
+        args: Megatron's arguments, parsed but not validated.
         world_size: ranks of the launch.
         methods: permitted treatments of the vocabulary.
-        tokens: number of tokens in the vocabulary; None: not known.
-        launch_schedule: the schedule of the unchanged launch, which is Megatron's if ``config`` has
-            none; None: it is checked like any other.
-        maturities: maturity that schedules may have.
+        tokens: number of tokens in the vocabulary; None if not known.
+        launch_schedule: the schedule of the unchanged launch, Megatron's own if ``config`` has
+            none; None checks it like any other.
+        maturities: maturities that schedules may have.
         tries_recompute: whether ``--pipeline-recompute`` may be added.
         describes_training: whether ``args`` describe a whole training, and not a model alone.
     """
@@ -60,11 +60,14 @@ class LaunchVariants:
     describes_training: bool = True
 
     def variant(self, name: str, method: VocabMethod) -> Variant | None:
-        """Return the problem of the family ``name``, of the steps with the most microbatches; None
-        if its maturity or ``method`` is not permitted.
+        """Return the problem of the launch under the schedule ``name``; None if that is not
+        permitted.
+
+        It is the problem of the steps with the most samples. The schedule's maturity, or the
+        ``method`` of treating the vocabulary, may not be permitted.
 
         Raises:
-            ValueError: Megatron or we refuse it with these arguments.
+            ValueError: Megatron or we refuse the schedule with these arguments.
         """
         if method not in self.methods or entry_of(name).maturity not in self.maturities:
             return None
@@ -92,10 +95,10 @@ class LaunchVariants:
         )
 
     def checked(self) -> Any:
-        """Return the validated arguments of the unchanged launch, whatever its schedule.
+        """Return the validated arguments of the unchanged launch.
 
         Raises:
-            ValueError: it cannot run, whatever its schedule.
+            ValueError: the launch cannot run under any schedule.
         """
         args = copy.deepcopy(self.args)
         try:
@@ -113,10 +116,10 @@ class LaunchVariants:
         return args
 
     def judgement(self) -> Judgement:
-        """Return the judgement of the unchanged launch, though it may not fit.
+        """Return the judgement of the unchanged launch, which may take more memory than there is.
 
         Raises:
-            ValueError: it cannot run.
+            ValueError: the launch cannot run.
         """
         args = copy.deepcopy(self.args)
         with megatron_arguments.one_connection(args):
@@ -129,10 +132,10 @@ class LaunchVariants:
             )
 
     def with_slices(self, slices: Slices) -> LaunchVariants:
-        """Return the same with sequences cut into ``slices``.
+        """Return the launch with sequences that run in ``slices``.
 
         Raises:
-            ValueError: other settings of the launch do not go with slices.
+            ValueError: other settings of the launch conflict with slices.
         """
         config = replace(
             self.config,
@@ -144,7 +147,8 @@ class LaunchVariants:
         return replace(self, config=config)
 
     def _may_recompute(self, args: Any, config: PipelineConfig) -> bool:
-        """Return whether a launch with these could add ``--pipeline-recompute fit``."""
+        """Return whether ``--pipeline-recompute fit`` could be added to a launch with these
+        settings."""
         options = replace(config.options, recompute=Recompute(fit=True))
         is_given = config.recompute != Recompute()
         if not self.tries_recompute or is_given or options.conflict is not None:
@@ -178,8 +182,8 @@ class LaunchVariants:
         return Written((*flags_of(made), *changed.added), changed.dropped)
 
     def with_values(self, values: Mapping[str, Any]) -> LaunchVariants:
-        """Return the same with other ``values`` of Megatron's arguments, and with more ranks if
-        these need more."""
+        """Return the launch with other ``values`` of Megatron's arguments, and more ranks if
+        needed."""
         args = copy.deepcopy(self.args)
         for name, value in values.items():
             setattr(args, name, value)

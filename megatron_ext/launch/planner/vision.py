@@ -16,8 +16,10 @@ from megatron_ext.launch.command.arguments_file import VISION
 
 
 def take_vision(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the settings of a tower from ``values``, which are no arguments of Megatron's, and
-    return them."""
+    """Remove the settings of a vision tower from ``values``, and return them.
+
+    They are no arguments of Megatron's.
+    """
     return {name: values.pop(name) for name in VISION if name in values}
 
 
@@ -27,13 +29,14 @@ def vision_of_launch(
     given: Mapping[str, Any],
     text: str | None,
 ) -> dict[str, Any]:
-    """Return the settings of the launch's tower, by the names of `VISION`; empty without one.
+    """Return the settings of the launch's vision tower, by the names of `VISION`; empty without
+    one.
 
     Args:
-        args: parsed by Megatron, which knows the size of images and patches.
+        args: arguments parsed by Megatron, which knows the sizes of images and patches.
         unknown: words of the launch command that Megatron's own parser does not know.
-        given: settings from a file of arguments.
-        text: value of ``--vision``; None: not given.
+        given: settings of a tower in a file of arguments.
+        text: value of ``--vision``; None if not given.
 
     Raises:
         ValueError: ``text`` is not understood, or a size is missing.
@@ -49,7 +52,8 @@ def vision_of_launch(
 
 
 def _of_example(args: Any, unknown: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a launch of examples/multimodal; empty for other launches."""
+    """Return vision settings of a launch of Megatron's examples/multimodal; empty for other
+    launches."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--vision-model-type")
     parser.add_argument("--max-num-tiles", type=int, default=1)

@@ -27,7 +27,7 @@ _MEGABYTE = 2**20  # bytes in what Megatron prints as MB
 
 @dataclass(frozen=True)
 class AllocatedBytes:
-    """Bytes of tensors on a rank, as a log has them: after a step, and at the peak."""
+    """Bytes of tensors on a rank that a training's log tells: after a step, and at the peak."""
 
     after_step: float
     most: float
@@ -35,11 +35,11 @@ class AllocatedBytes:
 
 @dataclass(frozen=True)
 class LogFigures:
-    """Seconds and bytes that a training has measured, as its log has them.
+    """Seconds and bytes that the log of a training tells.
 
     Attributes:
-        seconds: of an iteration: the median, without the first one that was printed.
-        ranks: bytes, by global rank.
+        seconds: median seconds of an iteration, without the first one in the log.
+        ranks: bytes of tensors, by global rank.
     """
 
     seconds: float | None = None
@@ -48,7 +48,7 @@ class LogFigures:
 
 @dataclass
 class FiguresReader:
-    """Reader of figures from the lines of a log."""
+    """Reader that finds seconds and bytes in the lines of a training's log."""
 
     seconds: list[float] = field(default_factory=list)
     ranks: dict[int, AllocatedBytes] = field(default_factory=dict)

@@ -59,12 +59,12 @@ class Log:
     """Parts of a training's log that tell how it was launched.
 
     Attributes:
-        arguments: of the first whole block, as text, by their names.
-        different: names of arguments that have another value in a later block.
-        of_node: ranks of a node; None if the log does not tell.
-        gpu: name of the GPU's data sheet; None if the log does not tell, or names several.
-        vocabulary: tokens, padded; None if the log does not tell.
-        figures: what the training has measured.
+        arguments: arguments of the first complete block, as text, by name.
+        different: names of arguments with another value in a later block.
+        of_node: number of ranks on a node; None if the log does not tell.
+        gpu: the GPU's name in our table; None if the log does not tell, or names several.
+        vocabulary: padded size of the vocabulary; None if the log does not tell.
+        figures: seconds and bytes that the log tells.
     """
 
     arguments: Mapping[str, str]
@@ -77,8 +77,11 @@ class Log:
 
 @dataclass
 class _Blocks:
-    """Blocks of arguments of a log that is being read: the first whole one, and those that are
-    open, so that no more is stored of a log that has one for each of its starts."""
+    """Blocks of arguments in a log that is being read: the first complete one, and those still
+    open.
+
+    A log has a block for each start of the training; no others are stored.
+    """
 
     first: dict[str, str] | None = None
     different: set[str] = field(default_factory=set)
@@ -113,11 +116,12 @@ class _Blocks:
 
 
 def read_log(lines: Iterable[str]) -> Log:
-    """Read the ``lines`` of a log, which may be larger than this machine's memory, and return what
-    they tell of the launch.
+    """Return what the ``lines`` of a log tell of the launch.
+
+    The log may be larger than this machine's memory.
 
     Raises:
-        ValueError: there is no block of arguments in it, or none is whole.
+        ValueError: the log has no block of arguments, or none that is complete.
     """
     blocks = _Blocks()
     of_node: int | None = None
@@ -148,7 +152,7 @@ def read_log(lines: Iterable[str]) -> Log:
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
-    """Yield the lines of the parts of ``file`` that may tell something: most of a log does not."""
+    """Yield the lines of those parts of the log ``file`` that may tell something of the launch."""
     for number in itertools.count():
         if not (part := file.read(_LONGEST)):
             return
@@ -160,12 +164,15 @@ def _lines(file: BinaryIO) -> Iterator[str]:
 
 
 def _number(digits: str) -> int | None:
-    """Return the number in ``digits``; None if it cannot be a number of ranks or tokens."""
+    """Return the number in ``digits``; None if it is too large for a number of ranks or tokens."""
     return int(digits) if 0 < len(digits.lstrip("0")) < 10 else None
 
 
 def _arguments(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the argument of a line, if it has one: dots fill a name to `_COLUMN` characters."""
+    """Yield the (name, value) of an argument that a line of a log prints, if it prints one.
+
+    Dots fill a name to `_COLUMN` characters.
+    """
     for found in _INDENTED.finditer(text, 0, _BEFORE):
         argument = _ARGUMENT.match(text, found.start())
         if argument and len(argument[2]) == max(_COLUMN - len(argument[1]), 0):
@@ -200,10 +207,10 @@ def _number_of_ranks(arguments: Mapping[str, str]) -> int | None:
 
 
 def launch_from_log(path: Path, settings: Given | None = None) -> Launch:
-    """Return the launch of the training that wrote the log ``path``, with ``settings`` of a command
-    line in place of its own.
+    """Return the launch of the training that wrote the log ``path``.
 
-    A log is data, which others may have written: what it names is not imported.
+    ``settings`` of a command line replace those in the log. A log is data, which others may have
+    written: what it names is not imported.
 
     Raises:
         ValueError: the log cannot be read, does not tell, or names a schedule that is a program.
@@ -275,7 +282,8 @@ def launch_from_log(path: Path, settings: Given | None = None) -> Launch:
 
 
 def _refuse_program(path: Path, name: str, text: str) -> None:
-    """Raise ValueError if the log ``path`` has a Python file in the setting ``name``."""
+    """Raise ValueError if the log ``path`` names a Python file as the value of the setting
+    ``name``."""
     for spec in (text, *text.split()):
         file = file_of(spec)
         if file is not None and file.suffix == ".py":
@@ -287,7 +295,7 @@ def _refuse_program(path: Path, name: str, text: str) -> None:
 
 
 def _gpus_of_node(ranks: int) -> int:
-    """Return the most ranks up to `_USUAL` that nodes can have alike."""
+    """Return the number of GPUs on a node, at most `_USUAL`, that divides ``ranks``."""
     return max(count for count in range(1, _USUAL + 1) if ranks % count == 0)
 
 

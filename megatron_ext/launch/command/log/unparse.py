@@ -56,10 +56,10 @@ _NONE = "None"
 
 @dataclass(frozen=True)
 class Unparsed:
-    """Flags that stand for the printed arguments of a log.
+    """Flags that give the arguments which a training's log has printed.
 
     Attributes:
-        words: of the command line, after the script.
+        words: words of the command line, after the script.
         unknown: printed names that the Megatron here does not have.
         differences: a text for each argument to which the flags give another value here.
     """
@@ -70,7 +70,8 @@ class Unparsed:
 
 
 def unparse(printed: Mapping[str, str]) -> Unparsed:
-    """Return the flags of the arguments ``printed``, which Megatron has validated.
+    """Return the flags that give the arguments ``printed`` in a log, after Megatron has validated
+    them.
 
     Raises:
         ValueError: Megatron's parser does not take a value, or a list is not understood.
@@ -95,8 +96,11 @@ def unparse(printed: Mapping[str, str]) -> Unparsed:
 
 
 def _renamed(parser: argparse.ArgumentParser, printed: Mapping[str, str]) -> dict[str, str]:
-    """Return today's names of arguments that another version of Megatron has ``printed`` under the
-    name of their flag, which is still there: ``norm_epsilon`` of ``--norm-epsilon``."""
+    """Return today's names of arguments that another version of Megatron has ``printed``.
+
+    That version printed an argument under the name of its flag, which still exists:
+    ``norm_epsilon`` for ``--norm-epsilon``.
+    """
     names = {action.dest for action in parser._actions}
     flags = {word: action.dest for action in parser._actions for word in action.option_strings}
     return {
@@ -107,7 +111,7 @@ def _renamed(parser: argparse.ArgumentParser, printed: Mapping[str, str]) -> dic
 
 
 def unparsed_flags(printed: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the flags of the arguments ``printed``, without asking what they give here.
+    """Return the flags of the arguments ``printed``, without checking what they give here.
 
     Raises:
         ValueError: a list is not understood.
@@ -130,7 +134,8 @@ def _validated(args: Any, words: tuple[str, ...], world_size: int) -> Any:
 
 
 def _is_derived(name: str, printed: Mapping[str, str]) -> bool:
-    """Return whether validation derives the value of ``name`` from other arguments."""
+    """Return whether Megatron's validation derives the printed value of ``name`` from other
+    arguments."""
     if name in _SAME_AS:
         return printed[name] == printed.get(_SAME_AS[name])
     if name in _WEIGHT_DECAYS:
@@ -145,7 +150,7 @@ def _is_derived(name: str, printed: Mapping[str, str]) -> bool:
 
 
 def _brings_stages(printed: Mapping[str, str]) -> bool:
-    """Return whether the printed schedule of ours brings as many virtual stages as are printed."""
+    """Return whether our printed schedule brings as many virtual stages as the log prints."""
     spec = printed.get(f"{PREFIX}schedule", _NONE)
     if spec == _NONE:
         return False
@@ -155,8 +160,10 @@ def _brings_stages(printed: Mapping[str, str]) -> bool:
 
 
 def _words(parser: argparse.ArgumentParser, name: str, text: str) -> Iterator[str]:
-    """Yield the flag that gives the argument ``name`` the value printed as ``text``, if this is no
-    default."""
+    """Yield the flag that gives the argument ``name`` the value printed as ``text``.
+
+    Nothing is yielded for a default value.
+    """
     actions = [action for action in parser._actions if action.dest == name]
     if not actions or text == str(parser.get_default(name)) or text == _NONE:
         return

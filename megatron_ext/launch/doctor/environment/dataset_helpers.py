@@ -19,7 +19,8 @@ _HEADERS = (Path("/usr/include/pybind11"), Path("/usr/local/include/pybind11"))
 
 
 def check_dataset_helpers() -> list[Finding]:
-    """Return a finding if the helpers are not compiled, or older than their source."""
+    """Return a finding if Megatron's dataset helpers are not compiled, or older than their
+    source."""
     datasets = find_spec("megatron.core.datasets")
     if datasets is None or datasets.origin is None:
         return []
@@ -48,7 +49,7 @@ def _is_older(compiled: Path, source: Path) -> bool:
 
 
 def _lacking(folder: Path) -> list[str]:
-    """Return the tools that compiling the helpers takes and that are missing."""
+    """Return the missing tools that compiling the dataset helpers takes, as phrases."""
     compiler = os.environ.get("CXX", "g++")
     lacking = [f"there is no {tool}" for tool in ("make", compiler) if shutil.which(tool) is None]
     if find_spec("pybind11") is None and not any(map(Path.is_dir, _HEADERS)):

@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Changed:
-    """A launch command with other flags, and the schedules for it.
+    """Launch command with other flags of Megatron's, and the best schedules for it.
 
     Attributes:
+        variants: the changed command under each schedule.
+        candidates: the schedules to compare.
         dropped: Megatron's flags that are removed, in addition to those that a schedule replaces.
     """
 

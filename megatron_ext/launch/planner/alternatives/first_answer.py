@@ -28,17 +28,18 @@ _RECOMPUTE = 0.15  # share of the planning time after which the first answer com
 
 
 def is_long(args: Any) -> bool:
-    """Return whether steps of ``args`` (validated) are so long that a comparison of all schedules
-    takes up to a minute."""
+    """Return whether steps of validated ``args`` are so long that comparing all schedules takes a
+    minute."""
     return bool(args.pipeline_model_parallel_size * main_size(args).microbatches >= LONG)
 
 
 def first_answer(parsed: ParsedLaunch) -> Plan:
-    """Compare the schedule of the command with few others that take no search, and say which is
-    the best. If none of them fits, the same with recompute is tried.
+    """Compare the schedule of the command with few others that take no search, and log the best.
+
+    If none of them fits into memory, they are tried with recompute, too.
 
     Returns:
-        the plan without recompute.
+        The plan without recompute.
     """
     schedule = parsed.variants.launch_schedule
     assert schedule is not None
@@ -72,9 +73,12 @@ def _in_words(plan: Plan, variants: LaunchVariants) -> str:
 
 
 def whole_plan(parsed: ParsedLaunch, first: Plan) -> Plan:
-    """Compare all schedules for the command. If steps are long, and a stable schedule fits, only
-    stable ones are compared, without those that take more time than the best of the ``first``
-    answer, whose schedules are used as they are."""
+    """Return the plan that compares all schedules for the command.
+
+    If steps are long, and a stable schedule fits, only stable ones are compared, except those that
+    take more time than the best of the ``first`` answer. Schedules of the first answer are used as
+    they are.
+    """
     variants = parsed.variants
     if not is_long(parsed.validated):
         return make_plan(variants.variant, parsed.allowed_bytes, may_offload=True)
@@ -102,7 +106,7 @@ def whole_plan(parsed: ParsedLaunch, first: Plan) -> Plan:
 
 
 def _unchanged(plan: Plan, variants: LaunchVariants) -> Candidate | None:
-    """Return the unchanged command; None if it is not in ``plan``."""
+    """Return the candidate in ``plan`` that is the unchanged command; None if there is none."""
     for candidate in plan.candidates:
         is_unchanged = (candidate.schedule, candidate.method) == (
             variants.launch_schedule,

@@ -53,9 +53,10 @@ from megatron_ext.schedule.stock_executor import STOCK, STOCK_EXECUTOR, StockExe
 def work_of(
     args: Any, config: PipelineConfig | None = None, stock: StockExecutor = STOCK_EXECUTOR
 ) -> Work:
-    """Return the training of ``args`` (validated, with their vocabulary), for any layout.
+    """Return the training of ``args`` for any layout of its layers.
 
     Args:
+        args: validated, with their vocabulary.
         config: settings of schedules.
         stock: how Megatron runs its own schedules.
     """
@@ -91,7 +92,7 @@ def work_of(
 
 
 def own_layout(args: Any, spec: str) -> tuple[str, Layout]:
-    """Return the schedule ``spec`` with the layout that ``args`` have."""
+    """Return the schedule ``spec`` with the layout of layers that ``args`` have."""
     placement = choose(spec).place(args.pipeline_model_parallel_size)
     depths = depths_of_stages(args) or ()
     if not any(depths[:-1]):
@@ -100,8 +101,7 @@ def own_layout(args: Any, spec: str) -> tuple[str, Layout]:
 
 
 def rule_of(args: Any) -> LayoutRule:
-    """Return the rule by which Megatron itself lays out the layers of ``args`` for a number of
-    stages."""
+    """Return the rule by which Megatron lays out the layers of ``args`` for a number of stages."""
     free = copy.copy(args)
     free.pipeline_model_parallel_layout = None
     pattern = getattr(free, PATTERN, None)
@@ -117,8 +117,10 @@ def rule_of(args: Any) -> LayoutRule:
 
 
 def permits_of(variants: LaunchVariants) -> Permits:
-    """Return the check whether the launch can train under a schedule; Megatron's own schedules pass
-    it."""
+    """Return a function that refuses schedules under which the launch cannot train.
+
+    Megatron's own schedules always pass.
+    """
 
     @cache
     def refusal(family: str, method: VocabMethod) -> str | None:
@@ -144,7 +146,10 @@ def permits_of(variants: LaunchVariants) -> Permits:
 def written_of(
     variants: LaunchVariants, baseline: Evaluated, made: Evaluated, costs: Sequence[str] = ()
 ) -> Written:
-    """Return the changes of the command that ``made`` needs. Arguments as in `written_for`."""
+    """Return the flags to add and drop so that the command trains under ``made``.
+
+    Arguments as in `written_for`.
+    """
     before = baseline.schedule, baseline.layout
     written = written_for(variants.args, before, made.candidate, made.layout, costs)
     if made.recompute == baseline.recompute:
@@ -162,11 +167,11 @@ def lay_out(
     search: bool = True,
     tries_recompute: bool = True,
 ) -> LayoutComparison:
-    """Compare layouts for a launch, which trains under ``schedule``.
+    """Compare layouts of layers for a launch that trains under ``schedule``.
 
     Args:
-        args: of the launch, validated, with their vocabulary.
-        allowed_bytes: bytes that a rank has for everything; None: as much as it takes.
+        args: validated arguments of the launch, with their vocabulary.
+        allowed_bytes: bytes that a rank has for everything; None allows any amount.
         search: as in `compare_layouts`.
         tries_recompute: whether other layers may be recomputed than the launch says.
 

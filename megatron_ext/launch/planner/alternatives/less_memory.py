@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class _Gift:
-    """Change that saves memory: in words, and the arguments for it."""
+    """Change of a launch that saves memory: in words, and as values of Megatron's arguments."""
 
     words: str
     values: Mapping[str, Any]
@@ -37,7 +37,8 @@ _DOUBLINGS = (2, 4)  # factors on a number of ranks
 
 
 def _gifts(args: Any) -> Iterator[list[_Gift]]:
-    """Yield each kind of change that saves memory, the smallest change first."""
+    """Yield each kind of change that saves memory, as a list that begins with the smallest
+    change."""
     if args.recompute_granularity != "full":
         yield [_Gift("--recompute-granularity full", WITH_FULL_RECOMPUTE)]
     for name in ("tensor", "expert", "pipeline"):
@@ -53,16 +54,20 @@ def _gifts(args: Any) -> Iterator[list[_Gift]]:
 
 
 def what_would_fit(variants: LaunchVariants, allowed_bytes: float | None) -> Iterator[str]:
-    """Yield a text for each kind of change, with the smallest one that fits and the memory of the
-    fullest rank under the schedule of the launch, least memory first. If no change suffices, the
-    one that takes least memory is combined with each other one."""
+    """Yield a text for each kind of change by which the launch would fit into memory.
+
+    The text has the smallest change that fits, and the memory of the fullest rank under the
+    launch's schedule; least memory comes first. If no change suffices, the one that takes least
+    memory is combined with each other one.
+    """
     before = _fullest(variants)
     if allowed_bytes is None or before is None:
         return
     taken: dict[_Gift, float] = {}
 
     def least(gifts: Sequence[_Gift]) -> _Gift | None:
-        """Return the first of ``gifts`` that fits, or the last that helps."""
+        """Return the first of ``gifts`` (changes) that fits; if none fits, the last that saves
+        memory."""
         helps = None
         for gift in gifts:
             fullest = _fullest(variants.with_values(gift.values))
@@ -83,7 +88,7 @@ def what_would_fit(variants: LaunchVariants, allowed_bytes: float | None) -> Ite
 
 
 def _fullest(variants: LaunchVariants) -> float | None:
-    """Return the bytes of the fullest rank of the launch; None if it cannot train."""
+    """Return the bytes of the launch's fullest rank; None if the launch cannot train."""
     assert variants.launch_schedule is not None
     try:
         variant = variants.variant(variants.launch_schedule.partition(":")[0], VocabMethod.NAIVE)

@@ -42,8 +42,10 @@ _SIMPLE = ("zb-h1", "zb-v")
 
 
 def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
-    """Return the alternatives for long sequences of the launch with this ``plan``; None if slices
-    can gain nothing."""
+    """Return alternatives for the long sequences of the launch; None if slices can gain nothing.
+
+    ``plan`` is the plan without them.
+    """
     args, variants, allowed_bytes = parsed.validated, parsed.variants, parsed.allowed_bytes
     requested = variants.config.slices
     counts = counts_that_may_gain(lambda cut: variants.with_slices(cut).variant, plan)
@@ -70,13 +72,16 @@ def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences 
 
 
 def written_with_slices(parsed: ParsedLaunch, made: Candidate) -> Written:
-    """Return the flags that make the launch train under ``made``, which has slices."""
+    """Return the flags that make the launch train under ``made``, whose sequences run in slices."""
     written = parsed.variants.written(made)
     return replace(written, added=(*written.added, *parsed.costs))
 
 
 def _of_other_settings(parsed: ParsedLaunch) -> Iterator[LongSequenceAlternative]:
-    """Yield full recompute, and twice the context parallelism with half of the data parallelism."""
+    """Yield two alternatives without slices: full recompute, and more context parallelism.
+
+    The latter doubles the context-parallel size and halves the data-parallel size.
+    """
     args, variants, allowed_bytes = parsed.validated, parsed.variants, parsed.allowed_bytes
     if args.recompute_granularity != "full":
         fully_recomputed = variants.with_values(WITH_FULL_RECOMPUTE)
@@ -91,12 +96,15 @@ def _of_other_settings(parsed: ParsedLaunch) -> Iterator[LongSequenceAlternative
 def what_slices_give(
     variants: LaunchVariants, baseline: Candidate, allowed_bytes: float | None
 ) -> str | None:
-    """Say what a launch would take with slices under its own schedule or another simple one, and
-    its flags; None if slices are impossible, or if these schedules without slices take as little.
+    """Return, in words, what the launch gains by slices of sequences, with the flags; None if
+    nothing.
+
+    Slices are tried under the launch's own schedule and a few simple ones. None if slices are
+    impossible, or if these schedules without slices take as little time.
 
     Args:
-        baseline: the launch as it stands.
-        allowed_bytes: bytes that a rank may take; None: not known.
+        baseline: the unchanged launch.
+        allowed_bytes: bytes that a rank may take; None if not known.
     """
     names = [name for name in (baseline.family, *_SIMPLE) if entry_of(name).traits.takes_slices]
     specs = list(dict.fromkeys(names))

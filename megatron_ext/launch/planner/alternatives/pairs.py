@@ -28,13 +28,12 @@ _STOCK = "interleaved"
 def other_pairs(
     variants: LaunchVariants, plan: Plan, allowed_bytes: float | None, *, is_long: bool = False
 ) -> Changed | None:
-    """Return the launch with the flag for overlapped passes if it has none, and without if it has;
-    None if experts are on one rank.
+    """Return the launch with overlapped passes if it has none, and without them if it has some.
 
-    Its schedules are Megatron's own with overlapped passes, and the best of all. They fit into
-    ``allowed_bytes`` or, if that is not known, into the memory that the choice of ``plan`` takes.
-    Schedules that search are ignored; if plans are long, so are those that are not stable, or would
-    have to be made to fit.
+    None if the experts are on one rank. Its schedules are Megatron's own with overlapped passes,
+    and the best of all. They fit into ``allowed_bytes`` or, if that is not known, into the memory
+    of the schedule that ``plan`` chooses. Schedules that search are ignored; if plans are long, so
+    are those that are not stable, or would have to be made to fit.
     """
     args = variants.args
     if not args.num_experts or (args.expert_model_parallel_size or 1) == 1:

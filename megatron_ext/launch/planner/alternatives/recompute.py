@@ -29,9 +29,9 @@ _SWITCHES = ("recompute_activations", "moe_layer_recompute", "distribute_saved_a
 
 
 def recompute_of_launch(variants: LaunchVariants, args: Any) -> list[LayerRecompute]:
-    """Return the recompute of a launch, then alternatives that neither Megatron nor we refuse.
+    """Return the recompute settings of a launch, and alternatives that Megatron and we accept.
 
-    ``args``: its validated arguments.
+    The launch's own setting comes first. ``args`` are its validated arguments.
     """
     run = execution(args, args.seq_length, args.micro_batch_size)
     own_refusal = _refusal(variants)
@@ -60,7 +60,7 @@ def _refusal(variants: LaunchVariants) -> str | None:
 
 
 def with_recompute(args: Any, option: LayerRecompute) -> Any:
-    """Return ``args``, which are validated, with ``option``."""
+    """Return validated ``args`` with the recompute setting ``option``."""
     changed = copy.copy(args)
     for name, value in option.arguments.items():
         setattr(changed, name, value)

@@ -19,10 +19,10 @@ JudgedWith = Callable[[ParsedLaunch, Alternative], Alternative]
 
 
 def on_assumed_vocabulary(parsed: ParsedLaunch, found: Verdict, judged: JudgedWith) -> str:
-    """Say that the vocabulary of ``parsed`` was assumed, and what the verdict ``found`` gains with
-    other vocabularies.
+    """Return a remark that the vocabulary's size was assumed, with the gain at other sizes.
 
     Args:
+        found: the verdict with the assumed size.
         judged: returns an alternative with the figures of the launch that is changed to it. Raises
             ValueError if that could not start.
     """

@@ -30,12 +30,11 @@ WITH_FULL_RECOMPUTE = {
 def without_full_recompute(
     variants: LaunchVariants, plan: Plan, allowed_bytes: float | None
 ) -> Changed | None:
-    """Return the schedules with the shortest step without full recompute; None if the launch has
-    none, or nothing fits.
+    """Return the schedules with the shortest step without full recompute, for a launch that has it.
 
-    They fit into ``allowed_bytes`` or, if that is not known, into the memory that the choice of
-    ``plan`` takes. Schedules that search are ignored, so that a comparison takes little longer for
-    this.
+    None if the launch has no full recompute, or nothing fits. The schedules fit into
+    ``allowed_bytes`` or, if that is not known, into the memory of the schedule that ``plan``
+    chooses. Schedules that search are ignored, so that a comparison takes little longer for this.
     """
     if variants.args.recompute_granularity != "full":
         return None

@@ -28,7 +28,9 @@ CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 
 def alternative_of(args: Any, made: Candidate, write: Callable[[], Written]) -> Alternative:
-    """Return ``made`` with the seconds of a whole step, as far as the model is known.
+    """Return the candidate ``made`` with the seconds of a whole step, optimizer included.
+
+    If the model is not known, they are those of the passes alone.
 
     Args:
         args: validated arguments of the job.
@@ -52,13 +54,13 @@ def written_for(
     layout: Layout,
     costs: Sequence[str] = (),
 ) -> Written:
-    """Return what is written on the launch command of ``args`` for ``made``.
+    """Return the flags to add and drop so that the launch command trains under ``made``.
 
     Args:
-        args: not validated.
+        args: parsed arguments of the command, not validated.
         baseline: the schedule and the layout that the command has.
         layout: the layers of each stage under ``made``.
-        costs: words for a file of costs, which our schedules are made for.
+        costs: words for a file of costs, for which our schedules are made.
     """
     asks, has = requests_pairs(args), bool(made.report.pairs)
     added = () if is_stock(made) else (*_without_pairs(made), *costs)
@@ -72,7 +74,7 @@ def written_for(
 
 
 def layout_of_variant(variants: LaunchVariants, made: Candidate) -> Layout:
-    """Return the layers that the launch puts on each stage under ``made``."""
+    """Return the layout of layers that the launch has under the candidate ``made``."""
     args, _ = variants.validated(made.schedule, made.method)
     return Layout(tuple(layers_of_stages(args, made.variant.problem.placement)))
 
@@ -82,7 +84,7 @@ def _without_pairs(made: Candidate) -> tuple[str, ...]:
 
 
 def _kind(spec: str) -> tuple[str, int]:
-    """Return the placement of the stages of ``spec``, and the chunks of a rank."""
+    """Return the name of the placement of ``spec``, and the number of chunks on a rank."""
     placement = choose(spec).place(2)
     return placement.name, placement.chunks
 
