@@ -13,7 +13,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,16 +22,22 @@ from megatron_ext.compile.program.memory import in_bytes, peaks
 from megatron_ext.compile.program.noise import spread
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose, entries
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.model import stages_of
+from megatron_ext.cost_model.short_form import parse_model
 from megatron_ext.observe.noise_text import parse_noise
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.fitting import consider
 from megatron_ext.planner.training import Training
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Offload, Problem, Recompute, ScheduleOptions
 from megatron_ext.schedule.slices import Lengths, Slices
 from scripts.benchmarks import unequal, uneven
+from scripts.benchmarks.shared_prompts import MODEL as LLAMA_3_70B
 from scripts.readme_table import vocabulary_steps
 from scripts.simulated_steps import PLAIN, USUAL_COSTS, simulated_step
 from scripts.tables import table, with_part
@@ -355,6 +361,24 @@ def _full_recompute() -> Sequence[str]:
     return [f"{one.makespan:.4g}" for one in steps]
 
 
+def _copies_over_passes() -> Sequence[str]:
+    """Return k of Llama 3 70B's layers on H100s, first with all activations, then with those that
+    ``layernorm`` and ``mlp`` among the recomputed modules leave."""
+    described = parse_model(LLAMA_3_70B.format(4096))
+    model, execution = described.model, described.execution(8)
+    stages = stages_of(model, model.evenly(8))
+    figures = []
+    for modules in ((), ("layernorm", "mlp")):
+        executed = replace(execution, recompute_modules=frozenset(modules))
+        costs = estimate(model, stages, executed, GPUS["h100"].rates())
+        assert costs.host is not None
+        stage = 3  # without embedding and output layer
+        passes = sum(costs.seconds[kind][stage] for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT))
+        copies = costs.host.to_host[stage] + costs.host.from_host[stage]
+        figures.append(f"{copies / passes:.2g}")
+    return figures
+
+
 def _share_of_passes() -> Sequence[str]:
     made = simulated_step("interleaved:vpp=5", "f=10,i=12,w=8,comm=0.1", 4, 128)
     return [f"{100 * (1 - made.bubble_share_makespan):.0f}"]
@@ -436,6 +460,12 @@ SENTENCES = (
         "full recompute",
         "Megatron's full recompute takes {} under zb-v and {} under 1F1B",
         _full_recompute,
+    ),
+    SimulatedSentence(
+        "docs/activations.md",
+        "copies over passes",
+        "TP 8 and 4096 tokens on H100s k is estimated as {}, and as {} with these modules",
+        _copies_over_passes,
     ),
     SimulatedSentence(
         "docs/choosing-a-schedule.md",
