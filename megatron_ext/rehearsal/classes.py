@@ -16,12 +16,12 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 
 @dataclass(frozen=True)
 class RankClass:
-    """Pipeline ranks with equal stages.
+    """Pipeline ranks with equal stages, of which a rehearsal runs one for all.
 
     Attributes:
-        rank: the rank that runs, which has the largest predicted peak of the class.
-        members: all ranks of the class, in order.
-        sends_both: whether ``rank`` sends activations as well as gradients.
+        rank: pipeline rank that runs, the one with the largest predicted peak of the class.
+        members: all pipeline ranks of the class, in order.
+        sends_both: whether ``rank`` sends both activations and gradients.
     """
 
     rank: int
@@ -32,15 +32,15 @@ class RankClass:
 def classes_of(
     schedule: Schedule, stages: Sequence[Hashable], peaks: Sequence[float]
 ) -> tuple[RankClass, ...]:
-    """Return the classes of ranks, in the order in which they run. Ranks of a class have equal
-    stages and passes of the same kinds.
+    """Return the classes of ranks of ``schedule``, in the order in which a rehearsal runs them.
 
-    Ranks that send in both directions run first: what they sent is the size of the values in a
-    direction in which a later rank sends none.
+    Ranks of a class have equal stages and run passes of the same kinds. Classes whose rank sends
+    both activations and gradients come first: a later rank that sends none in a direction receives
+    values there that are as large as those that the first ones sent.
 
     Args:
-        stages: description of each stage; equal ones take equally long.
-        peaks: predicted bytes or microbatches of each rank.
+        stages: description of each stage; stages with equal descriptions take equally long.
+        peaks: predicted peak of each pipeline rank, in bytes or in microbatches.
     """
     placement = schedule.placement
     members: dict[Hashable, list[int]] = defaultdict(list)
@@ -56,8 +56,7 @@ def classes_of(
 
 
 def sending_ranks(placement: Placement, rank: int) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the ranks from which ``rank`` receives activations, and those from which it receives
-    gradients."""
+    """Return the ranks that send ``rank`` activations, and the ranks that send it gradients."""
     on_rank = placement.stages_of[rank]
 
     def at(distance: int) -> frozenset[int]:
@@ -69,7 +68,7 @@ def sending_ranks(placement: Placement, rank: int) -> tuple[frozenset[int], froz
 
 
 def sends(placement: Placement, rank: int) -> tuple[bool, bool]:
-    """Return whether ``rank`` sends activations, and whether it sends gradients."""
+    """Return two answers: whether ``rank`` sends activations, and whether it sends gradients."""
     on_rank = placement.stages_of[rank]
 
     def is_elsewhere(stage: int) -> bool:

@@ -29,7 +29,12 @@ _Place = tuple[int, Kind, int]  # a rank's chunk, the kind and the microbatch of
 
 @dataclass(frozen=True)
 class MeasuredPass:
-    """Median seconds of a pass over the timed steps, and from its end to the next pass's start."""
+    """Measured times of a pass on a rank that ran alone, medians over the timed steps.
+
+    Attributes:
+        seconds: seconds that the pass takes.
+        after: seconds from its end to the start of the rank's next pass.
+    """
 
     seconds: float
     after: float
@@ -37,14 +42,14 @@ class MeasuredPass:
 
 @dataclass(frozen=True)
 class ComposedStep:
-    """Step of the whole pipeline, composed of passes that were measured.
+    """Step of the whole pipeline, composed of passes that ranks ran alone.
 
     Attributes:
-        timeline: passes only.
-        outside: the most seconds of a rank's step outside the time from its first pass's start to
-            its last pass's end: the optimizer, the loader, logs.
-        moved: for each rank, the times at which the messages of its channels and its collectives
-            have moved (`ReplayRequest.moved`).
+        timeline: events of the passes, without messages.
+        outside: seconds of a step before a rank's first pass and after its last one, as for the
+            optimizer and the data loader; the most of any rank.
+        moved: for each rank, the times at which the messages of each channel and the collectives of
+            each kind are complete (`ReplayRequest.moved`).
     """
 
     timeline: Timeline
@@ -62,11 +67,14 @@ def compose(
     records: Mapping[int, RankRecord],
     replayed: Mapping[int, RankRecord] | None = None,
 ) -> ComposedStep:
-    """Return the step of ``program`` with the passes of ``records``, by the pipeline rank that ran.
+    """Return the step of ``program`` that the measured passes of ``records`` add up to.
 
     Args:
-        replayed: records of the same ranks with their messages on time, whose passes then count;
-            the time between passes is that of ``records``, where no rank waits.
+        classes: classes of ranks; the passes of the rank that ran count for all ranks of its class.
+        records: records of the ranks that ran, by pipeline rank.
+        replayed: records of the same ranks from a second run, whose messages came at the times of
+            the composed step. If given, their passes count, and the time between passes is still
+            that of ``records``, where no rank waits.
 
     Raises:
         ValueError: a rank ran other passes than those of ``program``.
@@ -108,7 +116,7 @@ def compose(
 
 
 def check_recorded_order(program: Program, record: RankRecord) -> None:
-    """Raise ValueError unless ``record`` has the passes of ``program``, in its order."""
+    """Raise ValueError unless the steps of ``record`` have the passes of ``program``, in order."""
     expected = tuple(map(str, program.schedule.compute_rows[record.pipeline_rank]))
     for number, step in enumerate(record.steps, 1):
         ran = tuple(str(one.action) for one in step.passes)
@@ -125,7 +133,7 @@ def check_recorded_order(program: Program, record: RankRecord) -> None:
 
 
 def measured_passes(program: Program, record: RankRecord) -> dict[_Place, MeasuredPass]:
-    """Return the passes of ``record`` by their place on the rank."""
+    """Return the measured times of the passes of ``record``, by chunk, kind and microbatch."""
     lasted, followed = defaultdict(list), defaultdict(list)
     for step in record.steps:
         for one, later in pairwise(step.passes):
@@ -143,7 +151,7 @@ def measured_passes(program: Program, record: RankRecord) -> dict[_Place, Measur
 
 
 def seconds_outside(record: RankRecord) -> float:
-    """Return the median seconds of a step of ``record`` outside its first to its last pass."""
+    """Return the median seconds of a step outside the time from its first to its last pass."""
     return statistics.median(
         step.seconds - (step.passes[-1].end - step.passes[0].start) for step in record.steps
     )
@@ -155,8 +163,11 @@ def _place(program: Program, rank: int, action: Action) -> _Place:
 
 
 def _of(measured: Mapping[_Place, MeasuredPass], place: _Place) -> MeasuredPass:
-    """Return the pass at ``place``, or the median of its kind: a table may run I and W of another
-    microbatch as one B on the rank that ran."""
+    """Return the measured times of the pass at ``place``, or the median over passes of its kind.
+
+    The median stands in where the rank that ran has no such pass: a schedule may run the backward
+    pass of a microbatch whole (B) on one rank, and in two parts (I and W) on another of its class.
+    """
     if place in measured:
         return measured[place]
     return _median(found for (*at, _), found in measured.items() if (*at,) == place[:2])

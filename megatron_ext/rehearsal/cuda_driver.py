@@ -15,7 +15,7 @@ import torch
 
 
 def load_kernels(text: str, names: Iterable[str]) -> dict[str, ctypes.c_void_p]:
-    """Load the PTX ``text`` into the current context, and return its kernels by name."""
+    """Load the kernels in the PTX ``text`` into the current CUDA context. Return them by name."""
     torch.zeros(1, device="cuda")  # makes the context current
     module = ctypes.c_void_p()
     driver_call("cuModuleLoadData", ctypes.byref(module), text.encode())
@@ -29,8 +29,11 @@ def load_kernels(text: str, names: Iterable[str]) -> dict[str, ctypes.c_void_p]:
 def start_kernel(
     kernel: ctypes.c_void_p, stream: torch.cuda.Stream, blocks: int, threads: int, *values: int
 ) -> None:
-    """Start ``kernel`` on ``stream``, with so many ``blocks`` of ``threads`` each, and the
-    ``values`` as its arguments of 64 bits."""
+    """Start ``kernel`` on ``stream``, with ``blocks`` thread blocks of ``threads`` threads each.
+
+    Args:
+        values: the kernel's arguments, numbers of 64 bits.
+    """
     held = [ctypes.c_uint64(value) for value in values]
     arguments = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
     shape = (ctypes.c_uint(n) for n in (blocks, 1, 1, threads, 1, 1, 0))
@@ -39,10 +42,10 @@ def start_kernel(
 
 
 def driver_call(function: str, *arguments: object) -> None:
-    """Call ``function`` of the driver.
+    """Call ``function`` of the CUDA driver.
 
     Raises:
-        RuntimeError: it returns an error; the message has the driver's number.
+        RuntimeError: the driver returns an error; the message has its number.
     """
     code = getattr(_driver(), function)(*arguments)
     if code:

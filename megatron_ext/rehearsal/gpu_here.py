@@ -1,5 +1,8 @@
-"""GPU of this machine, found without CUDA: a process that has used CUDA cannot fork one that has
-it too."""
+"""GPU of this machine, found without CUDA.
+
+A process that has used CUDA cannot fork one that uses it too, so the name of the GPU and its free
+memory come from nvidia-smi.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,19 @@ _SECONDS = 20.0  # time limit in seconds for a driver that does not answer
 
 @dataclass(frozen=True)
 class GpuHere:
-    """A GPU: its name by the driver, and its free bytes; None if the driver does not tell."""
+    """GPU of this machine, as the driver describes it.
+
+    Attributes:
+        name: name of the GPU.
+        free: bytes of its memory that are free; None if the driver does not tell.
+    """
 
     name: str
     free: float | None
 
 
 def gpu_here() -> GpuHere | None:
-    """Return the first GPU that a process here would use; None if there is none."""
+    """Return the first GPU that a process on this machine would use; None if there is none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip(" ,"):
         return None

@@ -76,7 +76,7 @@ _OWNS, _LEAVES = "hold_multiprocessors", "hold_none"
 
 
 def kernels() -> str:
-    """Return the PTX of the kernels."""
+    """Return the PTX text of the kernels: one notes the time, two wait for a later time."""
     holds = "".join((_hold(_OWNS, THREADS, _REGISTERS), _hold(_LEAVES, _WARP, 1)))
     return _PTX.format(holds=holds)
 
@@ -95,18 +95,28 @@ def _hold(name: str, threads: int, registers: int) -> str:
 
 @functools.lru_cache
 def holding_kernel() -> dict[str, ctypes.c_void_p]:
-    """Load the kernels into the current context, and return them by name."""
+    """Load the kernels of this module into the current CUDA context, and return them by name."""
     return load_kernels(kernels(), ("begin_time", _OWNS, _LEAVES))
 
 
 def begin_time(stream: torch.cuda.Stream, began: Tensor) -> None:
-    """Write the device's time into ``began`` (int64, two numbers on the GPU) on ``stream``."""
+    """Write the time of the GPU's clock into ``began`` as soon as ``stream`` gets there.
+
+    Args:
+        began: tensor of two int64 numbers on the GPU, the first of which gets the time.
+    """
     start_kernel(holding_kernel()["begin_time"], stream, 1, 1, began.data_ptr())
 
 
 def hold(stream: torch.cuda.Stream, began: Tensor, moved: float, blocks: int) -> None:
-    """Occupy ``blocks`` thread blocks, each with a multiprocessor of its own, on ``stream`` until
-    ``moved`` seconds after the time in ``began``. With no blocks only ``stream`` waits."""
+    """Occupy ``blocks`` thread blocks of the GPU until ``moved`` seconds after a noted time.
+
+    Each block has a multiprocessor of its own, and ``stream`` waits meanwhile. With 0 blocks only
+    ``stream`` waits, and other kernels can use all multiprocessors.
+
+    Args:
+        began: tensor whose first number is the noted time, written by `begin_time`.
+    """
     name, threads = (_OWNS, THREADS) if blocks else (_LEAVES, _WARP)
     values = began.data_ptr(), nanoseconds(moved)
     start_kernel(holding_kernel()[name], stream, max(1, blocks), threads, *values)

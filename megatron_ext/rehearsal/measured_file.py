@@ -32,8 +32,19 @@ COSTS, TRACE = "costs.json", NAME  # names of files in the folder of a schedule
 def write_costs(
     prepared: PreparedSchedule, records: Mapping[int, RankRecord], device: str, path: Path
 ) -> Costs:
-    """Write the costs that ``records``, by pipeline rank, have measured on ``device`` to ``path``,
-    and return them. Bytes, messages and copies are as estimated. Raises OSError."""
+    """Write the costs file of a rehearsed schedule to ``path``, and return its costs.
+
+    The seconds of passes are those that the ranks measured. Bytes, messages and copies stay as they
+    were estimated.
+
+    Args:
+        prepared: schedule that was rehearsed.
+        records: records of the ranks that ran, by pipeline rank.
+        device: name of the GPU, or "the CPU", for the file's description.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     program = prepared.program
     # The estimate before the vocabulary was partitioned.
     estimate = prepared.costs.unpartitioned or prepared.costs
@@ -63,7 +74,7 @@ def write_costs(
 def _figures(
     prepared: PreparedSchedule, members: tuple[int, ...], record: RankRecord
 ) -> list[RankFigures]:
-    """Return the figures of ``record`` for each of ``members``, whose stages are equal."""
+    """Return figures for each rank of ``members`` from ``record``, of the rank that ran."""
     groups: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for (chunk, kind, _), found in measured_passes(prepared.program, record).items():
         groups[chunk, kind].append(found.seconds)
@@ -86,8 +97,13 @@ def _figures(
 
 
 def write_composed_trace(prepared: PreparedSchedule, step: ComposedStep, path: Path) -> None:
-    """Write the composed ``step`` as a trace with the prediction by estimated costs to ``path``.
-    Raises OSError."""
+    """Write the composed ``step`` of a rehearsed schedule as a trace file to ``path``.
+
+    The trace also has the step that the simulator predicts from estimated costs, for comparison.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     predicted = simulate(prepared.program, prepared.costs)
     traced = traced_step(1, step.timeline, predicted, clock_error=0.0)
     if prepared.is_stock:

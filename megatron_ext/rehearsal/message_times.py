@@ -22,25 +22,30 @@ from megatron_ext.rehearsal.request import ReplayRequest
 
 
 class _Clock(Protocol):
-    """Clock of a step."""
+    """Clock that tells when messages of a rehearsed step are complete: the host's or the GPU's."""
 
     def begin(self) -> None:
-        """Let the step's time begin now."""
+        """Take the present time as the start of the step."""
 
     def work(self, name: str, moved: float, blocks: int) -> dist.Work:
-        """Return a message or collective of ``name`` that is posted now, and has moved ``moved``
-        seconds after the begin. It occupies ``blocks`` of the device meanwhile."""
+        """Return the handle of a message or collective that is posted now.
+
+        Args:
+            name: its channel, or its kind of collective.
+            moved: seconds after the start of the step at which it is complete.
+            blocks: thread blocks of the GPU that it occupies until then.
+        """
 
 
 class Moved(dist.Work):
-    """Message that has moved."""
+    """Handle of a message that is complete as soon as it is posted."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
 
 
 class MessageTimes:
-    """Times of the messages and collectives of a rank, step by step."""
+    """Times at which messages and collectives of a rehearsed rank are complete, by step."""
 
     def __init__(self, replay: ReplayRequest | None = None, *, is_on_gpu: bool = False) -> None:
         self._replay = replay
@@ -51,14 +56,19 @@ class MessageTimes:
         self._posted: Counter[str] = Counter()
 
     def begin_step(self, *, is_timed: bool) -> None:
-        """Begin a step. Only in a timed one messages are on time: what a device uses for the first
-        time must not wait for a kernel that holds blocks."""
+        """Begin a step.
+
+        Args:
+            is_timed: whether the step counts. Only in such a step do messages come at the times of
+                the composed step. In steps of warm-up they come at once, as whatever the GPU does
+                for the first time must not wait for a kernel that occupies thread blocks.
+        """
         self._is_on_time = is_timed
         self._has_begun = False
         self._posted.clear()
 
     def begin_time(self) -> None:
-        """Let the time of the step begin, at its first pass or message."""
+        """Start the clock of the step at its first pass or message; later calls do nothing."""
         if self._replay is None or self._has_begun:
             return
         if self._clock is None:
@@ -67,10 +77,12 @@ class MessageTimes:
         self._has_begun = True
 
     def post(self, names: Sequence[str], max_ctas: int | None = None) -> dist.Work:
-        """Return the work of messages of ``names`` that are posted now and move together.
+        """Return the handle of messages that are posted now and are complete together.
 
         Args:
-            max_ctas: limit of NCCL's CTAs in their communicator; None: there is none.
+            names: their channels, or kinds of collectives.
+            max_ctas: limit on the thread blocks that NCCL takes for a kernel of their communicator;
+                None: there is none.
         """
         if self._replay is None:
             return Moved()
@@ -96,7 +108,7 @@ class MessageTimes:
 
 
 class _HostClock:
-    """Clock of a rank on the CPU, whose waits are the host's."""
+    """Clock of a rank that is rehearsed on the CPU; the host waits for its messages."""
 
     def __init__(self) -> None:
         self._began = 0.0
@@ -109,7 +121,7 @@ class _HostClock:
 
 
 class _HostWait(dist.Work):
-    """Message that moves at a time of the host's clock."""
+    """Handle of a message that is complete at a given time of the host's clock."""
 
     def __init__(self, until: float) -> None:
         super().__init__()
@@ -121,7 +133,7 @@ class _HostWait(dist.Work):
 
 
 class _DeviceClock:
-    """Clock of a GPU. Each name has a stream, as each communicator of NCCL's has."""
+    """Clock of a GPU. Each channel has a CUDA stream of its own, as each NCCL communicator has."""
 
     def __init__(self) -> None:
         holding_kernel()  # loaded before anything holds blocks
@@ -142,7 +154,8 @@ class _DeviceClock:
 
 
 class _StreamWait(dist.Work):
-    """Message that has moved when an event has passed; the computing stream waits for it."""
+    """Handle of a message that is complete after a CUDA event; the computing stream waits for
+    it."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         super().__init__()

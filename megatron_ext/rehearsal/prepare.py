@@ -50,11 +50,11 @@ _EXAMPLE = 'write names separated by spaces, such as --schedules "stock zb-h1 zb
 
 @dataclass(frozen=True)
 class EstimatedStep:
-    """Estimated seconds of a step.
+    """Estimated seconds of a step of a schedule.
 
     Attributes:
-        seconds: seconds of the whole step, as plan estimates it.
-        messages: the part by which messages between pipeline ranks make it longer.
+        seconds: seconds of the whole step, as ``megatron-ext plan`` estimates them.
+        messages: seconds by which messages between pipeline ranks make the step longer.
         waiting: the most seconds that a rank's passes wait for its tensor- and expert-parallel
             ranks, by the name of the group.
         reductions: seconds of the data-parallel reductions and gathers that no pass hides.
@@ -68,19 +68,20 @@ class EstimatedStep:
 
 @dataclass(frozen=True)
 class PreparedSchedule:
-    """A schedule of a rehearsal.
+    """Schedule of a rehearsal, with all that is known of it before a rank runs.
 
     Attributes:
-        name: as the user wrote it.
-        spec: schedule of the program.
-        is_stock: whether Megatron's own functions run it.
+        name: name of the schedule, as the user wrote it.
+        spec: the same name with the number of chunks of the launch, where the schedule needs one.
+        is_stock: whether Megatron's own functions run the schedule.
         program: program of the steps with most samples.
         costs: estimated costs, with the links of the launch.
-        classes: classes of ranks, in the order in which they run.
-        arguments: words after the script, without those of a rank that is alone.
+        classes: classes of ranks with equal stages, in the order in which they run.
+        arguments: words of the launch command after its script, which name the schedule. Words that
+            let a rank run alone are not among them.
         estimate: estimated seconds of a step.
-        memory: predicted bytes of each pipeline rank; None: not known.
-        basis: basis of the estimate by layer type; None: layers are not known.
+        memory: predicted bytes of each pipeline rank; None if they are not known.
+        basis: basis of the estimated costs by layer type; None if the layers are not known.
     """
 
     name: str
@@ -95,27 +96,28 @@ class PreparedSchedule:
     basis: Basis | None
 
     def work(self, rank: int) -> float:
-        """Return the estimated seconds of all passes of pipeline ``rank`` in a step."""
+        """Return the estimated seconds that all passes of pipeline ``rank`` take in a step."""
         row = self.program.schedule.rows[rank]
         return sum(self.costs.of(action) for action in row if is_compute(action))
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """A launch command that is ready to be rehearsed.
+    """Launch command that is ready to be rehearsed.
 
     Attributes:
         facts: model, ranks and microbatches in words.
-        world_size: ranks of the launch.
-        stride: ranks from one pipeline rank to the next.
+        world_size: number of ranks of the launch.
+        stride: distance in global ranks from one pipeline rank to the next.
         data_parallel, tensor_parallel, context_parallel, expert_parallel: sizes of these groups.
         leaves_node: whether the ranks of a pipeline are on several nodes.
         has_experts: whether the model has experts.
-        experts: whether the model has experts, and the command leaves their routing open.
-        train_iterations: iterations of the training; None: it is given in samples.
+        experts: whether the model has experts, and no flag of the command decides which tokens they
+            get.
+        train_iterations: number of iterations of the training; None if it is given in samples.
         loads: flags of the command for data and checkpoints, which a rehearsal replaces.
         remarks: assumptions of the estimate, a sentence each.
-        schedules: in the order of the request.
+        schedules: schedules to rehearse, in the order of the request.
     """
 
     facts: str
@@ -135,11 +137,12 @@ class Preparation:
 
 
 def schedules_of(text: str) -> tuple[str, ...]:
-    """Return the schedules that ``text``, the value of --schedules, names: ``stock`` is what the
-    launch command runs without our flags.
+    """Return the names of schedules in ``text``, the value of --schedules.
+
+    The name ``stock`` stands for the schedule that the launch command runs without our flags.
 
     Raises:
-        ValueError: it names none, one twice, or no schedule.
+        ValueError: ``text`` is empty, has a name twice, or a name is no schedule.
     """
     names = tuple(text.split())
     if not names:
@@ -161,17 +164,19 @@ def schedules_of(text: str) -> tuple[str, ...]:
 
 
 def folder_of(folder: Path, name: str) -> Path:
-    """Return the folder of the schedule ``name`` within that of a rehearsal."""
+    """Return the folder for files of the schedule ``name``, within ``folder``."""
     return folder / "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
 
 
 def prepare(request: LaunchRequest, names: Sequence[str], folder: Path) -> Preparation:
-    """Return the launch of ``request`` under the schedules ``names``. Costs are written below
-    ``folder``.
+    """Make the launch of ``request`` ready to be rehearsed under the schedules ``names``.
+
+    The files of costs that the ranks read are written below ``folder``.
 
     Raises:
-        ValueError: a training so would be refused, or a rehearsal cannot run it yet.
-        PatchError: there is no Megatron to ask.
+        ValueError: a training with such a schedule would be refused, or a rehearsal cannot run it
+            yet.
+        PatchError: Megatron, which parses the command's arguments, is not installed.
     """
     return with_launch(request, partial(_prepared, request, names, folder))
 
@@ -248,8 +253,10 @@ def _schedule(
 
 
 def _has_table(judged: Judgement, path: Path) -> bool:
-    """Write the passes that the search of ``judged`` has found to ``path``. Return False if a rank
-    would make another program from them."""
+    """Write the passes that a search has found for a schedule to ``path``, for the ranks to read.
+
+    Return whether a rank that reads the file makes the program of ``judged`` from it.
+    """
     program = judged.program
     for passes in _tables(judged):
         write_text_file(path, to_csv(passes))
@@ -261,7 +268,7 @@ def _has_table(judged: Judgement, path: Path) -> bool:
 
 
 def _tables(judged: Judgement) -> Iterator[Schedule]:
-    """Yield passes, some of which are those that a family has made for ``judged``."""
+    """Yield tables of passes from which a rank may be able to make the program of ``judged``."""
     if judged.problem.options.vocab_parallel is VocabularyParallel.NONE:
         yield judged.program.schedule
         return
@@ -278,7 +285,10 @@ def _tables(judged: Judgement) -> Iterator[Schedule]:
 
 
 def _written(request: LaunchRequest, parsed: ParsedLaunch, spec: str) -> Written:
-    """Return what makes the launch run the schedule ``spec`` with the options that it has."""
+    """Return the changes of the launch's arguments that make it run the schedule ``spec``.
+
+    Options that the launch command sets for its own schedule are kept.
+    """
     from megatron_ext.launch.planner.stage_arguments import rewritten
 
     assert request.launch is not None
@@ -298,7 +308,7 @@ _OPTIONS = (
 
 
 def _costs_of(parsed: ParsedLaunch, spec: str) -> Costs:
-    """Return the costs for which the launch makes the program of the schedule ``spec``."""
+    """Return the costs with which the ranks of the launch compile the schedule ``spec``."""
     from megatron_ext.adapter.arguments import problems
 
     variants = parsed.variants
@@ -341,7 +351,10 @@ def _of_judgement(
 
 
 def _descriptions(job: Job) -> list[Any]:
-    """Return a description of each stage; stages of unknown layers differ from all others."""
+    """Return a description of each stage, equal for stages of equal layers.
+
+    If the layers are not known, all descriptions differ.
+    """
     if job.layers is None:
         return list(range(job.placement.stages))
     return list(job.layers.stages)
@@ -379,8 +392,11 @@ def _estimate(judged: Judgement, job: Job) -> EstimatedStep:
 
 
 def _most_waiting(program: Program, shares: Mapping[str, float]) -> float:
-    """Return the most seconds that the passes of a rank wait, if ``shares`` of the passes of layers
-    are spent so, by kind."""
+    """Return the seconds that a rank's passes wait for other ranks of its group; the most of any.
+
+    Args:
+        shares: by kind of pass, the share of the seconds of layers for which such passes wait.
+    """
     layers = program.problem.costs.layers_alone
 
     def of_row(row: Sequence[Any]) -> float:

@@ -26,21 +26,23 @@ _SHOWN = 2**12  # bytes at the end of a log that are shown
 
 
 class RunsRanks(Protocol):
-    """Runs the rank of a request to its end, and returns its record.
+    """Function that runs the rank of a request to its end, and returns its record.
 
     Raises:
-        ValueError: the rank has failed; the error has its reason and its log.
+        ValueError: the rank has failed; the message has the reason and the file of its log.
     """
 
     def __call__(self, request: RankRequest) -> RankRecord: ...
 
 
 class RankProcesses:
-    """Ranks that run in forks of one process, or in processes of their own if that one has used
-    CUDA.
+    """Runner of rehearsed ranks, each in a process forked from one that has imported everything.
+
+    If the forking process has used CUDA, its forks could not use it, so each rank gets a process
+    that is started for it.
 
     Attributes:
-        used_cuda: how the forking process has used CUDA; "" if it has not.
+        used_cuda: how the forking process has used CUDA, in words; "" if it has not.
     """
 
     def __init__(self, server: subprocess.Popen[str], environment: Mapping[str, str]) -> None:
@@ -75,11 +77,14 @@ class RankProcesses:
 
 @contextlib.contextmanager
 def rank_processes(environment: Mapping[str, str], log: Path) -> Iterator[RankProcesses]:
-    """Start the process that forks ranks, with ``environment`` in addition to this process's, and
-    end it with the block. Its own output goes to ``log``.
+    """Start the process that forks ranks, and end it when the block of the ``with`` ends.
+
+    Args:
+        environment: variables of the process, in addition to those of this one.
+        log: file for the output of the process, without that of the ranks.
 
     Raises:
-        ValueError: it cannot import what ranks need.
+        ValueError: the process cannot import the modules of a rank.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     variables = {**os.environ, **environment}

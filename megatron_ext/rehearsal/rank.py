@@ -64,13 +64,13 @@ LOSS_SCALE = 2.0**12
 
 
 class RehearsalError(RuntimeError):
-    """Raised if a rank cannot be rehearsed. It names the rank and the step."""
+    """Raised if a rank cannot be rehearsed. The message names the rank and the step."""
 
 
 def rehearse_rank(request: RankRequest) -> RankRecord:
     """Train the rank of ``request`` alone, write its record into its folder, and return it.
 
-    The process is the rank's from now on: it is forked or started for one request.
+    The process can do nothing else afterwards: it is forked or started for this one request.
 
     Raises:
         RehearsalError: the rank cannot be rehearsed, or its values are not finite.
@@ -97,11 +97,11 @@ def rehearse_rank(request: RankRequest) -> RankRecord:
 
 
 class _Ended(BaseException):
-    """Raised after the last timed step. No script takes it for an error of its own."""
+    """Raised to end the script after the last timed step; no script handles it as an error."""
 
 
 def _environment(request: RankRequest) -> dict[str, str]:
-    """Return the variables that tell a rank its place. It is alone on its node."""
+    """Return the variables that tell the rank its place. Its node has no other rank."""
     devices = {"CUDA_VISIBLE_DEVICES": ""} if request.is_cpu else {}
     return devices | {
         "RANK": str(request.rank),
@@ -114,8 +114,11 @@ def _environment(request: RankRequest) -> dict[str, str]:
 
 
 def _use_cpu() -> None:
-    """Make torch, which is imported already, do what the variables of `patches.cpu` make it do
-    when it is imported: it compiles nothing, and uses one thread."""
+    """Set torch up for the CPU: compile nothing, and use one thread.
+
+    Torch is imported already, so the variables that `patches.cpu` sets for its import come too
+    late.
+    """
     if torch.cuda.is_available():
         raise ValueError("torch has found a GPU before it was to be rehearsed on the CPU")
     torch.compiler.set_stance("force_eager")
@@ -131,11 +134,11 @@ def _refuse_plan(words: Sequence[str], config: PipelineConfig, world_size: int) 
 
 @dataclass
 class _TimedStep:
-    """Timed step that runs.
+    """Timed step of a rehearsed rank while it runs.
 
     Attributes:
-        recording: its passes; None until the first one begins.
-        host_times: the host's times of the begins and ends of passes.
+        recording: recording of the passes; None until the first pass begins.
+        host_times: times of the host's clock at which passes begin and end.
         waited: seconds for which the host has waited for its device between passes.
     """
 
@@ -145,8 +148,10 @@ class _TimedStep:
 
 
 class _HostTimes:
-    """Part of a clock that notes when the host records each event, the first of which begins the
-    time of messages, unless one was posted before."""
+    """Mixin of a clock of events that also notes the time of the host at each event.
+
+    The first event of a step starts the times of messages, unless a message was posted before.
+    """
 
     def __init__(self, times: list[float], messages: MessageTimes) -> None:
         self._times, self._messages = times, messages
@@ -166,7 +171,7 @@ class _TimedDeviceClock(_HostTimes, DeviceClock):
 
 
 class _RehearsedRank(StepObserver[ObservedStep]):
-    """Rank that trains alone: it counts and times its steps, and ends after the last one."""
+    """Observer of a rank that trains alone; it ends the training after the last timed step."""
 
     def __init__(self, request: RankRequest) -> None:
         if request.warm_up < 1 or request.steps < 1:
@@ -191,11 +196,10 @@ class _RehearsedRank(StepObserver[ObservedStep]):
         self._allocated = self._reserved = self._lasting = 0
 
     def prepare(self, config: PipelineConfig) -> list[str]:
-        """Apply the patches of a rehearsal under ``config``, and return the words to add to the
-        script's arguments.
+        """Apply the patches of a rehearsal, and return words to add to the script's arguments.
 
         Raises:
-            ValueError: ``config`` cannot be rehearsed.
+            ValueError: a setting of ``config`` cannot be rehearsed.
         """
         _refuse(config)
         if config.schedule is None:
@@ -209,13 +213,13 @@ class _RehearsedRank(StepObserver[ObservedStep]):
         return ["--fake-process-group", "--initial-loss-scale", str(LOSS_SCALE)]
 
     def failed(self, error: BaseException) -> RehearsalError:
-        """Return ``error`` with the rank and the step in which it was raised."""
+        """Return ``error`` with the rank, and the step in which it was raised, in its message."""
         where = f"in step {self._begun}" if self._begun else "before its first step"
         what = str(error) or type(error).__name__
         return RehearsalError(f"rank {self._request.rank}, {where}: {what}")
 
     def record(self) -> RankRecord:
-        """Return the record of all steps."""
+        """Return the record of all steps of this rank."""
         is_on_gpu, pool = torch.cuda.is_available(), self._values.pool_bytes
         return RankRecord(
             rank=self._request.rank,
@@ -235,8 +239,12 @@ class _RehearsedRank(StepObserver[ObservedStep]):
     # ---- Megatron's training loop (`rehearsal.StepWatcher`)
 
     def set_up(self, model: Any) -> None:
-        """Refuse a ``model`` with frozen weights: the program depends on which stages are trained,
-        on other ranks too. Gradients of peers have the scale of this rank's loss."""
+        """Check the weights of ``model``, and note the loss scale for the gradients of peers.
+
+        Raises:
+            ValueError: a weight of the model is frozen. The program depends on which stages are
+                trained, and stages of other ranks are not here to tell.
+        """
         args = training_global("_GLOBAL_ARGS")
         if args.fp16:
             self._values.loss_scale = args.loss_scale or args.initial_loss_scale
@@ -250,7 +258,7 @@ class _RehearsedRank(StepObserver[ObservedStep]):
             _refuse_uninitialised()
 
     def step(self, run: Callable[[], Any], model: Any) -> Any:
-        """Run one training step, and end the training after the last one."""
+        """Call ``run`` for one training step, and end the training after the last timed one."""
         self._begun += 1
         is_timed = self._begun > self._request.warm_up
         self._times.begin_step(is_timed=is_timed)
@@ -303,7 +311,7 @@ class _RehearsedRank(StepObserver[ObservedStep]):
             self._time_waits(step.recorder.device)
 
     def _time_waits(self, device: DeviceProgress) -> None:
-        """Count the seconds for which the host waits for its ``device`` between passes."""
+        """Make ``device`` count the seconds for which the host waits for it between passes."""
         hold_back = device.hold_back
 
         def timed() -> None:
@@ -327,7 +335,7 @@ class _RehearsedRank(StepObserver[ObservedStep]):
         return self._post(other, self._pipeline_rank, is_forward)
 
     def _neighbour(self, distance: int) -> int:
-        """Return the rank at so many places on the loop, which closes behind the last rank."""
+        """Return the pipeline rank at ``distance`` from this one; rank 0 follows the last rank."""
         return (self._pipeline_rank + distance) % self._pipeline_ranks
 
     def _post(self, sender: int, receiver: int, is_forward: bool) -> dist.Work:
@@ -336,8 +344,7 @@ class _RehearsedRank(StepObserver[ObservedStep]):
 
 
 def _refuse(config: PipelineConfig) -> None:
-    """Raise ValueError for settings that other ranks would have to take part in, some of which the
-    command drops."""
+    """Raise ValueError if ``config`` has a setting in which ranks that are not here take part."""
     refuse_untried_settings(config)
     for name in WATCHING:
         if getattr(config, name):
@@ -349,8 +356,10 @@ def _refuse(config: PipelineConfig) -> None:
 
 
 def _refuse_uninitialised() -> None:
-    """Raise ValueError if torch's fake process group leaves the results of collectives
-    uninitialised, as older ones do."""
+    """Raise ValueError if torch's fake process group does not write the results of collectives.
+
+    Older versions of torch leave them uninitialised.
+    """
     size = dist.get_world_size()
     ones = torch.ones(size, device=torch.cuda.current_device())
     gathered, exchanged, part = (torch.full_like(ones, math.nan) for _ in range(3))
@@ -371,14 +380,19 @@ def _vocabulary() -> int:
 
 
 def _now() -> float:
-    """Return the time at which the device has done all its work."""
+    """Return the host's time at which the device has finished all work launched so far."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def _step_of(timed: _TimedStep, began: float, seconds: float) -> RehearsedStep:
-    """Return the record of a step that ``began`` then."""
+    """Return the record of a timed step that has ended.
+
+    Args:
+        began: host's time at which the step began.
+        seconds: seconds that the whole step took.
+    """
     if timed.recording is None:
         raise ValueError("the passes of the step were not seen")
     between = sum(timed.host_times[2::2]) - sum(timed.host_times[1:-1:2])
@@ -388,8 +402,13 @@ def _step_of(timed: _TimedStep, began: float, seconds: float) -> RehearsedStep:
 
 
 def _check_finite(result: Sequence[Any], model: Any) -> None:
-    """Raise ValueError unless the ``result`` of Megatron's train_step and all gradients of
-    ``model`` are finite. Megatron does not look under the fake backend."""
+    """Raise ValueError unless the losses of a step and all gradients of ``model`` are finite.
+
+    Megatron's own check does nothing under torch's fake process group.
+
+    Args:
+        result: result of Megatron's train_step: losses by name, and whether the step was skipped.
+    """
     losses, skipped = result[0], result[1]
     for name, loss in losses.items():
         if not math.isfinite(float(loss)):

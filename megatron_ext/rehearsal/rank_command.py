@@ -49,14 +49,14 @@ _SWITCHES = {
 
 
 def refuse_untried(args: Any, config: PipelineConfig) -> None:
-    """Raise ValueError if a rank of validated ``args`` under ``config`` cannot run alone yet."""
+    """Raise ValueError if a rank with these ``args`` and this ``config`` cannot run alone yet."""
     for refusal in _of_megatron(args):
         raise ValueError(refusal)
     refuse_untried_settings(config)
 
 
 def refuse_untried_settings(config: PipelineConfig) -> None:
-    """Raise ValueError if a rank cannot run alone under ``config`` yet."""
+    """Raise ValueError if a setting of ours in ``config`` does not let a rank run alone yet."""
     for refusal in _of_ours(config):
         raise ValueError(refusal)
 
@@ -100,7 +100,12 @@ def _of_ours(config: PipelineConfig) -> Iterator[str]:
 
 
 def refuse_imbalance(words: Sequence[str], imbalance: float | None, *, has_experts: bool) -> None:
-    """Raise ValueError if the ``words`` after a script do not go with ``imbalance``."""
+    """Raise ValueError if --imbalance does not go with the model or with flags of the command.
+
+    Args:
+        words: arguments after the script of the launch command.
+        imbalance: value of --imbalance; None if it is not given.
+    """
     if imbalance is None:
         return
     name = f"--imbalance {imbalance:g}"
@@ -117,8 +122,11 @@ def refuse_imbalance(words: Sequence[str], imbalance: float | None, *, has_exper
 
 
 def refuse_variables(environment: Mapping[str, str]) -> None:
-    """Raise ValueError if a variable in ``environment`` replaces a flag of ours: each rank would
-    read it, under Megatron's own schedule too, and the launch command is judged by its flags."""
+    """Raise ValueError if a variable in ``environment`` sets what a flag of ours would set.
+
+    Each rank of a rehearsal would read it, even under Megatron's own schedule, while the launch
+    command is judged by its flags alone.
+    """
     for name, value in given_in_environment({}, environment)[0].items():
         raise ValueError(
             f"{variable(name)} is set, and a rehearsal takes settings from flags alone: unset it, "
@@ -127,8 +135,7 @@ def refuse_variables(environment: Mapping[str, str]) -> None:
 
 
 def replaced_flags(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the flags for data and checkpoints in ``words``, which made-up data and random
-    weights replace."""
+    """Return the flags for data and checkpoints in ``words``, which a rehearsal does without."""
     given = {word.split("=")[0] for word in words}
     return tuple(name for name in (*_DATA, "--load", "--pretrained-checkpoint") if name in given)
 
@@ -141,15 +148,18 @@ def words_alone(
     is_cpu: bool,
     imbalance: float | None = None,
 ) -> tuple[str, ...]:
-    """Return the ``words`` after a script for a rank that runs alone.
+    """Return the arguments of a script, changed from ``words`` for a rank that runs alone.
+
+    The rank reads no data and no checkpoint, saves nothing, and evaluates nothing.
 
     Args:
-        costs: file of the costs that the program is made for; None under Megatron's own schedule.
+        costs: file of the costs for which the rank compiles its program; None under Megatron's own
+            schedule.
         balances_experts: whether each expert gets equally many tokens.
-        is_cpu: whether the rank runs on the CPU: its loader then has no workers, which would take
-            the cores of its passes.
-        imbalance: standard deviation of the bias of Megatron's router, which then takes the place
-            of ``balances_experts``.
+        is_cpu: whether the rank runs on the CPU. Its data loader then has no workers, which would
+            take the cores of its passes.
+        imbalance: standard deviation of a random bias for each expert in Megatron's router. If
+            given, it applies in place of ``balances_experts``.
     """
     dropped = [*_DATA, *_FILES, *_LENGTH, *map(flag, _OURS)]
     left = without(words, dropped)

@@ -21,7 +21,7 @@ _VERSION = 1
 
 
 class RehearsedPass(NamedTuple):
-    """Pass of a rank, with its seconds on the rank's clock."""
+    """Pass of a rank, and its start and end in seconds after the start of the step."""
 
     action: Action
     start: float
@@ -30,13 +30,13 @@ class RehearsedPass(NamedTuple):
 
 @dataclass(frozen=True)
 class RehearsedStep:
-    """Timed step of a rank.
+    """Timed step of a rehearsed rank.
 
     Attributes:
-        passes: in the order in which they ran.
+        passes: passes of the step, in the order in which they ran.
         seconds: seconds of the whole training step, with the optimizer.
-        host_seconds: seconds of the host from the first pass's launch to the last one's, without
-            those inside passes.
+        host_seconds: seconds that the host spends between passes, from the first pass to the last,
+            without its waits for the device.
     """
 
     passes: tuple[RehearsedPass, ...]
@@ -46,8 +46,14 @@ class RehearsedStep:
 
 @dataclass(frozen=True)
 class SentValues:
-    """Values that a rank sends in one direction: ``forward``, ``backward``, or the name of a
-    collective of the partitioned vocabulary. ``rms`` is their root mean square."""
+    """Size of the values that a rank sends in one direction.
+
+    Attributes:
+        direction: ``forward``, ``backward``, or the name of a collective of the partitioned
+            vocabulary.
+        rms: root mean square of the values.
+        shape, dtype: shape and type of a tensor that is sent.
+    """
 
     direction: str
     rms: float
@@ -61,18 +67,19 @@ class RankRecord:
 
     Attributes:
         rank, world_size: global rank, and number of ranks of the launch.
-        pipeline_rank: its place in its pipeline.
-        schedule: name of the schedule that ran; Megatron's own included.
+        pipeline_rank: place of the rank in its pipeline.
+        schedule: name of the schedule that ran, which may be one of Megatron's own.
         digest: digest of the program; "" for Megatron's own schedules, which have none.
         trained: number of training steps of the process, the timed ones included.
         steps: the timed steps.
-        allocated: most bytes of tensors in the timed steps, without the pool of peers' values; None
-            without a GPU.
-        reserved: most bytes that the allocator had reserved, without the pool; None without a GPU.
-        pool: bytes of the pool of peers' values.
-        lasting: bytes of tensors between steps, such as weights and optimizer states, without the
-            pool; None without a GPU.
-        sent: by direction.
+        allocated: most bytes that tensors took in a timed step, without ``pool``; None without a
+            GPU.
+        reserved: most bytes that torch's allocator had reserved, without ``pool``; None without a
+            GPU.
+        pool: bytes from which the values of made-up peers are cut, and which no training has.
+        lasting: bytes of tensors that are there between steps, such as weights and optimizer
+            states, without ``pool``; None without a GPU.
+        sent: size of the values that the rank sent in its first step, by direction.
     """
 
     rank: int
@@ -90,7 +97,11 @@ class RankRecord:
 
 
 def save_rank_record(record: RankRecord, path: Path) -> None:
-    """Write ``record`` to ``path``, whole or not at all. Raises OSError."""
+    """Write ``record`` to the file ``path``. The file is written whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     data = asdict(record)
     data["steps"] = [
         {**asdict(step), "passes": [[str(a), start, end] for a, start, end in step.passes]}
@@ -101,10 +112,10 @@ def save_rank_record(record: RankRecord, path: Path) -> None:
 
 
 def load_rank_record(path: Path) -> RankRecord:
-    """Return the record in the file ``path``.
+    """Return the record of a rank in the file ``path``.
 
     Raises:
-        ValueError: it cannot be read, is of another version, or is no record of a rank.
+        ValueError: the file cannot be read, is of another version, or is no record of a rank.
     """
     data = parse_json(read_text_file(path, "record of a rank", LARGEST_JSON))
     where = f"record of a rank {path}"

@@ -23,18 +23,19 @@ from megatron_ext.schedule.schedule import is_compute
 
 @dataclass(frozen=True)
 class ScheduleFigures:
-    """Figures of a schedule.
+    """Figures of a rehearsed schedule.
 
     Attributes:
-        schedule: schedule of the program.
-        passes: seconds from the first pass to the last of the pipeline, composed of measured ones.
-        span: the longest time from a rank's own first pass to its own last.
+        name, schedule: name of the schedule as the user wrote it, and as its program has it.
+        passes: seconds from the first to the last pass of the pipeline, composed of measured
+            passes.
+        span: seconds from a rank's own first pass to its own last one; the most of any rank.
         outside: measured seconds of a step outside the passes.
-        seconds: ``passes`` and ``outside``: a step with nothing estimated in it.
-        bubble: idle share of ``passes`` over the ranks.
-        of_first: ``seconds`` over those of the first schedule.
-        estimate: estimated seconds, none of which are in the figures above.
-        costs, trace: files that were written.
+        seconds: sum of ``passes`` and ``outside``: a step with nothing estimated in it.
+        bubble: share of ``passes`` for which ranks are idle.
+        of_first: ``seconds`` as a multiple of those of the first schedule.
+        estimate: estimated seconds of a step, none of which are in the figures above.
+        costs, trace: files of costs and of the trace that were written.
     """
 
     name: str
@@ -52,13 +53,13 @@ class ScheduleFigures:
 
 @dataclass(frozen=True)
 class ReplayFigures:
-    """Figures of a schedule whose ranks ran once more, with their messages on time.
+    """Figures of a schedule from a second run of its ranks, whose messages come on time.
 
     Attributes:
-        figures: those of the step composed of the ranks' passes then.
-        over_alone: its seconds from first to last pass over those of the ranks' first run.
-        off_end: the most by which the seconds from a rank's own first pass to its last differ from
-            those in the composed step, as a share of the whole step's.
+        figures: figures of the step composed of the passes of the second run.
+        over_alone: its seconds from first to last pass, as a multiple of those of the first run.
+        off_end: error of the composition: the most by which the seconds from a rank's first to its
+            last pass differ from those in the composed step, as a share of the whole step.
     """
 
     figures: ScheduleFigures
@@ -71,20 +72,21 @@ class RankResult:
     """Figures of a rank that ran.
 
     Attributes:
-        is_replay: whether its messages were on time; else they were there at once.
-        rank: global rank.
-        stands_for: pipeline ranks with equal stages, itself included.
-        real: directions in which it received what another rank has sent.
-        trained: steps that it trained.
-        seconds: mean seconds of a pass, by kind.
-        estimated: the estimated ones.
+        schedule: name of the schedule, as the user wrote it.
+        is_replay: whether messages came at the times of the composed step, not at once.
+        rank, pipeline_rank: global rank, and its place in the pipeline.
+        stands_for: pipeline ranks with equal stages, this one included.
+        real: directions in which the rank received values that another rank has sent.
+        trained: number of steps that it trained.
+        seconds: measured mean seconds of a pass, by kind.
+        estimated: estimated mean seconds of a pass, by kind.
         between: seconds between passes in a step.
-        outside: seconds of a step outside its first to its last pass.
-        host: seconds of the host between passes in a step.
-        allocated, reserved: most bytes of tensors, and of its allocator; None without a GPU.
-        predicted: predicted bytes of tensors; None: not known.
-        activations: part of ``predicted`` that is stored activations.
-        digest: digest of its program; "" for Megatron's own.
+        outside: seconds of a step before the first pass and after the last one.
+        host: seconds that the host spends between passes in a step.
+        allocated, reserved: most bytes of tensors, and of torch's allocator; None without a GPU.
+        predicted: predicted bytes of tensors; None if they are not known.
+        activations: bytes of ``predicted`` that are stored activations.
+        digest: digest of the rank's program; "" under Megatron's own schedules.
     """
 
     schedule: str
@@ -111,13 +113,16 @@ class RehearsalReport:
     """Report of a rehearsal.
 
     Attributes:
-        facts: model, ranks and microbatches.
-        device: the GPU, or "the CPU".
-        estimated_for: GPU of the estimates.
+        facts: model, ranks and microbatches in words.
+        device: name of the GPU on which ranks ran, or "the CPU".
+        estimated_for: GPU for which seconds are estimated.
         used_cuda: why ranks ran in processes of their own; "" if they were forked.
+        schedules: figures of each schedule.
+        replays: figures of each schedule from a second run of its ranks, whose messages come on
+            time; empty without such runs.
+        ranks: figures of each rank that ran.
         remarks: assumptions of the estimate.
-        replays: of the same schedules; () without a replay.
-        not_rehearsed: what no figure here shows.
+        not_rehearsed: parts of a training that no figure here shows, a sentence each.
     """
 
     facts: str
@@ -134,8 +139,12 @@ class RehearsalReport:
 def schedule_figures(
     prepared: PreparedSchedule, step: ComposedStep, first: float | None, costs: str, trace: str
 ) -> ScheduleFigures:
-    """Return the figures of a composed ``step``. ``first``: seconds of the first schedule; None if
-    this is the first."""
+    """Return the figures of a rehearsed schedule from its composed ``step``.
+
+    Args:
+        first: seconds of a step of the first schedule; None if this is the first.
+        costs, trace: files of costs and of the trace that were written.
+    """
     timeline = step.timeline
     return ScheduleFigures(
         name=prepared.name,
@@ -159,8 +168,14 @@ def replay_figures(
     step: ComposedStep,
     records: Mapping[int, RankRecord],
 ) -> ReplayFigures:
-    """Return the figures of a composed ``step``, which ``figures`` are, of the replayed ranks with
-    these ``records``. ``alone``: the step whose times their messages had."""
+    """Return the figures of a schedule from the second run of its ranks, with messages on time.
+
+    Args:
+        figures: figures of ``step``.
+        alone: step composed of the first run, whose times the messages of the second run had.
+        step: step composed of the second run.
+        records: records of the second run, by pipeline rank.
+    """
     off = []
     for one in prepared.classes:
         row = step.timeline.compute[one.rank]
@@ -183,7 +198,7 @@ def rank_result(
     is_replay: bool,
     real: tuple[str, ...],
 ) -> RankResult:
-    """Return the figures of ``record``, the rank that stands for ``rank_class``."""
+    """Return the figures of the rank that ran for ``rank_class``, from its ``record``."""
     measured = measured_passes(prepared.program, record)
     by_kind: dict[Kind, list[float]] = defaultdict(list)
     for (_, kind, _), found in measured.items():
@@ -226,12 +241,12 @@ def not_rehearsed(
     has_blocks: bool,
     imbalance: float | None,
 ) -> Iterator[str]:
-    """Yield what the measured figures of a rehearsal do not have, a sentence each.
+    """Yield sentences on the parts of a training that the figures of a rehearsal do not show.
 
     Args:
-        replays: whether ranks ran once more, with their messages on time.
-        has_blocks: whether messages that waited then occupied thread blocks of a GPU.
-        imbalance: standard deviation of the bias of Megatron's router; None: it has none of ours.
+        replays: whether ranks ran a second time, with their messages on time.
+        has_blocks: whether waiting messages then occupied thread blocks of the GPU.
+        imbalance: standard deviation of the router's bias; None if the rehearsal set none.
     """
     if is_cpu:
         yield (
@@ -278,7 +293,7 @@ def not_rehearsed(
 
 
 def check_record(record: RankRecord, prepared: PreparedSchedule, iterations: int) -> None:
-    """Raise ValueError if ``record`` is none of a rank that trained the schedule."""
+    """Raise ValueError unless ``record`` shows a rank that trained all steps of this schedule."""
     where = f"{prepared.name}, rank {record.rank}"
     if record.trained != iterations:
         raise ValueError(
@@ -293,8 +308,10 @@ def check_record(record: RankRecord, prepared: PreparedSchedule, iterations: int
 
 
 def bytes_refusal(prepared: Sequence[PreparedSchedule], free: float) -> str:
-    """Return which ranks do not fit into ``free`` bytes and which do, in one line; "" if all of
-    them do."""
+    """Return a line on the ranks that do not fit into ``free`` bytes, and those that do.
+
+    Return "" if all of them fit.
+    """
     too_large, fitting = [], []
     for schedule in prepared:
         if schedule.memory is None:

@@ -83,17 +83,19 @@ class RehearsalRequest:
     """Request to rehearse a launch command.
 
     Attributes:
-        names: schedules, as `schedules_of` returns them.
-        folder: folder of everything that is written.
-        warm_up, steps: numbers of steps before the timed ones, and of these.
-        world_size: ranks of the launch; None: as the command says.
+        launch: launch command.
+        names: names of schedules, as `schedules_of` returns them.
+        folder: folder for all files of the rehearsal.
+        warm_up, steps: number of steps before the timed ones, and number of timed steps.
+        world_size: number of ranks of the launch; None if the command tells it.
         is_cpu: whether the ranks run without a GPU.
-        replays: whether each rank runs once more, with its messages on time.
-        has_blocks: whether messages that wait in a replay occupy thread blocks of the GPU.
-        values: values that made-up peers send. With real ones a rank receives what a neighbouring
-            rank has sent that ran before; those with the first stages run first.
-        imbalance: standard deviation of the bias of Megatron's router; None: each expert gets
-            equally many tokens, unless the command says otherwise.
+        replays: whether each rank runs a second time, with messages at the times of the composed
+            step.
+        has_blocks: whether messages that wait in that second run occupy thread blocks of the GPU.
+        values: kind of values that made-up peers send. With real ones a rank receives values that a
+            neighbouring rank sent before, so ranks with the first stages run first.
+        imbalance: standard deviation of a random bias for each expert in Megatron's router; None:
+            each expert gets equally many tokens, unless the command decides otherwise.
     """
 
     launch: Launch
@@ -121,16 +123,17 @@ class RehearsalRequest:
 def rehearse(
     request: RehearsalRequest, start: StartProcesses, tell: Callable[[str], object]
 ) -> RehearsalReport:
-    """Run the ranks of ``request`` and return the report on its schedules.
+    """Run the ranks of ``request`` one after another, and return the report on its schedules.
 
     Args:
-        start: starts the processes of ranks.
-        tell: receives a line at once: how long it will take, and what was done.
+        start: function that starts the processes of ranks.
+        tell: function that receives lines to print at once: how long the ranks will take, and then
+            what was done.
 
     Raises:
         ValueError: the command would be refused, cannot be rehearsed or does not fit, there is no
             GPU, or a rank has failed.
-        PatchError: there is no Megatron to ask.
+        PatchError: Megatron, which parses the command's arguments, is not installed.
         OSError: a file cannot be written.
     """
     _refuse_without_blocks(request)
@@ -223,8 +226,10 @@ def _gpu() -> GpuHere:
 
 
 def _environment(request: RehearsalRequest) -> dict[str, str]:
-    """Return the variables of the process that imports what ranks need. It searches modules where
-    the ranks would, and where their command was judged."""
+    """Return the variables of the process that imports modules for all ranks.
+
+    It looks for modules where the ranks of the launch command would.
+    """
     launch = request.launch
     environment = {**_ENVIRONMENT, **launch.environment}
     if launch.installs is False and not launch.is_module:
@@ -237,7 +242,7 @@ def _environment(request: RehearsalRequest) -> dict[str, str]:
 
 
 def _announcement(request: RehearsalRequest, prepared: Preparation, device: str) -> str:
-    """Return which ranks run, and how long they will take."""
+    """Return a line on the number of ranks that run, and on how long they will take."""
     ranks = [(schedule, one) for schedule in prepared.schedules for one in schedule.classes]
     total = sum(one.program.schedule.placement.ranks for one in prepared.schedules)
     seconds = _IMPORTS + _FORK * len(ranks) * request.rounds
@@ -260,8 +265,11 @@ def _requests(
     schedule: PreparedSchedule,
     folder: Path,
 ) -> Iterator[tuple[RankClass, RankRequest]]:
-    """Yield the ranks to run, in order. In a direction in which a rank sends nothing, it receives
-    values as large as those that the first rank sent there."""
+    """Yield the ranks of ``schedule`` to run, in order, each with its class.
+
+    A rank that sends nothing in a direction receives values there as large as those that the first
+    rank sent.
+    """
     schedule_folder = folder_of(folder, schedule.name)
     arguments = words_alone(
         schedule.arguments,
@@ -296,7 +304,7 @@ def _requests(
 
 
 class _Ranks:
-    """Ranks of a rehearsal, which run one after another.
+    """Runner of the ranks of a rehearsal, one after another.
 
     Attributes:
         results: figures of each rank that has run.
@@ -318,8 +326,11 @@ class _Ranks:
     def run(
         self, schedule: PreparedSchedule, step: ComposedStep | None = None
     ) -> dict[int, RankRecord]:
-        """Run the ranks of ``schedule``, with their messages at the times of the composed ``step``,
-        else at once. Return their records by pipeline rank."""
+        """Run the ranks of ``schedule``, and return their records by pipeline rank.
+
+        Args:
+            step: composed step at whose times messages come; None: they come at once.
+        """
         records = {}
         for one, request in _requests(self._request, self._prepared, schedule, self._folder):
             if step is not None:
@@ -343,8 +354,11 @@ class _Ranks:
         return records
 
     def _received(self, schedule: PreparedSchedule, rank: int) -> dict[str, Path]:
-        """Return the files of what pipeline ``rank`` receives, by direction: from a neighbour, or
-        from a rank that stands for one, if it has run, else from any that has run."""
+        """Return files of tensors that pipeline ``rank`` receives, by direction of the message.
+
+        They come from a rank of the class of a neighbour, if one has run, and else from any rank
+        that has run and sends in that direction.
+        """
         found = {}
         placement = schedule.program.schedule.placement
         for number, direction in enumerate((FORWARD, BACKWARD)):
@@ -371,7 +385,7 @@ class _Ranks:
 
 
 def _paths(schedule: PreparedSchedule, folder: Path) -> tuple[str, str]:
-    """Return the files of costs and of the trace of ``schedule``."""
+    """Return the paths of the costs file and of the trace of ``schedule``, below ``folder``."""
     of_schedule = folder_of(folder, schedule.name)
     return str(of_schedule / COSTS), str(of_schedule / TRACE)
 
@@ -383,7 +397,7 @@ def _write(
     device: str,
     folder: Path,
 ) -> None:
-    """Write the costs and the trace of ``schedule``."""
+    """Write the costs file and the trace of ``schedule``."""
     costs, trace = map(Path, _paths(schedule, folder))
     write_costs(schedule, records, device, costs)
     write_composed_trace(schedule, step, trace)

@@ -26,7 +26,7 @@ from megatron_ext.schedule.action import Kind
 
 
 def rehearsed_peers(values: Values, times: MessageTimes, vocabulary: Callable[[], int]) -> Peers:
-    """Return peers that send ``values``, and tokens of the ``vocabulary``, at ``times``."""
+    """Return made-up peers that send ``values`` and tokens of the ``vocabulary`` at ``times``."""
     return Peers(
         partial(RehearsedChannels, values, times),
         partial(RehearsedGroup, values, times),
@@ -35,7 +35,7 @@ def rehearsed_peers(values: Values, times: MessageTimes, vocabulary: Callable[[]
 
 
 class RehearsedChannels(Channels):
-    """Channels to made-up peers."""
+    """Channels to made-up peers: messages get made-up values, and no other process is needed."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class RehearsedChannels(Channels):
 
 
 class RehearsedGroup(PipelineGroup):
-    """Process group of a pipeline of made-up peers."""
+    """Process group of a pipeline whose other ranks are made up."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class RehearsedGroup(PipelineGroup):
 
 
 class RehearsedCollectives(Collectives):
-    """Collectives with made-up peers."""
+    """Collectives of the partitioned vocabulary whose other ranks are made up."""
 
     def __init__(
         self,
@@ -128,8 +128,11 @@ class RehearsedCollectives(Collectives):
         return self._post(kind)
 
     def gather(self, kind: Kind, gathered: Tensor, tensor: Tensor) -> dist.Work:
-        """Give each peer this rank's statistics of another token. Its logit of a label is zero, as
-        it is for all labels in other shards."""
+        """Fill ``gathered`` with softmax statistics of made-up peers, and return the handle.
+
+        Each peer gets the statistics that this rank has for another token. Its logit of the label
+        is zero, as for every label that is not in its own part of the vocabulary.
+        """
         of_ranks = gathered.view(self.ranks, *tensor.shape)
         tokens = tensor.shape[1]
         for rank, statistics in enumerate(of_ranks):

@@ -21,7 +21,7 @@ _VERSION = 2
 
 
 class PeerValues(enum.StrEnum):
-    """Values that made-up peers send."""
+    """Kinds of values that made-up peers send: zeros, normal random numbers, or real tensors."""
 
     ZEROS = "zeros"
     NORMAL = "normal"
@@ -30,13 +30,14 @@ class PeerValues(enum.StrEnum):
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """Times of the messages and collectives of a rank in the timed steps.
+    """Times of the messages and collectives of a rank in the timed steps of its second run.
 
     Attributes:
-        moved: seconds from the begin of the step at which those of each channel, or of each kind of
-            collective, have moved, in the rank's order.
-        ctas: thread blocks that NCCL would occupy for a message whose communicator has no limit.
-        has_blocks: whether waiting messages occupy thread blocks on a GPU.
+        moved: for each channel, and each kind of collective, the seconds after the start of the
+            step at which its messages are complete, in the order in which the rank posts them.
+        ctas: number of thread blocks that NCCL occupies for a message of a communicator without a
+            limit.
+        has_blocks: whether waiting messages occupy thread blocks of the GPU.
     """
 
     moved: Mapping[str, tuple[float, ...]]
@@ -51,18 +52,19 @@ class RankRequest:
     Attributes:
         rank, world_size: global rank, and number of ranks of the launch.
         script: script or module of the launch.
-        arguments: words after the script. They are final: nothing is searched or gathered.
+        arguments: arguments of the script, in which no schedule is left to be searched for.
         folder: folder of the rank's record.
         warm_up: number of training steps before the timed ones.
         steps: number of timed steps.
         is_cpu: whether the rank runs without a GPU.
         is_module: whether ``script`` is the name of a module.
-        neighbour: record of a rank that ran before, whose sent values give the size of values in a
-            direction in which this rank sends none; None: there is none.
+        neighbour: record of a rank that ran before. In a direction in which this rank sends
+            nothing, the values that it receives are as large as that rank's. None if no rank ran
+            before.
         environment: variables that the launch command sets.
-        replay: when messages move; None: at once.
-        values: values that peers send. With real ones the rank also writes a tensor that it sends
-            in each direction into ``folder`` (`sent_file`).
+        replay: times at which messages are complete; None: at once.
+        values: kind of values that peers send. With real ones the rank also writes a tensor that it
+            sends in each direction into ``folder`` (`sent_file`).
         received: files of real tensors that other ranks have sent, by direction.
     """
 
@@ -83,12 +85,16 @@ class RankRequest:
 
 
 def sent_file(folder: Path, direction: str) -> Path:
-    """Return the file of a tensor that the rank of ``folder`` has sent in ``direction``."""
+    """Return the file of a tensor that the rank with this ``folder`` has sent in ``direction``."""
     return folder / f"sent_{direction}.pt"
 
 
 def save_request(request: RankRequest) -> Path:
-    """Write ``request`` into its folder, which is made. Return the file. Raises OSError."""
+    """Write ``request`` as a file into its folder, and return the path. The folder may be new.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     request.folder.mkdir(parents=True, exist_ok=True)
     path = request.folder / REQUEST
     write_text_file(path, json.dumps({"version": _VERSION, **_as_data(request)}, indent=1) + "\n")
@@ -106,7 +112,11 @@ def _paths(request: RankRequest) -> dict[str, Path | None]:
 
 
 def load_request(path: Path) -> RankRequest:
-    """Return the request in the file ``path``. Raises ValueError."""
+    """Return the request in the file ``path``.
+
+    Raises:
+        ValueError: the file cannot be read, is of another version, or is no request.
+    """
     data = parse_json(read_text_file(path, "request", LARGEST_JSON))
     if not isinstance(data, dict) or data.get("version") != _VERSION:
         raise ValueError(f"request {path} is not of version {_VERSION}: rehearse again")

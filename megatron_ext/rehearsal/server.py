@@ -38,7 +38,7 @@ _LONGEST = 2000  # longest failure in characters
 
 
 def serve() -> None:
-    """Import everything, then fork a rank for each line of stdin."""
+    """Import all modules of a rank, then fork a rank for each path of a request on stdin."""
     replies = _apart_from_output()
     for name in _EVERYTHING:
         importlib.import_module(name)
@@ -50,7 +50,7 @@ def serve() -> None:
 
 
 def _apart_from_output() -> IO[str]:
-    """Return the pipe of replies. All else that is printed goes to stderr."""
+    """Return a stream to the original stdout, for replies; all other output now goes to stderr."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return replies
@@ -64,8 +64,8 @@ def _reply(replies: IO[str], data: dict[str, object]) -> None:
 def cuda_use(open_files: Path = Path("/proc/self/fd")) -> str:
     """Return how this process has used CUDA, in words; "" if it has not.
 
-    torch does not know of a driver that a library has begun to use by itself, but open devices
-    tell, unless NVML alone has opened them.
+    torch does not know of a driver that another library has started, but open device files show it,
+    unless NVML has opened them, which does not start CUDA.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -89,7 +89,7 @@ def _has_driver_begun() -> bool:
 
 
 def _in_fork(path: Path) -> int:
-    """Run the rank of the request ``path`` in a fork. Return its exit status."""
+    """Run the rank of the request file ``path`` in a forked process, and return its exit status."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -103,8 +103,11 @@ def _in_fork(path: Path) -> int:
 
 
 def run_rank(path: Path) -> int:
-    """Run the rank of the request ``path`` here, with its output in its folder. Return the exit
-    status; a failure is written where the command reads it."""
+    """Run the rank of the request file ``path`` in this process, and return the exit status.
+
+    Its output goes to a log in its folder. If it fails, the reason goes to a file there, which
+    ``megatron-ext rehearse`` reads.
+    """
     request = load_request(path)
     log = os.open(request.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):

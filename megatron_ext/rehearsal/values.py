@@ -40,15 +40,15 @@ _SHIFT = 64 * 17  # numbers between the starts of two successive tensors in a po
 
 
 class Values:
-    """Values of the peers of one rehearsed rank.
+    """Values that the made-up peers of one rehearsed rank send.
 
-    All values are cut from one pool for each type, at another place each time. The pool is made in
-    the first step, so that it is there in all timed ones. Real values, which another rank has sent,
-    are a pool of their own for each direction, cut between two rows so that each number stays in
-    its column.
+    All values are cut from one pool of random numbers for each type, at another place each time.
+    The pool is allocated in the first step, so that it is there in all timed ones. Real values,
+    which another rank has sent, have a pool for each direction, cut at the start of a row so that
+    each number stays in its column.
 
     Attributes:
-        loss_scale: factor of all gradients, which guesses do not know.
+        loss_scale: factor by which guessed sizes of gradients are multiplied.
     """
 
     def __init__(
@@ -59,8 +59,13 @@ class Values:
         are_zeros: bool = False,
         received: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """``neighbours``: root mean squares that a neighbouring rank has sent, by direction.
-        ``received``: tensors on the host that another rank has sent, which this one receives."""
+        """Take what is known of other ranks' values.
+
+        Args:
+            neighbours: root mean squares of values that a rank which ran before sent, by direction.
+            are_zeros: whether peers send zeros.
+            received: tensors on the host that other ranks have sent to this one, by direction.
+        """
         self.loss_scale = loss_scale
         self._neighbours = neighbours
         self._are_zeros = are_zeros
@@ -79,21 +84,24 @@ class Values:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools."""
+        """Number of bytes of all pools on the device."""
         return sum(pool.nbytes for pool in (*self._pools.values(), *self._real.values()))
 
     def keep_sent(self) -> None:
-        """Copy the first tensor that this rank sends in each direction from now on to the host."""
+        """From now on, copy the first tensor that this rank sends in each direction to the host."""
         self._kept = {}
 
     def kept(self) -> dict[str, Tensor]:
-        """Return the copies since `keep_sent`, and make no more."""
+        """Return the tensors copied since `keep_sent`, by direction, and stop copying."""
         kept, self._kept = self._kept or {}, None
         return kept
 
     def end_first_step(self) -> None:
-        """Fix the values of all later steps. Raises ValueError if this rank has sent some that are
-        not finite."""
+        """Fix the size of the values of all later steps, after the first one.
+
+        Raises:
+            ValueError: the rank has sent values that are not finite.
+        """
         for direction, squares in self._squares.items():
             rms = math.sqrt(sum(squares) / len(squares))
             if not math.isfinite(rms):
@@ -105,12 +113,12 @@ class Values:
         self._is_first = False
 
     def sent(self) -> tuple[SentValues, ...]:
-        """Return what this rank has sent in its first step, by direction."""
+        """Return the size of the values that this rank has sent in its first step, by direction."""
         assert not self._is_first
         return tuple(self._sent.values())
 
     def note(self, direction: str, tensor: Tensor) -> None:
-        """Note that this rank sends ``tensor``; in the first step the host waits for its size."""
+        """Note that this rank sends ``tensor``; in the first step, wait to measure its size."""
         if self._kept is not None and direction in (FORWARD, BACKWARD):
             self._kept.setdefault(direction, tensor.detach().to("cpu", copy=True))
         if not self._is_first or not tensor.is_floating_point():
@@ -122,8 +130,7 @@ class Values:
         )
 
     def fill(self, direction: str, tensor: Tensor) -> None:
-        """Overwrite ``tensor`` with what a peer sends. No memory is allocated after the first
-        step."""
+        """Overwrite ``tensor`` with values of a peer. Only the first step allocates memory."""
         flat = tensor.detach().view(-1)
         if self._are_zeros:
             flat.zero_()
@@ -133,7 +140,7 @@ class Values:
             torch.mul(self._cut(flat), self._rms(direction), out=flat)
 
     def _fill_really(self, direction: str, tensor: Tensor) -> None:
-        """Overwrite ``tensor`` with rows of a real one, another of which is the first each time."""
+        """Overwrite ``tensor`` with rows of a real tensor, from another first row each time."""
         rows = tensor.view(-1, tensor.shape[-1])
         real = self._received[direction]
         if real.shape[-1] != rows.shape[-1]:
@@ -150,13 +157,16 @@ class Values:
         rows.copy_(self._real[direction][start : start + len(rows)])
 
     def add(self, direction: str, tensor: Tensor, peers: int) -> None:
-        """Add to ``tensor``, this rank's part of a sum, the parts of ``peers``, each as large."""
+        """Add the parts of made-up ``peers`` to ``tensor``, this rank's own part of a sum.
+
+        Each peer's part is as large as the rank's own.
+        """
         self.note(direction, tensor)
         flat = tensor.detach().view(-1)
         flat.add_(self._cut(flat), alpha=self._rms(direction) * math.sqrt(peers))
 
     def fill_tokens(self, tensor: Tensor, vocabulary: int) -> None:
-        """Overwrite ``tensor`` with tokens or labels."""
+        """Overwrite ``tensor`` with random tokens or labels below ``vocabulary``."""
         tensor.random_(0, vocabulary, generator=self._generator(tensor.device))
 
     def _rms(self, direction: str) -> float:
@@ -167,7 +177,8 @@ class Values:
         return sent or self._neighbours.get(direction, 0.0) or guess
 
     def _cut(self, flat: Tensor) -> Tensor:
-        """Return as many values of a pool as ``flat`` has."""
+        """Return as many random numbers as ``flat`` has, from another place of the pool each
+        time."""
         pool = self._pools.get(flat.dtype)
         if pool is None or len(pool) < len(flat) + _SLACK:
             pool = torch.empty(len(flat) + _SLACK, dtype=flat.dtype, device=flat.device)
@@ -177,7 +188,7 @@ class Values:
         return pool[start : start + len(flat)]
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        """Return a generator of the rehearsal's own: the training's draws stay what they were."""
+        """Return a random generator for made-up values; those of the training are not touched."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(0)
         return self._generators[device]
