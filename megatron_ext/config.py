@@ -26,9 +26,10 @@ from megatron_ext.compile.feature_settings import (
     DECLARED,
     FEATURES,
     NAMING_SCHEDULES,
-    SETTING_OF_OPTION,
     WATCHING_STOCK,
     SharedPrompts,
+    setting_of,
+    settings_of,
 )
 from megatron_ext.compile.registry import ResolvedSpec, choose
 from megatron_ext.schedule.costs import Costs
@@ -452,17 +453,11 @@ def is_on_stock(setting: Field[Any]) -> bool:
     return bool(setting.metadata.get("on_stock"))
 
 
-def setting_of(option: str) -> str:
-    """Return the name of the setting that requests ``option`` of `ScheduleOptions`."""
-    return SETTING_OF_OPTION.get(option, option)
-
-
-# Names of the settings that request options of a schedule. Three of them make the option `slices`.
+# Names of the settings that request options of a schedule.
 SCHEDULE_SETTINGS = tuple(
     setting.name
     for setting in fields(PipelineConfig)
-    if setting.name in {*map(setting_of, ScheduleOptions.__dataclass_fields__)}
-    or setting.name in ("slice_lengths", "join_slice_weights")
+    if setting.name in settings_of(ScheduleOptions())
 )
 
 

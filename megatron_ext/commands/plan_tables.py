@@ -133,10 +133,10 @@ def _plan_row(candidate: Candidate, job: JobPlan) -> dict[str, Any]:
         "schedule": made.schedule,
         "maturity": None if candidate.maturity is Maturity.STABLE else candidate.maturity,
         "vocabulary": _VOCABULARY[candidate.method] if len(plan.methods) > 1 else None,
-        "offload": made.offload,
+        "offload": made.options.activation_offload if made.offloads else None,
         "recomputed": f"{made.recomputed:.0%}" if made.recomputed else None,
         "overlapped F": f"{made.share_in_pairs:.0%}" if made.pairs else None,
-        "step": made.step if made.steps_overlap else None,
+        "step": made.step if made.options.steps_overlap else None,
         "makespan": made.makespan,
         "step compared with the choice": ""
         if is_best

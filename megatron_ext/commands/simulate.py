@@ -33,6 +33,7 @@ from megatron_ext.commands.schedule_options import config_and_options, option, w
 from megatron_ext.commands.simulation_files import SimulationFiles
 from megatron_ext.compile.auto_spec import auto_searches
 from megatron_ext.compile.build import prove_built
+from megatron_ext.compile.feature_settings import setting_of
 from megatron_ext.compile.overlap import what_overlapping_gains
 from megatron_ext.compile.program.graph import Device
 from megatron_ext.compile.program.noise import Spread, spread
@@ -41,7 +42,7 @@ from megatron_ext.compile.program.unequal import UnequalMicrobatches, profile_of
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec, choose
 from megatron_ext.compile.report import ScheduleReport, report
-from megatron_ext.config import OVERLAP, setting_of
+from megatron_ext.config import OVERLAP
 from megatron_ext.observe.noise_text import parse_noise, rows_of_spread
 from megatron_ext.planner.candidate import Variant
 from megatron_ext.planner.shortest_search import AS_1F1B, take
@@ -49,7 +50,7 @@ from megatron_ext.planner.stock import run_by_stock
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.microbatch_costs import MicrobatchLoads, parse_microbatch_costs
-from megatron_ext.schedule.problem import Offload, Problem, ScheduleOptions, VocabularyParallel
+from megatron_ext.schedule.problem import Problem, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.rank_speeds import at_speeds
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 from megatron_ext.search.certify import Certificate
@@ -215,7 +216,7 @@ def simulate(
     except (ValueError, OSError) as error:
         fail(error)
     if as_json:
-        figures = asdict(made) | {"makespan_if_passes_wait": waiting.makespan}
+        figures = made.as_data() | {"makespan_if_passes_wait": waiting.makespan}
         typer.echo(json.dumps(figures | more.as_data(), indent=2))
         return
     if why:
@@ -311,19 +312,18 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
         "microbatches": made.microbatches,
     }
     if made.slices > 1:
-        joined = ", their W joined" if made.join_slice_weights else ""
-        rows["slices of a microbatch"] = f"{made.slices}, {made.slice_lengths}{joined}"
-    if made.vocab_parallel is not VocabularyParallel.NONE:
-        rows["vocabulary parallelism"] = made.vocab_parallel
-    if made.activation_offload is not Offload.NONE:
-        rows["offload"] = made.activation_offload
-    if made.recompute != "none":
-        rows["recompute"] = made.recompute
+        slices = made.options.slices
+        joined = ", their W joined" if slices.joined_weights else ""
+        rows["slices of a microbatch"] = f"{slices.count}, {slices}{joined}"
+    for name in made.options.requested:
+        if name not in ("slices", "pairs"):  # these have rows of their own
+            value = getattr(made.options, name)
+            rows[made.options.name_of(name)] = "yes" if value is True else value
     if made.memory_limit is not None:
         rows["memory limit"] = made.memory_limit
     rows["makespan"] = made.makespan
     rows["span"] = made.span
-    if made.post_validation:
+    if made.options.steps_overlap:
         rows["step, where steps overlap"] = made.step
     rows["compute of a rank"] = made.work
     rows["bubble"] = (
@@ -331,7 +331,7 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
         f"span"
     )
     rows["peak activations"] = _of_ranks(made.peak_activation_microbatches)
-    if made.activation_offload is not Offload.NONE:
+    if made.offloads:
         rows["peak on the host"] = _of_ranks(made.host_microbatches)
     if made.recomputed:
         rows["recomputed"] = f"{made.recomputed:.0%} of the activations"

@@ -6,6 +6,8 @@ folder.
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from megatron_ext.base.setting import FeatureSettings
 from megatron_ext.features.arrangement.settings import ARRANGEMENT_SETTINGS
 from megatron_ext.features.metrics.settings import METRICS_SETTINGS
@@ -22,6 +24,7 @@ from megatron_ext.features.shared_prompts.settings import (
 from megatron_ext.features.split_report.settings import SPLIT_REPORT_SETTINGS
 from megatron_ext.features.trace.settings import TRACE_SETTINGS
 from megatron_ext.features.vocabulary.settings import VOCABULARY_SETTINGS
+from megatron_ext.schedule.problem import ScheduleOptions
 
 # Features in the order in which their conflicts are looked for.
 FEATURES: tuple[FeatureSettings, ...] = (
@@ -42,6 +45,31 @@ WATCHING = [name for feature in FEATURES if feature.only_watches for name in fea
 NAMING_SCHEDULES = ["schedule", *(name for name in DECLARED if "names_schedules" in DECLARED[name])]
 WATCHING_STOCK = [name for name in WATCHING if "on_stock" in DECLARED[name]]
 # Settings that have another name than the option of a schedule which they request, by option.
-SETTING_OF_OPTION = {
+_SETTING_OF_OPTION = {
     metadata["option"]: name for name, metadata in DECLARED.items() if "option" in metadata
 }
+
+
+def setting_of(option: str) -> str:
+    """Return the name of the setting that requests ``option`` of `ScheduleOptions`."""
+    return _SETTING_OF_OPTION.get(option, option)
+
+
+def settings_of(options: ScheduleOptions) -> dict[str, str | bool | int]:
+    """Return the settings that request ``options``, by name, as users write them. Overlapped passes
+    have none: Megatron's flag requests them."""
+    slices = options.slices
+    settings = {
+        setting_of(option.name): getattr(options, option.name)
+        for option in fields(options)
+        if option.name not in ("slices", "pairs")
+    }
+    settings |= {
+        "slices": slices.count,
+        "slice_lengths": slices,
+        "join_slice_weights": slices.joined_weights,
+    }
+    return {
+        name: value if isinstance(value, bool | int) else str(value)
+        for name, value in settings.items()
+    }

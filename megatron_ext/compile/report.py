@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from megatron_ext.base.progress import task
 from megatron_ext.compile.build import build_program
+from megatron_ext.compile.feature_settings import settings_of
 from megatron_ext.compile.program.memory import (
     in_microbatches,
     peak_on_host,
@@ -21,13 +23,14 @@ from megatron_ext.compile.program.memory import (
 from megatron_ext.compile.program.simulate import simulate, step_seconds
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import ResolvedSpec
-from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Offload, Problem, ScheduleOptions
 from megatron_ext.schedule.schedule import bitwise_order
 
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """Figures of a simulated schedule; ``--json`` prints these names in this order.
+    """Figures of a simulated schedule; ``--json`` prints these names in this order, and for
+    ``options`` the settings that request them.
 
     Attributes:
         schedule: name of the schedule with its options, as chosen.
@@ -44,13 +47,7 @@ class ScheduleReport:
     pp: int
     vpp: int
     microbatches: int
-    slices: int
-    slice_lengths: str
-    join_slice_weights: bool
-    vocab_parallel: VocabularyParallel
-    activation_offload: Offload
-    recompute: str
-    post_validation: bool
+    options: ScheduleOptions
     makespan: float
     span: float
     step: float
@@ -66,29 +63,32 @@ class ScheduleReport:
     generation_seconds: float
 
     @property
+    def slices(self) -> int:
+        """Number of slices of a microbatch; 1 if microbatches are not cut."""
+        return self.options.slices.count
+
+    @property
     def share_in_pairs(self) -> float:
         """Share of the step's forward passes that overlap with a backward pass."""
         return self.pairs / (self.microbatches * self.slices * self.pp * self.vpp)
 
     @property
-    def steps_overlap(self) -> bool:
-        """Whether consecutive training steps overlap (post-validation)."""
-        return self.post_validation
-
-    @property
     def offloads(self) -> bool:
         """Whether the schedule offloads activations to the host."""
-        return self.activation_offload is not Offload.NONE
-
-    @property
-    def offload(self) -> str | None:
-        """Name of the choice of activations to offload, such as ``half``; None without offload."""
-        return self.activation_offload.value if self.offloads else None
+        return self.options.activation_offload is not Offload.NONE
 
     @property
     def peak(self) -> float:
         """Largest activation memory of a rank, in microbatches."""
         return max(self.peak_activation_microbatches)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the figures by the names that ``--json`` prints."""
+        data: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            data |= settings_of(value) if value is self.options else {field.name: value}
+        return data
 
 
 def report(
@@ -115,13 +115,7 @@ def report(
         pp=problem.ranks,
         vpp=problem.placement.chunks,
         microbatches=problem.microbatches,
-        slices=problem.slices.count,
-        slice_lengths=str(problem.slices),
-        join_slice_weights=problem.slices.joined_weights,
-        vocab_parallel=problem.options.vocab_parallel,
-        activation_offload=problem.options.activation_offload,
-        recompute=str(problem.options.recompute),
-        post_validation=problem.options.steps_overlap,
+        options=problem.options,
         makespan=timeline.makespan,
         span=timeline.span,
         step=step,

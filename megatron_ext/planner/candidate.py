@@ -165,7 +165,7 @@ class Candidate:
     @property
     def overlaps(self) -> bool:
         """Whether this candidate uses post-validation (steps that overlap), and gains by it."""
-        return self.report.steps_overlap and is_gain(self.report.makespan, self.step)
+        return self.report.options.steps_overlap and is_gain(self.report.makespan, self.step)
 
     @property
     def fullest(self) -> float | None:

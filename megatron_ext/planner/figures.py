@@ -7,15 +7,16 @@ candidate here, with the flags that make a launch train under it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
+from megatron_ext.base.setting import flag
 from megatron_ext.base.words import bytes_text, counted
+from megatron_ext.compile.feature_settings import settings_of
 from megatron_ext.compile.registry import Maturity
 from megatron_ext.planner.candidate import Candidate, Plan, RankMemory, VocabMethod
-from megatron_ext.schedule.problem import Offload, Recompute, VocabularyParallel
-from megatron_ext.schedule.slices import Lengths
+from megatron_ext.schedule.problem import Offload, ScheduleOptions, VocabularyParallel
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ def candidate_figures(candidate: Candidate) -> Figures:
         maturity=candidate.maturity,
         vocab_parallel=candidate.method.vocabulary,
         layers_moved=candidate.method is VocabMethod.REDISTRIBUTED,
-        activation_offload=made.activation_offload,
-        recompute=made.recompute,
+        activation_offload=made.options.activation_offload,
+        recompute=str(made.options.recompute),
         recomputed=made.recomputed,
         slices=made.slices,
         pairs=made.pairs,
@@ -149,20 +150,11 @@ def flags_of(candidate: Candidate) -> tuple[str, ...]:
     words = ["--pipeline-schedule", made.schedule]
     if candidate.limit is not None:
         words += ["--pipeline-memory-limit", candidate.limit.written]
-    if candidate.method.vocabulary is not VocabularyParallel.NONE:
-        words += ["--pipeline-vocab-parallel", candidate.method.vocabulary.value]
-    if made.offloads:
-        words += ["--pipeline-activation-offload", made.activation_offload.value]
-    if made.recompute != str(Recompute()):
-        words += ["--pipeline-recompute", made.recompute]
-    if made.slices > 1:
-        words += ["--pipeline-slices", str(made.slices)]
-    if made.slice_lengths != Lengths.EVEN:
-        words += ["--pipeline-slice-lengths", made.slice_lengths]
-    if made.join_slice_weights:
-        words.append("--pipeline-join-slice-weights")
-    if candidate.overlaps:
-        words.append("--pipeline-post-validation")
+    options = replace(made.options, steps_overlap=candidate.overlaps)
+    defaults = settings_of(ScheduleOptions())
+    for name, value in settings_of(options).items():
+        if value != defaults[name]:
+            words += [flag(name)] if value is True else [flag(name), str(value)]
     if made.pairs:
         words.append("--overlap-moe-expert-parallel-comm")
     if candidate.method is VocabMethod.REDISTRIBUTED:

@@ -163,7 +163,7 @@ def is_stock(candidate: Candidate) -> bool:
         candidate.family in STOCK
         and candidate.method in (VocabMethod.NAIVE, VocabMethod.REDISTRIBUTED)
         and not made.offloads
-        and made.recompute == str(Recompute())
+        and made.options.recompute == Recompute()
         and made.slices == 1
         and not candidate.overlaps
     )

@@ -95,7 +95,7 @@ def parse_recompute(text: str, name: str = "recompute") -> Recompute:
 class ScheduleOptions:
     """Options of a schedule in addition to the order of its passes.
 
-    The fields have the names of the settings, except for ``steps_overlap`` (`config.setting_of`). A
+    The fields have the names of the settings, except for ``steps_overlap`` (`setting_of`). A
     field's ``phrase`` is the name of the option in errors, with {} for its value. A family is a
     function that generates a schedule; it sees only some of the options.
 

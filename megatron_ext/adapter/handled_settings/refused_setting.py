@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ext.base.words import argument_flag
+from megatron_ext.compile.feature_settings import setting_of
 from megatron_ext.compile.registry import ResolvedSpec
-from megatron_ext.config import flag, flag_with_value, setting_of
+from megatron_ext.config import flag, flag_with_value
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import ScheduleOptions
 

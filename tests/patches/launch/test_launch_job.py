@@ -544,11 +544,13 @@ def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> Non
     small = "operations=400e12,bytes=40e9,memory=3.38GiB"  # 3.33 without the reserve
     plan = made(small)
     best = plan.plan.best
-    assert best is not None and best.report.recompute == "fit" and best.report.recomputed > 0
+    assert best is not None and best.report.options.recompute.fit and best.report.recomputed > 0
     assert 101 * 2**20 < plan.verdict.excess < 102 * 2**20
     # Random states that cannot be taken twice: the same refusal as a launch's.
     refused = made(small, te_rng_tracker=True, hidden_dropout=0.1).plan
-    assert all(candidate.report.recompute == "none" for candidate in refused.candidates)
+    assert all(
+        not candidate.report.options.requests("recompute") for candidate in refused.candidates
+    )
 
 
 def test_full_recompute_is_compared_with_what_there_is_without_it() -> None:

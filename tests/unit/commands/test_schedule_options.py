@@ -10,7 +10,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.config import OVERLAP, SCHEDULE_SETTINGS, PipelineConfig, flag, setting_of
+from megatron_ext.compile.feature_settings import setting_of
+from megatron_ext.config import OVERLAP, SCHEDULE_SETTINGS, PipelineConfig, flag
 from megatron_ext.schedule.problem import ScheduleOptions
 
 # Options of schedules whose names in commands are not those of their settings, and why.

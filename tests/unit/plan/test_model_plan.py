@@ -139,18 +139,19 @@ def test_what_does_not_fit_lets_activations_leave() -> None:
     families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
     made = make_plan(among(variant, *families), tight * 2**30, may_offload=True)
     assert all(
-        c.report.activation_offload is Offload.FIT or c.report.recomputed for c in made.candidates
+        c.report.options.activation_offload is Offload.FIT or c.report.recomputed
+        for c in made.candidates
     )
     best = best_of(made)
     assert best.fullest is not None
     assert best.fullest <= tight * 2**30
-    assert best.report.activation_offload is Offload.FIT
+    assert best.report.options.activation_offload is Offload.FIT
     words = " ".join(flags_of(best))
     assert "--pipeline-activation-offload fit" in words and "--pipeline-memory-limit" in words
     with_room = variant("1f1b", VocabMethod.NAIVE)
     assert with_room is not None
     roomy = consider(with_room, VocabMethod.NAIVE, 40 * 2**30, may_offload=True)
-    assert roomy is not None and roomy.report.activation_offload is Offload.NONE
+    assert roomy is not None and roomy.report.options.activation_offload is Offload.NONE
 
 
 def test_what_does_not_fit_is_made_again() -> None:
@@ -162,7 +163,7 @@ def test_what_does_not_fit_is_made_again() -> None:
     made = make_plan(among(training().variant, *families), tight)
     assert not kept.candidates
     again = [c for c in made.candidates if c.report.recomputed]
-    assert all(c.report.recompute == "fit" and c.fullest <= tight for c in again if c.fullest)
+    assert all(c.report.options.recompute.fit and c.fullest <= tight for c in again if c.fullest)
     words = " ".join(flags_of(again[0]))
     assert "--pipeline-recompute fit" in words and "--pipeline-memory-limit" in words
 

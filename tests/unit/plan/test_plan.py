@@ -79,7 +79,7 @@ def test_a_limit_leaves_out_what_does_not_fit() -> None:
     reports = [candidate.report for candidate in plan(4, specs_with_few_chunks).candidates]
     (gpipe,) = (made for made in reports if made.schedule == "gpipe")
     assert gpipe.recomputed and gpipe.peak <= 4  # it holds 8, unless some is made again
-    assert gpipe.recompute == "fit"
+    assert gpipe.options.recompute.fit
     assert all(made.peak <= 4 for made in reports) and reports
 
 

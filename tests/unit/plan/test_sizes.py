@@ -385,8 +385,10 @@ def best_and_others(
 
 def test_offload_makes_shorter_steps_fit(only_pipelines: None) -> None:
     job = piped_job(4.1e9, 4096)
-    best, others = best_and_others(job, lambda made: made.activation_offload is Offload.FIT)
-    assert best.made.candidate.report.activation_offload is Offload.FIT and not best.is_stock
+    best, others = best_and_others(job, lambda made: made.options.activation_offload is Offload.FIT)
+    assert (
+        best.made.candidate.report.options.activation_offload is Offload.FIT and not best.is_stock
+    )
     assert best.made.fullest <= 4.1e9
     assert others and best.seconds < 0.97 * min(step.seconds for step in others)
 

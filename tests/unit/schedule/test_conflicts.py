@@ -7,8 +7,9 @@ from dataclasses import fields
 
 import pytest
 
+from megatron_ext.compile.feature_settings import setting_of
 from megatron_ext.compile.registry import choose
-from megatron_ext.config import PipelineConfig, flag, setting_of
+from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.problem import (
     CONFLICTS,

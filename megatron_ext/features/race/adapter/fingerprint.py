@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.adapter.step.call import Call
-from megatron_ext.config import PipelineConfig, flag_with_value, setting_of
+from megatron_ext.compile.feature_settings import setting_of
+from megatron_ext.config import PipelineConfig, flag_with_value
 
 
 def run_fingerprint(call: Call, ours: PipelineConfig) -> dict[str, str]:
