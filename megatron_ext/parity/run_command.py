@@ -26,9 +26,9 @@ class RunCommand:
     """Launch command of a run to record, split into its parts.
 
     Attributes:
-        launcher: the words up to the script, without ``-m megatron_ext``.
-        script: ``SCRIPT.py`` or ``-m MODULE``.
-        arguments: the script's arguments.
+        launcher: words before the script, without ``-m megatron_ext``.
+        script: the script, as ``SCRIPT.py`` or ``-m MODULE``.
+        arguments: arguments of the script.
         shell: words around the command, such as ``bash -c``; empty if there are none.
     """
 
@@ -38,14 +38,20 @@ class RunCommand:
     shell: tuple[str, ...] = ()
 
     def words(self, before_script: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-        """Return the command with ``before_script`` inserted before the script, and ``more``
-        arguments at its end, which take precedence."""
+        """Return the words of the command with some inserted and some added.
+
+        Args:
+            before_script: words to insert before the script.
+            more: arguments to add after all others, so that they take precedence.
+        """
         words = [*self.launcher, *before_script, *self.script, *self.arguments, *more]
         return [*self.shell, shlex.join(words)] if self.shell else words
 
     def value(self, name: str) -> str | None:
-        """Return the value of a flag in the command, the last one if the flag is repeated; None if
-        it has none."""
+        """Return the value of the flag ``name`` in the command; None if it is not there.
+
+        If the flag is repeated, the last value counts, as for Megatron's parser.
+        """
         found = None
         for word, following in pairwise((*self.arguments, "")):
             if word == name:
@@ -56,10 +62,12 @@ class RunCommand:
 
 
 def read_run_command(words: Sequence[str]) -> RunCommand:
-    """Parse ``words`` as a launch command, in the forms that `megatron-ext doctor` accepts.
+    """Split the launch command ``words`` into its parts.
+
+    All forms that ``megatron-ext doctor`` accepts are accepted.
 
     Raises:
-        ValueError: they are no launch command, or a shell would have to expand them.
+        ValueError: the words are no launch command, or a shell would have to expand them.
     """
     for place, word in enumerate(words[1:], 1):
         if words[place - 1] in ("-c", "-lc") and " " in word:
@@ -93,9 +101,13 @@ def recorded(
     *,
     is_reversed: bool = False,
 ) -> list[str]:
-    """Return ``command`` with each rank recording ``iterations`` iterations into ``folder``.
+    """Return the words that run ``command`` with all ranks recording their numbers.
 
-    ``is_reversed``: whether each step runs its microbatches in reverse order.
+    Args:
+        folder: folder for the recording.
+        iterations: number of iterations to run and record.
+        more: further arguments of the script.
+        is_reversed: whether each step runs its microbatches in reverse order.
     """
     record = ["-m", "megatron_ext", "parity", "record", str(folder)]
     record += ["--iterations", str(iterations), *["--reversed"] * is_reversed, "--"]
@@ -105,19 +117,26 @@ def recorded(
 
 
 def record_here(command: RunCommand) -> list[str] | None:
-    """Return the script's command if this process is a rank; None if ``command`` starts ranks of
-    its own."""
+    """Return the script and its arguments if this process is a rank; None if it starts ranks.
+
+    A command without a launcher makes this process a rank.
+    """
     return None if command.launcher or command.shell else command.words(())
 
 
 def quiet(more: Sequence[str] = ()) -> list[str]:
-    """Return the extra arguments of a recorded run: ``more``, and logs switched off."""
+    """Return ``more`` arguments of a recorded run, with those that switch its logs off."""
     return [*more, *_QUIET]
 
 
 def saving(command: RunCommand, folder: Path) -> list[str]:
-    """Return ``command`` for one iteration, after which it writes a checkpoint that any placement
-    can load."""
+    """Return the words that run ``command`` for one iteration and write a checkpoint.
+
+    The checkpoint can be loaded with any distribution of layers to ranks.
+
+    Args:
+        folder: folder for the checkpoint.
+    """
     launcher = ["-m", "megatron_ext"] if command.launcher else ["python", "-m", "megatron_ext"]
     save = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
     formats = ["--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable"]
@@ -125,7 +144,7 @@ def saving(command: RunCommand, folder: Path) -> list[str]:
 
 
 def as_stock(command: RunCommand) -> RunCommand:
-    """Return ``command`` without our flags and variables."""
+    """Return ``command`` without flags and variables of ours, so that stock Megatron runs."""
     switches = {flag(f.name) for f in fields(PipelineConfig) if f.default is False}
     flags = {flag(f.name) for f in fields(PipelineConfig)}
     kept: list[str] = []

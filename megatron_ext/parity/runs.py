@@ -45,10 +45,11 @@ TellRun = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RecordedRuns:
-    """Folders of the recordings of a comparison.
+    """Folders of the recordings that a comparison needs.
 
     Attributes:
-        loading: words that each run has for its checkpoint.
+        a, second, b: recordings of command A, of A a second time, and of command B.
+        loading: arguments with which each run loads its checkpoint.
     """
 
     a: Path
@@ -66,14 +67,17 @@ def run_both(
     is_stock: bool,
     tell: TellRun,
 ) -> RecordedRuns:
-    """Record A, a second run of A, and B, from one checkpoint, into the new ``folder``.
+    """Record command A twice and command B once, all from one checkpoint.
 
     Args:
-        from_seed: use no checkpoint; each run starts with the weights that it draws.
-        is_stock: A is B's command without our flags, so our variables are removed for A.
+        folder: new folder for recordings, logs and the checkpoint.
+        iterations: number of iterations of each run.
+        from_seed: whether to use no checkpoint, so that each run draws its weights from its seed.
+        is_stock: whether A is B's command without our flags; our variables are then unset for A.
+        tell: function that receives lines on the progress.
 
     Raises:
-        ValueError: a run failed, the disk is too small, or ``folder`` exists already.
+        ValueError: a run failed, the disk is too small, or ``folder`` has files already.
     """
     _make(folder)
     places = RecordedRuns(folder / "A", folder / "A-second", folder / "B")
@@ -103,8 +107,13 @@ def run_both(
 def run_reversed(
     a: RunCommand, places: RecordedRuns, iterations: int, is_stock: bool, tell: TellRun
 ) -> Path:
-    """Record A with the microbatches of each step in reverse order, next to the recordings
-    ``places``, and return the folder. Arguments and errors as of `run_both`."""
+    """Record command A with the microbatches of each step in reverse order.
+
+    Return the folder of the recording. Arguments and errors are as for `run_both`.
+
+    Args:
+        places: folders of the recordings so far, next to which the new one is made.
+    """
     folder = places.a.parent
     made = folder / "A-reversed"
     _check_disk(folder, _size(places.a), "1 more recording")
@@ -126,8 +135,14 @@ def _make(folder: Path) -> None:
 
 
 def _loading(a: RunCommand, b: RunCommand, from_seed: bool) -> list[str] | None:
-    """Return the arguments to add for loading: none if the commands load a checkpoint themselves,
-    or if neither needs one; None if a checkpoint must be written first."""
+    """Return the arguments that make both commands load one checkpoint.
+
+    Return an empty list if both load the same one already, or if they start from their seed, and
+    None if command A has to write one first.
+
+    Raises:
+        ValueError: the commands load different checkpoints, or only one of them loads one.
+    """
     named = [command.value("--load") for command in (a, b)]
     there = [name is not None and (Path(name) / _LATEST).is_file() for name in named]
     if all(there) and named[0] != named[1]:
@@ -149,10 +164,16 @@ class _Runs:
         self._tell = tell
 
     def run(self, what: str, name: str, words: Sequence[str], is_stock: bool) -> None:
-        """Run a command to its end, with its output in a file.
+        """Run a command to its end, with its output in a log.
+
+        Args:
+            what: description of the run, for a line on the progress.
+            name: name of the log.
+            words: words of the command.
+            is_stock: whether variables that set options of ours are unset for the run.
 
         Raises:
-            ValueError: it cannot be started, or it failed.
+            ValueError: the command cannot be started, or it failed.
         """
         log = self._folder / f"{name}.log"
         self._tell(f"{what} ... ")
@@ -175,7 +196,7 @@ class _Runs:
 
 
 def _environment(is_stock: bool) -> Mapping[str, str]:
-    """Return this process's environment, so that `python` in a command finds the same packages."""
+    """Return the variables of a run: this process's, with its ``python`` first in PATH."""
     ours = {variable(field.name) for field in fields(PipelineConfig)} if is_stock else set()
     kept = {name: value for name, value in os.environ.items() if name not in ours}
     return {
@@ -195,8 +216,12 @@ def _failure(what: str, status: int, log: Path) -> str:
 
 
 def _reason(output: Iterator[str], last: deque[str]) -> str:
-    """Return the error that ended a rank, with its continuation, from ``output``; "" if there is
-    none. ``last`` gets what was printed before."""
+    """Return the error that ended a rank, with the lines that continue it; "" if there is none.
+
+    Args:
+        output: lines that the run printed, which are read up to the error.
+        last: gets the lines before the error, the last ones of them.
+    """
     for printed in output:
         if _REASON.search(printed):
             following = takewhile(_goes_on, islice(output, _SHOWN - 1))
@@ -223,10 +248,13 @@ def _check_disk(folder: Path, needed: int, what: str) -> None:
 
 
 def check_comparable(a: RunCommand, b: RunCommand) -> None:
-    """Refuse commands with different models, data or trainings, before anything runs.
+    """Raise ValueError unless two commands train the same model on the same data in the same way.
+
+    Nothing runs for the check. Without Megatron on this machine nothing is checked; the recordings
+    are, after both runs.
 
     Raises:
-        ValueError: they differ, or Megatron's parser rejects a command.
+        ValueError: the commands differ so, or Megatron's parser rejects one of them.
     """
     parsed = [_arguments(command, name) for command, name in ((a, "A"), (b, "B"))]
     if any(arguments is None for arguments in parsed):

@@ -79,14 +79,17 @@ _PATTERNS = {"hybrid_layer_pattern", "hybrid_override_pattern"}
 def refusal(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | None:
     """Return why runs with the arguments ``a`` and ``b`` cannot be compared; None if they can.
 
-    ``words`` names the two runs.
+    Args:
+        words: words for the two runs, with which the reason begins.
     """
     return _other_trainings(a, b, words) or _other_draws(a, b, words)
 
 
 def _other_draws(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | None:
-    """Return why dropout of two runs would differ: with slices random numbers are drawn slice by
-    slice."""
+    """Return why dropout of two runs would draw different numbers; None if it would not.
+
+    With slices, a stage draws its random numbers slice by slice, in another order than without.
+    """
     cuts = [_cut_as(arguments) for arguments in (a, b)]
     draws = any(arguments.get(name) for name in _DROPOUT for arguments in (a, b))
     if cuts[0] == cuts[1] or not draws:
@@ -129,7 +132,10 @@ def _without_ends(name: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def argument_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the other arguments in which two runs differ, by their flags."""
+    """Return the arguments that differ between two comparable runs, by their flags.
+
+    Arguments that have to agree, and those that differ by chance, are not among them.
+    """
     must = {name for names in MUST_AGREE.values() for name in names} - _PATTERNS
     a, b = {**_OURS, **a}, {**_OURS, **b}
     return {
@@ -154,9 +160,14 @@ _ORDER_OF_SUMS = (
 
 
 def adds_in_another_order(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return whether runs with the arguments ``a`` and ``b`` add sums in different orders by
-    design, and whether a run with its microbatches reversed can show how much that changes: not
-    with dropout, whose numbers are drawn in the order of the microbatches."""
+    """Return whether two runs differ by design in the order of their sums, and a third can show it.
+
+    The third is a run with the microbatches of each step reversed. It shows nothing with dropout,
+    whose random numbers are drawn in the order of the microbatches.
+
+    Args:
+        a, b: Megatron's arguments of the two runs.
+    """
     a, b = {**_OURS, **a}, {**_OURS, **b}
     draws = any(arguments.get(name) for name in _DROPOUT for arguments in (a, b))
     return not draws and any(str(a.get(name)) != str(b.get(name)) for name in _ORDER_OF_SUMS)

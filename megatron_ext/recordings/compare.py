@@ -45,9 +45,15 @@ NORM_ULPS = 8  # most ulps between norms whose squares were summed in another or
 
 
 class ParityVerdict(enum.StrEnum):
-    """Verdict on two runs. SAME: bitwise equal. WITHIN_THE_FLOOR: B differs from A by no more than
-    A from itself. WITHIN_ANOTHER_ORDER: by no more than A from itself with its sums in another
-    order."""
+    """Verdict on the numbers of two runs A and B.
+
+    Attributes:
+        SAME: they are the same to the last bit.
+        WITHIN_THE_FLOOR: B differs from A by no more than A differs from a second run of itself.
+        WITHIN_ANOTHER_ORDER: B differs from A by no more than A differs from a run of itself with
+            its sums in another order.
+        DIFFER: B differs from A by more than that.
+    """
 
     SAME = "same"
     WITHIN_THE_FLOOR = "within the floor"
@@ -60,10 +66,11 @@ class First:
     """First difference between two runs.
 
     Attributes:
-        iteration: after which they differ; the starting iteration if they start differently.
-        what: the loss, the norm or the tensor.
-        ranks: ranks of B that have the tensor.
-        others: number of other tensors that differ then.
+        iteration: iteration after which they differ; the one before the first if they start
+            differently.
+        what: name of the loss, the norm or the tensor that differs.
+        ranks: ranks of run B that have the tensor.
+        others: number of other tensors that differ after that iteration.
         of: number of all tensors.
     """
 
@@ -78,25 +85,27 @@ class First:
 class RunComparison:
     """Comparison of run B with run A, and of A with a second run of itself.
 
+    The floor is the difference of A from its second run, which chance alone explains.
+
     Attributes:
         verdict: the result.
-        first: the first difference beyond the floor.
-        figures: losses and norms.
-        floor_figures: losses and norms of A compared with A; None if A was recorded once.
-        tensors: each tensor of both after the last iteration.
-        floor: tensors of A compared with A.
-        reordered: tensors of A compared with A with its sums in another order; None if that was
-            not recorded. These are a second floor for what the first does not explain.
-        reordered_figures: losses and norms of these two runs.
+        first: first difference beyond the floor; None if there is none.
+        figures: losses and gradient norms of A and B.
+        floor_figures: losses and gradient norms of A and its second run; None without a second run.
+        tensors: differences of each tensor that both A and B have after the last iteration.
+        floor: differences of the tensors of A and its second run.
         beyond: tensors that differ by more than the floor, the largest difference first.
-        missing: tensors that only one of the runs has.
+        missing: tensors that only one of A and B has.
         copies: tensors whose copies on ranks of B differ from one another.
-        norm_alone: only norms differ, and only as reordered sums do.
-        clipping: the value of --clip-grad if such a norm differs in the iteration of the first
+        norm_alone: whether only gradient norms differ, and only as sums in another order do.
+        clipping: value of --clip-grad if such a norm differs in the iteration of the first
             difference and gradients are clipped; else 0.
         settings: arguments in which A and B differ.
-        holders: ranks of B that have a part of a tensor beyond the floor.
-        start: the iteration from which both started.
+        holders: for each tensor beyond the floor, the ranks of B that have a part of it.
+        start: iteration from which both runs started.
+        reordered: differences of the tensors of A and a run of A with its sums in another order, a
+            second floor for differences beyond the first; None if there is no such run.
+        reordered_figures: losses and gradient norms of these two runs.
     """
 
     verdict: ParityVerdict
@@ -123,11 +132,12 @@ def compare_runs(
     second: RunRecording | None = None,
     reordered: RunRecording | None = None,
 ) -> RunComparison:
-    """Compare the recordings of run ``b`` with those of run ``a``.
+    """Compare the recording of run ``b`` with that of run ``a``.
 
     Args:
-        second: a second recording of ``a``'s command, for the floor.
-        reordered: a recording of ``a``'s command with its sums in another order, for the second
+        second: recording of a second run of ``a``'s command, which differs from the first by chance
+            alone: the floor of the comparison.
+        reordered: recording of ``a``'s command with its sums in another order, for the second
             floor.
 
     Raises:
@@ -234,8 +244,12 @@ def _beyond_the_floor(
     floor: Mapping[Tensor, TensorDifference],
     times: float = CHANCE,
 ) -> list[Tensor]:
-    """Return the tensors whose difference exceeds ``times`` the floor, the largest difference
-    first."""
+    """Return tensors whose difference exceeds ``times`` the floor, the largest difference first.
+
+    Args:
+        found: differences of the tensors of runs A and B.
+        floor: differences of the tensors of A and a second run of A.
+    """
     kinds = {
         kind: usual({t: d for t, d in floor.items() if kind_of(t[0]) == kind})
         for kind in ("parameters", "optimizer states")
@@ -254,7 +268,7 @@ def _floor(floor: Mapping[Tensor, TensorDifference], tensor: Tensor) -> float:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of the tensor with this ``name`` in torch_dist, as shown to users."""
+    """Return the kind of the tensor with this ``name`` in torch_dist, as a table shows it."""
     return "optimizer states" if name.startswith(STATES) else "parameters"
 
 
@@ -264,8 +278,13 @@ def _figures_beyond(
     times: float = CHANCE,
     usual: float = 0.0,
 ) -> list[ComparedScalar]:
-    """Return the losses and norms whose difference exceeds ``times`` the floor, or ``usual`` if
-    that is more."""
+    """Return the losses and norms of two runs whose difference exceeds ``times`` the floor.
+
+    Args:
+        floor_figures: losses and norms of A and its second run, whose largest relative difference
+            is the floor of each name.
+        usual: relative difference that counts in place of a smaller floor.
+    """
     floor = floor_of(floor_figures)
     return (
         [
@@ -283,8 +302,10 @@ def _pairs(a: RunRecording, b: RunRecording) -> Iterator[tuple[Iteration, Iterat
 
 
 def _differing(a: Iteration, b: Iteration) -> list[Tensor]:
-    """Return the tensors of both runs whose digests differ. Tensors of which a run has only a part
-    are left to the comparison of the last state."""
+    """Return the tensors of both runs whose digests differ after an iteration.
+
+    A tensor of which one run has a smaller part is not compared here, but after the last iteration.
+    """
     different = []
     for tensor in a.tensors.keys() & b.tensors.keys():
         (digest, size), (other, other_size) = (digest_of(x.tensors[tensor]) for x in (a, b))
@@ -294,8 +315,11 @@ def _differing(a: Iteration, b: Iteration) -> list[Tensor]:
 
 
 def _missing(a: RunRecording, b: RunRecording) -> set[Tensor]:
-    """Return the tensors that only one of the runs has at the end, and the optimizer states that
-    only one has after some iteration. Parameters have no digests while they are gathered."""
+    """Return the tensors that only one of two runs has after the last iteration.
+
+    Optimizer states that only one run has after an earlier iteration are among them. Parameters are
+    not compared there, because they have no digests while ranks still gather them.
+    """
     missing = set(a.tensors.keys() ^ b.tensors.keys())
     for one, other in _pairs(a, b):
         missing |= {t for t in one.tensors.keys() ^ other.tensors.keys() if t[0].startswith(STATES)}
@@ -309,10 +333,10 @@ def _in_order(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _first(a: RunRecording, b: RunRecording, figures: Sequence[ComparedScalar]) -> First:
-    """Return the first difference, given that A equals itself.
+    """Return the first difference between A and B, for an A that equals its second run.
 
-    A norm that differs only as a reordered sum is ignored: some tensor of this iteration, or of a
-    later one, is the difference.
+    A norm that differs only as a sum in another order is ignored: some tensor of the same iteration
+    or of a later one is the difference.
     """
     for one, other in _pairs(a, b):
         for figure in figures:
@@ -333,7 +357,7 @@ def _first(a: RunRecording, b: RunRecording, figures: Sequence[ComparedScalar]) 
 
 
 def _is_reordered_sum(figure: ComparedScalar) -> bool:
-    """Return whether ``figure`` is a norm that differs only as a sum in another order would."""
+    """Return whether ``figure`` is a norm that differs only as its sum in another order would."""
     is_number = math.isfinite(figure.a) and math.isfinite(figure.b)
     return bool(figure) and is_number and figure.name == NORM and figure.ulps <= NORM_ULPS
 
@@ -341,8 +365,15 @@ def _is_reordered_sum(figure: ComparedScalar) -> bool:
 def _first_with_floor(
     a: RunRecording, beyond: Sequence[ComparedScalar], far: Sequence[Tensor]
 ) -> First:
-    """Return the first difference if A differs from itself: the first scalar, or the tensor with
-    the largest difference at the end."""
+    """Return the first difference between A and B, for an A that differs from its second run.
+
+    It is the first loss or norm beyond the floor, or else the tensor with the largest difference at
+    the end.
+
+    Args:
+        beyond: losses and norms beyond the floor.
+        far: tensors beyond the floor, the largest difference first.
+    """
     others = [figure for figure in beyond if not (far and _is_reordered_sum(figure))]
     if others:
         return First(others[0].iteration, others[0].name)
@@ -351,8 +382,10 @@ def _first_with_floor(
 
 
 def _ranks(a: Copies, b: Copies) -> tuple[int, ...]:
-    """Return the ranks of run B with a differing piece; all ranks with any piece if A is sharded
-    differently."""
+    """Return the ranks of run B that have a piece of a tensor with another digest than in run A.
+
+    If A has the tensor in other pieces, these are all ranks with any piece.
+    """
     alike = a.keys() == b.keys()
     ranks = {
         rank
@@ -378,7 +411,11 @@ def _holders(run: RunRecording, tensor: Tensor) -> tuple[int, ...]:
 
 
 def _clipping(a: RunRecording, first: First | None, figures: Sequence[ComparedScalar]) -> float:
-    """Return --clip-grad if clipping spreads a norm's reordered sum into all gradients; else 0."""
+    """Return the value of --clip-grad if clipping spreads a norm's difference; else 0.
+
+    A norm that is summed in another order differs in its last bits. Clipping by it changes all
+    gradients.
+    """
     threshold = float(a.arguments.get("clip_grad") or 0)
     if first is None or not threshold:
         return 0.0

@@ -2,9 +2,6 @@
 
 The verdict comes first, one sentence a line. The tables behind it show only what differs by more
 than it should, the largest difference first.
-
-The verdict is one sentence, and the tables behind it show only what differs by more than it should,
-the largest first.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ _KINDS = ("parameters", "optimizer states")
 
 
 def rows(found: RunComparison) -> list[dict[str, str]]:
-    """Return a table of the quantities compared between two runs, and their differences."""
+    """Return the rows of a table on what was compared of two runs, and how much differs."""
     lines = []
     for name, is_norm in (("losses", False), ("gradient norms", True)):
         row = {"": name, "compared": _number(_of(found.figures, is_norm))}
@@ -78,7 +75,7 @@ def _tensors(tensors: Sequence[TensorDifference]) -> str:
 
 
 def tensor_rows(found: RunComparison) -> list[dict[str, str]]:
-    """Return the tensors that differ by more than the floor, the largest difference first."""
+    """Return the rows of a table on the tensors beyond the floor, the largest difference first."""
     return [
         {
             "tensor": readable_name(tensor),
@@ -115,7 +112,7 @@ def _norm(difference: TensorDifference) -> str:
 
 
 def verdict_text(found: RunComparison) -> list[str]:
-    """Return the result of the comparison, one sentence per line."""
+    """Return the sentences of the result of the comparison, each for a line."""
     if found.verdict is ParityVerdict.SAME:
         what = "losses, parameters and optimizer states"
         lines = [f"the same to the last bit: {what}" + _norms_too(found)]
@@ -199,14 +196,14 @@ def _some(tensors: Sequence[Tensor]) -> str:
 
 
 def settings(found: RunComparison) -> str | None:
-    """Return the arguments in which both commands differ, in one line."""
+    """Return a line on the arguments in which the two commands differ; None if there are none."""
     if not found.settings:
         return None
     return ", ".join(f"{name} ({a} and {b})" for name, (a, b) in found.settings.items())
 
 
 def as_data(found: RunComparison) -> dict[str, Any]:
-    """Return the comparison for ``--json``."""
+    """Return the comparison as an object for JSON."""
     first = found.first
     return {
         "verdict": found.verdict.value,

@@ -27,8 +27,8 @@ class TensorDifference:
     """Difference of a tensor between two runs.
 
     Attributes:
-        found: the difference; None if types or shapes differ.
-        why: how they differ in that case.
+        found: difference in numbers; None if the types or shapes of the two tensors differ.
+        why: text on how types or shapes differ, in that case.
     """
 
     found: Difference | None
@@ -43,13 +43,18 @@ class TensorDifference:
 
 
 def exceeds(found: float, floor: float, usual: float, times: float = CHANCE) -> bool:
-    """Return whether a relative difference exceeds ``times`` the ``floor`` of its tensor, or
-    ``usual``, the floor of others of its kind. NaN exceeds everything."""
+    """Return whether the relative difference ``found`` of a tensor exceeds ``times`` its floor.
+
+    Args:
+        found: relative difference of the tensor between runs A and B. NaN exceeds every floor.
+        floor: its relative difference between A and a second run of A.
+        usual: floor of the other tensors of its kind, which counts if it is larger.
+    """
     return not found <= times * max(floor, usual)
 
 
 def compare_tensors(a: RunRecording, b: RunRecording) -> dict[Tensor, TensorDifference]:
-    """Compare each tensor that both runs have after the last iteration."""
+    """Return the difference of each tensor that both runs have after the last iteration."""
     return {tensor: _compare(a, b, tensor) for tensor in a.tensors if tensor in b.tensors}
 
 
@@ -64,5 +69,5 @@ def _compare(a: RunRecording, b: RunRecording, tensor: Tensor) -> TensorDifferen
 
 
 def usual(differences: Mapping[Tensor, TensorDifference]) -> float:
-    """Return the median of the tensors' relative differences; 0 if there is nothing to compare."""
+    """Return the median of the relative differences of tensors; 0 without any tensor."""
     return median([d.relative for d in differences.values()] or [0.0])

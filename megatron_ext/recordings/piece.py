@@ -37,17 +37,17 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a tensor on a rank.
+    """Part of a tensor that a rank has.
 
     Attributes:
-        name: of the tensor in torch_dist, where equal layers share one name.
-        index: number of the layer, or layer and expert, if they share a name.
-        global_shape: the shape of the whole tensor.
-        offset, shape: offset of the rank's shard in it, and the shard's shape.
-        start, stop: elements of the flattened shard on this rank. A distributed optimizer splits
-            the shard over data-parallel ranks.
+        name: name of the tensor in torch_dist, where equal layers share one name.
+        index: number of the layer, or of the layer and the expert, if several share the name.
+        global_shape: shape of the whole tensor.
+        offset, shape: offset of the rank's shard in the whole tensor, and shape of the shard.
+        start, stop: range of the elements of the flattened shard that the rank has. A distributed
+            optimizer splits the shard over data-parallel ranks.
         dtype: torch's name of the type.
-        is_copy: whether torch_dist saves another rank's copy.
+        is_copy: whether torch_dist saves the copy of another rank.
     """
 
     name: str

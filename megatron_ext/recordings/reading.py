@@ -27,8 +27,14 @@ _SHOWN = 60  # longest value in characters that an error shows
 
 @dataclass(frozen=True)
 class About:
-    """First line of a rank's recording; ``arguments`` are Megatron's on rank 0, empty on other
-    ranks."""
+    """First line of a rank's recording, on the run as a whole.
+
+    Attributes:
+        world_size: number of ranks.
+        first: iteration from which the run started.
+        iterations: number of iterations to record.
+        arguments: arguments of Megatron on rank 0; empty on other ranks.
+    """
 
     world_size: int
     first: int
@@ -38,7 +44,15 @@ class About:
 
 @dataclass(frozen=True)
 class RankIteration:
-    """Line of a rank's recording for an iteration, or for the starting state."""
+    """State of a rank after an iteration, or at the start, as a line of its recording has it.
+
+    Attributes:
+        number: number of the iteration.
+        losses: losses by their names in Megatron's log.
+        norm: norm of the gradients; None if it was not computed.
+        skipped: whether the optimizer took no step.
+        digests: digest of each piece of a tensor on the rank.
+    """
 
     number: int
     losses: Mapping[str, float]
@@ -49,8 +63,14 @@ class RankIteration:
 
 @dataclass(frozen=True)
 class RankRecording:
-    """File of a rank: the starting state, then each iteration, and where ``written`` pieces are in
-    the file of bytes."""
+    """Recording of one rank.
+
+    Attributes:
+        about: first line of the recording.
+        iterations: the state at the start, then the state after each iteration.
+        written: for each piece of a tensor after the last iteration, the place of its bytes in the
+            rank's second file.
+    """
 
     about: About
     iterations: Sequence[RankIteration]
@@ -59,7 +79,7 @@ class RankRecording:
 
 @dataclass(frozen=True)
 class _Line:
-    """JSON object in a line of ``file``, whose values are checked."""
+    """JSON object in a line of a recording, whose values are checked as they are read."""
 
     file: Path
     number: int
@@ -69,8 +89,15 @@ class _Line:
         return ValueError(f"{self.file}, line {self.number}: {what}; record it anew")
 
     def value(self, name: str, is_right: Callable[[Any], bool], kind: str) -> Any:
-        """Return the value of ``name`` in the line; raises ValueError unless ``is_right`` accepts
-        it. ``kind`` says what it must be."""
+        """Return the value of ``name`` in the line.
+
+        Args:
+            is_right: function that accepts or rejects a value.
+            kind: words on what a value must be, for the message.
+
+        Raises:
+            ValueError: ``is_right`` rejects the value, or the line has none.
+        """
         found = self.data.get(name)
         if not is_right(found):
             raise self.wrong(f"{name!r} is {_shown(found)}, and must be {kind}")
@@ -103,10 +130,10 @@ def _is_digests(value: Any) -> bool:
 
 
 def read_about(folder: Path, rank: int) -> About:
-    """Return the first line of a rank's file.
+    """Return the first line of the recording of ``rank`` in ``folder``.
 
     Raises:
-        ValueError: there is none, or another version wrote it.
+        ValueError: there is no such line, or another version wrote it.
     """
     return _about(_first_line(lines_file(folder, rank)), rank)
 
@@ -139,10 +166,13 @@ def _about(line: _Line, rank: int) -> About:
 
 
 def read_rank(folder: Path, rank: int, about: About) -> RankRecording:
-    """Return the recording of a rank; ``about`` is that of rank 0.
+    """Return the recording of ``rank`` in ``folder``.
+
+    Args:
+        about: first line of the recording of rank 0.
 
     Raises:
-        ValueError: the file is missing, damaged, or of another run.
+        ValueError: a file is missing or damaged, or of another run than rank 0's.
     """
     file = lines_file(folder, rank)
     if not file.is_file():
@@ -174,7 +204,7 @@ def read_rank(folder: Path, rank: int, about: About) -> RankRecording:
 
 
 def _contents(file: Path) -> tuple[list[tuple[_Line, RankIteration]], _Line | None]:
-    """Return the lines of a recording's iterations, and its last line if it has one."""
+    """Return the iterations in the lines of ``file``, and its last line if it is complete."""
     pieces: list[Piece] = []
     iterations: list[tuple[_Line, RankIteration]] = []
     end: _Line | None = None
@@ -208,7 +238,7 @@ def _lines(file: Path) -> Iterator[_Line]:
 
 
 def _line(file: Path, number: int, text: bytes) -> _Line | None:
-    """Return the parsed line ``text``; None if it was cut off."""
+    """Return the line ``text`` of ``file`` as an object; None if the line was cut off."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -275,7 +305,11 @@ def _is_piece(data: Any) -> bool:
 
 
 def _written(end: _Line, file: Path) -> dict[Piece, int]:
-    """Return the offsets of pieces in ``file``, which has their bytes one after the other."""
+    """Return the places of pieces in ``file``, which has their bytes one after the other.
+
+    Args:
+        end: last line of the recording, which lists the pieces.
+    """
     length = end.value("bytes", _is_count, "a number of bytes")
     size = file.stat().st_size if file.is_file() else 0
     if size < length:
@@ -300,10 +334,14 @@ def _written(end: _Line, file: Path) -> dict[Piece, int]:
 def _check_completeness(
     iterations: Sequence[tuple[_Line, RankIteration]], end: _Line, written: Mapping[Piece, int]
 ) -> None:
-    """Raise ValueError unless each iteration has the digests that the writer had.
+    """Raise ValueError unless each iteration has the digests that the rank had written.
 
-    Parameters have digests at the start and after each iteration, or, where the next step gathers
-    them, at the start only. Optimizer states may begin later, and none ends.
+    Parameters have digests at the start and after each iteration. Where the next step gathers them,
+    they have digests at the start only. Optimizer states may begin later, and none of them ends.
+
+    Args:
+        end: last line of the recording.
+        written: pieces whose bytes the rank wrote after the last iteration.
     """
     parameters = [_pieces(iteration, is_state=False) for _, iteration in iterations]
     states = [_pieces(iteration, is_state=True) for _, iteration in iterations]

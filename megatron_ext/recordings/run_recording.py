@@ -27,14 +27,15 @@ _SUM = 1 << 64  # modulus of digests: those of a tensor's pieces add up to the t
 
 
 def readable_name(tensor: Tensor) -> str:
-    """Return a tensor's readable name, such as ``decoder.layers.mlp.linear_fc1.weight[3]``."""
+    """Return the name of ``tensor`` as text, such as
+    ``decoder.layers.mlp.linear_fc1.weight[3]``."""
     name, index = tensor
     return name + (f"[{','.join(map(str, index))}]" if index else "")
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Piece with the place of its bytes: ``offset`` in ``file``."""
+    """Piece of a tensor with the place of its bytes: at ``offset`` in ``file``."""
 
     piece: Piece
     file: Path
@@ -49,13 +50,14 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class Iteration:
-    """State of the ranks after an iteration.
+    """State of all ranks after an iteration.
 
     Attributes:
-        losses: by their names in Megatron's log.
-        norm: of the gradients; None if it was not computed.
+        number: number of the iteration.
+        losses: losses by their names in Megatron's log.
+        norm: norm of the gradients; None if it was not computed.
         skipped: whether the optimizer took no step.
-        digests: digest of each piece, by the rank that has it.
+        digests: for each rank, the digest of each piece of a tensor that it has.
     """
 
     number: int
@@ -66,7 +68,8 @@ class Iteration:
 
     @cached_property
     def tensors(self) -> Mapping[Tensor, Copies]:
-        """Pieces of each tensor by their places, with the ranks that have them."""
+        """Pieces of each tensor by their places, with the ranks that have them and their
+        digests."""
         tensors: dict[Tensor, dict[Place, list[tuple[int, int]]]] = {}
         for rank, digests in self.digests.items():
             for piece, digest in digests.items():
@@ -80,10 +83,11 @@ class RunRecording:
     """Recording of all ranks of a run, read from ``folder``.
 
     Attributes:
-        first: the iteration from which the run started; 0 without a checkpoint.
-        arguments: Megatron's, as far as they are plain values.
-        iterations: the starting state, then each iteration.
-        tensors: pieces after the last iteration, each once.
+        world_size: number of ranks.
+        first: iteration from which the run started; 0 without a checkpoint.
+        arguments: arguments of Megatron that are plain values.
+        iterations: the state at the start, then the state after each iteration.
+        tensors: pieces of each tensor after the last iteration, without copies.
     """
 
     folder: Path
@@ -98,7 +102,7 @@ class RunRecording:
         return self.iterations[1:]
 
     def full_tensor(self, tensor: Tensor) -> tuple[str, Bits]:
-        """Return the type and the bits of a whole tensor.
+        """Return the type of a tensor, and the bits of all of its elements.
 
         Raises:
             ValueError: the tensor was not recorded completely.
@@ -132,7 +136,7 @@ def _put(full_tensor: Bits, part: StoredPiece) -> None:
 
 
 def read_recording(folder: Path) -> RunRecording:
-    """Read the recording that `megatron-ext parity record` wrote into ``folder``.
+    """Return the recording that ``megatron-ext parity record`` wrote into ``folder``.
 
     Raises:
         ValueError: there is no recording, or it is incomplete or damaged.
@@ -157,7 +161,7 @@ def read_recording(folder: Path) -> RunRecording:
 
 
 def _iteration(ranks: Sequence[RankIteration]) -> Iteration:
-    """Merge the lines of all ranks for one iteration."""
+    """Return the state of all ranks after an iteration, put together from that of each rank."""
     losses: dict[str, float] = {}
     for rank in ranks:
         losses |= rank.losses
@@ -194,6 +198,6 @@ def _held(folder: Path, ranks: Sequence[Mapping[Piece, int]]) -> dict[Tensor, li
 
 
 def digest_of(copies: Copies) -> tuple[int, int]:
-    """Return a tensor's digest from its pieces' digests, and the number of elements covered."""
+    """Return the digest of a tensor, the sum of its pieces', and their number of elements."""
     total = sum(held[0][1] for held in copies.values()) % _SUM
     return total, sum(stop - start for _, _, start, stop in copies)

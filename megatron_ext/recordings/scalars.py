@@ -20,7 +20,7 @@ NORM = "gradient norm"
 
 @dataclass(frozen=True)
 class ComparedScalar:
-    """Loss or norm of one iteration in both runs. Two NaNs count as equal."""
+    """Loss or gradient norm of one iteration in two runs. Two NaNs count as equal."""
 
     iteration: int
     name: str
@@ -39,8 +39,11 @@ class ComparedScalar:
 
     @property
     def ulps(self) -> int:
-        """Difference in ulps of single precision, in which Megatron computes it; at least 1 if they
-        differ."""
+        """Difference in units in the last place (ulps) of single precision.
+
+        It is at least 1 if the two values differ. Megatron computes losses and norms in single
+        precision.
+        """
         if not self:
             return 0
         with np.errstate(over="ignore"):
@@ -49,7 +52,7 @@ class ComparedScalar:
 
 
 def compared_scalars(a: RunRecording, b: RunRecording) -> list[ComparedScalar]:
-    """Return the losses and the norm of each iteration, in this order."""
+    """Return the losses and the norm of each iteration of two runs, in the order of iterations."""
     found: list[ComparedScalar] = []
     for one, other in zip(a.trained, b.trained, strict=True):
         for name in [*one.losses, *(other.losses.keys() - one.losses.keys())]:
@@ -61,7 +64,7 @@ def compared_scalars(a: RunRecording, b: RunRecording) -> list[ComparedScalar]:
 
 
 def floor_of(figures: Sequence[ComparedScalar]) -> Mapping[str, float]:
-    """Return the largest relative difference of a run from its repetition, by name."""
+    """Return the largest relative difference between a run and its repetition, by loss or norm."""
     floor: dict[str, float] = {}
     for figure in figures:
         floor[figure.name] = max(floor.get(figure.name, 0.0), figure.relative)
@@ -69,8 +72,10 @@ def floor_of(figures: Sequence[ComparedScalar]) -> Mapping[str, float]:
 
 
 def standstill(run: RunRecording) -> str | None:
-    """Return why a run proves nothing (its loss or gradients do not change); None if it proves
-    something."""
+    """Return why a run proves nothing about its numbers; None if it proves something.
+
+    A run whose loss or gradients do not change would be equal to any other such run.
+    """
     trained = run.trained
     if len(trained) < 2:
         return "one iteration cannot show whether the loss moves: take at least 2"

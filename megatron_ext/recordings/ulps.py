@@ -30,13 +30,13 @@ class Difference:
     Attributes:
         elements: number of elements.
         differ: number of elements whose bits differ.
-        ulps: the largest distance between elements that are numbers in both.
+        ulps: largest distance in units in the last place, over elements that are numbers in both.
         nans: number of elements that are a number in only one tensor.
-        relative: the norm of the difference, as a share of the first tensor's norm. NaN if
-            non-finite elements differ.
-        norm: of the first tensor.
-        crosses_zero: whether some element has another sign in the other tensor. Its ulps count all
-            numbers around zero, and say nothing.
+        relative: norm of the difference, as a share of the first tensor's norm; NaN if elements
+            that are not finite differ.
+        norm: norm of the first tensor.
+        crosses_zero: whether some element has different signs in the two tensors. Its distance in
+            ulps counts all numbers around zero, and says nothing.
     """
 
     elements: int
@@ -52,8 +52,12 @@ class Difference:
 
 
 def bits_difference(a: Bits, b: Bits, dtype: str) -> Difference:
-    """Return the difference of ``a`` and ``b``, the bits of two tensors of ``dtype`` (torch's
-    name)."""
+    """Return the difference of two tensors, given as the bits of their elements.
+
+    Args:
+        a, b: bits of the elements, as integers.
+        dtype: torch's name of the type of the elements.
+    """
     assert a.shape == b.shape and a.dtype == b.dtype == np.dtype(STORED_AS[dtype])
     a, b = a.reshape(-1), b.reshape(-1)
     differ = ulps = nans = 0
@@ -88,7 +92,7 @@ def _share(distance: float, norm: float) -> float:
 
 
 def as_numbers(bits: Bits, dtype: str) -> np.ndarray:
-    """Return the numbers that have these ``bits``, in double precision."""
+    """Return the numbers that ``bits`` stand for, in double precision."""
     if dtype == "bfloat16":
         wide = bits.view(np.uint16).astype(np.uint32) << 16
         return wide.view(np.float32).astype(np.float64)
@@ -108,8 +112,10 @@ def _largest_distance(a: Bits, b: Bits, dtype: str) -> int:
 
 
 def _ordered(bits: Bits, dtype: str) -> np.ndarray:
-    """Return 64-bit integers in the order of the numbers with these bits; neighbouring numbers are
-    1 apart."""
+    """Return integers of 64 bits in the order of the numbers that ``bits`` stand for.
+
+    Neighbouring numbers become neighbouring integers.
+    """
     if dtype in ("uint8", "bool"):
         bits = bits.view(np.uint8)
     wide = bits.astype(np.int64)

@@ -26,7 +26,7 @@ def bytes_file(folder: Path, rank: int) -> Path:
 
 
 class RankWriter:
-    """Writes the recording of one rank into ``folder``.
+    """Writer of the recording of one rank into ``folder``.
 
     Raises:
         ValueError: the rank has recorded there before, or the folder cannot be written to.
@@ -55,8 +55,13 @@ class RankWriter:
     def iteration(
         self, iteration: int, figures: Mapping[str, Any], digests: Mapping[Piece, int]
     ) -> None:
-        """Write ``figures`` of an iteration, and the digests of the rank's tensor pieces after
-        it."""
+        """Write the line of an iteration.
+
+        Args:
+            iteration: number of the iteration; that of the start for the state before the first.
+            figures: losses, norm of the gradients, and whether the optimizer skipped the step.
+            digests: digests of the pieces of tensors on the rank after the iteration.
+        """
         new = [piece for piece in digests if piece not in self._numbers]
         if new:
             self._numbers |= {p: n for n, p in enumerate(new, len(self._numbers))}
@@ -65,8 +70,7 @@ class RankWriter:
         self._write({"iteration": iteration, **figures, "digests": numbered})
 
     def end(self, tensors: Iterator[tuple[Piece, memoryview]]) -> None:
-        """Write the bytes of the rank's tensor pieces after the last iteration, and the last
-        line."""
+        """Write the bytes of the rank's pieces after the last iteration, and the last line."""
         written: list[Any] = []
         at = 0
         try:
