@@ -55,9 +55,12 @@ class Kept:
 def held_of_stage(
     model: Model, stage: Stage, execution: Execution, measured: Measured | None = None
 ) -> tuple[float, float]:
-    """Return the bytes that a microbatch holds on a rank of ``stage``: all from F to I, and those
-    left from I to W. Logits, and what the output layer's weight gradient needs, are not included.
-    ``measured`` scales both to measured bytes."""
+    """Return the bytes that a microbatch holds on a rank of ``stage``: from F to I, and from I to
+    W.
+
+    The latter are those left for W. Logits, and the inputs of the output layer's weight gradient,
+    are not included. ``measured`` scales both figures to measured bytes.
+    """
     activation = left = 0.0
     for component, kept, for_w in held_by_component(model, stage, execution):
         scale = NOT_SCALED if measured is None else measured.of(component)
@@ -69,8 +72,11 @@ def held_of_stage(
 def held_by_component(
     model: Model, stage: Stage, execution: Execution
 ) -> Iterator[tuple[str, float, float]]:
-    """Yield name, bytes from F to I and bytes from I to W of each component: of each layer, named
-    by its type, and of the stage's components besides layers."""
+    """Yield each component of a stage with its stored bytes from F to I, and from I to W.
+
+    A component is a layer, named by its type, or another part of the stage, such as the output
+    layer.
+    """
     tokens, size = execution.tokens, execution.element_bytes
     boundary = tokens * model.hidden_size * size
     # Bytes of a layer's input that one rank stores; sequence parallelism splits its tokens.
@@ -99,8 +105,10 @@ def held_by_component(
 
 
 def keys_values_of_stage(model: Model, stage: Stage, execution: Execution) -> float:
-    """Return the bytes of a microbatch's keys and values on a rank of ``stage``, to which later
-    slices of the sequence attend."""
+    """Return the bytes of a microbatch's keys and values on a rank of ``stage``.
+
+    Later slices of the sequence attend to them.
+    """
     width = 2 * model.key_value_width
     if model.multi_latent_attention:
         keys = model.qk_head_dim + model.qk_pos_emb_head_dim
@@ -112,7 +120,7 @@ def keys_values_of_stage(model: Model, stage: Stage, execution: Execution) -> fl
 
 
 def _left_for_w(kept: Kept, execution: Execution) -> float:
-    """Return the summed widths of the activations that wait for W on a rank."""
+    """Return the summed widths of the activations that a rank stores until W, for one layer."""
     share = 1 / execution.tensor_parallel
     gathered = len(execution.gathered_for_w) if execution.sequence_parallel else 0
     return kept.widths * share + kept.unsharded / 2 * (2 - gathered) * (1 - share)
@@ -154,7 +162,7 @@ def _kept_by(symbol: str, model: Model, execution: Execution) -> Kept:
 
 
 def _row_input(symbol: str, model: Model) -> float:
-    """Return the width of the input of the second matrix of an attention or MLP."""
+    """Return the width of the input of the second (row-parallel) matrix of an attention or MLP."""
     match symbol:
         case "*" | "w" | "+":
             if model.multi_latent_attention:
@@ -170,8 +178,10 @@ def _row_input(symbol: str, model: Model) -> float:
 
 
 def _norms(model: Model, execution: Execution) -> int:
-    """Return the number of tensors that a norm keeps, including its output, which enters matrices.
-    torch's own RMSNorm keeps its input twice, in fp32: as it is, and divided by its length."""
+    """Return the number of tensors that a norm stores, with its output, which enters matrices.
+
+    torch's own RMSNorm stores its input twice, in fp32: as it is, and divided by its length.
+    """
     is_twice = model.normalization == "RMSNorm" and not execution.transformer_engine
     return 1 + 2 * 4 // execution.element_bytes if is_twice else 2
 
@@ -179,12 +189,12 @@ def _norms(model: Model, execution: Execution) -> int:
 def _around(
     model: Model, execution: Execution, matrix: str = "", *, is_alone: bool = False
 ) -> Kept:
-    """Return what is kept of the norm before a part, of the input of the ``matrix`` behind it, and
-    of the dropout behind the part.
+    """Return the activations stored around attention or an MLP: of the norm before, and the
+    dropout.
 
-    If ``layernorm`` is recomputed, Megatron recomputes norms that are separate modules: all norms
-    of its local layers, and those of Transformer Engine's that are not fused into the matrix behind
-    them (``is_alone``).
+    The input of the ``matrix`` behind the norm is one of them. If ``layernorm`` is recomputed,
+    Megatron recomputes norms that are separate modules: all norms of its local layers, and those of
+    Transformer Engine's that are not fused into the matrix behind them (``is_alone``).
     """
     may_be_recomputed = is_alone or not execution.transformer_engine
     is_recomputed = may_be_recomputed and "layernorm" in execution.recompute_modules
@@ -225,13 +235,14 @@ def _attention(model: Model, execution: Execution) -> Kept:
 
 
 def _queries_keys_values(model: Model, execution: Execution) -> int:
-    """Return the elements of queries, keys and values that attention keeps, and of what their norms
-    keep in Megatron's local layers.
+    """Return the elements of queries, keys and values that attention stores for each token.
 
-    In PyTorch and in Megatron's local layers they are views of their joint projection, which stays
-    as a whole as long as one of them does. Rotary positions and norms make new queries and keys.
-    Queries of several groups are copied, and those of one group are in unfused attention if there
-    are several samples. It repeats keys and values for the queries of their group.
+    They include what the norms of queries and keys store in Megatron's local layers. In PyTorch and
+    in Megatron's local layers queries, keys and values are views of their joint projection, which
+    stays as a whole as long as one of the views does. Rotary positions and norms make new queries
+    and keys. Queries of several groups are copied, and those of one group are in unfused attention
+    if there are several samples. Unfused attention repeats keys and values for the queries of their
+    group.
     """
     query, keys = model.query_width, model.key_value_width
     joint = query + 2 * keys
@@ -261,9 +272,11 @@ def _queries_keys_values(model: Model, execution: Execution) -> int:
 
 
 def _attention_matrix(model: Model, execution: Execution) -> tuple[float, float]:
-    """Return the elements and the bytes that attention keeps in addition to its inputs and outputs.
-    Fused attention keeps one figure a head. Unfused attention keeps its matrix, and with dropout
-    the matrix after dropout and a mask."""
+    """Return the elements and bytes that attention stores beyond its inputs and outputs.
+
+    Fused attention stores one number a head. Unfused attention stores its matrix of scores, and
+    with dropout the matrix after dropout and a mask.
+    """
     heads = model.num_attention_heads
     is_recomputed = "core_attn" in execution.recompute_modules
     if execution.transformer_engine:
@@ -298,8 +311,10 @@ def _matrices(model: Model) -> int:
 
 
 def _experts(model: Model, execution: Execution) -> Kept:
-    """Return the activations that experts store. A shared expert's input is the norm's output;
-    routed experts have copies of it."""
+    """Return the activations that a layer's experts store for each token.
+
+    A shared expert's input is the norm's output; routed experts have copies of it.
+    """
     latent, recomputed = model.moe_latent_size, execution.recompute_modules
     shared, routed = model.moe_shared_expert_intermediate_size, model.moe_router_topk
     inner = latent or model.hidden_size

@@ -17,8 +17,11 @@ from megatron_ext.cost_model.execution import Execution
 
 @dataclass(frozen=True)
 class _Assumption:
-    """Assumption about one setting: its name in Megatron's arguments, whether a value of it changes
-    costs, and the text of the assumption."""
+    """Assumption of the cost model about one of Megatron's arguments.
+
+    It has the name of the argument, whether a value of it changes costs, and the text of the
+    assumption.
+    """
 
     setting: str
     is_on: Callable[[Any], bool]
@@ -65,17 +68,20 @@ _ASSUMPTIONS = (
 
 
 def _is_megatrons(module: str) -> bool:
-    """Return whether the layers of ``module`` are Megatron's own, which are known."""
+    """Return whether the layers of the Python ``module`` are Megatron's own, whose costs are
+    known."""
     return module.split(".")[:3] == ["megatron", "core", "models"]
 
 
 def assumptions(settings: Any, share: Callable[[], str]) -> str | None:
-    """Return a line that says which of ``settings``, Megatron's arguments, the estimates ignore and
-    which no measurement has checked; None if there is nothing to say.
+    """Return a line on those of Megatron's arguments that the cost estimates ignore; None if none.
+
+    Settings that no measurement has checked are named too.
 
     Args:
-        share: returns the share of the time of experts' messages that passes in pairs hide, in
-            words.
+        settings: Megatron's arguments.
+        share: function that returns, in words, the share of the time of experts' messages that
+            overlapped passes hide.
     """
     named = list(_named(settings, share))
     unknown = describe(settings).unknown
@@ -90,15 +96,18 @@ _NODE = 8  # GPUs
 
 
 def not_checked(execution: Execution) -> str | None:
-    """Return a line that names the `unchecked_parts` of ``execution``; None if all parts are
-    checked."""
+    """Return a line on the settings whose estimate no measurement has checked; None if there are
+    none."""
     parts = unchecked_parts(execution)
     return f"not checked against measurements: {', '.join(parts)}" if parts else None
 
 
 def unchecked_parts(execution: Execution) -> tuple[str, ...]:
-    """Return the parts of ``execution`` whose estimate no measurement of configurations has checked
-    (docs/estimated-costs.md)."""
+    """Return the settings of ``execution`` whose cost estimate no measurement has checked, in
+    words.
+
+    docs/estimated-costs.md has the measurements.
+    """
     experts = execution.expert_parallel * execution.expert_tensor_parallel
     return tuple(
         text

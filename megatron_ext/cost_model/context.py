@@ -1,5 +1,8 @@
-"""Bytes of a GPU that a rank takes outside its tensors: CUDA's context, workspaces of libraries and
-NCCL's buffers."""
+"""Bytes of a GPU that a rank takes outside its tensors.
+
+PyTorch's allocator does not count CUDA's context, the libraries' workspaces and NCCL's buffers, yet
+a rank runs out of memory if there is no room for them.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,12 @@ _PEERS = 7  # peers of a GPU in a node of eight
 def context_bytes(
     execution: Execution, *, pipeline: int, data_parallel: int, expert_data_parallel: int
 ) -> float:
-    """Return the bytes on a rank of a job with ``pipeline`` pipeline ranks.
+    """Return the bytes that a rank takes outside its tensors: CUDA's context and NCCL's buffers.
 
-    Each group of several ranks has a communicator with rings of its own (NCCL shares none unless it
-    is told to: https://github.com/NVIDIA/nccl/issues/986). Communicators that a schedule adds are
-    not counted; `doctor` names them.
+    ``pipeline`` is the number of pipeline ranks. Each group of several ranks has a communicator
+    with rings of its own (NCCL shares none unless it is told to:
+    https://github.com/NVIDIA/nccl/issues/986). Communicators that a schedule adds are not counted;
+    `doctor` names them.
     """
     groups = [execution.tensor_parallel, execution.context_parallel, pipeline, data_parallel]
     peers = min(execution.expert_parallel - 1, _PEERS)

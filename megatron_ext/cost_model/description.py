@@ -31,7 +31,7 @@ _NOT_DESCRIBED = {
 
 
 def describe(settings: Any, vocabulary: int | None = None) -> Model:
-    """Return the model that ``settings`` describe.
+    """Return the model that ``settings``, Megatron's arguments or a config, describe.
 
     Args:
         vocabulary: padded size; None takes ``padded_vocab_size``, or 0 if that is not known yet.
@@ -92,7 +92,7 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
 
 
 def layers_of(settings: Any) -> tuple[str, ...]:
-    """Return the parts of each layer, in the symbols of `Model`."""
+    """Return the parts of each layer that ``settings`` describe, in the symbols of `Model`."""
     get = _reader(settings)
     if pattern := get("hybrid_layer_pattern"):
         return tuple(pattern.partition(_BEFORE_DEPTHS)[0].replace(_SEGMENT_END, ""))
@@ -130,8 +130,7 @@ def execution_of(
     pipeline_span: int = 0,
     has_one_queue: bool = False,
 ) -> Execution:
-    """Return how a microbatch is executed under ``settings``, Megatron's arguments or a model's
-    config.
+    """Return how a microbatch is executed under ``settings``, Megatron's arguments or a config.
 
     Args:
         sequence: tokens of a sample, on all context-parallel ranks together.
@@ -175,8 +174,8 @@ def execution_of(
 
 
 def _reader(settings: Any) -> _Get:
-    """Return a reader of ``settings``. If a setting is missing or None, the reader returns its
-    second argument."""
+    """Return a function that reads a setting by its name, with a default if it is missing or
+    None."""
 
     def get(name: str, default: Any = None) -> Any:
         value = getattr(settings, name, None)
@@ -186,7 +185,8 @@ def _reader(settings: Any) -> _Get:
 
 
 def _tower(get: _Get, hidden_size: int) -> Tower | None:
-    """Return the vision tower; None without one, or if its sizes or its tokens are not known."""
+    """Return the vision tower that the settings describe; None if its sizes or tokens are not
+    known."""
     sizes, patches = get("vision"), get("vision_tokens") or get("seq_length")
     if not isinstance(sizes, Mapping) or not patches:
         return None
@@ -203,17 +203,21 @@ def _numbers(get: _Get, *names: str) -> dict[str, Any]:
 
 
 def _by_layer(frequency: int | Sequence[int], number: int, first: int) -> list[bool]:
-    """Return for each of ``number`` layers whether Megatron's ``frequency`` selects it. A list
-    selects the layers marked 1, and may go on after the last layer; an integer n selects all layers
-    but every n-th, counted from ``first``."""
+    """Return for each of ``number`` layers whether Megatron's ``frequency`` selects it.
+
+    A list selects the layers marked 1, and may go on after the last layer; an integer n selects all
+    layers but every n-th, counted from ``first``.
+    """
     if isinstance(frequency, int):
         return [(layer + first) % frequency != 0 for layer in range(number)]
     return [bool(listed) for listed in frequency[:number]]
 
 
 def _window(size: Any) -> int:
-    """Return how many tokens back a window reaches: the first of Megatron's two sizes, of which -1
-    means no limit."""
+    """Return how many tokens back an attention window reaches; 0 without limit.
+
+    It is the first of Megatron's two sizes, of which -1 means no limit.
+    """
     back = size[0] if isinstance(size, Sequence) else size
     return max(back or 0, 0)
 
@@ -229,8 +233,10 @@ def _depths(get: _Get) -> int:
 
 
 def _layer_of_depths(get: _Get, layers: Sequence[str]) -> str:
-    """Return the layer of multi-token prediction: from a hybrid model's pattern, otherwise as the
-    last layer is."""
+    """Return the type of a layer of multi-token prediction.
+
+    A hybrid model's pattern names it; otherwise it is that of the last layer.
+    """
     pattern: str = get("hybrid_layer_pattern", "")
     if _BEFORE_DEPTHS in pattern:
         return pattern.split(_BEFORE_DEPTHS)[1]
@@ -247,8 +253,10 @@ def _precision(get: _Get) -> Precision:
 
 
 def _whole_in_userbuffers(get: _Get) -> frozenset[str]:
-    """Return the matrices of a pair whose backward pass is not split because their operands are in
-    Userbuffers."""
+    """Return which matrices, ``column``- or ``row``-parallel, have an unsplit backward pass.
+
+    The operands of these matrices are in Userbuffers.
+    """
     if not get("tp_comm_overlap"):
         return frozenset()
     of_columns = not get("tp_comm_overlap_rs_dgrad")

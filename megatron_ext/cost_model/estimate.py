@@ -39,13 +39,14 @@ from megatron_ext.schedule.kinds import RULES, Held
 def estimate(
     model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates, slices: int = 1
 ) -> Costs:
-    """Return the seconds and bytes of a microbatch on each of ``stages``, at ``rates``.
+    """Return the estimated seconds and bytes of a microbatch on each of ``stages``.
 
     The embedding and the vision tower have to be on the first stage, the output layer on the last.
 
     Args:
-        slices: number of slices of a sequence, for `SliceCosts.fixed`: a mean slice takes what the
-            estimate says of its tokens.
+        rates: speeds of the GPU and its links.
+        slices: number of slices of a sequence, for `SliceCosts.fixed`: a mean slice takes the time
+            that is estimated for its tokens.
     """
     costs = _of_microbatch(model, stages, execution, rates)
     if slices == 1:
@@ -55,8 +56,10 @@ def estimate(
 
 
 def _fixed(costs: Costs, mean: Costs, slices: int) -> dict[Kind, tuple[float, ...]]:
-    """Return the seconds of passes that each slice takes whatever its tokens: a share x of a
-    sequence takes ``fixed + (costs - fixed) * x``, and a mean slice takes ``mean``."""
+    """Return the seconds of passes that each slice of a sequence takes whatever its tokens.
+
+    A share x of a sequence takes ``fixed + (costs - fixed) * x``, and a mean slice takes ``mean``.
+    """
     return {
         kind: tuple(
             max(of_slice - seconds / slices, 0.0) / (1 - 1 / slices)
@@ -120,18 +123,23 @@ _RESCALED = 8
 
 
 def message_bytes(model: Model, execution: Execution) -> float:
-    """Return the bytes of a message between two stages."""
+    """Return the bytes of a message of hidden states between two stages, for one microbatch."""
     return execution.split_tokens * model.hidden_size * execution.element_bytes
 
 
 def _attention_share(stage: PassSeconds) -> float:
-    """Return the share of F, I and W together that grows with the square of the sequence."""
+    """Return the share of a stage's compute that grows with the square of the sequence.
+
+    F, I and W count together.
+    """
     return sum(stage.squared) / (sum(stage.totals) or 1.0)
 
 
 def _links(stages: Sequence[Stage], message: float, speed: float, latency: float) -> LinkCosts:
-    """Return the costs of messages of ``message`` bytes. Behind multi-token prediction they have
-    the hidden states of its depths too."""
+    """Return the costs of messages between stages, which have ``message`` bytes for a hidden state.
+
+    Behind multi-token prediction, messages have the hidden states of its depths too.
+    """
     of_one = message / speed
     links = LinkCosts(of_one, message_bytes=message, latency=min(latency, of_one))
     states = tuple(1 + depths for depths in accumulate(stage.depths for stage in stages[:-1]))
@@ -148,15 +156,20 @@ def _links(stages: Sequence[Stage], message: float, speed: float, latency: float
 
 
 def _to_neighbour(execution: Execution, rates: Rates) -> tuple[float, float]:
-    """Return the bytes per second of a message from one pipeline rank to the next, and the seconds
-    of a short one."""
+    """Return the speed of messages from one pipeline rank to the next, and their latency.
+
+    The speed is in bytes per second, the latency in seconds.
+    """
     is_near = 0 < execution.pipeline_span <= rates.domain
     near, far = zip(rates.to_neighbours, rates.latencies, strict=True)
     return near if is_near else far
 
 
 def _vocabulary(model: Model, last: Stage, execution: Execution, rates: Rates) -> VocabularyCosts:
-    """Return the costs of the embedding and of all runs of the output layer."""
+    """Return the costs of the embedding and of all runs of the output layer for a microbatch.
+
+    Multi-token prediction runs the output layer several times.
+    """
     if not model.vocabulary:
         return VocabularyCosts()
     run = seconds_of_output_layer(model, execution, rates)
@@ -178,7 +191,7 @@ def _vocabulary(model: Model, last: Stage, execution: Execution, rates: Rates) -
 def _with_hidden_exchanges(
     costs: Costs, layers: Sequence[PassSeconds], execution: Execution
 ) -> Costs:
-    """Return ``costs`` without the time of tensor-parallel messages that other work overlaps.
+    """Return ``costs`` without the time of tensor-parallel collectives that other work overlaps.
 
     In F, a pair of matrices gathers before the first and scatters after the second, or it
     all-reduces, which takes as long as both; in I it gathers before the second and scatters after
@@ -201,8 +214,11 @@ def _with_hidden_exchanges(
 def waiting_shares(
     model: Model, execution: Execution, rates: Rates
 ) -> dict[Group, dict[str, float]]:
-    """Return the share of F, I, W and B of all layers that is spent waiting for each group of
-    ranks. Groups without any waiting are absent."""
+    """Return the share of F, I, W and B of all layers that ranks wait for tensor, expert or other
+    groups.
+
+    The shares are by group and kind of pass. Groups without any waiting are absent.
+    """
     stage = Stage(model.layers, depths=model.mtp_num_layers)
     costs = estimate(model, [stage], execution, rates).without_vocabulary()
     layers = seconds_of_layers(model, stage, execution, rates)

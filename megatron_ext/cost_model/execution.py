@@ -22,12 +22,13 @@ class Precision(StrEnum):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether tensors, which have 16 bits elsewhere, are cast for matrix products."""
+        """Whether tensors, which have 16 bits elsewhere, are cast to fewer bits for matrix
+        products."""
         return self in (Precision.FP8, Precision.MXFP8, Precision.FP4)
 
 
 class Framework(StrEnum):
-    """Kernels and overlap that layers are assumed to have."""
+    """Software whose kernels and overlap a cost estimate assumes for the layers."""
 
     MEGATRON = "Megatron with Transformer Engine"
     # Flash attention and the norm are fused and nothing else, as in Aleph Alpha's Scaling
@@ -39,14 +40,14 @@ class Framework(StrEnum):
 
 @dataclass(frozen=True)
 class Execution:
-    """Settings of how a microbatch is executed. Values mean what they mean in Megatron's arguments.
+    """Settings of how a microbatch is executed, with the values of Megatron's arguments.
 
     Attributes:
         sequence: tokens of a sample, on all context-parallel ranks together.
         precision: fp16 counts as bf16, which costs the same.
         recompute: whether whole layers are recomputed in the backward pass.
         recompute_method, recompute_num_layers: which layers are recomputed; ``block`` recomputes
-            the first ``recompute_num_layers`` of a stage.
+        the first ``recompute_num_layers`` of a stage.
         recompute_modules: parts of layers that are recomputed, by Megatron's names.
         transformer_engine: whether layers are Transformer Engine's, which never store the attention
             matrix.
@@ -54,10 +55,11 @@ class Execution:
             passes, by Megatron's names: ``attn``, ``mlp``, ``moe``, ``moe_router`` (with the shared
             expert), ``mamba``.
         gathered_for_w: tensors that are stored as a rank's share of the sequence and gathered a
-            second time for W: ``inputs`` of column-parallel matrices (Megatron's local layers),
-            and also ``gradients`` of row-parallel outputs (Transformer Engine's layers).
+            second time for W: ``inputs`` of column-parallel matrices (Megatron's local layers), and
+            also ``gradients`` of row-parallel outputs (Transformer Engine's layers).
         userbuffers: which matrices, ``column``- or ``row``-parallel, have an unsplit backward pass
-            because Userbuffers overlap products with communication. Empty: products wait for it.
+            because Userbuffers overlap products with communication. Empty: products wait for
+            communication.
         is_frozen: whether layers' weights are frozen, so that no unsplit backward pass has a W.
         unkept: frozen matrices without a trained adapter, whose inputs are not stored, by the names
             of Megatron's modules.
@@ -65,8 +67,9 @@ class Execution:
         context_exchange: Megatron's cp_comm_type: ``p2p``, ``all_gather``, ``a2a``, ``a2a+p2p``.
         slices: number of slices of each sequence; with more than one, all sizes are those of a mean
             slice, which attends to half of the sequence.
-        overlap: share of the time of experts' messages that overlaps the other pass's computation
-            if two passes run as a pair, unless the GPU reaches less; 0: there are no pairs.
+        overlap: share of the time of experts' messages that overlaps the computation of another
+            pass if a forward and a backward pass run as one, unless the GPU reaches less; 0: passes
+            do not overlap.
         has_one_queue: whether kernels and messages share one hardware queue, before Blackwell
             (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
         pipeline_span: number of ranks from the first rank of a pipeline to its last; 0: it is not
@@ -109,32 +112,38 @@ class Execution:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch, or of a mean slice, on a context-parallel rank, which all its
-        tensor-parallel ranks see. At least one: more slices than tokens are refused elsewhere."""
+        """Tokens of a microbatch, or of a mean slice of its sequence, on a context-parallel rank.
+
+        All tensor-parallel ranks see them. There is at least one: more slices than tokens are
+        refused elsewhere.
+        """
         return max(self.sequence // self.context_parallel * self.micro_batch // self.slices, 1)
 
     @property
     def expert_replicas(self) -> int:
-        """Data-parallel replicas that share each layer's experts, and exchange tokens in it."""
+        """Number of data-parallel replicas that share each layer's experts and exchange tokens in
+        it."""
         ranks = self.tensor_parallel * self.context_parallel
         return math.lcm(self.expert_parallel * self.expert_tensor_parallel, ranks) // ranks
 
     @property
     def split_tokens(self) -> float:
-        """Tokens of a microbatch that a rank has between layers: its share with sequence
+        """Tokens of a microbatch that a rank has between layers, its share under sequence
         parallelism."""
         return self.tokens / (self.tensor_parallel if self.sequence_parallel else 1)
 
     @property
     def has_local_kernels(self) -> bool:
-        """Whether Megatron's local layers run, whose biases, dropouts and copies are kernels of
-        their own."""
+        """Whether Megatron's local layers run, with separate kernels for biases, dropouts and
+        copies."""
         return not self.transformer_engine and self.framework is Framework.MEGATRON
 
     @property
     def ranks_of_loss(self) -> int:
-        """Tensor-parallel ranks that share the logits and the loss: one in plain PyTorch, where
-        each rank gathers all."""
+        """Number of tensor-parallel ranks that share the logits and the loss.
+
+        It is one in plain PyTorch, where each rank gathers all logits.
+        """
         return 1 if self.framework is Framework.PYTORCH else self.tensor_parallel
 
     def is_recomputed(self, position: int) -> bool:

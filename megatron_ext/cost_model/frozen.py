@@ -18,12 +18,11 @@ from megatron_ext.schedule.kinds import Held
 def without_frozen(
     costs: Costs, matrices: Sequence[float], *, reached: float, output_layer: bool
 ) -> Costs:
-    """Return ``costs``, which are those of training everything, without the work that frozen
-    weights save.
+    """Return the ``costs`` of training everything, less the work that frozen weights save.
 
-    A frozen weight has no W, and keeps nothing for it. Layers before all trained ones have no I
-    either, as far as they are on the first stage; later stages pass the gradient on, as Megatron's
-    do.
+    A frozen weight has no W, and nothing is stored for its W. Layers before all trained layers have
+    no I either, as far as they are on the first stage; later stages pass the gradient on, as
+    Megatron's do.
 
     Args:
         matrices: trained share of each stage's layers, from 0 to 1.

@@ -21,19 +21,20 @@ from megatron_ext.schedule.limit import parse_limit
 
 @dataclass(frozen=True)
 class DataSheet:
-    """Data sheet of a GPU in the machine that it is sold in.
+    """Data sheet of a GPU: peak rates, memory and links in the machine that it is sold in.
 
     Attributes:
         bf16, fp8, fp4: floating-point operations per second; 0: it has no such units.
         bandwidth: bytes per second of its memory.
         memory: bytes.
-        peers: bytes per second to GPUs of its domain, one way: half of the advertised bandwidth.
+        peers: bytes per second to GPUs of its NVLink domain, one way: half of the advertised
+            bandwidth.
         domain: number of GPUs that are connected at ``peers``.
         network: bytes per second of a GPU's own port.
         host: bytes per second to the host, one way.
         sms: streaming multiprocessors, or compute units.
         matrices: share of ``bf16`` that the best shapes of matrix products reach.
-        eights: share of ``fp8`` that they reach.
+        eights: share of ``fp8`` that the best shapes of matrix products reach.
         source: source of these figures.
     """
 
@@ -73,7 +74,7 @@ DATA_SHEETS = _data_sheets()
 
 @dataclass(frozen=True)
 class Achieved:
-    """Shares of a data sheet's figures that kernels and collectives reach, from 0 to 1.
+    """Shares of a data sheet's peak rates that kernels and collectives reach, from 0 to 1.
 
     Attributes:
         fp4: tensor cores in 4 bits. An assumption.
@@ -81,15 +82,16 @@ class Achieved:
             they reach all of it on an H200 (docs/measurements.md); uneven routing reaches less. An
             assumption.
         attention, attention_backward: fused causal attention. FlashAttention-2 reaches 50 to 73 %
-            of an A100's peak forward, and up to 63 % backward (Dao 2023, arXiv:2307.08691, section
-            4.1); FlashAttention-3 similar shares of an H100's (Shah et al. 2024, arXiv:2407.08608).
-            cuDNN's on an H200: estimated over measured seconds are 0.84 to 1.09.
-        memory: element by element. On an H200 estimated over measured are 0.80 to 1.13.
+        of an A100's peak forward, and up to 63 % backward (Dao 2023, arXiv:2307.08691, section
+        4.1); FlashAttention-3 similar shares of an H100's (Shah et al. 2024, arXiv:2407.08608).
+        cuDNN's on an H200: estimated over measured seconds are 0.84 to 1.09.
+        memory: elementwise operations. On an H200 estimated over measured seconds are 0.80 to 1.13.
         peers: rings over NVLink: NCCL takes 235 GB/s for the most on an A100 (``compCap80`` in
             src/graph/tuning.cc), 18 x 20.6 of 450 on an H100 and 18 x 40.1 of 900 on a B200
             (SM90_NVLINK_BW, SM100_NVLINK_BW in src/graph/topo.h).
         network: messages and rings between nodes. An assumption.
-        host: two GPUs often share a switch, and both directions the host's memory. An assumption.
+        host: copies to the host. Two GPUs often share a switch, and both directions the host's
+            memory. An assumption.
     """
 
     fp4: float = 0.48
@@ -136,7 +138,7 @@ LATENCIES = BEGIN + NEAR_STEP, BEGIN + FAR_STEP
 
 @dataclass(frozen=True)
 class Gpu:
-    """GPU for which a plan is made.
+    """GPU for which costs are estimated.
 
     Attributes:
         memory: bytes; None if not given.
@@ -149,10 +151,11 @@ class Gpu:
     training_rates: Rates | None = None
 
     def rates(self, precision: Precision = Precision.BF16) -> Rates:
-        """Return the rates that this GPU reaches in ``precision``.
+        """Return the rates (operations and bytes per second) that this GPU reaches in
+        ``precision``.
 
         Raises:
-            ValueError: the GPU has no tensor cores for it.
+            ValueError: the GPU has no tensor cores for this precision.
         """
         if self.training_rates is not None:
             return self.training_rates
@@ -196,7 +199,7 @@ class Gpu:
         )
 
     def can(self, precision: Precision) -> bool:
-        """Return whether the GPU has units for products in ``precision``."""
+        """Return whether the GPU has units for matrix products in ``precision``."""
         sheet = self.sheet
         units = {Precision.FP8: "fp8", Precision.MXFP8: "fp8", Precision.FP4: "fp4"}
         return sheet is None or precision not in units or getattr(sheet, units[precision]) > 0
@@ -216,10 +219,10 @@ RESERVED_SHARE = 0.15
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Memory of a GPU that schedules may use.
+    """Memory of a GPU that a rank may use: for tensors, and for its allocator's reserve.
 
     Attributes:
-        allocated: bytes that a rank may take but for ``reserved``.
+        allocated: bytes that a rank may take in addition to ``reserved``.
         reserved: bytes that its allocator reserves beyond its allocations.
         is_modelled: whether ``reserved`` is an assumed share, not measured in this training.
     """
@@ -230,22 +233,24 @@ class FreeMemory:
 
     @property
     def usable(self) -> float:
-        """Bytes that a rank may take, including all that its allocator reserves."""
+        """Bytes of a GPU that a rank may take, including all that its allocator reserves."""
         return self.allocated + self.reserved
 
     def reserved_for(self, allocated: float, lasting: float) -> float:
-        """Return the bytes that an allocator reserves beyond ``allocated`` bytes, of which
-        ``lasting`` are allocated once."""
+        """Return the bytes that an allocator reserves beyond ``allocated`` bytes.
+
+        ``lasting`` bytes of these are allocated once, and so reserve nothing.
+        """
         return RESERVED_SHARE * max(allocated - lasting, 0.0) if self.is_modelled else self.reserved
 
 
 def free_memory(
     memory: float, reserved: float | None = None, *, lasting: float = 0.0
 ) -> FreeMemory:
-    """Return how the usable part of ``memory``, the bytes of a GPU, is split into stored and
-    reserved bytes.
+    """Return how the usable bytes of a GPU are split into allocated and reserved bytes.
 
     Args:
+        memory: bytes of the GPU.
         reserved: bytes that an allocator was measured to reserve beyond its allocations, if known.
         lasting: bytes of a rank that are allocated once (`ModelBytes.lasting`), and so reserve
             nothing.
@@ -284,8 +289,10 @@ def gpu_named(name: str) -> Gpu | None:
 
 
 def name_of_gpu(name: str) -> str | None:
-    """Return the key of `GPUS` for the GPU that its driver calls ``name``; None if it is none of
-    them. A GPU that is sold with less or more memory has keys with it, such as ``a100-40``."""
+    """Return the short name, a key of `GPUS`, of the GPU that its driver calls ``name``; else None.
+
+    A GPU that is sold with less or more memory has keys with the size, such as ``a100-40``.
+    """
     words = name.lower().replace("-", " ").split()
     known = next((word for word in words if word in GPUS), None)
     sizes = (found[1] for word in words if (found := _SIZE.fullmatch(word)))
@@ -294,14 +301,15 @@ def name_of_gpu(name: str) -> str | None:
 
 
 def short_name(gpu: Gpu | None) -> str | None:
-    """Return the key of `GPUS` for ``gpu``; None if its data sheet is not among them."""
+    """Return the short name of ``gpu``, a key of `GPUS`; None if its data sheet is unknown."""
     sheet = None if gpu is None else gpu.sheet
     return next((name for name, known in DATA_SHEETS.items() if known is sheet), None)
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Return the GPU of each pipeline rank that ``h100:6,a100:2`` names, or the one GPU that
-    `parse_gpu` reads.
+    """Return the GPU of each pipeline rank that a text such as ``h100:6,a100:2`` names.
+
+    Text without numbers of ranks names the one GPU that `parse_gpu` reads.
 
     Raises:
         ValueError: as `parse_gpu`, or a number of ranks is none.

@@ -15,8 +15,9 @@ from megatron_ext.schedule.placement import Neighbour, Placement
 
 
 def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, stride: int) -> Costs:
-    """Return ``costs`` with the seconds of each message set by its link, within a node or between
-    nodes.
+    """Return ``costs`` with the seconds of each message between stages set by its link.
+
+    A link is within a node or between nodes.
 
     Args:
         ranks: number of ranks of the launch, on all nodes.
@@ -49,8 +50,10 @@ def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, str
 def with_links_of_span(
     costs: Costs, placement: Placement, rates: Rates, execution: Execution
 ) -> Costs:
-    """Return ``costs`` as `with_links`, for a pipeline whose ranks lie evenly over its span, in
-    Megatron's default order of ranks; unchanged if the span is not known."""
+    """Return ``costs`` as `with_links`, for pipeline ranks that lie evenly over their span.
+
+    The order of ranks is Megatron's default. Costs are unchanged if the span is not known.
+    """
     span = execution.pipeline_span
     return with_links(costs, placement, rates, span, span // placement.ranks)
 
@@ -58,7 +61,10 @@ def with_links_of_span(
 def crosses_a_node(
     two_ranks: frozenset[int], ranks_of_node: int, pipeline: int, ranks: int, stride: int
 ) -> bool:
-    """Return whether ``two_ranks`` of any pipeline of ``pipeline`` ranks are on two nodes."""
+    """Return whether a message between two ranks goes between nodes in some pipeline of a launch.
+
+    ``two_ranks`` are their numbers within the pipeline.
+    """
     lower, upper = min(two_ranks), max(two_ranks)
     block = pipeline * stride
     places = (

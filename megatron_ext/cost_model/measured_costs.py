@@ -29,7 +29,7 @@ _OF_STAGES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True)
 class RankFigures:
-    """Measurements of one rank in a training.
+    """Measurements of one rank in a training: seconds of its passes and messages, and bytes.
 
     Attributes:
         seconds: seconds of its passes, by stage and kind.
@@ -42,7 +42,8 @@ class RankFigures:
             has no such allocator.
         forwards: seconds of the forward passes of the first stage in the last step, by microbatch;
             () on ranks without that stage.
-        places: of its passes by their place in the step; None if microbatches are not ordered.
+        places: seconds of its passes by the microbatch's place in the step; None if microbatches
+            are not ordered.
     """
 
     seconds: _Passes
@@ -57,7 +58,7 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class Machine:
-    """Measurements of ranks in addition to their passes.
+    """Measurements of a training's ranks other than their passes: links and memory.
 
     Attributes:
         links: mean seconds of a message, by whether it goes from node to node.
@@ -71,7 +72,8 @@ class Machine:
 
     @classmethod
     def of(cls, ranks: Sequence[RankFigures]) -> Machine:
-        """Return the measurements of ``ranks``, all ranks of a training in their order."""
+        """Return the links and memory that ``ranks``, all ranks of a training in order, have
+        measured."""
         by_kind: dict[bool, list[float]] = defaultdict(list)
         for rank in ranks:
             for seconds, neighbour in zip(rank.p2p_seconds, rank.neighbours, strict=True):
@@ -84,7 +86,7 @@ class Machine:
 
 
 def medians(events: Iterable[Event]) -> dict[tuple[int, Kind], float]:
-    """Return the median seconds of passes in ``events``, by stage and kind."""
+    """Return the median seconds of passes in the recorded ``events``, by stage and kind."""
     groups = defaultdict(list)
     for event in events:
         groups[event.action.stage, event.action.kind].append(event.end - event.start)
@@ -92,8 +94,10 @@ def medians(events: Iterable[Event]) -> dict[tuple[int, Kind], float]:
 
 
 def forwards_of_first_stage(events: Iterable[Event]) -> tuple[float, ...]:
-    """Return the seconds of the forward passes of the first stage among ``events``, by
-    microbatch."""
+    """Return the seconds of the first stage's forward passes among recorded ``events``.
+
+    They are in the order of microbatches.
+    """
     forwards = [e for e in events if (e.action.stage, e.action.kind) == (0, Kind.FORWARD)]
     forwards.sort(key=lambda event: event.action.microbatch)
     return tuple(event.end - event.start for event in forwards)
@@ -102,8 +106,7 @@ def forwards_of_first_stage(events: Iterable[Event]) -> tuple[float, ...]:
 def measured_costs(
     program: Program, estimate: Costs, ranks: Sequence[RankFigures], measured: str
 ) -> Costs:
-    """Return the costs that ``ranks``, all those of a training, have measured while running
-    ``program``.
+    """Return the costs that all ``ranks`` of a training have measured while running ``program``.
 
     With tensor or data parallelism several ranks have a stage. The median of their seconds counts,
     and the maximum of their bytes. Of messages the mean over all neighbours counts, since a
@@ -155,8 +158,10 @@ def _over_ranks[Key](
 
 
 def _seconds(kind: Kind, stage: int, passes: _Passes, in_passes: Costs) -> float:
-    """Return the seconds of ``kind`` on ``stage``: its estimated share of the measured pass that
-    contains it with the fewest other kinds. (W is taken from W, or from B if W was not measured.)
+    """Return the seconds of one ``kind`` of pass on ``stage``, from the measured passes.
+
+    A measured pass B contains I and W: each gets its estimated share of the pass with the fewest
+    other kinds. (W is taken from W, or from B if W was not measured.)
     """
     doing = [other for at, other in passes if at == stage and kind in RULES[other].covers]
     if not doing:
@@ -169,8 +174,10 @@ def _seconds(kind: Kind, stage: int, passes: _Passes, in_passes: Costs) -> float
 
 
 def _recompute_seconds(passes: _Passes, forward: Sequence[float]) -> tuple[float, ...]:
-    """Return the seconds of R on each stage: those of F if no R was measured there; () if no stage
-    measured any."""
+    """Return the seconds of R (recomputation) on each stage; () if no stage measured any.
+
+    They are those of F if no R was measured on the stage.
+    """
     if not any(kind is Kind.RECOMPUTE for _, kind in passes):
         return ()
     return tuple(passes.get((stage, Kind.RECOMPUTE), f) for stage, f in enumerate(forward))
@@ -179,8 +186,11 @@ def _recompute_seconds(passes: _Passes, forward: Sequence[float]) -> tuple[float
 def _held_bytes(
     held: Mapping[tuple[int, Held], float], in_passes: Costs
 ) -> dict[Held, tuple[float, ...]] | None:
-    """Return the bytes by kind of memory and stage. Bytes for W that were not measured, because the
-    schedule had no W, are in the estimate's proportion to the activations."""
+    """Return the measured bytes by kind of memory and stage; None if they were not measured.
+
+    Bytes for W that were not measured, because the schedule had no W, are in the estimate's
+    proportion to the activations.
+    """
     stages = range(in_passes.stages)
     if any((stage, Held.ACTIVATION) not in held for stage in stages):
         return None
@@ -197,7 +207,8 @@ def _held_bytes(
 
 
 def _scaled(in_passes: Costs, costs: Costs) -> VocabularyCosts:
-    """Return the vocabulary's part of the costs of passes, in the proportions of ``in_passes``."""
+    """Return the part of embedding and output layer in measured passes, in estimated
+    proportions."""
     assert in_passes.vocabulary is not None
     ends = in_passes.vocabulary.of_ends
 
@@ -216,8 +227,8 @@ def _scaled(in_passes: Costs, costs: Costs) -> VocabularyCosts:
 
 
 def _with_weight_gradient_in_w(costs: Costs, in_passes: Costs, estimate: Costs) -> Costs:
-    """Return ``costs`` with the output layer's weight gradient in W, even if it was measured in
-    I."""
+    """Return ``costs`` with the output layer's weight gradient counted in W, even if measured
+    in I."""
     assert costs.vocabulary and in_passes.vocabulary and estimate.vocabulary
     _, _, weight_gradient = estimate.vocabulary.output_layer
     _, in_input_gradient, in_weight_gradient = in_passes.vocabulary.output_layer
@@ -243,7 +254,7 @@ def _with_weight_gradient_in_w(costs: Costs, in_passes: Costs, estimate: Costs) 
 def _of_shards(
     seconds: Mapping[Kind, Sequence[float]], program: Program, estimate: VocabularyCosts
 ) -> VocabularyCosts:
-    """Return the summed costs of the vocabulary passes of all shards."""
+    """Return the costs of embedding and output layer, summed over the shards of all ranks."""
     totals = {kind: sum(figures) for kind, figures in seconds.items()}
     forward, input_gradient = totals[Kind.LOGITS], totals[Kind.LOGITS_INPUT]
     if program.problem.options.vocab_parallel is VocabularyParallel.TWO:  # both are in one pass

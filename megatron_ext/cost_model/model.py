@@ -25,7 +25,7 @@ ATTENTION = frozenset("*w+")
 
 @dataclass(frozen=True)
 class Model:
-    """Dimensions of a language model.
+    """Dimensions of a language model, by the names of Megatron's arguments.
 
     Attributes:
         layers: the parts of each layer.
@@ -107,12 +107,12 @@ class Model:
 
     @property
     def query_width(self) -> int:
-        """Summed width of all heads' queries."""
+        """Summed width of the queries of all attention heads."""
         return self.num_attention_heads * self.kv_channels
 
     @property
     def key_value_width(self) -> int:
-        """Summed width of all groups' keys; their values have the same width."""
+        """Summed width of the keys of all query groups; their values have the same width."""
         return self.num_query_groups * self.kv_channels
 
     def evenly(self, stages: int) -> list[int]:
@@ -131,7 +131,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers and other parts of a model on one stage.
+    """Layers and other parts of a model on one pipeline stage.
 
     Attributes:
         layers: the parts of each of its layers.
@@ -152,24 +152,27 @@ class Stage:
 
     @property
     def final_norm(self) -> bool:
-        """Whether the stage has the norm behind the last layer. That is the stage of the output
-        layer, or with multi-token prediction the stage of the last layer."""
+        """Whether the stage has the norm behind the model's last layer.
+
+        That is the stage of the output layer, or with multi-token prediction the stage of the last
+        layer.
+        """
         is_behind = not self.layers and self.output_runs > 1
         return self.ends_layers or (self.output_layer and not is_behind)
 
     @property
     def output_runs(self) -> int:
-        """Number of runs of the output layer for a microbatch."""
+        """Number of runs of the output layer on this stage for a microbatch; 0 if it has none."""
         return 1 + self.depths + self.earlier_depths if self.output_layer else 0
 
 
 def stages_of(
     model: Model, counts: Sequence[int], depths: Sequence[int] | None = None
 ) -> tuple[Stage, ...]:
-    """Return the stages of ``model`` that have ``counts`` layers, in order. The embedding is on the
-    first stage, the output layer on the last.
+    """Return the stages of ``model``, which have ``counts`` layers, in order.
 
-    ``depths``: of multi-token prediction on each stage; None: all are on the last.
+    The embedding is on the first stage, the output layer on the last. ``depths`` are those of
+    multi-token prediction on each stage; None: all are on the last.
     """
     ends = [0, *accumulate(counts)]
     assert ends[-1] == len(model.layers), (counts, len(model.layers))

@@ -35,12 +35,12 @@ _LARGE_BUCKET_END = 2**16
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of a model on one rank.
+    """Bytes of a model on one rank, without stored activations.
 
     Attributes:
         expert_weights, expert_gradients: the part of ``weights`` and ``gradients`` that only
-            data-parallel ranks with the same experts have.
-        temporary: bytes that the largest pass takes while it runs.
+        data-parallel ranks with the same experts have.
+        temporary: bytes of temporary tensors in the largest pass.
         context: bytes that no tensor takes (`context_bytes`).
     """
 
@@ -54,23 +54,23 @@ class ModelBytes:
 
     @property
     def stored(self) -> float:
-        """Bytes of parameters, gradients and optimizer states."""
+        """Bytes of the rank's parameters, gradients and optimizer states."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def lasting(self) -> float:
-        """Bytes that are allocated once, for all steps of a training."""
+        """Bytes that a rank allocates once, for all steps of a training."""
         return self.stored + self.context
 
     @property
     def total(self) -> float:
-        """Bytes of everything on a rank except stored activations."""
+        """Bytes of everything on a rank except the activations that schedules store."""
         return self.lasting + self.temporary
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Gradients and optimizer states that are stored for each parameter.
+    """How gradients and optimizer states of each parameter are stored and sharded.
 
     Attributes:
         distributed: whether data-parallel ranks share the optimizer states.
@@ -102,7 +102,7 @@ _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
 
 
 def default_bucket(data_parallel: int) -> int:
-    """Return Megatron's own number of elements from which a bucket of gradients ends."""
+    """Return Megatron's default number of elements after which a bucket of gradients ends."""
     return max(_BUCKET, _BUCKET_OF_RANK * data_parallel)
 
 
@@ -114,7 +114,8 @@ def bytes_of_ranks(
     vocabulary: VocabularyParallel,
     state: TrainingState,
 ) -> list[ModelBytes]:
-    """Return the bytes of each rank of ``placement``, on which ``stages`` are placed."""
+    """Return the model's bytes on each rank, for ``stages`` that ``placement`` puts on the
+    ranks."""
     tables_of = tables_of_chunks(placement, vocabulary)
     is_divided = vocabulary is not VocabularyParallel.NONE
     loss_share = 1 / placement.ranks if is_divided else None
@@ -146,8 +147,7 @@ def bytes_of_ranks(
 
 
 def least_lasting(ranks: Sequence[ModelBytes] | None) -> float:
-    """Return the bytes that are allocated once on the rank that has least of them; 0 if they are
-    not known."""
+    """Return the least bytes of all ranks that are allocated once; 0 if they are not known."""
     return min((rank.lasting for rank in ranks or ()), default=0.0)
 
 
@@ -156,8 +156,11 @@ def _summed(parts: Sequence[ModelBytes]) -> ModelBytes:
 
 
 def tables_of_chunks(placement: Placement, vocabulary: VocabularyParallel) -> list[int]:
-    """Return for each chunk of a rank over how many ranks its tables are partitioned; 1: the tables
-    are whole, on their stages; 0: another chunk has this rank's parts."""
+    """Return over how many ranks embedding and output layer are partitioned, for each chunk of a
+    rank.
+
+    1: these tables are whole, on their stages; 0: another chunk has this rank's parts.
+    """
     if vocabulary is VocabularyParallel.NONE:
         return [1] * placement.chunks
     return [placement.ranks] + [0] * (placement.chunks - 1)
@@ -173,9 +176,11 @@ def bytes_of_chunk(
     tables: int,
     bucket: int,
 ) -> ModelBytes:
-    """Return the bytes of ``stage`` on one rank, without temporary tensors and context. ``tables``
-    is an entry of `tables_of_chunks`, ``bucket`` the elements after which a bucket ends; 0: there
-    is one."""
+    """Return the model's bytes of ``stage`` on one rank, without temporary tensors and context.
+
+    ``tables`` is an entry of `tables_of_chunks`, ``bucket`` the elements after which a bucket of
+    gradients ends; 0: there is one bucket.
+    """
     parameters = parameters_of_chunk(model, stage, execution, tables=tables)
     frozen = sum(p.elements for p in parameters if p.is_frozen) * state.weight_bytes
     parameters = [p for p in parameters if not p.is_frozen]
@@ -195,8 +200,10 @@ def bytes_of_chunk(
 def parameters_of_chunk(
     model: Model, stage: Stage, execution: Execution, *, tables: int
 ) -> list[Parameter]:
-    """Return the parameters of ``stage`` on one rank. ``tables`` is an entry of
-    `tables_of_chunks`."""
+    """Return the parameters of ``stage`` on one rank, also with a partitioned vocabulary.
+
+    ``tables`` is an entry of `tables_of_chunks`.
+    """
     parameters = list(parameters_of_stage(model, stage, execution))
     if tables != 1:
         parameters = [p for p in parameters if not p.is_table]
@@ -210,8 +217,10 @@ def parameters_of_chunk(
 def _elements(
     parameters: Sequence[Parameter], state: TrainingState, ranks: int, bucket: int
 ) -> tuple[int, int]:
-    """Return the elements of the buffer that holds ``parameters``, and the number of them whose
-    optimizer states are on the first of ``ranks``."""
+    """Return the padded elements of a gradient buffer, and those whose optimizer states a rank has.
+
+    The buffer holds ``parameters``; the rank is the first of ``ranks``, which share the states.
+    """
     if not state.distributed:
         elements = sum(parameter.elements for parameter in parameters)
         return elements, elements
@@ -226,7 +235,10 @@ def _elements(
 
 
 def _buckets(parameters: Sequence[Parameter], bucket: int) -> Iterable[Sequence[Parameter]]:
-    """Yield the parameters of each bucket. The last parameter comes first, as its gradient does."""
+    """Yield the parameters of each bucket of gradients.
+
+    The last parameter comes first, as its gradient does.
+    """
     in_bucket: list[Parameter] = []
     end = 0
     for parameter in reversed(parameters):
@@ -243,7 +255,7 @@ def _buckets(parameters: Sequence[Parameter], bucket: int) -> Iterable[Sequence[
 
 
 def _ends(parameters: Sequence[Parameter]) -> list[int]:
-    """Return the end of each of a bucket's parameters in the bucket, in elements."""
+    """Return the end of each parameter of a bucket of gradients, in elements from its start."""
     ends: list[int] = []
     for parameter in parameters:
         start = _up_to(ends[-1], _ALIGNED) if ends else 0
@@ -252,7 +264,7 @@ def _ends(parameters: Sequence[Parameter]) -> list[int]:
 
 
 def _before(end: int, parameters: Sequence[Parameter], ends: Sequence[int]) -> int:
-    """Return the number of elements of ``parameters`` before ``end``."""
+    """Return the number of elements of ``parameters`` before position ``end`` of their bucket."""
     return sum(
         max(0, min(own_end, end) - (own_end - parameter.elements))
         for parameter, own_end in zip(parameters, ends, strict=True)

@@ -17,10 +17,11 @@ from megatron_ext.cost_model.tower_costs import tower_matrices
 
 @dataclass(frozen=True)
 class Parameter:
-    """Size of a parameter, or of a rank's part of it.
+    """Size of a parameter of the model, or of a rank's part of it.
 
     Attributes:
-        is_matrix: whether products use it in 8 bits if the run does so: layers' matrices.
+        is_matrix: whether it is a matrix of a layer, which products use in 8 bits if the run does
+            so.
         of_experts: whether only data-parallel ranks that have the same experts reduce it.
         is_table: whether it is an embedding or an output layer.
         is_alone: whether its gradient has a bucket of its own, as a table on two stages has.
@@ -71,8 +72,8 @@ def _of_language_model(model: Model, stage: Stage, execution: Execution) -> Iter
 
 
 def table_elements(model: Model) -> int:
-    """Return the elements of the embedding, or of the output layer, on all tensor-parallel ranks
-    together."""
+    """Return the elements of the embedding, or of the output layer, summed over tensor-parallel
+    ranks."""
     return model.vocabulary * model.hidden_size
 
 
@@ -116,8 +117,11 @@ def _norm(model: Model, width: int) -> Iterator[Parameter]:
 def _linear(
     inputs: int, outputs: int, *, bias: bool, columns: int = 1, rows: int = 1
 ) -> Iterator[Parameter]:
-    """Yield a linear layer's matrix, partitioned over ``columns`` ranks by its outputs or over
-    ``rows`` ranks by its inputs."""
+    """Yield a linear layer's matrix and bias on one rank.
+
+    The matrix is partitioned over ``columns`` ranks by its outputs or over ``rows`` ranks by its
+    inputs.
+    """
     yield Parameter(inputs * outputs // (columns * rows), is_matrix=True)
     if bias:
         yield Parameter(outputs // columns)
@@ -162,8 +166,10 @@ def _latent_attention(model: Model, execution: Execution) -> Iterator[Parameter]
 
 
 def _mlp(model: Model, width: int, ranks: int, hidden_size: int = 0) -> Iterator[Parameter]:
-    """Yield the parameters of an MLP. ``hidden_size`` is the width of its input; 0 takes the
-    model's."""
+    """Yield the parameters of an MLP of this ``width`` on one rank.
+
+    ``hidden_size`` is the width of its input; 0 takes the model's.
+    """
     hidden_size, bias = hidden_size or model.hidden_size, model.add_bias_linear
     first = width * (2 if model.gated_linear_unit else 1)
     yield from _linear(hidden_size, first, bias=bias, columns=ranks)

@@ -21,14 +21,14 @@ _GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates that a rank achieves, which are lower than the peak rates of its GPU.
+    """Rates that a rank reaches on its machine, which are lower than the peak rates of its GPU.
 
     Attributes:
         linear: floating-point operations per second in products with layers' weights, in the run's
             precision.
-        grouped: the same in products with experts' weights.
-        matrix: the same in other products, which are in 16 bits.
-        attention: the same in attention and in recurrences.
+        grouped: floating-point operations per second in products with experts' weights.
+        matrix: floating-point operations per second in other products, which are in 16 bits.
+        attention: floating-point operations per second in attention and in recurrences.
         memory: bytes per second to and from the GPU's memory; inf: this time is not counted.
         network: bytes per second to GPUs beyond the `domain`, over the network.
         peers: bytes per second to GPUs within the `domain`.
@@ -40,13 +40,13 @@ class Rates:
             shapes do not matter, and collectives have no latency.
         operands: bytes per second from the L2 cache.
         kernel: seconds from the end of a kernel to the start of the next.
-        attention_backward: floating-point operations per second of attention's backward pass; 0:
-            as ``attention``.
-        slower_weights: times as long as other products of their shapes that weight gradients of
-            layers' and experts' matrices take.
+        attention_backward: floating-point operations per second of attention's backward pass; 0: as
+            ``attention``.
+        slower_weights: factor by which weight gradients of layers' and experts' matrices take
+            longer than other products of their shapes.
         drawn: random numbers per second that a dropout draws; inf: they take no time.
-        overlap, overlap_in_one_queue: the most of the time of experts' ``alltoall`` messages that
-            overlaps within pairs, with many hardware queues and with one.
+        overlap, overlap_in_one_queue: the largest share of the time of experts' ``alltoall``
+        messages that overlapped passes hide, with many hardware queues and with one.
         measured: measurements of a model on this machine, to which estimates are scaled; None if
             there are none.
         factors: ratios of measured to estimated seconds of single operations on this machine, by
@@ -78,19 +78,19 @@ class Rates:
 
     @property
     def to_neighbours(self) -> tuple[float, float]:
-        """Bytes per second from one pipeline rank to the next, within a domain and beyond it."""
+        """Bytes per second between pipeline neighbours, within an NVLink domain and beyond it."""
         links = Links() if self.measured is None else self.measured.links
         return links.within or self.peers, links.between or self.network
 
     @property
     def latencies(self) -> tuple[float, float]:
-        """Seconds of a short message from one pipeline rank to the next, within a domain and beyond
-        it."""
+        """Seconds of a short message between pipeline neighbours, within an NVLink domain and
+        beyond."""
         return self.peer_latency, self.network_latency
 
     @property
     def ranks_of_node(self) -> int:
-        """Number of ranks that are connected at the first rate of `to_neighbours`."""
+        """Number of ranks that are connected at the first (faster) rate of `to_neighbours`."""
         links = Links() if self.measured is None else self.measured.links
         return links.ranks_of_node or self.domain
 
@@ -116,8 +116,7 @@ class Rates:
         )
 
     def seconds_of(self, operation: Operation) -> tuple[float, float, float]:
-        """Return the seconds of F, I and W of ``operation``. I includes W if its backward pass
-        cannot be split.
+        """Return the seconds of F, I and W of ``operation``; I includes W if they cannot be split.
 
         A kernel moves its data while it computes, so it takes the longer of the two times. The
         kernels of a layer run one after the other, so their times add up.
@@ -139,7 +138,8 @@ class Rates:
         return forward, backward, weights
 
     def _computed(self, operation: Operation) -> tuple[float, float, float]:
-        """Return the seconds of F, I and W in which operations compute."""
+        """Return the seconds of F, I and W in which ``operation`` computes, without memory
+        traffic."""
         flops, engine = operation.flops, self._engine(operation.engine)
         product = operation.product
         if operation.drawn:
@@ -193,8 +193,10 @@ class Rates:
         return math.inf
 
     def seconds_to_exchange(self, exchange: Exchange) -> tuple[float, float]:
-        """Return the seconds that F and I wait for ``exchange``. Bytes within a domain and bytes to
-        other domains move at the same time."""
+        """Return the seconds that F and I wait for an ``exchange`` with other ranks.
+
+        Bytes within an NVLink domain and bytes to other domains move at the same time.
+        """
         ranks, choices = exchange.ranks, exchange.choices
         near = max(min(ranks, self.domain // exchange.stride), 1)
         nodes = ranks / near
@@ -218,7 +220,7 @@ class Rates:
         return forward, backward
 
     def _factor_of(self, exchange: Exchange, moved: float) -> float:
-        """Return the ratio of measured to estimated seconds of ``exchange``, which moves ``moved``
+        """Return the ratio of measured to estimated seconds of an ``exchange`` of ``moved``
         bytes."""
         if self.factors is None:
             return 1.0
@@ -230,8 +232,7 @@ class Rates:
 
 
 def _distinct(places: float, choices: int) -> float:
-    """Return the expected number of distinct places if ``choices`` are drawn at random from
-    ``places``."""
+    """Return the expected number of distinct places among ``choices`` random ones of ``places``."""
     return places * (1 - (1 - 1 / places) ** choices)
 
 

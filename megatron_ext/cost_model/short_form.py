@@ -60,7 +60,7 @@ class Described:
         )
 
     def execution(self, tensor_parallel: int = 1) -> Execution:
-        """Return how a rank runs a microbatch.
+        """Return how a rank runs a microbatch of this model.
 
         Raises:
             ValueError: tensor parallelism does not divide the sizes, as Megatron requires.
@@ -102,8 +102,9 @@ _EXAMPLE = (
 
 
 def parse_model(text: str) -> Described:
-    """Return the model that ``text`` describes: ``layers=64,hidden=6144,...``, the fields of
-    `Described` with hyphens.
+    """Return the dense GPT that a text such as ``layers=64,hidden=6144,...`` describes.
+
+    Its keys are the fields of `Described` with hyphens.
 
     Raises:
         ValueError: a field is missing, unknown, given twice, or not such a number.

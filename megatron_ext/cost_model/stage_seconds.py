@@ -28,7 +28,7 @@ from megatron_ext.cost_model.rates import Rates
 
 
 class Other(StrEnum):
-    """Costs of a pass that belong to no operation and no group: launching its kernels."""
+    """Costs of a pass that belong to no operation and no process group: launching its kernels."""
 
     LAUNCH = "launching"
 
@@ -39,7 +39,7 @@ SecondsByTerm = Mapping[Term, float]
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of F, I and W, by the resource or group that takes them.
+    """Seconds of F, I and W, each split by the resource or process group that takes them.
 
     Attributes:
         rows: the seconds of W in matrices that tensor-parallel ranks partition by rows.
@@ -54,7 +54,7 @@ class PassSeconds:
 
     @property
     def totals(self) -> tuple[float, float, float]:
-        """Total seconds of F, I and W."""
+        """Total seconds of F, I and W over all resources and groups."""
         forward, backward, weights = (
             sum(seconds.values())
             for seconds in (self.forward, self.input_gradient, self.weight_gradient)
@@ -62,12 +62,12 @@ class PassSeconds:
         return forward, backward, weights
 
     def with_recompute(self) -> PassSeconds:
-        """Return these seconds with F repeated in I, as for a recomputed layer."""
+        """Return these seconds with F repeated in I, as for a layer that is recomputed."""
         recomputed = PassSeconds(input_gradient=self.forward, squared=(0.0, self.squared[0]))
         return summed([self, recomputed])
 
     def scaled(self, scale: Scale) -> PassSeconds:
-        """Return these seconds scaled to measured ones."""
+        """Return these estimated seconds multiplied by ratios of measured to estimated ones."""
         return PassSeconds(
             _times(self.forward, scale.forward),
             _times(self.input_gradient, scale.input_gradient),
@@ -82,7 +82,7 @@ def _times(seconds: SecondsByTerm, scale: float) -> SecondsByTerm:
 
 
 def summed(parts: Iterable[PassSeconds]) -> PassSeconds:
-    """Return the sum of the seconds of ``parts``."""
+    """Return the sum of the seconds of several parts of a pass, by resource and group."""
     parts = list(parts)
     return PassSeconds(
         _summed(part.forward for part in parts),
@@ -105,16 +105,21 @@ def _summed(terms: Iterable[SecondsByTerm]) -> SecondsByTerm:
 def seconds_of_layers(
     model: Model, stage: Stage, execution: Execution, rates: Rates
 ) -> PassSeconds:
-    """Return the seconds of the layers of ``stage`` and of its passes themselves. Layers of
-    multi-token prediction are included; the embedding and the output layer are not."""
+    """Return the seconds of F, I and W in all layers of ``stage``, and of launching its passes.
+
+    Layers of multi-token prediction are included; the embedding and the output layer are not.
+    """
     return summed(seconds for _, seconds in seconds_by_component(model, stage, execution, rates))
 
 
 def seconds_by_component(
     model: Model, stage: Stage, execution: Execution, rates: Rates
 ) -> Iterator[tuple[str, PassSeconds]]:
-    """Yield the seconds of `seconds_of_layers` by component: each layer by its type, then depths of
-    multi-token prediction, then the pass itself."""
+    """Yield each component of ``stage`` with its seconds of F, I and W.
+
+    Components are each layer, named by its type, then depths of multi-token prediction, then the
+    pass itself (`seconds_of_layers`).
+    """
     for position, layer in enumerate(stage.layers):
         seconds = _of_layer(layer, execution.is_recomputed(position), model, execution, rates)
         yield layer, _measured(seconds, layer, rates)
@@ -125,7 +130,7 @@ def seconds_by_component(
 
 
 def seconds_of_embedding(model: Model, execution: Execution, rates: Rates) -> tuple[float, float]:
-    """Return the seconds of the look-up, and of its table's gradient."""
+    """Return the seconds of the embedding's look-up (F), and of its table's gradient (W)."""
     forward, _, weights = rates.seconds_of(embedding(model, execution))
     measured = rates.measured
     if measured is None:
@@ -160,8 +165,10 @@ def _of_depth(model: Model, execution: Execution, rates: Rates) -> PassSeconds:
 
 
 def _of_part(part: Part, execution: Execution, rates: Rates) -> PassSeconds:
-    """Return the seconds of ``part``. Operations that Megatron's selective recompute repeats count
-    in I too."""
+    """Return the seconds of a layer's ``part``, such as attention.
+
+    Operations that Megatron's selective recompute repeats count in I too.
+    """
     modules = frozenset() if execution.recompute else execution.recompute_modules
     passes = []
     for operation in part.operations:
@@ -181,8 +188,10 @@ def _of_part(part: Part, execution: Execution, rates: Rates) -> PassSeconds:
 
 
 def _waited(exchange: Exchange, part: Part, rates: Rates) -> tuple[float, float]:
-    """Return the seconds of ``exchange`` that attention does not overlap, in F and in I. If
-    attention is recomputed in I, that overlaps the exchange of the repeated F alone."""
+    """Return the seconds of an ``exchange`` that attention does not overlap, in F and in I.
+
+    If attention is recomputed in I, it overlaps the exchange of the repeated F alone.
+    """
     f, i = rates.seconds_to_exchange(exchange)
     if exchange.is_behind_attention:
         for operation in part.operations:

@@ -15,7 +15,7 @@ from megatron_ext.base.words import shown
 
 
 class TowerTraining(StrEnum):
-    """Choice of the trained part of a tower with its projector."""
+    """Choice of the trained parts of a vision tower and its projector."""
 
     ALL = "trained"
     PROJECTOR = "frozen, its projector trained"
@@ -51,12 +51,12 @@ class Tower:
 
     @property
     def images(self) -> int:
-        """Images of a sample: as many as its patches need."""
+        """Number of images of a sample: as many as its patches need."""
         return max(-(-self.patches // self.image), 1)
 
     @property
     def patches_of_image(self) -> int:
-        """Tokens of each image, all of one size."""
+        """Number of tokens of each image in the vision tower; all images have one size."""
         return -(-self.patches // self.images)
 
 
@@ -93,9 +93,9 @@ _EXAMPLE = (
 
 
 def parse_tower(text: str) -> dict[str, Any]:
-    """Return the sizes of the tower that ``text`` names or lists, for `tower_of`.
+    """Return the sizes of the vision tower that ``text`` names or lists, for `tower_of`.
 
-    ``tokens`` are those of the tower for each sample, which `tower_of` takes apart.
+    ``tokens``, the tower's tokens for each sample, is an entry that `tower_of` does not read.
 
     Raises:
         ValueError: an unknown name, or a size that is unknown or no number from 1.
@@ -122,7 +122,7 @@ def parse_tower(text: str) -> dict[str, Any]:
 
 
 def tower_of(sizes: Mapping[str, Any], width: int, patches: int) -> Tower:
-    """Return the tower of these ``sizes``, as recipes.json and `parse_tower` have them.
+    """Return the vision tower of these ``sizes``, as recipes.json and `parse_tower` have them.
 
     Args:
         width: width of the language model.

@@ -21,7 +21,7 @@ from megatron_ext.schedule.costs import TowerCosts
 
 
 def tower_costs(tower: Tower, execution: Execution, rates: Rates) -> TowerCosts:
-    """Return the seconds of F, I and W of a microbatch in ``tower``, and the bytes that it stores.
+    """Return the seconds of F, I and W of a microbatch in a vision tower, and the bytes it stores.
 
     Frozen layers have neither I nor W and store nothing.
     """
@@ -55,7 +55,7 @@ def tower_costs(tower: Tower, execution: Execution, rates: Rates) -> TowerCosts:
 
 
 def tower_layers(tower: Tower) -> Model:
-    """Return the transformer layers of ``tower`` as a model."""
+    """Return the transformer layers of a vision tower, described as a model."""
     return Model(
         layers=("*-",) * tower.layers,
         hidden_size=tower.hidden_size,
@@ -72,7 +72,7 @@ def tower_layers(tower: Tower) -> Model:
 
 
 def tower_execution(tower: Tower, execution: Execution) -> Execution:
-    """Return how the images of a microbatch run through ``tower``."""
+    """Return how the images of a microbatch run through a vision tower."""
     return replace(
         execution,
         sequence=tower.patches_of_image,
@@ -92,8 +92,11 @@ def tower_execution(tower: Tower, execution: Execution) -> Execution:
 
 
 def tower_matrices(tower: Tower) -> Iterator[tuple[int, int, bool]]:
-    """Yield the elements of the tower's matrices and of its other parameters on all tensor-parallel
-    ranks together, and whether they are trained: first for the layers, then for the projectors."""
+    """Yield the parameters of a vision tower's layers, then those of its projectors.
+
+    Each entry has the elements of matrices, those of other parameters, both on all tensor-parallel
+    ranks together, and whether they are trained.
+    """
     hidden_size, width = tower.hidden_size, tower.merged * tower.hidden_size
     groups = tower.num_query_groups / tower.num_attention_heads
     attention = int(hidden_size * hidden_size * (2 + 2 * groups))
@@ -114,8 +117,10 @@ def tower_matrices(tower: Tower) -> Iterator[tuple[int, int, bool]]:
 
 
 def _projector(tower: Tower, run: Execution) -> tuple[Operation, Operation]:
-    """Return the two products of a projector: one within the joined width, one to the model's
-    width."""
+    """Return the two matrix products of a vision tower's projector.
+
+    One is within the width of the joined patches, the other goes to the language model's width.
+    """
     tokens, width = _joined_tokens(tower, run), tower.merged * tower.hidden_size
     local_width = width / run.tensor_parallel
     first, *_ = linear("projector's fc1", tokens, width, local_width, run)

@@ -218,9 +218,9 @@ class Problem:
         forward_only: whether the step is one of evaluation, where nothing is differentiated and no
             activations are stored.
         options: the options in addition to the order of passes.
-        first_trained: the first stage with anything to train. Earlier stages have only forward
-            passes, which store nothing. (Families do not see it: `transforms.omitted_backward`
-            removes the backward passes of these stages.)
+        first_trained_stage: the first stage with anything to train. Earlier stages have only
+            forward passes, which store nothing. (Families do not see it:
+            `transforms.omitted_backward` removes the backward passes of these stages.)
         stock: Megatron's own pipeline functions, if they and not this project's executor run the
             step (`executor`). Only the times of a step depend on it: not its program, nor its
             memory.

@@ -36,7 +36,7 @@ _RATES = tuple(field.name for field in fields(Rates) if field.name not in ("meas
 
 @dataclass(frozen=True)
 class MeasuredFile:
-    """Measurements in a costs file, to which estimates are scaled.
+    """Measurements of layers in a costs file, to which estimates are scaled.
 
     Attributes:
         rates: rates that were assumed at the measurement, together with the measurement.
@@ -52,7 +52,7 @@ class MeasuredFile:
     reserved: float | None = None
 
     def remarks(self, model: Model) -> Iterator[str]:
-        """Yield remarks for users on an estimate of ``model`` that is scaled to these
+        """Yield remarks for users about an estimate of ``model`` that is scaled to these
         measurements."""
         measured = self.rates.measured
         assert measured is not None
@@ -74,10 +74,11 @@ class MeasuredFile:
 def as_data(
     layers: LayerCosts | None, machine: Machine, forwards: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """Return these measurements as entries of a costs file, for `load_measured`.
+    """Return measurements of layers and links as entries of a costs file, for `load_measured`.
 
     Args:
-        layers: None if they are not known.
+        layers: costs of each type of layer; None if they are not known.
+        machine: measured links and memory.
         forwards: seconds of the forward passes of the first stage, by microbatch of one step.
     """
     data: dict[str, Any] = {}
@@ -106,8 +107,10 @@ def as_data(
 
 
 def _tower_as_data(tower: TowerCosts, forwards: Sequence[float]) -> dict[str, Any]:
-    """Return the entry of an encoder in a costs file; its images make microbatches differ, so each
-    one is written."""
+    """Return the entry of an encoder in a costs file.
+
+    Its images make microbatches differ, so the forward seconds of each microbatch are written.
+    """
     of_layers = statistics.median(forwards) - tower.seconds[0] if forwards else 0.0
     return {
         "seconds": rounded(tower.seconds),
@@ -129,8 +132,10 @@ def _key(figure: Any) -> str:
 
 
 def measured_reserve(path: Path | None, gpu: str | None = None) -> float | None:
-    """Return the bytes that the allocator was measured to reserve beyond its allocations, by the
-    costs file ``path``; None: not measured. Arguments and errors are those of `load_measured`."""
+    """Return the bytes that an allocator reserves beyond its allocations, by a costs file.
+
+    None: not measured. Arguments and errors are those of `load_measured`.
+    """
     measured = None if path is None else load_measured(path, gpu)
     return None if measured is None else measured.reserved
 

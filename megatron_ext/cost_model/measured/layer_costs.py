@@ -47,7 +47,7 @@ MeasuredFigures = Mapping[MeasuredFigure, float]
 
 @dataclass(frozen=True)
 class Basis:
-    """Basis of estimated costs, with which measured costs are compared.
+    """Model, stages and rates of the estimate with which measured costs are compared.
 
     Attributes:
         has_tower: whether the first stage runs an encoder, for which no estimate exists.
@@ -62,10 +62,11 @@ class Basis:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Seconds and bytes of a microbatch in one instance of each component, by component.
+    """Measured and estimated costs of a microbatch in each component of a model, such as a layer
+    type.
 
     Attributes:
-        measured: bytes only if they were measured.
+        measured: seconds and bytes of one instance; bytes only if they were measured.
         estimated: the same figures as estimated with ``rates``.
         alike: groups of components that no stage tells apart; each group keeps the proportions of
             the estimate.
@@ -81,7 +82,7 @@ class LayerCosts:
     tower: TowerCosts | None = None
 
     def scales(self) -> tuple[tuple[str, Scale], ...]:
-        """Return for each component the ratio of measured to estimated figures."""
+        """Return for each component the ratios of measured to estimated seconds and bytes."""
         return tuple(
             (name, _scale_of([(self.measured[name], self.estimated[name])]))
             for name in self.measured
@@ -89,7 +90,7 @@ class LayerCosts:
 
     @property
     def of_others(self) -> Scale:
-        """Ratio of measured to estimated figures, for layers of all types together."""
+        """Ratios of measured to estimated seconds and bytes, for layers of all types together."""
         not_layers = (DEPTH, EMBEDDING, OUTPUT_LAYER, PASS)
         layers = [name for name in self.measured if name not in not_layers]
         return _scale_of([(self.measured[name], self.estimated[name]) for name in layers])
@@ -107,9 +108,11 @@ def _scale_of(pairs: Sequence[tuple[MeasuredFigures, MeasuredFigures]]) -> Scale
 
 
 def layer_costs(costs: Costs, basis: Basis, *, is_divided: bool) -> LayerCosts:
-    """Return the part of the measured ``costs`` that each component takes.
+    """Return the costs of each component of a model, such as a layer type, from measured stages.
 
     Args:
+        costs: measured costs of the stages.
+        basis: the estimate whose proportions are used.
         is_divided: whether the vocabulary was partitioned over ranks, and measured by itself.
     """
     stages = [_expected(stage, basis) for stage in basis.stages]
@@ -151,7 +154,7 @@ def layer_costs(costs: Costs, basis: Basis, *, is_divided: bool) -> LayerCosts:
 
 
 def _joined(groups: Sequence[set[str]], order: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return ``groups`` with those merged that share a member."""
+    """Return ``groups`` of components after groups that share a member have been merged."""
     joined: list[set[str]] = []
     for group in groups:
         common = [other for other in joined if other & group]
@@ -160,7 +163,7 @@ def _joined(groups: Sequence[set[str]], order: Sequence[str]) -> tuple[tuple[str
 
 
 def alike_remark(components: Sequence[str]) -> str:
-    """Return the remark for users on a group of `LayerCosts.alike`."""
+    """Return the remark for users about components that the measured stages do not tell apart."""
     *words, last = (_IN_WORDS.get(name, f"a layer {name}") for name in components)
     return (
         f"no stage tells {', '.join(words)} and {last} apart: they keep the proportions of the "
@@ -180,7 +183,8 @@ _Expected = dict[str, dict[MeasuredFigure, float]]  # by component
 
 
 def _expected(stage: Stage, basis: Basis) -> _Expected:
-    """Return the estimated figures of all instances of each component on ``stage``."""
+    """Return the estimated seconds and bytes of each component on ``stage``, all instances
+    together."""
     model, execution, rates = basis.model, basis.execution, basis.rates
     expected: _Expected = defaultdict(lambda: defaultdict(float))
 
@@ -208,8 +212,11 @@ def _sums_of(
     figure: MeasuredFigure,
     is_divided: bool,
 ) -> tuple[Sequence[_Expected], Sequence[float]]:
-    """Return the estimated figures by component and the measured sums of ``figure``, row by row: of
-    each stage, and of a partitioned vocabulary by itself."""
+    """Return estimated figures by component, and the measured sum of them, row by row.
+
+    A row is a stage, or a part of a partitioned vocabulary. ``figure`` is a kind of pass or of
+    memory.
+    """
     layers = costs.without_vocabulary()
     if isinstance(figure, Held):
         assert layers.held_bytes is not None
@@ -225,7 +232,7 @@ def _sums_of(
 
 
 def _numbers(basis: Basis) -> dict[str, int]:
-    """Return how many instances of each component the model has."""
+    """Return how many instances of each component (layer type, embedding, ...) the model has."""
     numbers = dict(Counter(basis.model.layers))
     depths = sum(stage.depths for stage in basis.stages)
     passes = len(basis.stages)

@@ -24,7 +24,7 @@ _FARTHEST = 4.0
 
 @dataclass(frozen=True)
 class Fit:
-    """Fitted scales of a model's parts.
+    """Ratios of measured to expected costs of a model's parts, fitted to measured sums.
 
     Attributes:
         scales: ratio of measured to expected, for each part.
@@ -37,7 +37,8 @@ class Fit:
 
 
 def fit_scales(expected: Array, measured: Array) -> Fit:
-    """Return the scales with which sums of parts come closest, in proportion, to the measured sums.
+    """Fit a scale for each part so that sums of parts come closest, in proportion, to measured
+    sums.
 
     Scales that the sums do not determine one by one (`Fit.alike`) differ as little as the sums
     allow, so these parts keep their expected proportions. Parts too small to be seen keep their
@@ -72,8 +73,11 @@ def fit_scales(expected: Array, measured: Array) -> Fit:
 
 
 def _least_spread(matrix: Array, sums: Array) -> tuple[Array, list[list[int]]]:
-    """Return the closest solution and the groups of parts as in `Fit.alike`. Among all
-    closest solutions it is the one whose parts differ least within these groups."""
+    """Return the least-squares solution, and the groups of parts that it does not determine.
+
+    Among all closest solutions it is the one whose parts differ least within these groups
+    (`Fit.alike`).
+    """
     sizes = np.linalg.norm(matrix, axis=0)
     _, singular, directions = np.linalg.svd(matrix / sizes)
     rank = int((singular > _LEAST_SINGULAR_VALUE * singular[0]).sum())
@@ -92,7 +96,7 @@ def _least_spread(matrix: Array, sums: Array) -> tuple[Array, list[list[int]]]:
 
 
 def _connected(together: NDArray[np.bool_]) -> list[list[int]]:
-    """Return the connected groups of two or more members of the relation ``together``."""
+    """Return the groups of two or more members that are connected in the relation ``together``."""
     groups: list[list[int]] = []
     left = set(range(len(together)))
     while left:

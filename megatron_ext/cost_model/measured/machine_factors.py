@@ -27,7 +27,7 @@ GroupedShape = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class TimedKernel:
-    """Seconds of one kernel, measured and estimated."""
+    """Measured and estimated seconds of one kernel of a certain shape."""
 
     shape: tuple[float, ...]
     measured: float
@@ -36,7 +36,7 @@ class TimedKernel:
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """Seconds of one collective, measured and estimated.
+    """Measured and estimated seconds of one collective of a certain size.
 
     Attributes:
         size: bytes of the whole buffer, with the shares of all ranks.
@@ -51,17 +51,18 @@ class TimedCollective:
 
 @dataclass(frozen=True)
 class MachineFactors:
-    """Measurements of one machine, from which factors for other shapes follow.
+    """Timed operations of one machine, from which factors on estimates of other shapes follow.
 
     Attributes:
         gpu: name that the GPU's driver gives.
-        versions: of torch, CUDA and so on, in words.
-        precision: of the products, by its name in `Precision`.
-        products: `ProductShape` of each, in the layers' precision.
-        gathers: of tensor-parallel ranks.
-        grouped: `GroupedShape` of each.
-        attention, attention_backward: floating-point operations and bytes of the forward pass.
-        exchanges: of expert-parallel ranks, all to all.
+        versions: versions of torch, CUDA and so on, in words.
+        precision: precision of the products, by its name in `Precision`.
+        products: matrix products in the layers' precision, with their `ProductShape`.
+        gathers: gathers of tensor-parallel ranks.
+        grouped: experts' products, with their `GroupedShape`.
+        attention, attention_backward: attention, with floating-point operations and bytes of the
+        forward pass as its shape.
+        exchanges: exchanges of expert-parallel ranks, all to all.
     """
 
     gpu: str
@@ -75,36 +76,45 @@ class MachineFactors:
     exchanges: tuple[TimedCollective, ...] = ()
 
     def of_product(self, shape: ProductShape) -> float:
-        """Return the factor of the measured product that is closest in shape to ``shape``."""
+        """Return measured over estimated seconds of the timed product closest in shape."""
         return _of_closest(self.products, shape)
 
     def of_grouped(self, shape: GroupedShape) -> float:
-        """Return the factor of the measured experts' products closest in shape to ``shape``."""
+        """Return measured over estimated seconds of the timed experts' products closest in
+        shape."""
         return _of_closest(self.grouped, shape)
 
     def of_attention(self, flops: float, moved: float) -> tuple[float, float]:
-        """Return the factors of attention's forward and backward pass, of the measured attention
-        closest in floating-point operations and bytes of the forward pass."""
+        """Return measured over estimated seconds of attention, forward and backward.
+
+        They are those of the timed attention closest in floating-point operations and bytes of the
+        forward pass.
+        """
         shape = flops, moved
         return _of_closest(self.attention, shape), _of_closest(self.attention_backward, shape)
 
     def of_gather(self, size: float) -> float:
-        """Return the factor of a gather of ``size`` bytes: between those of the measured sizes on
-        both sides, by the logarithm of the size; beyond all of them that of the last one."""
+        """Return measured over estimated seconds of a gather of ``size`` bytes.
+
+        The factor is interpolated between the timed sizes, by the logarithm of the size; beyond all
+        of them it is that of the last one.
+        """
         return _of_size(self.gathers, size)
 
     def of_exchange(self, size: float) -> float:
-        """Return the factor for an exchange of ``size`` bytes among expert-parallel ranks, by the
-        rule of `of_gather`."""
+        """Return measured over estimated seconds of an exchange of ``size`` bytes between experts.
+
+        The exchange is among expert-parallel ranks; the factor is found as in `of_gather`.
+        """
         return _of_size(self.exchanges, size)
 
     def is_of(self, gpu: str) -> bool:
-        """Return whether these are measurements of a machine of ``gpu``, named in short (h100) or
-        by its driver."""
+        """Return whether these are measurements of the GPU ``gpu``, a short name or its
+        driver's."""
         return gpu.lower() in (self.gpu.lower(), *self.gpu.lower().replace("-", " ").split())
 
     def as_data(self) -> dict[str, Any]:
-        """Return these measurements as an entry of a costs file, for `read_factors`."""
+        """Return these timed operations as an entry of a costs file, for `read_factors`."""
         return {
             "version": FORMAT,
             "gpu": self.gpu,
@@ -121,8 +131,8 @@ class MachineFactors:
         }
 
     def remark(self) -> str:
-        """Return a remark for users: what was measured, compared with what, and what follows for
-        estimates."""
+        """Return a remark for users on the timed operations: how far estimates were off, and what
+        follows."""
         names = {
             "products": f"products in {self.precision}",
             "grouped": "experts' products",
@@ -157,8 +167,10 @@ def _factor(timed: TimedKernel | TimedCollective) -> float:
 
 
 def _of_closest(timed: Sequence[TimedKernel], shape: tuple[float, ...]) -> float:
-    """Return the factor of the kernel closest in shape, by the logarithm of each dimension; 1 if
-    there is none."""
+    """Return measured over estimated seconds of the kernel closest in shape; 1 if there is none.
+
+    The distance is by the logarithm of each dimension.
+    """
     if not timed or not all(shape):
         return 1.0
 
@@ -177,7 +189,7 @@ def _of_size(timed: Sequence[TimedCollective], size: float) -> float:
 
 
 def read_factors(data: Mapping[str, Any]) -> MachineFactors:
-    """Return the machine factors in the entry ``data`` of a costs file.
+    """Return the timed operations of a machine in the entry ``data`` of a costs file.
 
     Raises:
         ValueError: another format, or a figure that is not above 0.

@@ -19,7 +19,7 @@ from megatron_ext.schedule.timeline import Event
 
 @dataclass(frozen=True)
 class RankPlaces:
-    """Seconds of the passes of one rank by their place in the step.
+    """Measured seconds of a rank's passes by the microbatch's place in the step.
 
     Attributes:
         pipeline: global rank of the first rank of its pipeline.
@@ -33,7 +33,7 @@ class RankPlaces:
 
 @dataclass(frozen=True)
 class MeasuredPlaces:
-    """Costs of the places of several steps, relative to those of the median pass of a kind.
+    """Measured costs of each microbatch's place in the step, relative to the median pass of a kind.
 
     Attributes:
         steps: by kind of pass, an array of pipelines x microbatches for each step.
@@ -43,7 +43,10 @@ class MeasuredPlaces:
 
     @property
     def at_places(self) -> dict[Kind, tuple[float, ...]]:
-        """Mean cost at each place over the steps of the longest pipeline, as `Costs.at_places`."""
+        """Mean cost over steps of each microbatch's place in the step (`Costs.at_places`).
+
+        At each place of each step the slowest pipeline counts.
+        """
         return {
             kind: tuple(np.mean([step[kind].max(axis=0) for step in self.steps], axis=0).tolist())
             for kind in self.steps[0]
@@ -53,8 +56,10 @@ class MeasuredPlaces:
 def seconds_by_place(
     steps: Sequence[Iterable[Event]], microbatches: int
 ) -> dict[Kind, tuple[tuple[float, ...], ...]]:
-    """Return `RankPlaces.seconds` of the passes of several ``steps``, which have whole
-    microbatches."""
+    """Return a rank's seconds by kind of pass, for each step and microbatch (`RankPlaces.seconds`).
+
+    ``steps`` are events of whole microbatches, not of slices.
+    """
     tables: dict[Kind, Floats] = defaultdict(lambda: np.zeros((len(steps), microbatches)))
     for number, events in enumerate(steps):
         for event in events:
@@ -63,8 +68,10 @@ def seconds_by_place(
 
 
 def measured_places(ranks: Sequence[RankPlaces]) -> MeasuredPlaces | None:
-    """Return what all ``ranks`` of a training have measured; None if their pipelines have other
-    numbers of microbatches or other kinds of passes."""
+    """Return the costs of microbatches' places in the step, as all ``ranks`` have measured them.
+
+    None if their pipelines have different numbers of microbatches or different kinds of passes.
+    """
     if len({(kind, np.shape(of)) for rank in ranks for kind, of in rank.seconds.items()}) != len(
         ranks[0].seconds
     ):

@@ -17,8 +17,10 @@ PASS = "pass"  # name of the time of a pass that none of its layers takes
 
 @dataclass(frozen=True)
 class Scale:
-    """Ratios of measured to estimated figures: seconds of F, I and W, and bytes that are held from
-    F to I and from I to W."""
+    """Ratios of measured to estimated costs of a model's component.
+
+    They are those of the seconds of F, I and W, and of the bytes held from F to I and from I to W.
+    """
 
     forward: float = 1.0
     input_gradient: float = 1.0
@@ -32,8 +34,10 @@ NOT_SCALED = Scale()
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second of messages between pipeline neighbours, and ranks of a node. A figure is
-    None if no neighbours were measured for it."""
+    """Measured bytes per second of messages between pipeline neighbours, and ranks of a node.
+
+    A figure is None if no neighbours were measured for it.
+    """
 
     within: float | None = None  # a node
     between: float | None = None  # nodes

@@ -41,14 +41,15 @@ def timed_products(
     rates: Rates,
     seconds_of: Callable[[ProductShape], float | None],
 ) -> tuple[TimedKernel, ...]:
-    """Return the products of F, I and W of the layers of ``model``, at each of `TENSOR_PARALLEL`.
+    """Time the matrix products of a model's layers at several tensor-parallel sizes, and return
+    them.
 
-    Each is timed as a product alone, which writes 16 bits an element.
+    The products are those of F, I and W. Each is timed alone, and writes 16 bits an element.
 
     Args:
-        rates: for the estimate; without factors.
-        seconds_of: measures a product of (rows, columns, depth); None if it cannot. Such products
-            are not returned.
+        rates: rates for the estimate, without factors.
+        seconds_of: function that measures a product of (rows, columns, depth); None if it cannot.
+            Such products are not returned.
     """
     runs = [replace(execution, tensor_parallel=ranks) for ranks in TENSOR_PARALLEL]
     shapes: dict[ProductShape, None] = {}
@@ -69,8 +70,11 @@ def timed_grouped(
     rates: Rates,
     seconds_of: Callable[[GroupedShape], float | None],
 ) -> tuple[TimedKernel, ...]:
-    """Return the products of experts in F, I and W, for half as many expert-parallel ranks as
-    ``execution`` has, as many, and twice as many. Arguments as of `timed_products`."""
+    """Time the products of experts in F, I and W at several expert-parallel sizes, and return them.
+
+    The sizes are half as many expert-parallel ranks as ``execution`` has, as many, and twice as
+    many. Arguments are those of `timed_products`.
+    """
     ranks = execution.expert_parallel
     sizes = [
         size for size in (ranks // 2, ranks, 2 * ranks) if size and not model.num_experts % size
@@ -90,7 +94,8 @@ def timed_grouped(
 
 
 def _operations(model: Model, runs: Iterable[Execution], engine: Engine) -> Iterator[Operation]:
-    """Yield the operations on ``engine`` of each type of layers in each of ``runs``."""
+    """Yield the operations of all layer types that use ``engine``, for each execution in
+    ``runs``."""
     for run in runs:
         for symbol in dict.fromkeys("".join(model.layers)):
             for operation in part_of(symbol, model, run).operations:
@@ -99,7 +104,7 @@ def _operations(model: Model, runs: Iterable[Execution], engine: Engine) -> Iter
 
 
 def _is_integral(shape: tuple[float, ...]) -> bool:
-    """Return whether no parallel size leaves a part of an element."""
+    """Return whether all dimensions of ``shape`` are whole numbers after the split over ranks."""
     return all(float(size).is_integer() for size in shape)
 
 
@@ -118,13 +123,13 @@ def timed_attention(
     rates: Rates,
     seconds_of: Callable[[AttentionShape], tuple[float, float] | None],
 ) -> tuple[tuple[TimedKernel, ...], tuple[TimedKernel, ...]]:
-    """Return fused causal attention forward, and the same backward, at each of `TENSOR_PARALLEL`.
+    """Time fused causal attention, forward and backward, at several tensor-parallel sizes.
 
-    Nothing is returned of latent attention, of windows and of context-parallel ranks.
+    Nothing is returned for latent attention, for windows and for context-parallel ranks.
 
     Args:
-        rates: for the estimate; without factors.
-        seconds_of: measures the two passes; None if it cannot.
+        rates: rates for the estimate, without factors.
+        seconds_of: function that measures the two passes; None if it cannot.
     """
     forward: list[TimedKernel] = []
     backward: list[TimedKernel] = []
@@ -154,12 +159,12 @@ def timed_attention(
 def timed_collectives(
     group: Group, ranks: int, stride: int, rates: Rates, seconds: Mapping[float, float]
 ) -> tuple[TimedCollective, ...]:
-    """Return collectives among ``ranks`` ranks of ``group``, whose ``seconds`` were measured by
-    their bytes.
+    """Return measured and estimated seconds of collectives among ``ranks`` ranks of a group.
 
     Args:
         stride: the distance from one of these ranks to the next.
-        rates: for the estimate; without factors.
+        rates: rates for the estimate, without factors.
+        seconds: measured seconds by bytes.
     """
     timed = []
     for size, measured in seconds.items():

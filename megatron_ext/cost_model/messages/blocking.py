@@ -12,8 +12,10 @@ from megatron_ext.schedule.costs import Costs
 
 
 def with_blocking_messages(costs: Costs) -> Costs:
-    """Return ``costs`` with each message as a part of the pass that sends it, for a pipeline on a
-    line with one stage a rank: its ranks block while they send."""
+    """Return ``costs`` in which each message is a part of the pass that sends it.
+
+    This is for a pipeline with one stage a rank whose ranks block while they send.
+    """
     last = costs.stages - 1
     behind = [costs.p2p_seconds_behind(stage) for stage in range(last)]
     seconds = dict(costs.seconds)

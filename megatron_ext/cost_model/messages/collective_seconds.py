@@ -12,7 +12,7 @@ BEGIN, NEAR_STEP, FAR_STEP = 8.4e-6, 3.4e-6, 14.0e-6
 
 
 def ring_latency(ring_passes: float, collectives: float, near: float, nodes: float) -> float:
-    """Return the latency of ``collectives`` collectives around a ring.
+    """Return the seconds of latency that ``collectives`` collectives around a ring take.
 
     Args:
         ring_passes: passes around the ring in all: one for a gather or a reduce-scatter, two for an

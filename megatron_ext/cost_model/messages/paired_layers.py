@@ -26,7 +26,8 @@ SecondsByStages = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class PairedLayer:
-    """Seconds that a layer's F, I and W compute, and that F and I wait for the ranks of experts."""
+    """Seconds of compute in a layer's F, I and W, and seconds that F and I wait for experts'
+    messages."""
 
     forward: float
     input_gradient: float
@@ -35,12 +36,11 @@ class PairedLayer:
     input_gradient_messages: float
 
     def saving_with(self, other: PairedLayer, share: float, *, with_weights: bool) -> float:
-        """Return the seconds saved if this layer's F overlaps with the ``other`` layer's backward
-        pass.
+        """Return the seconds saved if this layer's F overlaps the ``other`` layer's backward pass.
 
         Args:
             share: share of the messages' time that can overlap other work.
-            with_weights: whether W is in the pair.
+            with_weights: whether the backward pass includes W.
         """
         weights = other.weight_gradient if with_weights else 0.0
         in_forward = min(share * self.forward_messages, other.input_gradient + weights)
@@ -53,7 +53,8 @@ class PairedLayer:
 def paired_layers(
     model: Model, stage: Stage, execution: Execution, rates: Rates
 ) -> tuple[PairedLayer, ...]:
-    """Return the layers of ``stage``, followed by those of multi-token prediction."""
+    """Return the layers of ``stage`` for overlapped passes, then those of multi-token
+    prediction."""
     return tuple(
         _paired_layer(seconds)
         for component, seconds in seconds_by_component(model, stage, execution, rates)
@@ -75,7 +76,7 @@ def _paired_layer(seconds: PassSeconds) -> PairedLayer:
 
 
 def hidden_share(execution: Execution, rates: Rates) -> float:
-    """Return the share of the time of experts' messages that can overlap within pairs."""
+    """Return the share of the time of experts' messages that overlapped passes can hide."""
     if execution.dispatcher != "alltoall":
         return execution.overlap
     reached = rates.overlap_in_one_queue if execution.has_one_queue else rates.overlap
@@ -85,8 +86,10 @@ def hidden_share(execution: Execution, rates: Rates) -> float:
 def hidden_by_pairs(
     model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates
 ) -> Mapping[Kind, SecondsByStages]:
-    """Return the seconds saved by running F of every stage side by side with a backward pass of
-    every stage instead of one after the other, by the kind of that pass: `OverlapCosts.savings`."""
+    """Return the seconds saved by overlapping F of every stage with a backward pass of every stage.
+
+    The tables are by the kind of the backward pass, as `OverlapCosts.savings`.
+    """
     share = hidden_share(execution, rates)
     layers = [paired_layers(model, stage, execution, rates) for stage in stages]
 

@@ -29,7 +29,7 @@ from megatron_ext.cost_model.operations.operation import (
 
 
 def attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
-    """Return the operations of causal attention with the norm before it."""
+    """Return the operations of causal attention on a microbatch, with the norm before it."""
     ranks = execution.tensor_parallel
     query, key_value = model.query_width / ranks, model.key_value_width / ranks
     gate = query if model.attention_output_gate else 0
@@ -64,11 +64,10 @@ def attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
 
 
 def latent_attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
-    """Return the operations of attention whose keys, values and queries are compressed between two
-    matrices.
+    """Return the operations of multi-latent attention, which compresses keys, values and queries.
 
-    Each tensor-parallel rank has the first matrices whole and applies them to its share of the
-    sequence; their outputs are gathered.
+    Each tensor-parallel rank has the first (compressing) matrices whole and applies them to its
+    share of the sequence; their outputs are gathered.
     """
     hidden_size, rank, rotary = model.hidden_size, model.q_lora_rank, model.qk_pos_emb_head_dim
     heads = model.num_attention_heads / execution.tensor_parallel
@@ -99,15 +98,19 @@ def latent_attention(model: Model, execution: Execution, *, is_sliding: bool) ->
 
 
 def attended_tokens(sequence: int, window: int) -> float:
-    """Return the mean number of tokens that a token of ``sequence`` attends to: itself and earlier
-    tokens, at most ``window`` of them."""
+    """Return the mean number of tokens that a token of a sequence attends to.
+
+    These are the token itself and earlier ones, at most ``window`` of the latter.
+    """
     most = min(window + 1, sequence) if window else sequence
     return most - most**2 / (2 * sequence)
 
 
 def squared_share(sequence: int, window: int) -> float:
-    """Return the share of attention that grows with the square of the sequence; the rest is
-    proportional to it. The share is 1 without a ``window``, and nearly 0 with a short one.
+    """Return the share of attention that grows with the square of the sequence length.
+
+    The rest is proportional to the length. The share is 1 without a ``window``, and nearly 0 with a
+    short one.
 
     In a window, the number of attended tokens grows until the window is full and is constant from
     there. The share a is chosen so that (1 - a) x + a x^2 equals on average the true cost of the
@@ -128,8 +131,10 @@ def _attention(
     value: float,
     is_sliding: bool,
 ) -> Operation:
-    """Return the operations of attention without its projections. The backward pass of fused
-    attention recomputes the scores, which is half of F."""
+    """Return the operations of attention without its projections.
+
+    The backward pass of fused attention recomputes the scores, which is half of F.
+    """
     tokens = execution.tokens
     window = model.window_size if is_sliding else 0
     attended = (
@@ -153,7 +158,7 @@ def _attention(
 
 
 def _matrix_bytes(model: Model, execution: Execution) -> float:
-    """Return the bytes of the attention matrix, which fused attention never writes to memory."""
+    """Return the bytes of attention's matrix of scores, which fused attention never writes."""
     if execution.transformer_engine:
         return 0.0
     heads = model.num_attention_heads / execution.tensor_parallel
@@ -161,8 +166,11 @@ def _matrix_bytes(model: Model, execution: Execution) -> float:
 
 
 def _softmax(model: Model, execution: Execution) -> list[Operation]:
-    """Return the softmax and the dropout of unfused attention, which read and write its matrix.
-    Megatron's local layers (``DotProductAttention``) have a kernel for each."""
+    """Return the softmax and dropout of unfused attention, which read and write the matrix of
+    scores.
+
+    Megatron's local layers (``DotProductAttention``) have a kernel for each.
+    """
     matrix = _matrix_bytes(model, execution)
     if not matrix:
         return []
@@ -176,9 +184,11 @@ def _softmax(model: Model, execution: Execution) -> list[Operation]:
 def _local_kernels(
     model: Model, execution: Execution, query: float, key_value: float
 ) -> list[Operation]:
-    """Return what Megatron's local layers do around attention in kernels of their own: biases, the
-    joining of the gradients of queries, keys and values, and a copy of the output
-    (core/transformer/attention.py, dot_product_attention.py)."""
+    """Return the operations around attention that Megatron's local layers run as separate kernels.
+
+    They are biases, the joining of the gradients of queries, keys and values, and a copy of the
+    output (core/transformer/attention.py, dot_product_attention.py).
+    """
     if not execution.has_local_kernels:
         return []
     joint = execution.tokens * (query + 2 * key_value)
@@ -204,12 +214,13 @@ _MET = 0.75
 def _merged_steps(
     execution: Execution, query: float, output: float, key_value: float
 ) -> list[Operation]:
-    """Return the merging of what the steps of a ring of context-parallel ranks make, if they are in
-    a ring: attention is computed once with the keys and values of each rank.
+    """Return the operation that merges the steps of ring attention over context-parallel ranks.
 
-    Transformer Engine copies the first step's output, scaled, and adds each later one to it; so it
-    does with the gradients of queries, keys and values (``flash_attn_fwd_out_correction`` and
-    ``AttnFuncWithCPAndKVP2P`` in its context_parallel.py).
+    In a ring, attention is computed once with the keys and values of each rank. Transformer Engine
+    copies the first step's output, scaled, and adds each later one to it, and likewise the
+    gradients of queries, keys and values (``flash_attn_fwd_out_correction`` and
+    ``AttnFuncWithCPAndKVP2P`` in its context_parallel.py). Without a ring there is nothing to
+    merge.
     """
     ranks = execution.context_parallel
     if ranks == 1 or "p2p" not in execution.context_exchange:
@@ -224,8 +235,10 @@ def _merged_steps(
 
 
 def _of_samples(execution: Execution, query: float, key_value: float) -> list[Exchange]:
-    """Return the exchanges of context-parallel ranks: keys and values, in turns or at once, or
-    heads in exchange for tokens."""
+    """Return the communication of context-parallel ranks for attention.
+
+    They exchange keys and values, in turns or all together, or heads for tokens.
+    """
     ranks = execution.context_parallel
     if ranks == 1:
         return []

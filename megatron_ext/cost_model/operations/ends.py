@@ -39,8 +39,10 @@ _EMBEDDING_GRADIENT_BYTES = 12.0
 
 
 def embedding(model: Model, execution: Execution) -> Operation:
-    """Return the operations of the embedding. F is the look-up; W is the gradient of the whole
-    table, even of rows that were not looked up."""
+    """Return the operation of the embedding: F looks tokens up, W computes the table's gradient.
+
+    The gradient is that of the whole table, even of rows that were not looked up.
+    """
     size = execution.tokens * model.hidden_size * execution.element_bytes
     rows = model.vocabulary / execution.tensor_parallel
     moved = Passes(2 * size, 0.0, rows * model.hidden_size * _EMBEDDING_GRADIENT_BYTES)
@@ -48,9 +50,11 @@ def embedding(model: Model, execution: Execution) -> Operation:
 
 
 def output_layer(model: Model, execution: Execution) -> Part:
-    """Return one run of the output layer with the loss. With tensor parallelism, ranks gather its
-    input (sequence parallelism) or sum the gradient of its input, and in plain PyTorch gather its
-    output."""
+    """Return the operations and exchanges of one run of the output layer with the loss.
+
+    With tensor parallelism, ranks gather its input (sequence parallelism) or sum the gradient of
+    its input, and in plain PyTorch gather its output.
+    """
     ranks, tokens = execution.tensor_parallel, execution.tokens
     rows = model.vocabulary / ranks
     is_pytorch = execution.framework is Framework.PYTORCH
@@ -75,8 +79,10 @@ def output_layer(model: Model, execution: Execution) -> Part:
 
 
 def mtp_projection(model: Model, execution: Execution) -> Part:
-    """Return the operations of one depth of multi-token prediction before its layer: two norms, and
-    a projection from twice the hidden size to the hidden size."""
+    """Return the operations of one depth of multi-token prediction before its transformer layer.
+
+    They are two norms, and a projection from twice the hidden size to the hidden size.
+    """
     hidden_size, ranks = model.hidden_size, execution.tensor_parallel
     elements = execution.split_tokens * hidden_size
     operations = (

@@ -18,8 +18,9 @@ TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (6
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """The product of ``rows`` tokens with a matrix in the forward direction, or ``groups`` of such
-    products, each with a matrix of its own and an equal share of the rows.
+    """Product of ``rows`` tokens with a matrix in the forward pass, or ``groups`` of such products.
+
+    Each group (expert) has a matrix of its own and an equal share of the rows.
 
     Attributes:
         inner, outer: widths of the input and of the output.
@@ -44,7 +45,7 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class TensorCores:
-    """Rates that a GPU's SMs reach together while they compute tiles.
+    """Rates that all SMs of a GPU reach together while they compute tiles of a matrix product.
 
     Attributes:
         flops: floating-point operations per second.
@@ -65,10 +66,10 @@ class TensorCores:
         operand_bytes: float,
         output_bytes: float,
     ) -> float:
-        """Return the seconds of ``groups`` products of ``shape`` (rows, columns, depth) with the
-        quickest tile.
+        """Return the seconds of ``groups`` matrix products of one shape, with the quickest tile.
 
         Args:
+            shape: rows, columns and depth of each product.
             operand_bytes: bytes of an element that is multiplied.
             output_bytes: bytes of an element of the output, including bytes that are read.
         """

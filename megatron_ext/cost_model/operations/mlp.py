@@ -30,8 +30,10 @@ _ROUTING_BYTES = 16
 
 
 def mlp(model: Model, execution: Execution) -> Part:
-    """Return the operations of an MLP: two matrices, or three with a gate, and the norm before
-    them."""
+    """Return the operations of an MLP on a microbatch, with the norm before it.
+
+    An MLP has two matrices, or three with a gate.
+    """
     products = _products(model, execution, model.ffn_hidden_size, ["mlp"])
     operations = [*norm_and_residual(model.hidden_size, execution), *products]
     if execution.has_local_kernels and model.add_bias_linear:
@@ -54,10 +56,10 @@ def mlp(model: Model, execution: Execution) -> Part:
 
 
 def experts(model: Model, execution: Execution) -> Part:
-    """Return the operations of routed experts, and of one shared by all tokens if there is one.
+    """Return the operations of routed experts on a microbatch, and of a shared one if there is one.
 
-    The router's weight gradient comes with its input's gradient, because the router is not one of
-    the layers' linear modules that defer it.
+    The router's weight gradient is computed with its input's gradient, because the router is not
+    one of the layers' linear modules that defer it.
     """
     hidden_size, tokens = model.hidden_size, execution.split_tokens
     modules = ["moe"]
@@ -103,8 +105,7 @@ def experts(model: Model, execution: Execution) -> Part:
 def _products(
     model: Model, execution: Execution, width: int, modules: Sequence[str]
 ) -> list[Operation]:
-    """Return the operations of an MLP of ``width`` that is partitioned over tensor-parallel
-    ranks."""
+    """Return the operations of an MLP of this ``width``, which tensor-parallel ranks partition."""
     tokens, local = execution.tokens, width / execution.tensor_parallel
     gates = 2 if model.gated_linear_unit else 1
     hidden_size = model.hidden_size
@@ -127,8 +128,10 @@ def _activation(
 
 
 def _routed(model: Model, execution: Execution) -> list[Operation]:
-    """Return the operations that sort tokens by experts, the experts' products, and the sorting
-    back. Routing is assumed to be even."""
+    """Return the operations that sort tokens by experts, multiply, and sort them back.
+
+    Routing is assumed to be even.
+    """
     hidden_size, latent = model.hidden_size, model.moe_latent_size
     inner = latent or hidden_size
     tokens, routed = execution.split_tokens, model.moe_router_topk
@@ -172,8 +175,7 @@ def _routed(model: Model, execution: Execution) -> list[Operation]:
 
 
 def _to_experts(model: Model, execution: Execution) -> list[Exchange]:
-    """Return the exchanges of tokens with the ranks of experts: there and back in F, and once more
-    in I."""
+    """Return the exchanges of tokens with the ranks of experts: to them and back, in F and in I."""
     ranks, divides = execution.expert_parallel, execution.expert_tensor_parallel
     inner = model.moe_latent_size or model.hidden_size
     size = execution.split_tokens * inner * execution.element_bytes

@@ -24,7 +24,7 @@ _GRADIENT_BYTES = 8
 
 
 class Engine(StrEnum):
-    """Resource that an operation keeps busy; each has its own rate."""
+    """Resource of a GPU that an operation keeps busy; each has its own rate."""
 
     LINEAR = "layers' matrices"  # matrices of layers, multiplied in the run's precision
     MATRIX = "other matrices"  # the router and the output layer, multiplied in 16 bits
@@ -35,7 +35,7 @@ class Engine(StrEnum):
 
 @dataclass(frozen=True)
 class Passes:
-    """Three figures, one for each of F, I and W."""
+    """Three figures of an operation (operations or bytes): one for each of F, I and W."""
 
     forward: float = 0.0
     input_gradient: float = 0.0
@@ -44,7 +44,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation on all tokens of a microbatch, on one rank.
+    """One operation (such as a matrix product) on all tokens of a microbatch, on one rank.
 
     Attributes:
         flops: floating-point operations, without those that are recomputed.
@@ -74,7 +74,7 @@ class Operation:
 
     @property
     def is_attention(self) -> bool:
-        """Whether the operation is attention itself, not a recurrence that replaces it."""
+        """Whether this operation is attention itself, not a recurrence that replaces attention."""
         return self.engine is Engine.ATTENTION and self.name == "attention"
 
 
@@ -88,7 +88,7 @@ class Group(StrEnum):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Communication of a rank with a group.
+    """Communication of a rank with a process group during a pass, which the pass waits for.
 
     Attributes:
         ranks, stride: size of the group, and the distance from one of its ranks to the next.
@@ -97,7 +97,7 @@ class Exchange:
             network to each other node. 0: ``moved`` is split evenly over all ranks.
         groups: the number of groups of ranks that a token's ``choices`` are in at most, and the
             number of groups; 0 of 0: choices are anywhere.
-        modules: as in an operation.
+        modules: names of ``--recompute-modules`` that make I repeat it.
         is_behind_attention: whether the exchange overlaps attention.
         collectives: number of collectives in F, and the same number in I.
         ring_passes: passes around the ring in F, and the same number in I: one for a gather or a
@@ -118,7 +118,10 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a layer, such as attention or MLP: one symbol of a hybrid layer pattern."""
+    """Operations and exchanges of a part of a layer, such as attention or an MLP.
+
+    A part is one symbol of a hybrid layer pattern.
+    """
 
     operations: tuple[Operation, ...]
     exchanges: tuple[Exchange, ...] = ()
@@ -141,7 +144,7 @@ def linear(
     is_row: bool = False,
     is_unsplit: bool = False,
 ) -> list[Operation]:
-    """Return the product of ``tokens`` rows with a matrix, and the casts for it.
+    """Return the product of ``tokens`` rows with a matrix, and the casts to lower precision for it.
 
     Args:
         inner, outer: widths of its input and of its output on this rank.
@@ -217,8 +220,10 @@ def passing_over(
     *,
     flops: float = 0.0,
 ) -> Operation:
-    """Return an elementwise operation that reads or writes ``elements`` so many ``times`` in F and
-    in I."""
+    """Return an elementwise operation that reads or writes all ``elements`` several times.
+
+    ``times`` are the numbers of reads and writes in F and in I.
+    """
     forward, backward = (count * execution.element_bytes for count in times)
     return elementwise(name, elements, forward, elements * backward, modules, flops=flops)
 
@@ -226,8 +231,10 @@ def passing_over(
 def dropout(
     name: str, elements: float, execution: Execution, modules: Iterable[str] = ()
 ) -> Operation:
-    """Return a dropout in a kernel of its own, which draws a number for each of ``elements``, and
-    writes and reads a mask of one byte each."""
+    """Return a dropout as a separate kernel, which draws a random number for each of ``elements``.
+
+    It writes and reads a mask of one byte each.
+    """
     moved = (2 * execution.element_bytes + 1) * elements
     return Operation(
         name,
@@ -247,8 +254,10 @@ def attention_operation(
     modules: Iterable[str] = (),
     squared: float = 0.0,
 ) -> Operation:
-    """Return an operation in which tokens interact (attention, or a recurrence). It has no weights,
-    and I costs twice as much as F."""
+    """Return an operation in which tokens interact: attention, or a recurrence.
+
+    It has no weights, and I costs twice as much as F.
+    """
     return Operation(
         name,
         Engine.ATTENTION,
@@ -263,8 +272,7 @@ def attention_operation(
 def norm_and_residual(
     hidden_size: int, execution: Execution, *, is_alone: bool = False
 ) -> list[Operation]:
-    """Return the operations of the norm before attention or an MLP, and of the addition of the
-    residual after it.
+    """Return the norm before attention or an MLP, and the addition of the residual after it.
 
     Args:
         is_alone: whether the norm is a separate module in Transformer Engine too, rather than fused
@@ -285,8 +293,10 @@ def norm_and_residual(
 
 
 def local_bias(name: str, elements: float, execution: Execution, *, is_added: bool) -> Operation:
-    """Return the bias behind a matrix of Megatron's local layers: the sum of its gradient in I, and
-    its addition in F unless the next kernel adds it (core/tensor_parallel/layers.py)."""
+    """Return the operation of a bias behind a matrix of Megatron's local layers.
+
+    I sums its gradient; F adds it unless the next kernel does (core/tensor_parallel/layers.py).
+    """
     return passing_over(name, elements, (2 * is_added, 1), execution)
 
 
@@ -299,7 +309,7 @@ def tensor_parallel_part(
     *,
     more_sums: int = 0,
 ) -> Part:
-    """Return a part whose matrices are partitioned over tensor-parallel ranks.
+    """Return a part of a layer whose matrices are partitioned over tensor-parallel ranks.
 
     The first matrices are partitioned by columns and share their input. The last one is partitioned
     by rows, and its outputs are summed. With Userbuffers some matrices keep an unsplit backward

@@ -18,7 +18,8 @@ _CAPTURED = {"M": "mamba", "-": "mlp", "E": "moe"}  # Megatron's names of layer 
 
 @lru_cache(maxsize=1024)
 def part_of(symbol: str, model: Model, execution: Execution) -> Part:
-    """Return the part of a layer that ``symbol`` stands for."""
+    """Return operations and exchanges of the layer part, such as ``*`` for attention, of
+    ``symbol``."""
     match symbol:
         case "*" | "w" if not model.multi_latent_attention:
             part = attention(model, execution, is_sliding=symbol == "w")

@@ -21,8 +21,10 @@ _MAMBA_KERNEL = 4  # width of Mamba's convolution in Megatron, which no argument
 
 
 def delta_net(model: Model, execution: Execution) -> Part:
-    """Return the operations of linear attention with a state of keys by values for each head of
-    values."""
+    """Return the operations of a gated delta net, a linear attention, on a microbatch.
+
+    Each head of values has a state of keys by values.
+    """
     ranks, tokens = execution.tensor_parallel, execution.tokens
     heads = model.linear_num_value_heads / ranks
     keys = model.linear_num_key_heads * model.linear_key_head_dim / ranks
@@ -44,7 +46,7 @@ def delta_net(model: Model, execution: Execution) -> Part:
 
 
 def mamba(model: Model, execution: Execution) -> Part:
-    """Return the operations of a state space layer (Mamba)."""
+    """Return the operations of a Mamba (state space) layer on a microbatch."""
     ranks, tokens = execution.tensor_parallel, execution.tokens
     heads = model.mamba_num_heads / ranks
     width = heads * model.mamba_head_dim

@@ -20,8 +20,9 @@ _FP32 = 4
 def temporary_bytes(
     model: Model, stage: Stage, execution: Execution, *, loss_share: float | None = None
 ) -> float:
-    """Return the bytes of the largest temporary tensors of a pass of ``stage`` on one rank: those
-    of a layer's backward pass or those of the loss, whichever are more.
+    """Return the bytes of the largest temporary tensors of a pass of ``stage`` on one rank.
+
+    They are those of a layer's backward pass or those of the loss, whichever are more.
 
     Args:
         loss_share: share of the vocabulary's logits that the rank has; None: all of them on the
@@ -34,11 +35,11 @@ def temporary_bytes(
 
 
 def _of_layer(layer: str, model: Model, execution: Execution) -> float:
-    """Return the bytes of the largest part of a layer in its backward pass, and of the activations
-    that are recomputed for it.
+    """Return the bytes of temporary tensors in the backward pass of a layer, in its largest part.
 
-    Around each part there are the gradient of its output, the whole gradient of its input and, with
-    sequence parallelism, the gathered input that its weight gradient needs.
+    Activations that are recomputed for it are included. Around each part there are the gradient of
+    its output, the whole gradient of its input and, with sequence parallelism, the gathered input
+    that its weight gradient needs.
     """
     entering = execution.tokens * model.hidden_size
     gathered = entering if execution.sequence_parallel and execution.tensor_parallel > 1 else 0
@@ -83,7 +84,7 @@ def _inside(part: str, model: Model, execution: Execution) -> float:
 
 
 def _attention_widths(model: Model) -> tuple[int, int, int]:
-    """Return the widths of queries, keys and values of all heads."""
+    """Return the widths of queries, keys and values of all attention heads together."""
     if not model.multi_latent_attention:
         return model.query_width, model.key_value_width, model.key_value_width
     heads = model.num_attention_heads
@@ -102,7 +103,7 @@ def _recurrent_width(part: str, model: Model) -> int:
 
 
 def _recomputed(layer: str, model: Model, execution: Execution) -> float:
-    """Return the bytes of the activations that are recomputed at once for a backward pass."""
+    """Return the bytes of the activations that Megatron recomputes together for a backward pass."""
     stage = Stage((layer,))
     without = replace(execution, recompute=False, recompute_modules=frozenset())
     if without == execution:
@@ -117,7 +118,7 @@ def _recomputed(layer: str, model: Model, execution: Execution) -> float:
 
 
 def _of_loss(model: Model, execution: Execution) -> float:
-    """Return the bytes of the loss in addition to the stored logits in fp32.
+    """Return the bytes of temporary tensors of the loss, beyond the stored logits in fp32.
 
     Megatron's unfused loss works in place but has the logits, and their gradient, in 16 bits too.
     Fused losses (``--cross-entropy-loss-fusion``) have neither. In plain PyTorch the gradients of
