@@ -35,7 +35,7 @@ class ScheduleReport:
     Attributes:
         schedule: name of the schedule with its options, as chosen.
         makespan, span, step, work: times in the unit of the costs. ``step`` is the time of a step:
-        the makespan, or about the span if steps overlap.
+            the makespan, or about the span if steps overlap.
         peak_activation_microbatches: peak of each rank, in microbatches of a full rank.
         host_microbatches: largest number of offloaded microbatches of each rank on the host.
         recomputed: the share of activations that are recomputed.

@@ -47,7 +47,7 @@ class Execution:
         precision: fp16 counts as bf16, which costs the same.
         recompute: whether whole layers are recomputed in the backward pass.
         recompute_method, recompute_num_layers: which layers are recomputed; ``block`` recomputes
-        the first ``recompute_num_layers`` of a stage.
+            the first ``recompute_num_layers`` of a stage.
         recompute_modules: parts of layers that are recomputed, by Megatron's names.
         transformer_engine: whether layers are Transformer Engine's, which never store the attention
             matrix.

@@ -82,9 +82,9 @@ class Achieved:
             they reach all of it on an H200 (docs/measurements.md); uneven routing reaches less. An
             assumption.
         attention, attention_backward: fused causal attention. FlashAttention-2 reaches 50 to 73 %
-        of an A100's peak forward, and up to 63 % backward (Dao 2023, arXiv:2307.08691, section
-        4.1); FlashAttention-3 similar shares of an H100's (Shah et al. 2024, arXiv:2407.08608).
-        cuDNN's on an H200: estimated over measured seconds are 0.84 to 1.09.
+            of an A100's peak forward, and up to 63 % backward (Dao 2023, arXiv:2307.08691, section
+            4.1); FlashAttention-3 similar shares of an H100's (Shah et al. 2024, arXiv:2407.08608).
+            cuDNN's on an H200: estimated over measured seconds are 0.84 to 1.09.
         memory: elementwise operations. On an H200 estimated over measured seconds are 0.80 to 1.13.
         peers: rings over NVLink: NCCL takes 235 GB/s for the most on an A100 (``compCap80`` in
             src/graph/tuning.cc), 18 x 20.6 of 450 on an H100 and 18 x 40.1 of 900 on a B200

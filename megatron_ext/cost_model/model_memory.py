@@ -39,7 +39,7 @@ class ModelBytes:
 
     Attributes:
         expert_weights, expert_gradients: the part of ``weights`` and ``gradients`` that only
-        data-parallel ranks with the same experts have.
+            data-parallel ranks with the same experts have.
         temporary: bytes of temporary tensors in the largest pass.
         context: bytes that no tensor takes (`context_bytes`).
     """

@@ -46,7 +46,7 @@ class Rates:
             longer than other products of their shapes.
         drawn: random numbers per second that a dropout draws; inf: they take no time.
         overlap, overlap_in_one_queue: the largest share of the time of experts' ``alltoall``
-        messages that overlapped passes hide, with many hardware queues and with one.
+            messages that overlapped passes hide, with many hardware queues and with one.
         measured: measurements of a model on this machine, to which estimates are scaled; None if
             there are none.
         factors: ratios of measured to estimated seconds of single operations on this machine, by

@@ -61,7 +61,7 @@ class MachineFactors:
         gathers: gathers of tensor-parallel ranks.
         grouped: experts' products, with their `GroupedShape`.
         attention, attention_backward: attention, with floating-point operations and bytes of the
-        forward pass as its shape.
+            forward pass as its shape.
         exchanges: exchanges of expert-parallel ranks, all to all.
     """
 
