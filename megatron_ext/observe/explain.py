@@ -24,7 +24,7 @@ SLOW_PASSES_TRIED = 10
 
 
 class MakespanPart(enum.StrEnum):
-    """Parts of the makespan, which add up to it."""
+    """Parts into which the makespan of a measured step is split; they add up to the makespan."""
 
     WORK = "passes"
     SCHEDULE = "the schedule's own bubble"
@@ -37,8 +37,7 @@ class MakespanPart(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Cause:
-    """Cause of a longer makespan: without it the makespan would have been shorter by
-    ``seconds``."""
+    """Cause of a longer step: without this cause the makespan would be shorter by ``seconds``."""
 
     seconds: float
     text: str
@@ -46,7 +45,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Explanation of a measured makespan.
+    """Explanation of a measured step's makespan: its parts and the largest causes of delay.
 
     Attributes:
         parts: seconds of the makespan, by part. A part can be negative, because of single passes
@@ -59,7 +58,7 @@ class Explanation:
 
 
 def explain(measured: Timeline, predicted: Timeline) -> Explanation:
-    """Return the parts of the makespan of ``measured``, and the largest single causes.
+    """Return the parts of the makespan of a measured step, and the largest single causes of delay.
 
     A pass is late because of a message if it starts after its rank is free and after another rank
     has made its input. A rank is slow if its passes, at their medians, take longer than predicted,
@@ -89,7 +88,7 @@ def explain(measured: Timeline, predicted: Timeline) -> Explanation:
 
 
 def seconds_over_predicted(measured: Timeline, predicted: Timeline) -> list[float]:
-    """Return, by rank, the ratio of its passes' median seconds to their predicted seconds."""
+    """Return, by rank, the median seconds of its passes divided by their predicted seconds."""
     return _Step(measured, predicted).ratios
 
 
@@ -121,7 +120,7 @@ class _Step:
         self.par = statistics.median_low(self.ratios)
 
     def _ratios(self, predicted: Timeline) -> list[float]:
-        """Return, by rank, the ratio of its passes' median seconds to their predicted seconds."""
+        """Return, by rank, the median seconds of its passes divided by their predicted seconds."""
         return [
             sum(self.usual(event.action) for event in row)
             / (sum(event.end - event.start for event in row) or 1.0)
@@ -139,8 +138,7 @@ class _Step:
         return self.medians[action.stage, action.kind]
 
     def at_par(self, action: Action) -> float:
-        """Return the seconds that ``action`` would take on a rank that is not slower than
-        others."""
+        """Return the seconds that ``action`` would take on a rank that is not slow."""
         return self.usual(action) * min(1.0, self.par / self.ratios[self.events[action].rank])
 
     def delay(self, action: Action) -> float:
@@ -191,8 +189,7 @@ class _Step:
             )
 
     def _delays(self) -> Iterator[Cause]:
-        """Yield the delays by messages between each two ranks, and by other reasons on each
-        rank."""
+        """Yield as causes the delays by messages between each two ranks, and by other waiting."""
         groups: dict[tuple[int, int | None], list[Event]] = defaultdict(list)
         for action, event in self.events.items():
             if self.delays[action] > 0:

@@ -30,13 +30,14 @@ DOUBT = 2.0  # factor of doubt about a part that no stage tells apart from other
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Parts of a model, such as layers by type, with estimated seconds.
+    """Parts of a model along its pipeline, such as layers by type, with estimated seconds.
 
     Attributes:
         layers: the types of the layers of each stage; `DEPTH` for a layer of multi-token
             prediction.
-        of_layer: seconds of one layer, by type.
-        first, last: seconds of what the first and the last stage have in addition, by name.
+        of_layer: seconds of F, I and W in one layer, by type.
+        first, last: seconds of the parts that the first and the last stage have in addition, by
+            name.
         each: seconds that each pass takes in addition.
     """
 
@@ -48,12 +49,14 @@ class ModelParts:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the model's parts, in the order of columns."""
+        """Names of the model's parts, in the order of the columns of tables."""
         return (*self.of_layer, *self.first, *self.last, _EACH)
 
     def counts(self, layers: Sequence[Sequence[str]]) -> NDArray[np.float64]:
-        """Return how often each stage (row) has each part of the model (column), with these
-        ``layers``."""
+        """Return a table of how often each stage (row) has each part of the model (column).
+
+        ``layers`` are the types of the layers on each stage.
+        """
         table = np.zeros((len(layers), len(self.names)))
         for row, kinds in enumerate(layers):
             for kind in kinds:
@@ -64,19 +67,24 @@ class ModelParts:
         return table
 
     def seconds(self, passes: slice) -> NDArray[np.float64]:
-        """Return the estimated seconds of each part of the model in these ``passes``, some of F, I
-        and W."""
+        """Return the estimated seconds of each part of the model in some of F, I and W.
+
+        ``passes`` selects from these three.
+        """
         triples = (*self.of_layer.values(), *self.first.values(), *self.last.values(), self.each)
         return np.array(triples)[:, passes].sum(1)
 
     @property
     def has_depths(self) -> bool:
-        """Whether a stage has layers of multi-token prediction."""
+        """Whether some stage has layers of multi-token prediction."""
         return any(DEPTH in stage for stage in self.layers)
 
     def evenly(self, stages: int) -> list[list[str]] | None:
-        """Return the layers of each of so many ``stages``; None if they cannot be cut evenly.
-        Multi-token prediction is on the last stage, where Megatron has it without a layout."""
+        """Return the types of the layers of each stage after an even cut into ``stages`` stages.
+
+        None if the layers cannot be cut evenly. Multi-token prediction is on the last stage, where
+        Megatron has it without a layout.
+        """
         all_layers = [kind for stage in self.layers for kind in stage]
         layers = [kind for kind in all_layers if kind != DEPTH]
         number, rest = divmod(len(layers), stages)
@@ -87,7 +95,7 @@ class ModelParts:
         return cut
 
     def doubted(self) -> Iterator[ModelParts]:
-        """Yield this model with other estimates for parts that no stage tells apart."""
+        """Yield copies of this model with other estimates for parts not measured apart."""
         table = self.counts(self.layers)
         doubtful: set[str] = set()
         for passes in (FORWARD, BACKWARD):
@@ -121,8 +129,10 @@ class ModelParts:
     def fitted(
         self, measured: Sequence[float], passes: slice, stages: Sequence[Sequence[str]]
     ) -> NDArray[np.float64]:
-        """Return the seconds of each part (column) on each of ``stages`` (row), of which the parts
-        on the traced stages add up to the ``measured`` seconds."""
+        """Return the seconds of each part (column) on each of ``stages`` (row), fitted to a trace.
+
+        The parts on the traced stages add up to the ``measured`` seconds of their ``passes``.
+        """
         table = self.counts(self.layers)
         sums = np.array(measured)
         expected = table * self.seconds(passes)

@@ -16,10 +16,10 @@ _MOST = 1e18  # largest number in a record; NaN and infinity are not below it
 
 @dataclass(frozen=True)
 class Record:
-    """JSON object ``data``, and ``where`` it stands, for errors.
+    """Object of a JSON file, with checked access to its values.
 
     Each method returns the value of a key, and raises ValueError if it is missing or of another
-    type.
+    type. Errors say ``where`` the object stands.
     """
 
     data: Mapping[str, Any]

@@ -11,13 +11,13 @@ from megatron_ext.compile.program.verify import Program
 
 @dataclass(frozen=True)
 class JudgedLaunch:
-    """Launch on which a feature may remark.
+    """Launch, before it runs, on which a feature may remark.
 
     Attributes:
         config: its `PipelineConfig`.
-        program: that of its largest step.
+        program: the program of its largest step.
         contenders: by schedule, the programs of other schedules under which steps may run.
-        iterations: the last one; None: not known.
+        iterations: number of the last iteration; None: not known.
     """
 
     config: Any
@@ -28,7 +28,7 @@ class JudgedLaunch:
 
 @dataclass(frozen=True)
 class LaunchRemark:
-    """Text on a subject. ``fix``: what the user should change; empty if all is well."""
+    """Remark on a launch. ``fix`` is the change that the user should make; empty if all is well."""
 
     subject: str
     text: str

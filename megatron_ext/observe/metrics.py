@@ -25,7 +25,7 @@ PATIENCE = 100  # iterations after which a remark is logged
 
 
 def telling_passes(program: Program, rank: int) -> list[int]:
-    """Return the numbers of the passes of ``rank`` from which its clock's offset is found.
+    """Return the numbers of those passes of ``rank`` whose times tell the offset of its clock.
 
     They are two for each of its stages: F of the first microbatch, and I (or B) of the last, or F
     of the last for a stage with forward passes alone. Ranks mostly wait for the inputs of these.
@@ -51,14 +51,14 @@ def telling_passes(program: Program, rank: int) -> list[int]:
 
 @dataclass(frozen=True)
 class RankSums:
-    """Sums that a rank reports of some steps of one program. Seconds are sums over the steps.
+    """Sums that a rank reports of several steps of one program. Seconds are sums over the steps.
 
     Attributes:
         steps: number of steps.
         busy: seconds of the passes.
         span: seconds from the start of its first pass to the end of its last.
         times: begin and end of each of the `telling_passes`, after the start of the first pass.
-        allocated, reserved: the allocator's most bytes so far; 0 without a GPU.
+        allocated, reserved: the largest number of bytes so far of the allocator; 0 without a GPU.
     """
 
     steps: float = 0.0
@@ -79,15 +79,17 @@ class RankSums:
         )
 
     def numbers(self, chunks: int) -> list[float]:
-        """Return the sums as a list with one length on all ranks. ``chunks`` is the largest number
-        of chunks of a rank."""
+        """Return these sums as a list that has the same length on all ranks.
+
+        ``chunks`` is the largest number of chunks of a rank.
+        """
         plain = [getattr(self, name) for name in _PLAIN]
         unused = [0.0] * (4 * chunks - len(self.times))
         return [*plain, *self.times, *unused]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> RankSums:
-        """Return the sums that have these ``numbers``: the inverse of `numbers`."""
+        """Return the sums of a rank from the list that `numbers` has made."""
         plain = dict(zip(_PLAIN, numbers, strict=False))
         return cls(**plain, times=tuple(numbers[len(_PLAIN) :]))
 
@@ -97,7 +99,7 @@ _PLAIN = [field.name for field in fields(RankSums) if field.name != "times"]
 
 @dataclass(frozen=True)
 class Metrics:
-    """Mean pipeline metrics of the steps of some iterations.
+    """Mean pipeline metrics of the steps of several iterations, next to the prediction.
 
     Attributes:
         bubble_shares: idle share of a step over all ranks, predicted and measured.
@@ -124,12 +126,12 @@ class Metrics:
 
     @property
     def above_predicted(self) -> float:
-        """Measured bubble share less the predicted one."""
+        """Measured bubble share of a step less the predicted bubble share."""
         predicted, measured = self.bubble_shares
         return measured - predicted
 
     def line(self, first: int, last: int) -> str:
-        """Return one line of text on the iterations from ``first`` to ``last``."""
+        """Return one line of text with the metrics of the iterations from ``first`` to ``last``."""
         iterations = f"iteration {last}" if first == last else f"iterations {first} to {last}"
         (predicted_share, share), (predicted, seconds) = self.bubble_shares, self.seconds
         step = "span" if self.overlap else "makespan"
@@ -147,7 +149,7 @@ class Metrics:
         return ", ".join(words)
 
     def figures(self) -> dict[str, float]:
-        """Return the measured metrics by name, as for TensorBoard."""
+        """Return the measured metrics by name, for TensorBoard and the like."""
         figures: dict[str, float] = {
             "pipeline/slowest rank": self.slowest,
             "pipeline/slowest rank, slower by": self.slower,
@@ -160,10 +162,10 @@ class Metrics:
 
 
 def metrics_of(ranks: Sequence[RankSums], predicted: Timeline, *, overlap: bool) -> Metrics | None:
-    """Return the metrics of the steps that ``ranks`` report, next to the ``predicted`` one.
+    """Return the pipeline metrics of the steps whose sums ``ranks`` report.
 
-    Return None if a rank has run no step. ``overlap`` says whether a rank begins the next step
-    before the others have ended this one.
+    ``predicted`` is the predicted step. Return None if a rank has run no step. ``overlap`` says
+    whether a rank begins the next step before the others have ended this one.
     """
     if not all(rank.steps for rank in ranks):
         return None
@@ -244,16 +246,20 @@ def _most(figures: Sequence[float]) -> tuple[int, int] | None:
 
 
 class Departure:
-    """Watcher that reports once that the measured bubble has differed from the predicted one for
-    `PATIENCE` iterations."""
+    """Watcher that remarks, once, that measured bubbles have long differed from the predicted one.
+
+    Long is `PATIENCE` iterations.
+    """
 
     def __init__(self) -> None:
         self._iterations = 0  # number of iterations in which the bubble has differed, up to now
         self._has_told = False
 
     def see(self, metrics: Metrics, iterations: int) -> str | None:
-        """Return the remark that is due after ``iterations`` more with these ``metrics``; None if
-        none is."""
+        """Return the remark on the bubble that is due after ``iterations`` more; None if none is.
+
+        ``metrics`` are those of these iterations.
+        """
         has_left = abs(metrics.above_predicted) > POINTS
         self._iterations = self._iterations + iterations if has_left else 0
         if self._iterations < PATIENCE or self._has_told:

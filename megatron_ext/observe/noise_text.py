@@ -20,7 +20,7 @@ _RANKS = "ranks="
 
 
 def parse_noise(text: str) -> Noise:
-    """Return the noise that ``text`` describes.
+    """Return the random variation of pass times that ``text`` describes.
 
     ``0.1`` is the standard deviation of a pass's seconds, as a share of them. ``0.1,ranks=0.05``
     adds the standard deviation of a factor that all passes of a rank share in a step. Otherwise
@@ -53,7 +53,7 @@ def _is_number(text: str) -> bool:
 
 
 def _share(figure: str, text: str) -> float:
-    """Return ``figure`` as a number from 0 to 1."""
+    """Return the text ``figure`` as a number from 0 to 1, or raise ValueError."""
     if not _is_number(figure) or not 0 <= float(figure) <= 1:
         raise ValueError(
             f"noise {shown(text)!r}: {shown(figure)!r} is no number from 0 to 1; {_EXAMPLE}"
@@ -62,8 +62,10 @@ def _share(figure: str, text: str) -> float:
 
 
 def noise_of(steps: Sequence[TracedStep]) -> Noise:
-    """Return the noise of traced ``steps``: each pass's seconds relative to the mean of its kind
-    and stage."""
+    """Return the variation of pass times in traced ``steps``.
+
+    It has each pass's seconds relative to the mean of its kind and stage.
+    """
     groups = defaultdict(list)
     for event in (event for step in steps for row in step.measured.compute for event in row):
         groups[event.action.kind, event.action.stage].append(event.end - event.start)
@@ -76,7 +78,7 @@ def noise_of(steps: Sequence[TracedStep]) -> Noise:
 
 
 def rows_of_spread(spread: Spread) -> dict[str, str]:
-    """Return the printed rows on a step's duration under noise, by name."""
+    """Return the printed rows on a step's makespan and span with noise, by name."""
     return {
         f"{name} with noise": f"median {figures.median:.6g}, 90% of steps within {figures.p90:.6g}"
         for name, figures in (("makespan", spread.makespan), ("span", spread.span))

@@ -16,8 +16,7 @@ from megatron_ext.schedule.timeline import Timeline
 
 
 class RankStep(NamedTuple):
-    """Measured step on one rank: start of its first pass, end of its last, and seconds of all
-    passes."""
+    """Measured step on one rank: start of its first pass, end of its last, seconds of all."""
 
     start: float
     end: float
@@ -26,7 +25,7 @@ class RankStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predicted step of a program compared with measured ones.
+    """Predicted step of a program compared with measured steps.
 
     Attributes:
         predicted, measured: makespan of a step, in seconds.
@@ -42,7 +41,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Excess of the measured step over the predicted one, as a share of the predicted one."""
+        """Excess of the measured makespan over the predicted one, as a share of the latter."""
         return self.measured / self.predicted - 1
 
     @property
@@ -55,7 +54,7 @@ class Comparison:
         )
 
     def lines(self) -> list[str]:
-        """Return a line of text on the comparison for each rank."""
+        """Return one line of text for each rank that compares predicted and measured step."""
         error = f"{abs(self.error):.1%} {'shorter' if self.error < 0 else 'longer'}"
         step = f"step predicted {_ms(self.predicted)}, measured {_ms(self.measured)} ({error})"
         pairs = zip(self.predicted_busy, self.measured_busy, strict=True)

@@ -35,21 +35,23 @@ from megatron_ext.schedule.timeline import Timeline
 
 
 def program_of_1f1b(problem: Problem) -> Program:
-    """Return the program of Megatron's own 1F1B on the same ranks, microbatches and whole costs."""
+    """Return the program of Megatron's own 1F1B for the same ranks, microbatches and costs."""
     costs = (problem.costs.unpartitioned or problem.costs).per_rank(problem.placement)
     on_line = Problem(line(problem.ranks), problem.microbatches, costs, stock=STOCK_EXECUTOR)
     return build_program(choose("1f1b"), on_line)
 
 
 def stock_1f1b(problem: Problem) -> Timeline:
-    """Return the timeline of `program_of_1f1b`."""
+    """Return the predicted timeline of Megatron's own 1F1B for this problem."""
     program = program_of_1f1b(problem)
     return simulate(program, program.problem.costs)
 
 
 def summary_of_change(before: Program, now: Program, costs: Costs) -> str:
-    """Compare in words ``now``, made with the measured ``costs``, with ``before``, made with
-    estimates. Both are judged by ``costs``.
+    """Return a sentence that compares two programs of a training after costs were measured.
+
+    ``before`` was made with estimated costs, ``now`` with the measured ``costs``. Both are judged
+    by the latter.
     """
     stock = stock_1f1b(replace(now.problem, costs=costs)).makespan
 
@@ -69,7 +71,7 @@ def summary_of_change(before: Program, now: Program, costs: Costs) -> str:
 
 
 def summarize(program: Program) -> str:
-    """Return a line on the bubble of ``program`` and of 1F1B, its peak memory, and its costs."""
+    """Return a line on ``program``: its predicted bubble and 1F1B's, its peak memory, its costs."""
     problem = program.problem
     costs = problem.costs
     bubble = simulate(program, costs).bubble_share_makespan
@@ -126,7 +128,7 @@ def _recomputed_part(program: Program) -> str:
 
 
 def _offloaded_part(program: Program) -> str:
-    """Return words on the share of activations that is offloaded; "" without offload."""
+    """Return words on the share of activations that the program offloads; "" without offload."""
     if program.problem.options.activation_offload is Offload.NONE:
         return ""
     made, left = Counter[Held](), Counter[Held]()

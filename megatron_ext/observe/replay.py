@@ -29,14 +29,16 @@ SecondsOf = Callable[[Action], float]
 
 @dataclass(frozen=True)
 class Replay:
-    """Replay of the passes of ``schedule``, which knows the passes that each one waits for.
-    Messages are no actions here: they take no time, or the time given as a pass's delay."""
+    """Replays the passes of a measured step of ``schedule`` with changed durations.
+
+    Messages are no actions here: they take no time, or the time given as a pass's delay.
+    """
 
     schedule: Schedule
 
     @cached_property
     def inputs(self) -> Inputs:
-        """For each pass, the passes that make its inputs."""
+        """For each pass of the schedule, the passes that make its inputs."""
         rows = self.schedule.compute_rows
         passes = {action for row in rows for action in row}
         placement = self.schedule.placement
@@ -45,7 +47,7 @@ class Replay:
 
     @cached_property
     def _graph(self) -> Precedence:
-        """Passes in an order with each after its inputs and after the pass before on its rank."""
+        """Graph in which each pass waits for its inputs and for the pass before it on its rank."""
         rows = self.schedule.compute_rows
         node = {action: number for number, action in enumerate(chain.from_iterable(rows))}
         waits = [(node[later], node[earlier]) for row in rows for earlier, later in pairwise(row)]
@@ -56,8 +58,10 @@ class Replay:
         return graph
 
     def ready(self, measured: dict[Action, Event]) -> dict[Action, tuple[float, float]]:
-        """Return, for each pass of a measured step, when its rank was free and when its inputs were
-        made. For passes without inputs the latter is the start of the step."""
+        """Return for each pass of a measured step when its rank was free, and its inputs made.
+
+        For passes without inputs the latter is the start of the step.
+        """
         start = min(event.start for event in measured.values())
         ready_at = {}
         for row in self.schedule.compute_rows:
@@ -69,8 +73,11 @@ class Replay:
         return ready_at
 
     def run(self, seconds: SecondsOf, delay: SecondsOf = lambda action: 0.0) -> Timeline:
-        """Return the timeline in which each pass starts ``delay`` after its rank is free and its
-        inputs are made."""
+        """Return the timeline of the passes with other durations and delays.
+
+        Each pass starts ``delay`` seconds after its rank is free and its inputs are made, and takes
+        ``seconds``.
+        """
         passes = [(r, action) for r, row in enumerate(self.schedule.compute_rows) for action in row]
         late = [delay(action) for _, action in passes]
         taken = [wait + seconds(action) for wait, (_, action) in zip(late, passes, strict=True)]
@@ -83,8 +90,11 @@ class Replay:
 
 
 def _of_pairs(inputs: Inputs, schedule: Schedule) -> Inputs:
-    """Return ``inputs`` for passes that run in pairs: a pair needs the inputs of both passes, and
-    the output of its forward pass is there when its backward pass has ended."""
+    """Return the ``inputs`` of passes, changed for overlapped passes, which run as one.
+
+    Both need the inputs of both, and the output of the forward pass is there when the backward pass
+    has ended.
+    """
     ends = {overlapped.forward: overlapped.backward for overlapped in schedule.pairs}
     moved = {a: tuple(ends.get(maker, maker) for maker in makers) for a, makers in inputs.items()}
     for forward, backward in schedule.pairs:
@@ -94,8 +104,7 @@ def _of_pairs(inputs: Inputs, schedule: Schedule) -> Inputs:
 
 
 def _makers(action: Action, placement: Placement) -> Iterator[Action]:
-    """Yield the passes that may make the inputs of ``action``, through any messages and
-    collectives."""
+    """Yield the passes that may make the inputs of ``action``, over messages and collectives."""
     lane = RULES[action.kind].lane
     ends = [action]
     if lane is Lane.RECEIVE:

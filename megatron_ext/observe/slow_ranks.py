@@ -27,11 +27,11 @@ PATIENCE = 100  # iterations of slowness after which a line is logged, since som
 
 @dataclass(frozen=True)
 class PipelineTimes:
-    """Seconds of the passes of a step on each rank of a pipeline.
+    """Seconds of the passes of a step on each rank of one data-parallel replica's pipeline.
 
     Attributes:
         last: global rank of its last pipeline rank, which names the pipeline.
-        busy: by pipeline rank.
+        busy: seconds by pipeline rank.
     """
 
     last: int
@@ -39,7 +39,7 @@ class PipelineTimes:
 
 
 def slow_ranks(ratios: Sequence[float]) -> dict[int, float]:
-    """Return, for each slow rank, its time relative to the other ranks.
+    """Return the time of each slow rank relative to the median rank.
 
     ``ratios``: by rank, the seconds of its passes over those of the costs of its stages.
     """
@@ -49,8 +49,10 @@ def slow_ranks(ratios: Sequence[float]) -> dict[int, float]:
 
 
 def speeds_of(ratios: Sequence[float]) -> RankSpeeds | None:
-    """Return the speeds of ranks whose passes take these ``ratios`` of the others' time, 1 for each
-    that is not slow; None if none is."""
+    """Return the relative speed of each rank, 1 for one that is not slow; None if none is slow.
+
+    ``ratios``: by rank, the seconds of its passes over those of the costs of its stages.
+    """
     slow = slow_ranks(ratios)
     if not slow:
         return None
@@ -62,10 +64,10 @@ def _speeds(slow: Mapping[int, float], ranks: int, digits: int) -> RankSpeeds:
 
 
 def speeds_in(steps: Sequence[TracedStep]) -> tuple[RankSpeeds | None, RankSpeeds | None]:
-    """Return the speeds of ranks that traced ``steps`` show, and those of their medians, which may
-    be noise; None if no rank is slow.
+    """Return the ranks' relative speeds that traced ``steps`` show, and those of medians of steps.
 
-    A rank is slow if it is so in every one of several steps, by more than its steps differ.
+    The latter may be noise. Each is None if no rank is slow. A rank is surely slow if it is so in
+    every one of several steps, by more than its steps differ.
     """
     of_steps = [seconds_over_predicted(step.measured, step.predicted) for step in steps]
     medians = [statistics.median(ratios) for ratios in zip(*of_steps, strict=True)]
@@ -80,8 +82,11 @@ def speeds_in(steps: Sequence[TracedStep]) -> tuple[RankSpeeds | None, RankSpeed
 
 
 def share_lost(predicted: Timeline, slow: Mapping[int, float]) -> float:
-    """Return the share of the ``predicted`` step by which these ``slow`` ranks lengthen it. Both
-    steps are replayed with messages that take no time."""
+    """Return the share by which ``slow`` ranks lengthen the ``predicted`` step.
+
+    ``slow`` has the factor on the time of each slow rank. Both steps are replayed with messages
+    that take no time.
+    """
     events = {event.action: event for row in predicted.compute for event in row}
 
     def seconds(action: Action) -> float:
@@ -95,7 +100,7 @@ def share_lost(predicted: Timeline, slow: Mapping[int, float]) -> float:
 
 
 class SlowRanks:
-    """Watcher that reports once that the same ranks have been slow for `PATIENCE` iterations."""
+    """Watcher that remarks, once, that the same ranks have been slow for `PATIENCE` iterations."""
 
     def __init__(self) -> None:
         # Number of iterations that each rank has been slow, up to now.
@@ -110,10 +115,10 @@ class SlowRanks:
         this_pipeline: PipelineTimes,
         others: Sequence[PipelineTimes],
     ) -> str | None:
-        """Return the remark that is due after ``iterations`` more with these ``ratios``; None if
-        none is.
+        """Return the remark on slow ranks that is due after ``iterations`` more; None if none is.
 
         Args:
+            ratios: by rank, the seconds of its passes over those of the costs of its stages.
             this_pipeline: times of the pipeline that ``ratios`` are of.
             others: times of the other pipelines, as far as they are known.
         """
@@ -150,8 +155,7 @@ class SlowRanks:
 
 
 def slow_in(one: PipelineTimes, pipelines: Sequence[PipelineTimes]) -> dict[int, float]:
-    """Return how many times as long as in the other ``pipelines`` the slow ranks of ``one`` take,
-    by their numbers."""
+    """Return the slow ranks of pipeline ``one``, with their time relative to other pipelines."""
     slow = {}
     for rank, busy in enumerate(one.busy):
         others = [other.busy[rank] for other in pipelines if other is not one]
@@ -181,6 +185,6 @@ def _slow_replicas(pipelines: Sequence[PipelineTimes]) -> list[PipelineTimes]:
 def _is_in(
     replicas: Sequence[PipelineTimes], pipelines: Sequence[PipelineTimes]
 ) -> Callable[[int], bool]:
-    """Return a test for ranks that are slow in the given ``replicas`` only."""
+    """Return a function that tells whether a rank is slow in these ``replicas`` only."""
     others = [one for one in pipelines if one not in replicas]
     return lambda rank: not any(rank in slow_in(one, pipelines) for one in others)

@@ -13,8 +13,10 @@ from megatron_ext.schedule.placement import Placement, line, loop, v
 
 
 def for_torchtitan(placement: Placement, microbatches: int, table: Path) -> str:
-    """Return the arguments of torchtitan's command line, or a line that says why it cannot run the
-    schedule."""
+    """Return the command-line arguments with which torchtitan runs a schedule's CSV ``table``.
+
+    If torchtitan cannot run the schedule, return a line that says why.
+    """
     name = _schedule_with(placement)
     if name is None:
         return (
@@ -36,8 +38,10 @@ def for_torchtitan(placement: Placement, microbatches: int, table: Path) -> str:
 
 
 def _schedule_with(placement: Placement) -> str | None:
-    """Return one of torch's schedules with this placement, whichever way a V opens; None if there
-    is none."""
+    """Return the name of a torch schedule that has this placement of stages; None if there is none.
+
+    It does not matter on which rank a V opens.
+    """
     ranks = placement.ranks
     if placement.rank_of == line(ranks).rank_of:
         return "1F1B"

@@ -65,18 +65,20 @@ _OfStock = tuple[tuple[float, ...], StockExecutor]
 
 @dataclass(frozen=True)
 class TracedStep:
-    """Traced step with its prediction.
+    """One traced step of a training, with its prediction.
 
     Attributes:
         iteration: its number in Megatron's log.
+        measured: start and end of each pass.
         predicted: the simulated step, with costs ``cost_factor`` times those of the program, so
             that all its passes together take as long as the measured ones. It starts with
             ``measured``.
         clock_error: seconds by which a rank's clock may be off rank 0's, at most.
-        weight_shares: for a step of Megatron's own, the estimated share of W in each stage's
-            backward pass; None for a step of ours.
-        executor: for a step of Megatron's own, how Megatron sends its messages; None for ours.
-        parts: for a step of Megatron's own, what its stages are made of; None: not known.
+        weight_shares: for a step of Megatron's own schedule, the estimated share of W in each
+            stage's backward pass; None for a step of this package's executor.
+        executor: for a step of Megatron's own schedule, how Megatron sends its messages; else None.
+        parts: for a step of Megatron's own schedule, the layers and other parts of its stages;
+            None: not known.
         reserved: bytes of each rank that its allocator had reserved beyond the most that it had
             allocated; None without such an allocator, as on a CPU.
     """
@@ -95,8 +97,7 @@ class TracedStep:
 def traced_step(
     iteration: int, measured: Timeline, simulated: Timeline, clock_error: float
 ) -> TracedStep:
-    """Return ``measured`` together with its prediction, which is scaled to the same work and moved
-    to the same start."""
+    """Return a measured step with its prediction, at the same start and with as much work."""
     (step,) = traced_steps([iteration], [measured], [simulated], clock_error)
     return step
 
@@ -107,10 +108,10 @@ def traced_steps(
     simulated: Sequence[Timeline],
     clock_error: float,
 ) -> list[TracedStep]:
-    """Return the traced steps of consecutive iterations, ``measured`` and ``simulated``.
+    """Return measured steps of consecutive iterations with their predictions.
 
-    The predicted steps are scaled to the same work in all. They overlap as they were simulated
-    (`simulate_steps`), and begin with the first that was measured.
+    The predicted steps are scaled to the same total work. They overlap as they were simulated
+    (`simulate_steps`), and begin with the first step that was measured.
     """
     factor = sum(step.work for step in measured) / sum(step.work for step in simulated)
     start, first = measured[0].start, simulated[0].start
@@ -127,7 +128,7 @@ def traced_steps(
 
 
 class TraceFile:
-    """A trace file being written. It is complete, valid JSON after each step.
+    """Trace file that is being written, and is complete, valid JSON after each step.
 
     Raises:
         OSError: it cannot be written, or a step would make it larger than ``largest`` bytes.
@@ -144,7 +145,7 @@ class TraceFile:
         self._tracks: dict[tuple[int, str], int] = {}  # numbers of tracks by rank and title
 
     def add(self, step: TracedStep) -> None:
-        """Write ``step`` to the trace: its passes and reductions, and the predicted passes."""
+        """Write one step to the trace: its passes and reductions, and the predicted passes."""
         origin = step.measured.start if self._origin is None else self._origin
         about = {
             "iteration": step.iteration,
@@ -156,7 +157,7 @@ class TraceFile:
         self._origin = origin
 
     def add_simulated(self, steps: Sequence[Timeline], seconds_per_unit: float) -> None:
-        """Write consecutive simulated ``steps``, which have no measured ones, to the trace."""
+        """Write consecutive simulated ``steps`` to the trace, without measured ones."""
         for number, timeline in enumerate(steps):
             events = [*_slices(timeline, "", {"step": number}), *_held(timeline)]
             self._write(events, 0.0, seconds_per_unit)
@@ -207,7 +208,7 @@ def _events_of(step: TracedStep, about: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def bytes_of_step(simulated: Timeline) -> int:
-    """Return about how many bytes a trace has of a step that is predicted as ``simulated``."""
+    """Return about how many bytes a step takes in a trace, given its prediction."""
     passes = tuple(event for row in simulated.compute for event in row)
     step = traced_step(1000, replace(simulated, events=passes), simulated, 1e-5)
     about = {"iteration": 1000, "schedule": simulated.schedule.name, "cost_factor": 1 / 3}
@@ -224,8 +225,9 @@ def _write_all(file: io.RawIOBase, data: bytes) -> None:
 
 
 def write_trace(steps: Sequence[Timeline], path: Path, seconds_per_unit: float = 1e-3) -> None:
-    """Write simulated ``steps``, one after the other on one clock: a process per rank with its
-    passes, its messages and the memory that it holds.
+    """Write simulated ``steps``, one after the other on one clock, as a trace file.
+
+    It has a process per rank with its passes, its messages and the memory that it holds.
 
     Args:
         seconds_per_unit: seconds in the trace of one unit of the costs; the default shows costs in
@@ -237,7 +239,7 @@ def write_trace(steps: Sequence[Timeline], path: Path, seconds_per_unit: float =
 
 
 def read_trace(path: Path) -> list[TracedStep]:
-    """Return the steps that a training run has written to ``path``, or to `NAME` in that folder.
+    """Return the steps that a training run has written to the trace ``path`` (or `NAME` in it).
 
     Raises:
         ValueError: there is no such file, it is not JSON, it has no measured step, another version
@@ -297,8 +299,10 @@ def read_trace(path: Path) -> list[TracedStep]:
 
 
 def reserved_in(steps: Sequence[TracedStep]) -> float | None:
-    """Return the most bytes that the allocator of a rank had reserved beyond its allocations in the
-    last of ``steps``; None if they were not traced on GPUs."""
+    """Return the most bytes that a rank's allocator had reserved beyond its allocations.
+
+    They are those of the last traced step; None if it was not traced on GPUs.
+    """
     latest = steps[-1].reserved
     return max(latest) if latest else None
 
@@ -357,7 +361,10 @@ def _step(
 
 
 def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
-    """Return the timeline of the passes of ``category``, with the reductions of a measured step."""
+    """Return the timeline of the passes of one trace ``category``, measured or predicted.
+
+    A measured one has the reductions of gradients too.
+    """
     of_rank: dict[int, list[Event]] = {}
     reductions, pairs = [], list[OverlappedPasses]()
     try:
@@ -397,7 +404,10 @@ def _paired_with(args: Record, where: str) -> Action:
 
 
 def _check_rows(rows: Sequence[tuple[Event, ...]], where: str) -> None:
-    """Raise ValueError unless all ranks and stages have passes, one after the other, each once."""
+    """Raise ValueError unless the passes in a trace are complete and in order.
+
+    All ranks and stages must have passes, one after the other, each once.
+    """
     events = [event for row in rows for event in row]
     for what, numbers in (
         ("rank", {event.rank for event in events}),
@@ -416,8 +426,7 @@ def _check_rows(rows: Sequence[tuple[Event, ...]], where: str) -> None:
 
 
 def track_of(action: Action, placement: Placement) -> str | None:
-    """Return the title of the track of its rank that shows ``action``; None if it takes no time on
-    any."""
+    """Return the title of the track that shows ``action`` in a trace; None if it takes no time."""
     rule = RULES[action.kind]
     if rule.lane is Lane.COMPUTE:
         return "passes"
@@ -431,8 +440,10 @@ def track_of(action: Action, placement: Placement) -> str | None:
 
 
 def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the events of passes and messages, of the optimizer's step and of the verdict on the
-    last step. ``prefix`` precedes the names of their tracks and categories."""
+    """Yield trace events for the passes, messages, optimizer steps and verdicts of ``timeline``.
+
+    ``prefix`` precedes the names of their tracks and categories.
+    """
     placement, overlapped_with = timeline.schedule.placement, timeline.schedule.overlapped_with
     for event in timeline.events:
         action, rule = event.action, RULES[event.action.kind]
@@ -466,7 +477,7 @@ def _held(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _step_metadata(step: TracedStep) -> Iterator[dict[str, Any]]:
-    """Yield metadata events of ``step`` with the figures that no slice of the trace has."""
+    """Yield metadata events of a traced step, for its figures that belong to no pass or message."""
     about: dict[str, dict[str, Any]] = {}
     if step.weight_shares is not None:
         assert step.executor is not None
@@ -524,7 +535,7 @@ def _slice(
 def _instant(
     event: Event, name: str, track: str, category: str, args: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the end of ``event`` as an instant event on its rank's track."""
+    """Return the end of ``event`` as an instant event on its rank's track in the trace."""
     return {
         "ph": "i",
         "s": "t",
@@ -542,7 +553,7 @@ def _counter(rank: int, ts: float, held: float) -> dict[str, Any]:
 
 
 def _names(rank: int, title: str, number: int) -> Iterator[dict[str, Any]]:
-    """Yield the metadata events with names that must precede the first slice of a track."""
+    """Yield metadata events that name a rank and a track, before the first event of the track."""
     for what, args in (
         ("process_name", {"name": f"rank {rank}"}),
         ("thread_name", {"name": title}),

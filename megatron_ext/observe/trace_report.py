@@ -24,7 +24,7 @@ from megatron_ext.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of one traced step, measured or predicted."""
+    """Makespan, span and bubbles of one traced step, measured or predicted."""
 
     makespan: float
     span: float
@@ -34,7 +34,7 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class IterationFigures:
-    """Figures of a traced step and of its prediction."""
+    """Makespan, span and bubbles of a traced step, and those that were predicted."""
 
     iteration: int
     measured: StepFigures
@@ -43,13 +43,14 @@ class IterationFigures:
 
 @dataclass(frozen=True)
 class TraceReport:
-    """The step with the median makespan, explained; ``--json`` prints these names in this order.
+    """Explanation of the traced step with the median makespan, by the keys that ``--json`` prints.
 
     Attributes:
         cost_factor, clock_error: as `TracedStep` has them.
         parts, causes: as `Explanation` has them.
         iterations: all traced steps.
-        what_if: predicted steps of our schedules, if the steps are Megatron's own.
+        what_if: predicted steps of this package's schedules, if the traced steps are Megatron's
+            own.
         rank_speeds: speeds of the ranks if some are slow, as --rank-speeds takes them; None if none
             is.
     """
@@ -70,15 +71,15 @@ class TraceReport:
 
 
 def median_step(steps: Sequence[TracedStep]) -> TracedStep:
-    """Return the step with the median makespan; of two in the middle, the shorter."""
+    """Return the traced step with the median makespan; of two in the middle, the shorter."""
     by_makespan = sorted(steps, key=lambda step: step.measured.makespan)
     return by_makespan[(len(steps) - 1) // 2]
 
 
 def trace_report(steps: Sequence[TracedStep], seconds: float = SECONDS) -> TraceReport:
-    """Return an explanation of the step with the median makespan, and the figures of all ``steps``.
+    """Return an explanation of the traced step with the median makespan, and figures of all steps.
 
-    ``seconds`` is the limit of `what_if`.
+    ``seconds`` is the time limit of `what_if`.
     """
     median = median_step(steps)
     schedule = median.measured.schedule

@@ -17,14 +17,14 @@ _WORTH_SAYING = 0.005  # least difference that is mentioned, as a share of the m
 
 
 def schedule_name(report: TraceReport) -> str:
-    """Return the name of the schedule, and whether it is Megatron's own."""
+    """Return the name of the traced schedule, preceded by "Megatron's own" if it is."""
     # plain words: the beginning of a phrase
     whose = "" if report.what_if is None else "Megatron's own "
     return f"{whose}{report.schedule}"
 
 
 def summary(report: TraceReport, folder: Path) -> Iterator[str]:
-    """Yield lines for the log of a training whose steps are Megatron's own."""
+    """Yield lines on traced steps of Megatron's own schedule, for the log of the training."""
     measured, assumed = report.measured, report.what_if
     assert assumed is not None
     yield (
@@ -48,8 +48,10 @@ def summary(report: TraceReport, folder: Path) -> Iterator[str]:
 
 
 def sections(assumed: WhatIf) -> Iterator[tuple[str, list[Prospect]]]:
-    """Yield the title and the schedules of each of the two tables of ``assumed``. Megatron's own
-    schedule is first in the first table."""
+    """Yield title and schedules of two tables: those that hold no more memory, and those that do.
+
+    The memory is compared with Megatron's own schedule, which is first in the first table.
+    """
     peak = counted(assumed.stock.peak, "microbatch")
     title = f"what schedules would take with these costs, in no more memory (peak {peak})"
     yield title, [assumed.stock, *assumed.within]
@@ -58,7 +60,7 @@ def sections(assumed: WhatIf) -> Iterator[tuple[str, list[Prospect]]]:
 
 
 def prospect_rows(prospects: Sequence[Prospect]) -> list[dict[str, str]]:
-    """Return a table row for each of ``prospects``, by column."""
+    """Return a table row, by column, for each schedule whose step was predicted from a trace."""
     return [
         {
             "schedule": prospect.schedule,
@@ -97,7 +99,7 @@ def _between(low: str, high: str) -> str:
 
 
 def _table(rows: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Return a table of ``rows`` beneath their keys, as lines."""
+    """Yield the lines of a text table of ``rows``, beneath the names of the columns."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

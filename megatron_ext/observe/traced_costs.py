@@ -23,8 +23,10 @@ _QUICK = 4
 
 
 def traced_costs(steps: Sequence[TracedStep]) -> TracedCosts | None:
-    """Return the costs of Megatron's own step as medians over the passes of ``steps``; None if
-    these are not Megatron's own."""
+    """Return measured costs of Megatron's own schedule, as medians over the traced ``steps``.
+
+    None if the steps are not Megatron's own.
+    """
     latest = steps[-1]
     if latest.weight_shares is None:
         return None
@@ -53,8 +55,10 @@ def traced_costs(steps: Sequence[TracedStep]) -> TracedCosts | None:
 
 
 def _delays(step: Timeline) -> Iterator[float]:
-    """Yield, for each pass that waited for a pass of another rank, the seconds from the end of the
-    other pass to its own start."""
+    """Yield the seconds that passes waited for messages from other ranks in a traced step.
+
+    They go from the end of the pass that made the input to the start of the waiting pass.
+    """
     replay = Replay(step.schedule)
     events = {event.action: event for row in step.compute for event in row}
     for action, (free, made) in replay.ready(events).items():

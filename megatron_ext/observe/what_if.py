@@ -40,7 +40,7 @@ _BUILT, _FITTED = 2, 12
 
 
 def weight_shares(costs: Costs) -> tuple[float, ...]:
-    """Return the share of W in each stage's backward pass by ``costs``."""
+    """Return the share of W (weight gradient) in each stage's backward pass by ``costs``."""
     pairs = zip(
         costs.seconds[Kind.BACKWARD_INPUT], costs.seconds[Kind.BACKWARD_WEIGHT], strict=True
     )
@@ -52,14 +52,17 @@ _Passes = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]  # F, B
 
 @dataclass(frozen=True)
 class TracedCosts:
-    """Costs of Megatron's own step as traced, in seconds per stage.
+    """Costs of Megatron's own schedule, measured in a trace, in seconds per stage.
 
     Attributes:
         schedule: the order of passes in the step, without messages. Backward passes are whole (B).
+        microbatches: number of microbatches of the step.
+        forward, backward: seconds of F and B.
         weight_shares: estimated share of W in B.
         message: seconds of a message.
         executor: how Megatron sends the messages of the step.
-        parts: what the stages are made of; None: not known, and a stage's work is cut evenly.
+        parts: the layers and other parts of the stages; None: not known, and a stage's work is cut
+            evenly.
     """
 
     schedule: Schedule
@@ -72,7 +75,7 @@ class TracedCosts:
     parts: ModelParts | None = None
 
     def costs(self, stages: int, share: float | None = None) -> Costs | None:
-        """Return costs with the model cut into ``stages`` stages; None if that is not possible.
+        """Return the measured costs for another number of stages; None if that is impossible.
 
         Layers are cut evenly, the embedding and the output layer stay at the ends, and multi-token
         prediction is on the last stage. If the parts of the stages are not known, the measured
@@ -96,7 +99,7 @@ class TracedCosts:
         )
 
     def doubted(self) -> Iterator[TracedCosts]:
-        """Yield these costs with other proportions of parts that the passes do not tell apart."""
+        """Yield these costs with other proportions of parts that were not measured apart."""
         for parts in () if self.parts is None else self.parts.doubted():
             yield replace(self, parts=parts)
 
@@ -134,7 +137,7 @@ def _cut(figures: Sequence[float], stages: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Prospect:
-    """Predicted time and memory of a schedule; ``--json`` prints these names in this order.
+    """Step time and memory of a schedule, predicted from a trace; ``--json`` prints these names.
 
     Attributes:
         vpp: chunks of a rank.
@@ -158,14 +161,15 @@ class Prospect:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Megatron's own schedule, which Megatron runs, and ours, simulated with the measured costs.
+    """Megatron's own schedule and this package's, simulated with costs measured in a trace.
 
     Attributes:
+        stock: the schedule that Megatron has run.
         within: schedules that hold no more than Megatron's own, shortest first.
         with_more: schedules that gain by holding more, shortest first.
-        excluded: the reason why other schedules are in neither, by spec.
+        excluded: the reason why other schedules are in neither, by name.
         has_parts: whether layers, embedding and output layer were told apart.
-        has_depths: whether layers of multi-token prediction were too.
+        has_depths: whether layers of multi-token prediction were told apart, too.
     """
 
     stock: Prospect
@@ -177,7 +181,7 @@ class WhatIf:
 
 
 def what_if(traced: TracedCosts, seconds: float = SECONDS) -> WhatIf:
-    """Return the predicted step of each of our schedules with the costs of ``traced``.
+    """Return the predicted step of each of this package's schedules, with costs from a trace.
 
     Schedules with another placement count too (a V has two stages a rank), although the launch
     would need other virtual stages for them. Schedules are ignored if predicting all of them would
@@ -221,8 +225,7 @@ def _shortest_first(prospects: Sequence[Prospect]) -> tuple[Prospect, ...]:
 
 
 def _specs(placement: Placement) -> Iterator[tuple[FamilyEntry, str]]:
-    """Yield the specs that a launch with this ``placement`` could use instead; searches come
-    last."""
+    """Yield the schedules that a launch with this ``placement`` could use, searches last."""
     for entry in sorted(entries().values(), key=lambda entry: entry.traits.searches):
         has_chunks = "vpp" in inspect.signature(entry.place).parameters
         if entry.maturity is Maturity.LABORATORY or (has_chunks and placement.chunks == 1):
@@ -233,8 +236,10 @@ def _specs(placement: Placement) -> Iterator[tuple[FamilyEntry, str]]:
 def _tried(
     entry: FamilyEntry, spec: str, traced: TracedCosts, stock: Prospect, left: float
 ) -> Iterator[Prospect]:
-    """Yield the schedule without a memory limit. If it holds more than ``stock``, yield the
-    schedule within the memory of ``stock``, and the first one only if it is faster.
+    """Yield a schedule, simulated with costs from a trace, without a memory limit.
+
+    If it holds more than ``stock``, Megatron's schedule, yield the schedule within that memory, and
+    the first one only if it is faster.
 
     Raises:
         ValueError: there is nothing to report, or no time to build it.
