@@ -42,9 +42,10 @@ _HALF = 0.43  # half of a box's height
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
-    """Write ``timelines`` one above the other, on one time axis, as SVG or PNG by ``path``'s name.
+    """Draw ``timelines`` one above the other, on one time axis, as an SVG or PNG file.
 
-    Every second chunk of a rank is drawn hatched. Beneath each, the microbatches a rank holds.
+    The name of ``path`` decides. Every second chunk of a rank is drawn hatched. Beneath each
+    timeline is the memory of each rank, in microbatches.
 
     Raises:
         ValueError: another file type, or matplotlib is not installed.
@@ -55,8 +56,10 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
 def draw_steps(
     runs: Sequence[Sequence[Timeline]], path: Path, costs: Sequence[Costs] | None = None
 ) -> None:
-    """Draw ``runs`` of one or more consecutive steps each, as `draw` does. Every second step is
-    paler, and the optimizer's steps and the waits for their verdicts are marked.
+    """Draw runs of one or more consecutive steps each, as `draw` does.
+
+    Every second step is paler, and the optimizer's steps and the waits for their verdicts
+    (post-validation) are marked.
 
     Args:
         costs: costs of each run; if they have bytes, memory is drawn in GiB.
@@ -82,7 +85,7 @@ def draw_steps(
 
 
 def check_picture(path: Path) -> None:
-    """Raise ValueError if no picture can be written to ``path``, before work is done for it."""
+    """Raise ValueError if no picture can be written to ``path``, before any work for it."""
     if path.suffix not in (".svg", ".png"):
         raise ValueError(f"{path}: pictures are written as .svg or .png")
     if not path.parent.is_dir():
@@ -104,7 +107,7 @@ def new_figure(path: Path, width: float, height: float) -> Figure:
 
 @dataclass(frozen=True)
 class _Measure:
-    """Unit in which a picture counts memory."""
+    """Unit in which a picture of a schedule counts memory: microbatches or GiB."""
 
     amount: Amount
     unit: float
@@ -128,8 +131,10 @@ def _length(run: Sequence[Timeline]) -> float:
 
 
 def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: _Measure) -> None:
-    """Draw passes as boxes, one shape a kind. ``readable`` is the time that a digit in a box
-    takes."""
+    """Draw the passes of a run as boxes, those of one kind as one shape.
+
+    ``readable`` is the length of a box, in time, that a digit needs.
+    """
     schedule, first = run[0].schedule, run[0].start
     chunk = {s: c for stages in schedule.placement.stages_of for c, s in enumerate(stages)}
     digits = len(str(max(event.action.microbatch for event in run[0].events)))
@@ -186,8 +191,7 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
 
 
 def _places_in_pairs(timeline: Timeline) -> dict[Action, PassBox]:
-    """Return the box of each overlapped pass: as long as both passes together, with F in the upper
-    half."""
+    """Return the box of each overlapped pass: as long as both passes, with F in the upper half."""
     in_pairs = timeline.schedule.overlapped_with
     events = {event.action: event for event in timeline.events if event.action in in_pairs}
     quarter = _HALF / 2

@@ -29,10 +29,11 @@ _ENDS = ("bottom", "center", "top")
 
 
 def label_points(axes: Axes, labels: Mapping[Point, str], lines: Sequence[Sequence[Point]]) -> None:
-    """Write each label as near to its point as it fits, with a line between them if it is not next
-    to it: clear of other labels and points, and of ``lines`` if that can be.
+    """Write each label as near to its point in a picture as it fits.
 
-    Call it last: a later change of the axes' place moves the points, and labels may then overlap.
+    A line joins the two if the label is not next to the point. Labels keep clear of other labels
+    and points, and of ``lines`` if possible. Call this last: a later change of the axes' place
+    moves the points, and labels may then overlap.
     """
     axes.get_figure().draw_without_rendering()  # type: ignore[union-attr]
     markers = [_around(point) for point in axes.transData.transform(list(labels))]
@@ -108,7 +109,7 @@ def _along(line: np.ndarray) -> list[Point]:
 
 
 def _overlap(box: Frame, other: Frame) -> float:
-    """Return the area of the intersection of two frames."""
+    """Return the area of the intersection of two frames of text, in square pixels."""
     width = min(box[2], other[2]) - max(box[0], other[0])
     height = min(box[3], other[3]) - max(box[1], other[1])
     return max(width, 0.0) * max(height, 0.0)

@@ -40,9 +40,11 @@ _SLOW = 2.5  # the second panel ends at this multiple of the quickest microbatch
 
 
 def draw_plan(plan: Plan, curves: Curves, path: Path) -> None:
-    """Write a picture of step time against memory of the schedules of ``plan``, each with its best
-    vocabulary method, with the Pareto front of all and the results of searches in less memory. A
-    second panel shows the step's time per microbatch, by the number of microbatches.
+    """Write a picture of a plan: step time of its schedules against their memory.
+
+    Each schedule has its best vocabulary method; the Pareto front and the results of searches in
+    less memory are drawn as lines. A second panel shows the step's time per microbatch, by the
+    number of microbatches.
 
     Raises:
         ValueError: another file type, or matplotlib is not installed.
@@ -66,7 +68,7 @@ def draw_plan(plan: Plan, curves: Curves, path: Path) -> None:
 
 
 def _looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the colour and marker of each schedule's line, the same in both panels."""
+    """Return the colour and marker of each schedule's line in a plan's picture, for both panels."""
     return {
         name: {"color": LINES[number % len(LINES)], "marker": MARKERS[number % len(MARKERS)]}
         for number, name in enumerate(dict.fromkeys(names))
@@ -80,8 +82,7 @@ def _draw_by_memory(
     looks: Mapping[str, Mapping[str, Any]],
     in_bytes: bool,
 ) -> tuple[dict[Point, str], list[list[Point]]]:
-    """Draw the panel of step time against memory. Return its labels, by the points that they belong
-    to, and its lines."""
+    """Draw the panel of step time by memory. Return its lines after its labels, by their points."""
     unit = 2**30 if in_bytes else 1
     shown = tuple(dict.fromkeys((*plan.best_of_each, *plan.front)))
 
@@ -119,8 +120,10 @@ def _draw_by_memory(
 
 
 def _front(plan: Plan, curves: Curves) -> tuple[Candidate, ...]:
-    """Return the points that no other beats in both time and memory, including results of searches
-    in less memory, shortest step first."""
+    """Return the points of a plan's picture that no other beats in both time and memory.
+
+    Results of searches in less memory are included. The shortest step comes first.
+    """
     permitted = {candidate.schedule for candidate in plan.recommendable}
     of_curves = (
         candidate
@@ -144,8 +147,10 @@ def _clipped(point: Point, ends: Sequence[float]) -> Point:
 
 
 def _set_ends(axes: Axes, lines: Sequence[Sequence[Point]], points: Sequence[Point]) -> None:
-    """Set the ends of both axes so that all points are on the panel, and the parts of lines that
-    are no higher and no further right than the points."""
+    """Set the ends of both axes of a plan's picture so that all points are on the panel.
+
+    Lines are on the panel as far as they are no higher and no further right than the points.
+    """
     furthest, highest = (max(figures) for figures in zip(*points, strict=True))
     near = [(x, y) for line in lines for x, y in line if x <= furthest and y <= highest]
     x, y = zip(*points, *near, strict=True)
@@ -160,8 +165,10 @@ def _with_margin(values: Sequence[float]) -> Point:
 
 
 def _labels(points: Mapping[Candidate, Point], ends: Sequence[float]) -> dict[Point, str]:
-    """Return one label for all points that coincide. A point beyond the end of an axis has its
-    position in the label."""
+    """Return the labels of points in a plan's picture, one for all points that coincide.
+
+    A point beyond the end of an axis has its position in the label.
+    """
     sizes = [
         max(figures) - min(figures)
         for figures in zip(*(_clipped(point, ends) for point in points.values()), strict=True)

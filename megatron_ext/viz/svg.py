@@ -53,9 +53,11 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def minified(svg: str) -> str:
-    """Return ``svg``, written by matplotlib, in less text: rounded to a tenth of a point, with one
-    element a line. Comments, metadata, ids of groups, groups without attributes and repeated styles
-    are removed."""
+    """Return an SVG text of matplotlib in less text: rounded to a tenth of a point.
+
+    There is one element a line. Comments, metadata, ids of groups, groups without attributes and
+    repeated styles are removed.
+    """
     root = ElementTree.fromstring(svg)  # parsing drops comments
     for metadata in root.findall(METADATA):
         root.remove(metadata)
@@ -75,8 +77,10 @@ def minified(svg: str) -> str:
 
 
 def shortened_path(path: str) -> str:
-    """Return the SVG path ``path``, a list of M, L, C, Q and z, rounded to a tenth of a point, with
-    H and V along the axes."""
+    """Return an SVG path of M, L, C, Q and z rounded to a tenth of a point.
+
+    Lines along the axes become H and V.
+    """
     commands = []
     x = y = ""
     for command, numbers in re.findall(r"([MLCQz])([^MLCQz]*)", path):
@@ -112,7 +116,7 @@ def _shorten(element: Element) -> None:
 
 
 def _drop_style(element: Element, inherited: str) -> None:
-    """Remove the declarations of ``inherited`` from the style of the SVG ``element``."""
+    """Remove those style declarations of ``element`` that it inherits, ``inherited``."""
     style = element.attrib.pop("style", "").split("; ")
     kept = [declaration for declaration in style if declaration not in inherited.split("; ")]
     if any(kept):
@@ -148,7 +152,10 @@ def _style_of_text(element: Element) -> str:
 
 
 def _break_lines(parent: Element) -> None:
-    """Begin a line with every SVG element. Elements with children have no text in these files."""
+    """Put every SVG element on a line of its own.
+
+    Elements with children have no text in these files.
+    """
     parent.tail = "\n"
     if len(parent):
         parent.text = "\n"

@@ -19,10 +19,11 @@ Nodes = tuple[int, ...]  # numbers of events of a step
 def waits_of_program(
     graph: Graph, events: Sequence[Event], is_shown: Sequence[bool]
 ) -> list[Nodes]:
-    """Return, for each of ``events`` of a simulated step, the shown events that it waited for.
+    """Return, for each event of a simulated step, the events on the page that it waited for.
 
-    An event that is not shown (a wait, a receive, a message that takes no time) is replaced by the
-    event that it waited for longest, and a message also by the pass that sent it.
+    ``is_shown`` tells which events are on the page. An event that is not shown (a wait, a receive,
+    a message that takes no time) is replaced by the event that it waited for longest, and a message
+    also by the pass that sent it.
     """
     waits: list[Nodes] = [()] * len(events)
     stands_for: list[Nodes] = [()] * len(events)

@@ -14,7 +14,7 @@ OMITTED = "omitted"  # replaces the kind of passes that `cut` has merged
 
 
 class TrackGroup(enum.StrEnum):
-    """Group of tracks that fold away together."""
+    """Group of a rank's tracks on a page that fold away together."""
 
     PASSES = "passes"
     MESSAGES = "messages"  # messages, collectives, and reductions of gradients
@@ -23,7 +23,7 @@ class TrackGroup(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Track:
-    """Row of a rank on a page, on which one action follows the other."""
+    """Track of a rank on a page: a row on which one action follows the other."""
 
     rank: int
     group: TrackGroup
@@ -37,7 +37,9 @@ class Track:
 
 @dataclass(frozen=True)
 class Box:
-    """An action, and when it ran. A mark, such as an optimizer step's, takes no time.
+    """Box on a page: an action of a rank, and when it ran.
+
+    A mark, such as an optimizer step's, is a box that takes no time.
 
     Attributes:
         kind: an action's kind, "reduction", or `OMITTED`.
@@ -50,8 +52,8 @@ class Box:
             bytes; None for other actions, or if bytes are not known.
         passes: number of passes that the box stands for.
         slice: number of the slice in its microbatch, if microbatches are cut.
-        half: for a pass that runs in a pair: 0 is the forward pass, 1 the backward pass, which is
-            the next box. They are drawn above one another, each as long as both.
+        half: for an overlapped pass: 0 is the forward pass, 1 the backward pass, which is the next
+            box. They are drawn above one another, each as long as both.
     """
 
     track: Track
@@ -71,18 +73,20 @@ class Box:
 
 
 def before(boxes: Sequence[Box], place: int) -> list[int]:
-    """Return the numbers of the boxes that box ``place`` waited for, beginning with the one before
-    it on its track."""
+    """Return the numbers of the boxes for which the box with number ``place`` waited.
+
+    The box before it on its track comes first.
+    """
     is_first = place == 0 or boxes[place - 1].track != boxes[place].track
     return [*([] if is_first else [place - 1]), *boxes[place].needs]
 
 
 def critical_path(boxes: Sequence[Box]) -> tuple[int, ...]:
-    """Return the critical path, as numbers of boxes in order of time.
+    """Return the critical path through the boxes of a page, as their numbers in order of time.
 
-    It leads to the pass that ends last. Before each box comes the one that ended last among those
-    it waited for. If a part of the path gets shorter, so does the whole, or another path takes its
-    place.
+    The path leads to the pass that ends last. Before each box comes the one that ended last among
+    those it waited for. If a part of the path gets shorter, so does the whole, or another path
+    takes its place.
     """
     passes = [place for place, box in enumerate(boxes) if box.track.group is TrackGroup.PASSES]
     path = [max(passes, key=lambda place: boxes[place].end)]

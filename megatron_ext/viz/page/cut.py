@@ -13,7 +13,7 @@ from megatron_ext.viz.page.boxes import OMITTED, Box, TrackGroup
 
 
 def shares(passes: Sequence[int], most: int) -> list[int]:
-    """Return the number of passes that a page may show of each schedule, at most ``most`` in all.
+    """Return how many passes a page may show of each schedule, at most ``most`` in all.
 
     Args:
         passes: number of passes of each schedule. A schedule with fewer passes than its equal share
@@ -29,13 +29,13 @@ def shares(passes: Sequence[int], most: int) -> list[int]:
 
 
 def kept_microbatches(microbatches: int, passes: int, most: int) -> tuple[range, ...]:
-    """Return the microbatches to show: some at the start, in the middle and at the end of a step.
+    """Return the microbatches that a page shows: at a step's start, in its middle, at its end.
 
     The three ranges are equally long. They contain at least one microbatch each, and otherwise at
     most ``most`` passes together. If all microbatches may be shown, one range contains them all.
 
     Args:
-        microbatches, passes: those of the whole schedule.
+        microbatches, passes: numbers of these in the whole schedule.
     """
     length = max(most * microbatches // passes // 3, 1)
     if passes <= most or 3 * length >= microbatches:
@@ -51,11 +51,11 @@ def kept_microbatches(microbatches: int, passes: int, most: int) -> tuple[range,
 def cut_to_microbatches(
     boxes: Sequence[Box], kept: Sequence[range], path: Sequence[int]
 ) -> tuple[tuple[Box, ...], tuple[int, ...]]:
-    """Return the ``boxes`` of the microbatches in ``kept``, and the part of ``path`` that they are
-    on. ``path`` and the result are numbers of boxes.
+    """Return the ``boxes`` of the microbatches in ``kept``, and the part of ``path`` on them.
 
-    Consecutive passes of all other microbatches on a rank are merged into one box without
-    dependencies. Their messages and copies are omitted. Marks, which take no time, remain.
+    ``path`` and the result are numbers of boxes. Consecutive passes of all other microbatches on a
+    rank are merged into one box without dependencies. Their messages and copies are omitted. Marks,
+    which take no time, remain.
     """
     shown = {number for part in kept for number in part}
     remaining: list[Box] = []
@@ -76,7 +76,7 @@ def cut_to_microbatches(
         new_number.append(len(remaining) - 1)
 
     def renumbered(numbers: Iterable[int]) -> tuple[int, ...]:
-        """Return the new ``numbers`` of boxes without those of omitted boxes, each once."""
+        """Return the new numbers of boxes, each once, without those of omitted boxes."""
         new = (new_number[number] for number in numbers)
         return tuple(dict.fromkeys(number for number in new if number is not None))
 
@@ -89,12 +89,12 @@ def cut_to_microbatches(
 
 
 def _continues(before: Box, box: Box) -> bool:
-    """Return whether ``box`` continues the merged box ``before``."""
+    """Return whether ``box`` belongs to the merged box ``before``, on the same track and step."""
     return before.kind == OMITTED and (before.track, before.step) == (box.track, box.step)
 
 
 def _joined(before: Box, box: Box) -> Box:
-    """Return both boxes as one box, with the larger of their memory."""
+    """Return two boxes merged into one, with the larger of their memory."""
     return replace(
         before,
         end=box.end,

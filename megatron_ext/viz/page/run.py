@@ -37,7 +37,10 @@ HeldTimes = Mapping[Action, tuple[float, float | None]]
 
 @dataclass(frozen=True)
 class PageFigures:
-    """Figures of a step on a page. ``peaks`` are of each rank, in microbatches of a full one."""
+    """Makespan, span, bubbles and peak memory of a step on a page.
+
+    ``peaks`` are those of each rank, in microbatches of a full rank.
+    """
 
     makespan: float
     span: float
@@ -49,13 +52,15 @@ class PageFigures:
 
 @dataclass(frozen=True)
 class Run:
-    """Run on a page: the steps of one schedule.
+    """One or more simulated or traced steps of a schedule on a page.
 
     Attributes:
+        title: name of the schedule with its options.
         chunk_of: by stage, the number of its rank's chunk.
-        boxes: sorted by their tracks, and by time.
+        boxes: boxes of the actions, sorted by their tracks, and by time.
         critical: numbers of the boxes on the critical path.
         figures: figures of the first step.
+        limit: memory limit of the schedule, if it has one.
         remarks: further remarks, a sentence each.
     """
 
@@ -73,23 +78,25 @@ class Run:
 
     @property
     def length(self) -> float:
-        """Time from the start of the first step to the last end, in seconds or the unit of the
-        costs."""
+        """Time from the start of the first step to the end of the last.
+
+        The unit is seconds or that of the costs.
+        """
         return max(box.end for box in self.boxes)
 
     @property
     def passes(self) -> int:
-        """Boxes of compute passes."""
+        """Number of boxes on the page that are compute passes."""
         return sum(box.track.group is TrackGroup.PASSES for box in self.boxes)
 
 
 def title_of(name: str, options: ScheduleOptions) -> str:
-    """Return the title of a run of the schedule ``name``: the name and its requested options."""
+    """Return the title of a schedule on a page: its ``name`` and its requested options."""
     return ", ".join([name, *map(options.phrase, options.requested)])
 
 
 def simulated_run(title: str, program: Program, steps: int = 1, remarks: Sequence[str] = ()) -> Run:
-    """Return a run of ``steps`` simulated steps of ``program``."""
+    """Return ``steps`` simulated steps of ``program``, as a run to show on a page."""
     (schedule, graph), problem = program.as_run, program.problem
     timelines = simulate_steps(program, problem.costs, steps)
     begins = min(event.start for event in timelines[0].events)
@@ -126,7 +133,7 @@ def simulated_run(title: str, program: Program, steps: int = 1, remarks: Sequenc
 
 
 def traced(step: TracedStep) -> tuple[Run, Run]:
-    """Return a traced step as two runs on a page: as it was predicted, and as it was measured."""
+    """Return a traced step as two runs to show on a page: as predicted, and as measured."""
     predicted = {event.action: event.end - event.start for event in step.predicted.events}
     name = step.measured.schedule.name
     return (
@@ -159,7 +166,7 @@ def _cut_to(run: Run, most: int) -> Run:
 
 
 def of_passes(title: str, timeline: Timeline, cost_of: Callable[[Action], float]) -> Run:
-    """Return a run of ``timeline``, of which only passes and perhaps reductions are known."""
+    """Return a run to show on a page, of a ``timeline`` of passes, perhaps with reductions."""
     schedule = timeline.schedule
     timeline = timeline.moved(0.0)
     tracks = [_track(event, schedule.placement) for event in timeline.events]
@@ -189,7 +196,7 @@ def of_passes(title: str, timeline: Timeline, cost_of: Callable[[Action], float]
 
 
 def _track(event: Event, placement: Placement) -> Track | None:
-    """Return the track that shows ``event``; None if it is not shown."""
+    """Return the track of a page that shows ``event``; None if the event is not shown."""
     rule = RULES[event.action.kind]
     title = track_of(event.action, placement)
     if title is None:
@@ -213,7 +220,7 @@ def _boxes(
     held: HeldTimes,
     pairs: Iterable[OverlappedPasses],
 ) -> list[Box]:
-    """Return the boxes to draw: one for each event whose track in ``tracks`` is not None."""
+    """Return the boxes of a page: one for each event that has a track."""
     halves = {action: half for overlapped in pairs for half, action in enumerate(overlapped)}
     shown = [node for node, track in enumerate(tracks) if track is not None]
     place = {node: number for number, node in enumerate(shown)}
@@ -245,16 +252,20 @@ def _boxes(
 
 
 def _costs_in(events: Sequence[Event], program: Program) -> Callable[[Action], float]:
-    """Return a function from an action to its seconds by the costs; for one of two overlapped
-    passes its share of both."""
+    """Return a function that gives the expected seconds of an action, by the costs.
+
+    For one of two overlapped passes it gives its share of both.
+    """
     in_pairs = program.schedule.overlapped_with
     shares = {e.action: e.end - e.start for e in events if e.action in in_pairs}
     return lambda a: shares[a] if a in shares else program.problem.costs.of(a)
 
 
 def _with_whole_collectives(graph: Graph, events: Sequence[Event]) -> Sequence[Event]:
-    """Return ``events`` with each collective as long on all ranks: the simulator has it on one of
-    them last as long as it takes, and on the others end with that."""
+    """Return ``events`` with each collective as long on all ranks as on the rank that has its time.
+
+    The simulator gives a collective its duration on one rank only.
+    """
     leaders = graph.leaders.tolist()
     return [
         event
@@ -265,8 +276,7 @@ def _with_whole_collectives(graph: Graph, events: Sequence[Event]) -> Sequence[E
 
 
 def _after_all(boxes: Sequence[Box], before: Sequence[Box]) -> list[Box]:
-    """Return ``boxes`` of a step that begins on each rank when the step ``before`` has ended on all
-    ranks."""
+    """Return the ``boxes`` of a step that wait on all ranks for the end of the step ``before``."""
     last = max(range(len(before)), key=lambda place: before[place].end)
     begun: set[int] = set()
     waiting = []
@@ -279,7 +289,10 @@ def _after_all(boxes: Sequence[Box], before: Sequence[Box]) -> list[Box]:
 
 
 def _sorted(boxes: Sequence[Box]) -> tuple[Box, ...]:
-    """Return ``boxes`` sorted by track, whose needs no longer name the box before on a track."""
+    """Return ``boxes`` sorted by track, with their needs renumbered.
+
+    The need of the box before on the same track is dropped, as it is implied.
+    """
     order = sorted(range(len(boxes)), key=lambda number: boxes[number].track.place)
     place = {number: at for at, number in enumerate(order)}
     placed = []
@@ -322,7 +335,7 @@ def _chunks(placement: Placement) -> tuple[int, ...]:
 
 
 def _pace(timelines: Sequence[Timeline]) -> tuple[str, ...]:
-    """Return a sentence on the seconds between several steps; None for one step."""
+    """Return a sentence on the time between several steps; nothing for one step."""
     if len(timelines) == 1:
         return ()
     ends = [max(row[-1].end for row in timeline.compute if row) for timeline in timelines]

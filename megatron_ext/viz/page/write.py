@@ -32,7 +32,7 @@ _OTHERS = "#999999"
 
 @dataclass(frozen=True)
 class Page:
-    """Page with the runs of one or several schedules.
+    """HTML page with the timelines (runs) of one or several schedules.
 
     Attributes:
         title: title of the page.
@@ -52,7 +52,7 @@ class Page:
 
 
 def check_page(path: Path) -> None:
-    """Raise ValueError if no page can be written to ``path``, before work is done for it."""
+    """Raise ValueError if no page can be written to ``path``, before work is done for the page."""
     if path.suffix != SUFFIX:
         raise ValueError(f"{path}: a page of timelines is written as {SUFFIX}")
     if not path.parent.is_dir():
@@ -60,7 +60,7 @@ def check_page(path: Path) -> None:
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Write ``page``, cut where it would be too large for a browser (`cut_to_fit`).
+    """Write ``page`` as an HTML file, cut if it would be too large for a browser (`cut_to_fit`).
 
     Raises:
         ValueError: as `check_page`.
@@ -86,12 +86,12 @@ def text_of(page: Page) -> str:
 
 
 def _file_text(name: str) -> str:
-    """Return the text of one of the page's own files."""
+    """Return the text of one of the page's own script or style files."""
     return (BROWSER / name).read_text(encoding="utf-8")
 
 
 def data_of(page: Page) -> dict[str, Any]:
-    """Return the data of ``page`` in the form that browser/data.js reads."""
+    """Return the data of ``page`` as JSON values, in the form that browser/data.js reads."""
     runs = cut_to_fit(page.runs, page.most_passes)
     groups = {box.kind: box.track.group.value for run in runs for box in run.boxes}
     kinds = {
@@ -110,8 +110,10 @@ def data_of(page: Page) -> dict[str, Any]:
 
 
 def _looks() -> Mapping[str, dict[str, Any]]:
-    """Return, by kind of box, its name, its action in words, its text in the legend, its colour,
-    and whether it is a mark."""
+    """Return, by kind of box on a page, its name, words, legend and colour.
+
+    The last value tells whether the box is a mark.
+    """
     looks = {}
     for kind, rule in RULES.items():
         # A message or a copy has the colour of the pass that it belongs to.
@@ -176,7 +178,7 @@ def _run(run: Run, kinds: Sequence[str], decimals: int) -> dict[str, Any]:
 
 
 def _column(figures: Iterable[float | None]) -> Any:
-    """Return ``figures``, or a single one of them if all are equal."""
+    """Return a column of the page's data as a list, or as a single figure if all are equal."""
     column = list(figures)
     return column[0] if len(set(column)) == 1 else column
 
