@@ -26,7 +26,10 @@ RECENT_SECONDS = 60.0  # seconds within which all ranks of a launch come to the 
 
 
 def without_torch(what_needs: str, error: Exception) -> ValueError:
-    """Return the error that torch is missing, for ``what_needs`` it, such as "a training needs"."""
+    """Return the error that torch cannot be imported.
+
+    ``what_needs`` is its beginning, such as "a training needs".
+    """
     return ValueError(
         f"{what_needs} torch, which cannot be imported here: {error}; run this where torch is "
         f"installed, such as in the container of the training"
@@ -34,7 +37,7 @@ def without_torch(what_needs: str, error: Exception) -> ValueError:
 
 
 def exit_for(error: Exception) -> NoReturn:
-    """Exit with status 2, like a command line's parser.
+    """Print ``error`` on one rank of a launch, and exit with status 2, as command lines do.
 
     Global rank 0 says why for all, and of each other node its first rank, as the mistake may be
     that node's alone (a file it does not have). It may also be one rank's alone (a variable of its
@@ -59,8 +62,7 @@ def exit_for(error: Exception) -> NoReturn:
 
 
 def _note_of(text: str) -> Path:
-    """Return the note file that tells the ranks of this node and launch that one of them has
-    printed ``text``."""
+    """Return the file that tells the ranks of this node and launch that ``text`` is printed."""
     env = os.environ
     launch = f"{os.getppid()}"  # torchrun's agent
     if "SLURM_STEP_ID" in env and "TORCHELASTIC_RUN_ID" not in env:
@@ -71,7 +73,7 @@ def _note_of(text: str) -> Path:
 
 
 def _is_recent(note: Path) -> bool:
-    """Return whether a rank of this user has left the ``note`` file a short while ago."""
+    """Return whether a rank of this user has just printed an error and left the file ``note``."""
     try:
         found = note.lstat()
     except OSError:
@@ -80,8 +82,10 @@ def _is_recent(note: Path) -> bool:
 
 
 def _leave(note: Path) -> bool:
-    """Leave the ``note`` file; return whether this rank is to print the mistake, as no other
-    has."""
+    """Leave the file ``note``, by which ranks agree that one of them prints an error.
+
+    Return whether this rank is to print the error, as no other has.
+    """
     if _is_recent(note):
         return False
     with contextlib.suppress(OSError):

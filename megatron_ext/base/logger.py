@@ -16,7 +16,7 @@ from megatron_ext.base.progress import reporting
 
 
 class _Logger(logging.Logger):
-    """Logger of ours that `logging.disable` does not silence, as that call is meant for others."""
+    """Logger of this package. It is not silenced by `logging.disable`, which is for others."""
 
     def isEnabledFor(self, level: int) -> bool:
         return not self.disabled and level >= self.getEffectiveLevel()
@@ -31,7 +31,7 @@ class _Standard(logging.Handler):
         self.setFormatter(logging.Formatter("megatron_ext: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line, or drop it: a training does not end because a log cannot be written."""
+        """Write a line of the log, or drop it: a training does not end because of its log."""
         stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
         # The disk is full or the pipe broken, or the stream is closed.
         with contextlib.suppress(OSError, ValueError):
@@ -39,7 +39,7 @@ class _Standard(logging.Handler):
 
 
 def _make() -> logging.Logger:
-    """Return the logger, and set it up unless other code has done so."""
+    """Return this package's logger, and set it up unless other code has done so."""
     others = logging.getLoggerClass()
     logging.setLoggerClass(_Logger)
     try:
@@ -58,6 +58,8 @@ logger = _make()
 
 
 def telling_of_long_work(rank: int) -> AbstractContextManager[None]:
-    """In the block, a long search or build reports its activity, its progress and its latest end,
-    repeatedly. All ranks of the world do the same work, and only ``rank`` 0 reports."""
+    """Let a long search or build in the block log its progress repeatedly, on ``rank`` 0 only.
+
+    All ranks of the world do the same work.
+    """
     return reporting(logger.info, logger.warning) if rank == 0 else contextlib.nullcontext()

@@ -23,7 +23,7 @@ _LEAVE = 1.0  # longest wait in seconds at the end for a line that is being writ
 
 @dataclass
 class Task:
-    """Work under way whose progress is reported.
+    """Long work, such as a search, whose progress is reported.
 
     Attributes:
         what: the activity, as a report line begins: ``v-auto packs plans``.
@@ -49,7 +49,7 @@ class Task:
 
     @property
     def left(self) -> float | None:
-        """Return the seconds after which the work ends at the latest; None if unknown."""
+        """Seconds after which the work ends at the latest; None if unknown."""
         if self.seconds is not None:
             return max(self.seconds - self.elapsed, 0.0)
         if not self.equal_steps or not self.done:
@@ -76,8 +76,10 @@ _REMARKS: set[str] = set()
 def task(
     what: str, steps: int = 0, *, equal_steps: bool = False, seconds: float | None = None
 ) -> Iterator[Task]:
-    """Declare work that may take seconds; the code in the block counts ``done`` up. Arguments as in
-    `Task`."""
+    """Declare work in the block that may take seconds, so that its progress is reported.
+
+    The code in the block counts ``done`` up. Arguments as in `Task`.
+    """
     work, listener = Task(what, steps, equal_steps, seconds), _LISTENER.get()
     if listener is None:
         yield work
@@ -90,7 +92,7 @@ def task(
 
 
 def remark(text: str) -> None:
-    """Pass ``text`` to the listener of `reporting`, once in a process."""
+    """Report a remark ``text`` on long work, at most once in a process (`reporting`)."""
     listener = _LISTENER.get()
     if listener is not None and text not in _REMARKS:
         _REMARKS.add(text)
@@ -101,9 +103,10 @@ def remark(text: str) -> None:
 def reporting(
     say: Say, remarks: Say | None = None, *, first: float = FIRST, every: float = EVERY
 ) -> Iterator[None]:
-    """Pass ``say`` a line about each task of the block that takes longer than ``first`` seconds,
-    and then one every ``every`` seconds. ``say`` is called from another thread, and the block ends
-    even if lines cannot be written.
+    """Report long work in the block: pass ``say`` a line about each task that takes long.
+
+    The first line comes after ``first`` seconds of a task, then one every ``every`` seconds.
+    ``say`` is called from another thread, and the block ends even if lines cannot be written.
 
     ``remarks`` gets the texts of `remark`; None sends them to ``say``.
 
@@ -137,11 +140,10 @@ def reporting(
 
 
 def _line(tasks: Sequence[Task]) -> str:
-    """Return the progress of ``tasks``, outermost first, as one line.
+    """Return the progress of nested ``tasks``, outermost first, as one line.
 
-    ``v-auto packs plans, 312 of 1,300; 12 s so far, 40 s more at the most``.
-
-    The end is that of the innermost task; those around it have other steps to come.
+    ``v-auto packs plans, 312 of 1,300; 12 s so far, 40 s more at the most``. The end is that of the
+    innermost task; those around it have other steps to come.
     """
     left = tasks[-1].left
     text = f"{': '.join(map(str, tasks))}; {duration(tasks[0].elapsed)} so far"

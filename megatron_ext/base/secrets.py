@@ -31,7 +31,10 @@ _DOLLAR = "\0"
 
 
 def masked(words: Sequence[str]) -> str:
-    """Return ``words`` as one line for a shell, as `shlex.join` does, without secrets."""
+    """Return the words of a command, without secrets, as one line for a shell.
+
+    They are quoted as by `shlex.join`.
+    """
     texts: list[str] = []
     secret_flag = before = ""
     for word in words:
@@ -48,7 +51,7 @@ def masked(words: Sequence[str]) -> str:
 
 
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Megatron's arguments ``values`` by name, with the name of a variable for a secret."""
+    """Return Megatron's arguments by name, with the name of a variable in place of each secret."""
     return {
         name: f"${_variable(f'--{name}')}"
         if isinstance(value, str) and _is_secret(f"--{name}")
@@ -58,7 +61,7 @@ def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_secret(name: str) -> bool:
-    """Return whether ``name``, of a flag with its dashes, names a secret."""
+    """Return whether ``name``, a flag with its dashes or a variable, names a secret."""
     found = _WORD.fullmatch(name)
     return found is not None and found[2] is None and not _is_of_texts(name)
 
@@ -90,7 +93,7 @@ def _mask(found: re.Match[str]) -> str:
 
 
 def _in_quotes(word: str) -> str:
-    """Return ``word`` quoted for a shell, which is to expand the `_DOLLAR` in it."""
+    """Return ``word`` quoted for a shell, which still expands variables marked by `_DOLLAR`."""
     plain = word.replace(_DOLLAR, "")
     quoted = shlex.quote(plain)
     if plain == word:

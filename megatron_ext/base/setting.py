@@ -26,15 +26,15 @@ NAMES_SCHEDULES: dict[str, Any] = {"names_schedules": True}
 
 @dataclass(frozen=True)
 class FeatureSettings:
-    """Settings of one feature, with their conflicts.
+    """Settings of one feature, such as offload, with their conflicts.
 
     Attributes:
         declared: the metadata of each field of `PipelineConfig` that is a setting of the feature,
             by the field's name.
-        check: refuses a `PipelineConfig` by a ValueError, if settings of the feature do not go
-            together, or not with others. Options of a schedule are compared elsewhere.
-        completed: returns the settings that follow from the parsed ones, under a schedule that is
-            not chosen later.
+        check: function that refuses a `PipelineConfig` by a ValueError, if settings of the feature
+            do not go together, or not with others. Options of a schedule are compared elsewhere.
+        completed: function that returns the settings that follow from the parsed ones, under a
+            schedule that is not chosen later.
         values: values of another setting by which the feature is requested.
         only_watches: whether the feature watches steps, and changes nothing of them.
     """
@@ -62,7 +62,7 @@ def flag_with_value(name: str, value: object) -> str:
 
 
 def conflicting(config: Any, name: str, other: str, why: str) -> ValueError:
-    """Return the error that two settings of ``config`` do not go together, and ``why``."""
+    """Return the error that two settings of ``config`` exclude each other, and ``why``."""
     first, second = (flag_with_value(each, getattr(config, each)) for each in (name, other))
     return ValueError(f"{first} does not go with {second}: {why}")
 
@@ -73,7 +73,7 @@ def as_given(name: str, value: Any) -> Any:
 
 
 def as_path(name: str, text: str) -> Path:
-    """Return the value of a setting as a path."""
+    """Return the text of a setting as a path."""
     return Path(text)
 
 
@@ -83,7 +83,7 @@ def setting(parse: Parse, metavar: str, help: str) -> dict[str, Any]:
 
 
 def enumerated(values: type[enum.StrEnum], help: str) -> dict[str, Any]:
-    """Declare a setting that has one of a few ``values``."""
+    """Declare a setting whose value is one of the members of ``values``."""
 
     def parse(name: str, text: str) -> enum.StrEnum:
         if text not in list(values):

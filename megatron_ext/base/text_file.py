@@ -38,13 +38,15 @@ _PATH = 200  # longest part of a path in characters that an error repeats
 
 
 def how_to_rename(version: object, known: int) -> str:
-    """Return the start of an error's advice on a file of ``version``, if a user can edit the file
-    to be of the ``known`` version: that of one version earlier."""
+    """Return the start of an error's advice on a file of an old ``version``: to rename its keys.
+
+    "" unless the version is one before the ``known`` version, as a user can edit only such a file.
+    """
     return f"rename its keys as {RENAMED_KEYS} says, or " if version == known - 1 else ""
 
 
 def read_text_file(path: Path, what: str, largest: int = LARGEST) -> str:
-    """Return the text of ``path``: UTF-8, with or without a byte order mark, newlines as ``\\n``.
+    """Return the text of the UTF-8 file ``path``, without a byte order mark, newlines as ``\\n``.
 
     Errors call the file ``what``, such as "costs file".
 
@@ -80,10 +82,9 @@ def read_text_file(path: Path, what: str, largest: int = LARGEST) -> str:
 
 
 def read_lines(path: Path, what: str, longest: int) -> Iterator[str]:
-    """Yield the lines of ``path``, which may be larger than this machine's memory, with their
-    newlines.
+    """Yield the lines of the file ``path``, with their newlines.
 
-    Errors call the file ``what``.
+    The file may be larger than this machine's memory. Errors call it ``what``.
 
     Raises:
         ValueError: it cannot be read, is not UTF-8, or has a line of more than ``longest``
@@ -120,10 +121,10 @@ def parse_json(text: str) -> Any:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Give the block another path to write to, whose content then becomes that of ``path``.
+    """Give the block a temporary path to write to; its content then replaces that of ``path``.
 
-    If the block fails, ``path`` stays as it was. So there is no half file after a full disk, nor
-    a mixture of what two processes write. A device, such as /dev/null, is written to as it is.
+    If the block fails, ``path`` stays as it was. So there is no half file after a full disk, nor a
+    mixture of what two processes write. A device, such as /dev/null, is written to as it is.
     /dev/stdout and its like get the content as if it was printed: a file that the shell has opened
     for it must not be replaced.
 
@@ -161,8 +162,8 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def _print(file: Path, number: int) -> None:
-    """Write the contents of ``file`` to this process's open file ``number``, behind what was
-    printed."""
+    """Append the contents of ``file`` to what this process has printed to its open file
+    ``number``."""
     sys.stdout.flush()
     sys.stderr.flush()
     with file.open("rb") as content, open(os.dup(number), "wb") as printed:
@@ -170,6 +171,6 @@ def _print(file: Path, number: int) -> None:
 
 
 def write_text_file(path: Path, text: str) -> None:
-    """Write the whole of ``text`` to ``path``, or leave the file as it was (`whole_file`)."""
+    """Replace the file ``path`` by ``text``, or leave it as it was if that fails (`whole_file`)."""
     with whole_file(path) as begun:
         begun.write_text(text, encoding="utf-8")

@@ -23,13 +23,16 @@ def counted(number: float, thing: str) -> str:
 
 
 def shown(value: object, longest: int = 80) -> str:
-    """Return ``str(value)``, shortened if it is long: users' values may have any length."""
+    """Return ``value`` as text for an error.
+
+    It is shortened if it is long, as users' values may have any length.
+    """
     text = str(value)
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
 
 
 def argument_flag(name: str) -> str:
-    """Return the flag of Megatron's argument ``name``."""
+    """Return the flag of Megatron's argument ``name``: ``--num-layers`` for ``num_layers``."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -39,9 +42,9 @@ def unit_for(amount: float) -> str:
 
 
 def bytes_text(amount: float) -> str:
-    """Return ``amount`` bytes with three digits: ``10 B``, ``8.44 MiB``, ``0.5 GiB``.
+    """Return an amount of bytes as text with three digits: ``10 B``, ``8.44 MiB``, ``0.5 GiB``.
 
-    A quarter of a GiB and more is in GiB, as most of what a rank holds is.
+    A quarter of a GiB and more is in GiB, as most memory of a rank is.
     """
     amount = min(amount, sys.float_info.max)  # a user's integer may be larger than any float
     unit = unit_for(abs(amount))
@@ -52,10 +55,10 @@ def bytes_text(amount: float) -> str:
 
 
 def meant_by(name: str, known: Iterable[str]) -> list[str]:
-    """Return the names of ``known`` that ``name`` resembles most: none, one, or equals. A name that
-    means the opposite is none of them.
+    """Return the known names that a misspelt ``name`` resembles most: none, one, or equals.
 
-    Capitals, dashes and underscores do not count: ``ZB_V`` and ``zbv`` are ``zb-v``.
+    A name that means the opposite is none of them. Capitals, dashes and underscores do not count:
+    ``ZB_V`` and ``zbv`` are ``zb-v``.
     """
     likeness = {
         other: _likeness(_plain(name), _plain(other))
@@ -67,8 +70,10 @@ def meant_by(name: str, known: Iterable[str]) -> list[str]:
 
 
 def is_opposite(name: str, other: str) -> bool:
-    """Return whether one of two names denies the other: ``--no-overlap`` and ``--overlap``,
-    ``untie-embeddings`` and ``tie-embeddings``."""
+    """Return whether one of two names denies the other.
+
+    ``--no-overlap`` denies ``--overlap``, and ``untie-embeddings`` denies ``tie-embeddings``.
+    """
     words, others = _words(name), _words(other)
     if len(words & _NEGATIONS) % 2 != len(others & _NEGATIONS) % 2:
         return True
@@ -78,8 +83,10 @@ def is_opposite(name: str, other: str) -> bool:
 
 
 def has_similar_words(name: str, other: str) -> bool:
-    """Return whether each word of ``name`` resembles one of ``other``, so that it is more than
-    letters that they share: ``--use-mpi`` is not ``--use-mup``."""
+    """Return whether each word of ``name`` resembles a word of ``other``.
+
+    Sharing letters is not enough: ``--use-mpi`` is not ``--use-mup``.
+    """
     others = _words(other)
     return all(
         any(_likeness(word, similar) >= _ALIKE for similar in others) for word in _words(name)
