@@ -20,8 +20,10 @@ CALLERS = {path.stem: path for path in sorted((REPOSITORY / "scripts" / "callers
 
 
 def prepare(caller: str) -> tuple[Path, str]:
-    """Install a caller's packages into a folder. Return the folder, and why it could not be made;
-    "" if it exists."""
+    """Install the packages of ``caller`` into a folder, and return the folder.
+
+    The text after it says why they could not be installed; it is empty if they are there.
+    """
     requirements = CALLERS[caller]
     digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
     folder = REPOSITORY / "build" / caller / digest

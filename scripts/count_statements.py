@@ -25,7 +25,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def statements(source: str) -> int:
-    """Return the number of statements in ``source`` that are not docstrings."""
+    """Return the number of statements in ``source``, without docstrings."""
     nodes: list[ast.AST] = [ast.parse(source)]
     # This list grows while it is read; expressions are not looked at, as they contain no
     # statements.
@@ -41,7 +41,10 @@ def statements(source: str) -> int:
 
 
 def counted(revision: str | None = None) -> Counter[str]:
-    """Return the statements by top-level folder, at ``revision`` or in the working tree."""
+    """Return the number of statements by top-level folder.
+
+    They are those at ``revision``, or in the working tree.
+    """
     listing = ["ls-tree", "-r", "--name-only", revision] if revision else ["ls-files"]
     names = [name for name in _git(*listing).splitlines() if name.endswith(".py")]
     counts: Counter[str] = Counter()

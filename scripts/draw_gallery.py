@@ -53,7 +53,7 @@ def draw(
     into: Path,
     names: Sequence[str] | None = None,
 ) -> Path:
-    """Write the page of ``names``, by default of all stable schedules, and return its path."""
+    """Write the page of the schedules ``names``, by default all stable ones. Return its path."""
     runs = tuple(runs_of(names or stable(), ranks, microbatches, COSTS[costs]))
     title = f"{ranks} ranks, {microbatches} microbatches, costs {COSTS[costs]}"
     path = into / f"p{ranks}-m{microbatches}-{costs}.html"
@@ -63,14 +63,13 @@ def draw(
 
 
 def stable() -> tuple[str, ...]:
-    """Return all stable schedules, with those of `FIRST` before the others."""
+    """Return the names of all stable schedules, those of `FIRST` first."""
     names = [name for name, entry in entries().items() if entry.maturity is Maturity.STABLE]
     return (*FIRST, *(name for name in names if name not in FIRST))
 
 
 def runs_of(names: Sequence[str], ranks: int, microbatches: int, costs: str) -> Iterator[Run]:
-    """Yield a run of each of ``names`` at these sizes, each with the command that draws it
-    alone."""
+    """Yield a simulated step of each of ``names``, with the command that draws it alone."""
     for name in names:
         words = [name, "--pp", str(ranks), "-m", str(microbatches), "--costs", costs]
         command = shlex.join(["megatron-ext", "simulate", *words, "--html", f"{name}.html"])

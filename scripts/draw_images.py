@@ -93,8 +93,11 @@ def main(words: Sequence[str]) -> None:
 
 
 def pictures(schedule_file: Path) -> dict[str, Callable[[Path], None]]:
-    """Return, by name, the function that draws each picture into a file. ``schedule_file``: a
-    schedule of the reader."""
+    """Return, by the name of each picture, the function that draws it into a file.
+
+    Args:
+        schedule_file: the example of a schedule that readers write themselves.
+    """
     commands = {}
     for name, (ranks, microbatches, costs, more) in FAMILIES.items():
         problem = ["--pp", str(ranks), "-m", str(microbatches), "--costs", costs, *more]
@@ -139,13 +142,13 @@ def read(page: str) -> str:
 
 
 def plot(command: Sequence[str], path: Path) -> None:
-    """Draw the picture of a megatron-ext ``command``."""
+    """Draw the picture that the megatron-ext ``command`` makes."""
     with redirect_stdout(io.StringIO()):
         app([*command, "--plot", str(path), "--json"], standalone_mode=False)
 
 
 def draw_two_copies(path: Path) -> None:
-    """Draw Chimera as published, and its fold below."""
+    """Draw Chimera as it was published, with two copies of the model, above our folded form."""
     resolved = choose("chimera")
     placement = resolved.place(4)
     problem = Problem(placement, 4, parse_costs("f=2,i=2,w=2", placement))
@@ -154,8 +157,7 @@ def draw_two_copies(path: Path) -> None:
 
 
 def draw_bench(path: Path) -> None:
-    """Draw measured and ideal seconds of executors, from the benchmark's table on emulated
-    clocks."""
+    """Draw the measured and ideal seconds of executors, from a table of docs/measurements.md."""
     table = block("measurements.md", "## Executors on emulated clocks", "](images/bench.svg)")
     rows = re.findall(r"^\| (\S+ \S+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % ", table, re.MULTILINE)
     names = [f"{name} ({share}%)" for name, _, _, share in rows]
@@ -173,8 +175,10 @@ def draw_bench(path: Path) -> None:
 
 
 def draw_vocabulary_sizes(path: Path) -> None:
-    """Draw the busy share of ranks by vocabulary size: a GPT of 4 billion parameters as in Yeung et
-    al. 2024, section 6, estimated."""
+    """Draw which share of a step the ranks work, by vocabulary size.
+
+    It is estimated for a GPT of 4 billion parameters, as in section 6 of Yeung et al. 2024.
+    """
     sizes = [2**k * 1024 for k in (5, 6, 7, 8)]
     line, v = (4,) * 8, (2,) * 16  # layers of each stage
     lines: dict[str, tuple[str, tuple[int, ...], VocabularyParallel]] = {
@@ -208,8 +212,7 @@ def draw_vocabulary_sizes(path: Path) -> None:
 def share_of_work(
     spec: str, layers: Sequence[int], vocabulary: int, how: VocabularyParallel
 ) -> float:
-    """Return the share of a step of 128 microbatches in which a rank works, on average over 8
-    ranks."""
+    """Return the share of a step of 128 microbatches in which a rank works: the mean of 8 ranks."""
     gpt = Described(sum(layers), hidden=3072, heads=24, sequence=2048, vocabulary=vocabulary)
     resolved = choose(spec)
     costs = estimate(gpt.model, stages_of(gpt.model, layers), gpt.execution(), GPU)

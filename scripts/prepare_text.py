@@ -38,7 +38,7 @@ VOCABULARY = 257
 
 @dataclass(frozen=True)
 class Summary:
-    """Files and counts of a written dataset."""
+    """Name and counts of a written dataset."""
 
     prefix: str
     documents: int
@@ -47,8 +47,7 @@ class Summary:
 
 
 def text_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Return the files under ``folder`` to read, in an order that does not depend on the
-    machine."""
+    """Return the files under ``folder`` to read, in an order that is the same on every machine."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
     files = [
@@ -65,8 +64,10 @@ def text_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def documents(files: Sequence[Path], enough: int | None = None) -> Iterator[np.ndarray]:
-    """Yield the tokens of each file that is text and not empty, including its end-of-document
-    token."""
+    """Yield the tokens of each file that is text and not empty, with an end-of-document token.
+
+    Once there are ``enough`` tokens, no further file is read.
+    """
     from tqdm import tqdm
 
     tokens_so_far = 0
@@ -81,9 +82,9 @@ def documents(files: Sequence[Path], enough: int | None = None) -> Iterator[np.n
 
 
 def write(files: Sequence[Path], prefix: Path, enough: int | None = None) -> Summary:
-    """Write the dataset of ``files`` to ``prefix``, whole or not at all.
+    """Write the dataset of ``files`` to ``prefix``, completely or not at all.
 
-    With ``enough``, no further file is taken once the dataset has that many tokens.
+    Once the dataset has ``enough`` tokens, no further file is read.
     """
     finished = [Path(f"{prefix}.bin"), Path(f"{prefix}.idx")]
     for path in finished:

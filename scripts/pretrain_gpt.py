@@ -71,7 +71,7 @@ Batch = dict[str, Any]  # tensors of a microbatch by field, None where the stage
 
 
 def refuse_unserved(args: Namespace) -> None:
-    """Raise ValueError for a flag that would otherwise be ignored in silence."""
+    """Raise ValueError for a flag that this script would ignore."""
     for name, default in UNSERVED.items():
         value = getattr(args, name, default)
         if value != default:
@@ -82,14 +82,17 @@ def refuse_unserved(args: Namespace) -> None:
 
 
 def is_packed() -> bool:
-    """Return whether a microbatch is several sequences in a row, with their boundaries."""
+    """Return whether a microbatch is a row of several sequences with their boundaries."""
     args = get_args()
     return args.sft or getattr(args, "dataloader_inter_document_masking", False)
 
 
 def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
-    """Return the part of the next microbatch that this stage needs: an inner stage gets only the
-    boundaries of packed sequences. A rank gets its context-parallel part of each sequence."""
+    """Return the fields of the next microbatch that this stage needs; the others are None.
+
+    An inner stage needs only the boundaries of packed sequences. With context parallelism a rank
+    gets its part of each sequence.
+    """
     args = get_args()
     boundaries = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
     fields = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *boundaries)
@@ -176,9 +179,12 @@ def loss_func(
 def forward_step(
     data_iterator: Iterator[Batch], model: GPTModel, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[[torch.Tensor], Any]]:
-    """Run this rank's chunk on the next microbatch; the schedule calls the loss function where
-    needed. With --overlap-moe-expert-parallel-comm the schedule requests a plan of the chunk's
-    parts, and runs that."""
+    """Run this rank's chunk on the next microbatch.
+
+    It returns the output and the loss function, which the schedule calls on the last stage. With
+    ``--overlap-moe-expert-parallel-comm`` the output is a plan of the chunk's parts, which the
+    schedule runs.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, model)
@@ -212,8 +218,7 @@ def needs_data(vp_stage: int | None) -> bool:
 
 
 def datasets(samples: list[int], vp_stage: int | None = None) -> Any:
-    """Return the train, validation and test datasets; ``samples`` is the number of samples of
-    each."""
+    """Return the datasets for training, validation and test; ``samples`` has the size of each."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     masking = {}
@@ -257,7 +262,7 @@ def model_provider(
     config: TransformerConfig | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> GPTModel:
-    """Return a chunk of the model, for a Megatron without a builder that makes it from a config."""
+    """Return a chunk of the model. It is for a Megatron that cannot build one from a config."""
     args = get_args()
     config = config or core_transformer_config_from_args(args)
     transformer_engine = args.transformer_impl == "transformer_engine"
@@ -288,7 +293,7 @@ def model_provider(
 
 
 def embedding_ranks(pipeline: list[int]) -> list[int]:
-    """Return the ranks of ``pipeline`` that have the embedding or a copy of it."""
+    """Return the ranks of ``pipeline`` that have the embedding, or a copy of it."""
     args = get_args()
     ranks = {pipeline[0], *get_mtp_ranks(pipeline, core_transformer_config_from_args(args))}
     if not args.untie_embeddings_and_output_weights:
@@ -297,8 +302,10 @@ def embedding_ranks(pipeline: list[int]) -> list[int]:
 
 
 def keep_compiled_helpers() -> None:
-    """Skip the compilation of Megatron's dataset helpers if they are compiled and there is no
-    Makefile, as in its wheel. Megatron runs make at each start, and ends if that fails."""
+    """Skip the compilation of Megatron's dataset helpers if they are compiled and have no Makefile.
+
+    This is so in Megatron's wheel. Megatron runs make at each start, and ends if that fails.
+    """
     has_makefile = Path(dataset_utils.__file__).with_name("Makefile").exists()
     if not has_makefile and find_spec("megatron.core.datasets.helpers_cpp"):
         dataset_utils.compile_helpers = lambda: None

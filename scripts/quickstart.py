@@ -78,7 +78,7 @@ console = Console(soft_wrap=True)
 
 @dataclass(frozen=True)
 class Iteration:
-    """One line of Megatron's log."""
+    """An iteration as a line of Megatron's log reports it."""
 
     number: int
     of: int
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def prepare_text() -> None:
-    """Make the dataset once. A process that comes while it is being made waits."""
+    """Make the dataset if it does not exist. If another process is making it, wait for that."""
     with TEXT.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if TEXT.with_suffix(".idx").exists():
@@ -130,7 +130,7 @@ def prepare_text() -> None:
 
 
 def launch_command(ranks: int, flags: Sequence[str]) -> list[str]:
-    """Return the command that a user of one machine would type."""
+    """Return the launch command that a user of one machine would type."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     script = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
     return [
@@ -142,7 +142,7 @@ def launch_command(ranks: int, flags: Sequence[str]) -> list[str]:
 
 
 def train(command: list[str], log: Path) -> tuple[list[Iteration], re.Match[str] | None]:
-    """Run ``command``, show its progress; exits with the end of the log when it fails."""
+    """Run ``command`` and show its progress. If it fails, print the end of the log and exit."""
     done: list[Iteration] = []
     prediction = None
     columns = (
@@ -177,16 +177,16 @@ def train(command: list[str], log: Path) -> tuple[list[Iteration], re.Match[str]
 
 
 def seconds_left(done: Sequence[Iteration]) -> float:
-    """Return the seconds of the remaining iterations, at the pace of the last ten.
+    """Return the seconds that the remaining iterations take, at the pace of the last ten.
 
-    The first iteration is ignored if there are others: it includes one-time work.
+    The first iteration is ignored if there are others, as it includes work that is done once.
     """
     recent = done[1:][-10:] or done
     return (done[-1].of - done[-1].number) * sum(step.seconds for step in recent) / len(recent)
 
 
 def run(command: list[str], log: Path) -> Iterator[str]:
-    """Yield the lines that ``command`` prints, and write them to ``log`` too."""
+    """Yield the lines that ``command`` prints, and write them to the file ``log`` too."""
     started = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -213,7 +213,7 @@ def run(command: list[str], log: Path) -> Iterator[str]:
 
 
 def fail(log: Path) -> None:
-    """Print the lines that tell most, and exit."""
+    """Print the lines of the log that tell most about an error, and exit."""
     lines = log.read_text(errors="replace").splitlines()
     # Each error comes with the line before it, as an AssertionError alone says nothing.
     errors = [
@@ -229,7 +229,7 @@ def fail(log: Path) -> None:
 
 
 def sequence_length(words: list[str]) -> int:
-    """Return the last --seq-length on the command line, as argparse takes it."""
+    """Return the value of the last --seq-length in ``words``, as argparse takes it."""
     last = max(index for index, word in enumerate(words) if word.startswith("--seq-length"))
     return int(words[last].partition("=")[2] or words[last + 1])
 
@@ -241,8 +241,7 @@ def summarise(
     ranks: int,
     sequence: int,
 ) -> None:
-    """Print the loss, the speed, and the bubble that the schedule promises on GPUs of equal
-    costs."""
+    """Print the loss, the speed, and the bubble that is predicted for GPUs with the same costs."""
     steady = done[len(done) // 5 :]
     tokens = sum(step.batch * sequence for step in steady) / sum(step.seconds for step in steady)
     console.print(f"\nloss              {done[0].loss:.3f} -> {done[-1].loss:.3f}")

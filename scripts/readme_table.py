@@ -38,11 +38,11 @@ class Row:
     """A row of the table.
 
     Attributes:
-        name: what it is called here.
+        name: name of the row in this module and its tests.
         where: the case, with its costs.
-        page: where the figures are shown, below docs/.
-        figures: makes the cells for Megatron's best schedule and for ours.
-        is_slow: whether that takes more than some seconds.
+        page: page below docs/ that shows the figures.
+        figures: makes the cell for Megatron's best schedule and the cell for ours.
+        is_slow: whether this takes more than some seconds.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Row:
 
 
 def _text(made: ScheduleReport, name: str = "") -> str:
-    """Return the makespan and the peak of ``made``, the step of the schedule ``name``."""
+    """Return in words the makespan and the peak of a step, and the schedule's ``name``."""
     named = f" ({name})" if name else ""
     return f"{made.makespan:.4g}, peak {made.peak:.2g}{named}"
 
@@ -94,8 +94,11 @@ def _in_pairs() -> tuple[str, str]:
 
 
 def vocabulary_steps() -> tuple[Evaluated, ScheduleReport]:
-    """Return the shortest step of Megatron's schedules with any layout, with an output layer of two
-    stages, and the step of ours with the vocabulary divided."""
+    """Return the shortest step of Megatron's schedules with any layout, and a step of one of ours.
+
+    The output layer takes as long as two stages. Our schedule has the vocabulary sharded over all
+    ranks.
+    """
     text = f"{USUAL_COSTS},output_layer=20/24/16"
     work = given_work(parse_costs(text, line(8)), 31, ranks=8, microbatches=32)
 
@@ -213,13 +216,13 @@ TRAINED = (
 
 
 def rows_of(readme: str) -> Mapping[str, str]:
-    """Return the rows of the table in ``readme`` by their first cell."""
+    """Return the rows of the table in the text ``readme``, by their first cell."""
     lines = re.findall(r"^\| .* \|$", part(readme, "table"), re.M)
     return {text.split(" | ")[0].removeprefix("| "): text for text in lines}
 
 
 def line_of(row: Row) -> str:
-    """Return ``row`` as the table has it."""
+    """Return ``row`` as a line of the table."""
     return tables.row(row.cells()).strip()
 
 

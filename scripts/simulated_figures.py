@@ -51,10 +51,10 @@ class SimulatedTable:
     """A table of a page, between marks.
 
     Attributes:
-        page: its path below the root.
-        name: the name in its marks.
-        text: makes what stands between them.
-        is_slow: whether that searches.
+        page: path of the page below the repository's root.
+        name: the table's name in its marks.
+        text: makes the table.
+        is_slow: whether that runs a search.
     """
 
     page: str
@@ -63,20 +63,20 @@ class SimulatedTable:
     is_slow: bool = False
 
     def written_into(self, page: str) -> str:
-        """Return the text of ``page`` with the table as it is now."""
+        """Return the text of ``page`` with the table computed anew."""
         return with_part(page, self.name, self.text())
 
 
 @dataclass(frozen=True)
 class SimulatedSentence:
-    """Figures of a sentence.
+    """A sentence of a page with figures.
 
     Attributes:
-        page: its path below the root.
+        page: path of the page below the repository's root.
         name: what the sentence is about.
-        words: the sentence, with ``{}`` for each figure.
-        figures: makes them, in order.
-        is_slow: whether that searches.
+        words: the sentence, with ``{}`` in place of each figure.
+        figures: computes the figures, in their order.
+        is_slow: whether that runs a search.
     """
 
     page: str
@@ -86,10 +86,10 @@ class SimulatedSentence:
     is_slow: bool = False
 
     def written_into(self, page: str) -> str:
-        """Return the text of ``page`` with the figures as they are now.
+        """Return the text of ``page`` with the sentence's figures computed anew.
 
         Raises:
-            ValueError: the page does not have the sentence once.
+            ValueError: the page does not have the sentence, or has it several times.
         """
         words = (map(re.escape, text.split(" ")) for text in self.words.split("{}"))
         pattern = r"([\d.]*\d)".join(map(r"\s+".join, words))
@@ -156,8 +156,10 @@ def _slices() -> str:
 
 
 def _sliced_offload() -> str:
-    """Return the table whose microbatch has 64 bytes on each stage, of which W needs 32, and 8 of
-    keys and values."""
+    """Return the table on slices with offload.
+
+    A microbatch has 64 bytes on each stage, of which W needs 32, and 8 bytes of keys and values.
+    """
     offloads = (Offload.NONE, Offload.HALF, Offload.FULL)
 
     def cell(spec: str, slices: Slices, offload: Offload) -> str:
@@ -185,7 +187,7 @@ def _sliced_offload() -> str:
 
 
 def _overlapping(spec: str, ranks: int, microbatches: int) -> tuple[float, float]:
-    """Return the seconds of a step of ``spec`` alone, and of one that overlaps others."""
+    """Return the seconds of a step of ``spec`` by itself, and of one that overlaps others."""
     alone, with_it = (
         simulated_step(spec, USUAL_COSTS, ranks, microbatches, options).step
         for options in (PLAIN, ScheduleOptions(steps_overlap=True))

@@ -28,10 +28,10 @@ def simulated_step(
     *,
     by_stock: bool = True,
 ) -> ScheduleReport:
-    """Return the step of ``spec`` at ``costs``, within a memory ``limit`` if one is given.
+    """Return the simulated step of ``spec`` at ``costs``, within a memory ``limit`` if given.
 
     Args:
-        by_stock: whether schedules that Megatron has itself run under its own executor.
+        by_stock: whether Megatron's own executor runs the schedules that Megatron has too.
     """
     resolved = choose(spec)
     placement = resolved.place(ranks)

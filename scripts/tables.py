@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 
 def row(cells: Iterable[object]) -> str:
-    """Return the line of a table that has ``cells``."""
+    """Return the line of a Markdown table that has ``cells``."""
     return f"| {' | '.join(map(str, cells))} |\n"
 
 
@@ -19,22 +19,22 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def part(page: str, name: str) -> str:
-    """Return the text between a page's marks of ``name``."""
+    """Return the text between the marks of ``name`` on a page."""
     return _divided(page, name)[1].strip()
 
 
 def with_part(page: str, name: str, text: str) -> str:
-    """Return ``page`` with ``text`` between the marks of ``name``."""
+    """Return the text ``page`` with ``text`` between the marks of ``name``."""
     before, _, after = _divided(page, name)
     begin, end = _markers(name)
     return f"{before}{begin}\n{text.strip()}\n{end}{after}"
 
 
 def _divided(page: str, name: str) -> tuple[str, str, str]:
-    """Return what stands before, between and after the marks of ``name``.
+    """Return the texts before, between and after the marks of ``name``.
 
     Raises:
-        ValueError: ``page`` has no such marks.
+        ValueError: ``page`` does not have these marks once.
     """
     begin, end = _markers(name)
     if page.count(begin) != 1 or page.count(end) != 1:

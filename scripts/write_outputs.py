@@ -48,7 +48,14 @@ _END = "=== end of an output, exit status"
 
 @dataclass(frozen=True)
 class Block:
-    """Commands with their outputs, as they stand on a page; ``shortened_by`` a shell command."""
+    """Commands with their outputs, as they stand on a page.
+
+    Attributes:
+        text: the commands and outputs.
+        is_slow: whether they take more than some seconds.
+        shortened_by: shell command that reads an output and prints what the page shows of it; None
+            if it shows all.
+    """
 
     commands: tuple[str, ...]
     text: str
@@ -75,17 +82,18 @@ def main(words: Sequence[str]) -> None:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """Yield the marked blocks of a page's text."""
+    """Yield the marked blocks in the text of a page."""
     for found in _BLOCK.finditer(page):
         commands = tuple(_COMMAND.findall(found["text"]))
         yield Block(commands, found["text"], found["slow"] is not None, found["filter"])
 
 
 def with_outputs(page: str, *, quick: bool) -> str:
-    """Return a page's text with its outputs updated. If ``quick``, slow ones are not updated.
+    """Return the text of a page with its outputs made anew; if ``quick``, slow ones stay.
 
     Raises:
-        ValueError: a command cannot run (exit status 2 or more; 1 says that something is wrong).
+        ValueError: a command cannot run. Its exit status is 2 or more; 1 only says that something
+            is wrong.
     """
     run = [block for block in blocks(page) if not (quick and block.is_slow)]
     printed = iter(outputs([command for block in run for command in block.commands], page))
@@ -99,7 +107,7 @@ def with_outputs(page: str, *, quick: bool) -> str:
 
 
 def outputs(commands: Sequence[str], page: str) -> list[str]:
-    """Return the output of each of a page's commands, run one after the other in one shell."""
+    """Return the output of each command of a page. They run one after the other in one shell."""
     status = f"printf '\\n{_END} %s\\n' ${{PIPESTATUS[0]}}"
     script = "\n".join([_MEGATRON_EXT, *(f"{command}\n{status}" for command in commands)])
     with tempfile.TemporaryDirectory() as folder:
@@ -120,8 +128,10 @@ def outputs(commands: Sequence[str], page: str) -> list[str]:
 
 
 def shortened(printed: str, command: str | None) -> str:
-    """Return the shown part of an output: its lines after the filter ``command``, without
-    surrounding empty lines and spaces at their ends."""
+    """Return what the page shows of an output: its lines after the filter ``command``.
+
+    Spaces at the ends of lines and empty lines around the output are removed.
+    """
     if command is not None:
         printed = subprocess.run(
             ["bash", "-c", command], input=printed, capture_output=True, text=True, check=True

@@ -60,26 +60,30 @@ def program_of(
     costs: str,
     options: ScheduleOptions = NO_OPTIONS,
 ) -> Program:
-    """Return the program of ``resolved`` for emulated ``costs`` in milliseconds, with free
-    messages."""
+    """Return the program of ``resolved`` for emulated ``costs``, which are in milliseconds.
+
+    Messages are free in it.
+    """
     placement = resolved.place(ranks)
     seconds = in_seconds(costs, placement)
     return build_program(resolved, Problem(placement, microbatches, seconds, options=options))
 
 
 def ideal_of(program: Program) -> float:
-    """Return the ideal seconds of an emulated step: its makespan, or about its span if steps
-    overlap."""
+    """Return the seconds of an emulated step without overhead.
+
+    They are its makespan; or, if steps overlap, about its span.
+    """
     return step_seconds(program, program.problem.costs)
 
 
 def _passes(program: Program) -> int:
-    """Return the number of passes of each rank."""
+    """Return the number of passes of a rank in a step."""
     return len(program.schedule.compute_rows[0])
 
 
 class EmulatedStage:
-    """`RunnableStage` around an `EmulatedChunk`, which may have the loss."""
+    """`RunnableStage` around an `EmulatedChunk`. The last stage may compute a loss."""
 
     def __init__(self, number: int, chunk: EmulatedChunk, has_loss: bool) -> None:
         self.number = number
@@ -136,8 +140,7 @@ class EmulatedStage:
 
 
 class EmulatedRank:
-    """This rank's part of an emulated pipeline over the whole world, whose passes take
-    ``costs``."""
+    """This process as a rank of an emulated pipeline. Its passes take ``costs``."""
 
     def __init__(
         self,
@@ -150,8 +153,10 @@ class EmulatedRank:
         """Connect the ranks of the emulated pipeline.
 
         Args:
-            stage: makes a stage of its number, its chunk, and whether it has the loss.
-            has_loss: whether the last stage has it.
+            schedule: tells which stages this rank has, and to which ranks it sends.
+            costs: seconds that each pass sleeps.
+            stage: makes a stage from its number, its chunk, and whether it computes the loss.
+            has_loss: whether the last stage computes the loss.
         """
         world, self.placement = dist.group.WORLD, schedule.placement
         assert world is not None
@@ -167,7 +172,7 @@ class EmulatedRank:
         }
 
     def step(self, program: Program, splits_backward: bool, **others: Any) -> None:
-        """Run a step of ``program``; ``others`` as `execute` takes them."""
+        """Run a step of ``program``; ``others`` are further arguments of `execute`."""
         transport = Transport(self.channels, Boundary(SHAPE, DTYPE), self.placement, self.recorder)
         queue.splitting = splits_backward
         execute(program, self.stages, transport, self.recorder, **others)
@@ -177,7 +182,7 @@ class EmulatedRank:
 def ours(
     spec: str, ranks: int, microbatches: int, costs: str, options: ScheduleOptions
 ) -> Contender:
-    """Return the contender of our executor and transport under ``spec``."""
+    """Return the contender that runs the schedule ``spec`` by our executor and transport."""
     resolved = choose(spec)
     divides = options.vocab_parallel is not VocabularyParallel.NONE
     program = program_of(resolved, ranks, microbatches, costs, options)

@@ -39,8 +39,10 @@ DTYPE = torch.float32
 
 
 def in_seconds(costs: str, placement: Placement) -> Costs:
-    """Return ``costs``, given in milliseconds, in seconds. Messages cost nothing there, as real
-    ones are sent here."""
+    """Return the costs that the text ``costs`` gives in milliseconds, in seconds.
+
+    Messages cost nothing in them: real messages are sent here, and take their own time.
+    """
     given = parse_costs(costs, placement)
     host, vocabulary = given.host, given.vocabulary
     if host is not None:
@@ -66,7 +68,7 @@ def in_seconds(costs: str, placement: Placement) -> Costs:
 
 
 def _in_seconds(ms: Any) -> Any:
-    """Return ``ms``, a figure or tuples and mappings of figures, in seconds."""
+    """Return milliseconds in seconds: a figure, or tuples and mappings of figures."""
     if isinstance(ms, Mapping):
         return {key: _in_seconds(figures) for key, figures in ms.items()}
     return tuple(map(_in_seconds, ms)) if isinstance(ms, tuple) else ms / 1000
@@ -76,8 +78,10 @@ WAKES_LATE = 0.0003  # seconds, about, by which a system lets a sleeping process
 
 
 def take(seconds: float) -> None:
-    """Let an emulated pass last ``seconds``: it sleeps, except for the last moment, so that it ends
-    on time."""
+    """Let an emulated pass last ``seconds``.
+
+    It sleeps for most of them, and is busy for the last moment, so that it ends on time.
+    """
     if not _clock.runs:
         return
     end = time.monotonic() + seconds + _clock.seconds_after_wait()
@@ -96,9 +100,9 @@ class _Clock:
     """Emulated clock of a rank.
 
     Attributes:
-        runs: whether passes last as long as they cost, else no time.
-        slower_after_wait: seconds that a pass takes longer after a wait, as after caches and clocks
-            of a device have cooled.
+        runs: whether passes last as long as they cost; if not, they take no time.
+        slower_after_wait: seconds by which a pass is longer after a wait, as on a device whose
+            caches have cooled and whose clock has slowed down.
         ended: when the last pass ended.
     """
 
@@ -107,7 +111,7 @@ class _Clock:
     ended: float = 0.0
 
     def seconds_after_wait(self) -> float:
-        """Return the seconds by which the pass that begins now is longer after a wait."""
+        """Return by how many seconds the pass that begins now is longer because of a wait."""
         return self.slower_after_wait if time.monotonic() - self.ended > WAIT else 0.0
 
 
@@ -121,7 +125,7 @@ _clock = _Clock()
 
 @contextlib.contextmanager
 def as_one(seconds: float) -> Iterator[None]:
-    """Run the passes in this context within ``seconds`` together."""
+    """Run the passes in this context so that they take ``seconds`` together."""
     _clock.runs = False
     try:
         yield
@@ -131,7 +135,7 @@ def as_one(seconds: float) -> Iterator[None]:
 
 
 class _Activations(torch.autograd.Function):
-    """Forward takes F, backward takes I."""
+    """Function whose forward takes as long as an F pass, and its backward as long as an I pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
@@ -146,7 +150,7 @@ class _Activations(torch.autograd.Function):
 
 
 class _Weight(torch.autograd.Function):
-    """Backward takes W, at once or, while W passes are split off, in its own pass."""
+    """Function whose backward takes as long as a W pass: at once, or later if W is split off."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.nn.Parameter, seconds: float) -> Tensor:
@@ -171,7 +175,7 @@ _PASSES = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIG
 
 
 class EmulatedChunk(torch.nn.Module):
-    """A stage of the model whose passes take what ``costs`` say."""
+    """A chunk of a model whose passes sleep as long as they cost."""
 
     def __init__(self, stage: int, costs: Costs) -> None:
         super().__init__()
@@ -180,7 +184,7 @@ class EmulatedChunk(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor, kind: Kind = Kind.FORWARD) -> Tensor:
-        """Run the module as F, or as R if ``kind`` says so."""
+        """Run the chunk for an F pass; for an R pass, which recomputes, if ``kind`` says so."""
         seconds = self.seconds
         y: Tensor = _Activations.apply(x, seconds[kind], seconds[Kind.BACKWARD_INPUT])
         return y + _Weight.apply(self.weight, seconds[Kind.BACKWARD_WEIGHT])
@@ -188,14 +192,16 @@ class EmulatedChunk(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to run a step, on this rank.
+    """One way to run a step on this rank: an executor with a schedule.
 
     Attributes:
-        name: ``megatron-ext zb-v``, ``megatron 1f1b``, ...
+        name: name of the executor and the schedule, such as ``megatron-ext zb-v`` or ``megatron
+            1f1b``.
         ideal: seconds that the schedule takes with free messages and no overhead.
-        passes: passes of this rank in a step.
+        passes: number of passes of this rank in a step.
         step: runs one step.
-        commit_or_rollback: with post-validation, waits for the verdict on the last step; else None.
+        commit_or_rollback: waits until the ranks have agreed whether the last step counts; None
+            without post-validation.
     """
 
     name: str
@@ -206,8 +212,10 @@ class Contender:
 
 
 def data() -> Tensor:
-    """Return the input tensor of the first stage. It requires a gradient: without it autograd skips
-    I."""
+    """Return the input of the first stage.
+
+    It requires a gradient, as autograd would skip I without one.
+    """
     return torch.ones(SHAPE, dtype=DTYPE, requires_grad=True)
 
 
@@ -217,7 +225,7 @@ _TOKENS = (1, 1)  # batch and sequence of tokens: as many as `SHAPE` has hidden 
 
 
 class _Ends:
-    """`VocabularyEnds` of a model without data: every token is 0, and the loss is the mean."""
+    """`VocabularyEnds` of a model without data: all tokens and labels are 0, the loss is a mean."""
 
     def tokens(self, microbatch: int) -> Tensor:
         return torch.zeros(_TOKENS, dtype=torch.int64)
@@ -230,7 +238,10 @@ class _Ends:
 
 
 class EmulatedVocabulary:
-    """A rank's part of tables with one row a rank, over all steps."""
+    """A rank's shard of an embedding and an output layer that have one row for each rank.
+
+    The shard stays the same over all steps.
+    """
 
     def __init__(self, program: Program, pipeline: dist.ProcessGroup, recorder: Recorder) -> None:
         self._program = program
@@ -241,7 +252,7 @@ class EmulatedVocabulary:
         self._shard = VocabularyShard(embedding, output, pipeline.rank(), None, False)
 
     def step(self) -> VocabularyPasses:
-        """Return the vocabulary's passes of a new step, for the executor."""
+        """Return the passes of the vocabulary in a new step, for the executor."""
         return _EmulatedPasses(
             self._costs,
             self._program,
@@ -272,21 +283,21 @@ class _EmulatedPasses(VocabularyPasses):
 
 
 def synchronise() -> None:
-    """Make all ranks of the world wait for the last one, as an optimizer's all-reduce does."""
+    """Let all ranks wait for the last one, as the all-reduce of an optimizer does."""
     dist.all_reduce(torch.zeros(1))
 
 
 class EmulatedValidation(Validation):
-    """`Validation` of the last step, which is always good, and the optimizer."""
+    """`Validation` of the last step, which always succeeds, and an optimizer that takes no time."""
 
     def __init__(
         self, pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder
     ) -> None:
-        """Create the validation's messages. Collective over the world."""
+        """Create the messages of the validation. All ranks have to do so together."""
         self._messages = ValidationMessages(pipeline, placement, recorder)
 
     def optimizer_step(self) -> None:
-        """RECV_P, STEP, SEND_P."""
+        """Run RECV_P, STEP and SEND_P: receive the earlier ranks' state, step, and send it on."""
         self._messages.pass_on(self._messages.partial().plus(PartialState(found_inf=False)))
 
     def expect(self) -> None:

@@ -16,12 +16,12 @@ from scripts.tables import row
 def arguments(
     doc: str | None, words: Sequence[str] | None, **options: tuple[Any, str]
 ) -> argparse.Namespace:
-    """Return the values of ``options`` that ``words``, or else the command line, have.
+    """Return the values of ``options`` from ``words``; None takes the words of the command line.
 
     Args:
-        doc: the help: what is measured, and how.
-        options: for each its default, whose type is the option's, and its help. False is a switch;
-            a tuple takes several values.
+        doc: the help text: what is measured, and how.
+        options: for each option its default and its help. The option has the type of its default. A
+            default of False makes a switch, and a tuple an option with several values.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -41,7 +41,7 @@ def arguments(
 def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
 ) -> None:
-    """Print ``rows`` as they come, below ``title``."""
+    """Print a table below ``title``, each of ``rows`` as soon as it is computed."""
     if title is not None:
         print(f"{title}\n")
     for cells in itertools.chain([headings, ["-"] * len(headings)], rows):

@@ -62,12 +62,12 @@ class Row:
 
 
 def seconds(kernel: Callable[[], object]) -> float:
-    """Return the seconds of one call of a kernel, in sustained operation."""
+    """Return the seconds of one call of ``kernel`` when it runs without pause."""
     return sustained_seconds(kernel, TIMED)
 
 
 def products(rates: Rates, precision: Precision) -> Iterator[Row]:
-    """Yield the matrix products of dense layers, by tensor-parallel size."""
+    """Yield the matrix products of dense layers, for each tensor-parallel size."""
     execution = Execution(TOKENS, precision=precision)
     for model, (hidden_size, heads, width) in MODELS.items():
         for ranks in TENSOR_PARALLEL:
@@ -104,7 +104,7 @@ def _product(
 
 
 def grouped_products(rates: Rates) -> Iterator[Row]:
-    """Yield the first matrices of experts, forward, with equally many rows each."""
+    """Yield the first matrix product of experts, forward, where each expert has as many rows."""
     for model, (experts, rows, hidden_size, width) in EXPERTS.items():
         (operation,) = linear(
             "fc1",
@@ -123,8 +123,7 @@ def grouped_products(rates: Rates) -> Iterator[Row]:
 
 
 def attention(rates: Rates) -> Iterator[Row]:
-    """Yield fused causal attention, forward and backward, of PyTorch's flash attention and
-    cuDNN's."""
+    """Yield fused causal attention, forward and backward, by PyTorch's kernel and by cuDNN's."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     for heads, width, tokens in ATTENTION:
@@ -158,7 +157,7 @@ def attention(rates: Rates) -> Iterator[Row]:
 
 
 def memory_bound(rates: Rates) -> Iterator[Row]:
-    """Yield kernels that only move bytes, forward."""
+    """Yield the forward of kernels that only move bytes."""
     execution = Execution(TOKENS)
     hidden_size, _, width = MODELS["Llama-3 8B"]
     x, y = (torch.randn(TOKENS, hidden_size, device="cuda", dtype=torch.bfloat16) for _ in "12")

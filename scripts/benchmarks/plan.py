@@ -79,7 +79,15 @@ COUNT = 30  # recipes
 
 @dataclass(frozen=True)
 class Answers:
-    """CPU seconds of a plan, and what it found; ``why_none`` says why it found nothing."""
+    """Answers of a plan, and after how many CPU seconds they came.
+
+    Attributes:
+        first: CPU seconds until the first answer.
+        last: CPU seconds until the last answer.
+        schedule: the recommended schedule.
+        is_short: whether the limit of CPU seconds ended the comparison.
+        why_none: why there is no answer; empty if there is one.
+    """
 
     first: float = 0.0
     last: float = 0.0
@@ -129,8 +137,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def distinct_recipes() -> list[Recipe]:
-    """Return the recipes whose GPU is known, one for each model, pipeline and number of
-    microbatches; those with the smallest steps come first."""
+    """Return a recipe for each model, pipeline and number of microbatches, small steps first.
+
+    Recipes for GPUs of which nothing is known are omitted.
+    """
     models = read_models()
     found: dict[tuple[str, int, int, int], Recipe] = {}
     with as_on_gpus():
@@ -143,8 +153,10 @@ def distinct_recipes() -> list[Recipe]:
 
 
 def spread(recipes: Sequence[Recipe], count: int) -> list[Recipe]:
-    """Return ``count`` of ``recipes``, evenly spread over their order, with the largest step among
-    them."""
+    """Return ``count`` of ``recipes``, evenly spaced in their order.
+
+    The last one, which has the largest step, is among them.
+    """
     count = min(count, len(recipes))
     return [recipes[(number + 1) * len(recipes) // count - 1] for number in range(count)]
 
@@ -170,7 +182,7 @@ def _of_example(gpus: int, flags: str) -> LaunchRequest:
 
 
 def _in_a_process(answer: Callable[[], Answers]) -> Answers:
-    """Return the plan from a new process, which no other plan has warmed up."""
+    """Return the result of ``answer`` in a new process, where no cache is filled."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

@@ -73,14 +73,15 @@ Moved = Mapping[str, tuple[float, ...]]  # `ComposedStep.moved` of a rank
 
 @dataclass(frozen=True)
 class Composed:
-    """Seconds of a step: composed of ranks that ran alone, and measured.
+    """Seconds of a step of the schedule ``spec``: composed in several ways, and measured.
 
     Attributes:
-        composed: composed of ranks alone.
-        replayed: composed of ranks alone whose messages were on time.
-        repeated: the same with the messages of ``replayed``.
-        of_real_passes: composed of the passes of the ranks together.
-        real: the median of real steps.
+        composed: composed of ranks that ran alone.
+        replayed: composed of ranks that ran alone, with messages at the times of the step
+            ``composed``.
+        repeated: the same, with messages at the times of the step ``replayed``.
+        of_real_passes: composed of the passes of ranks that ran together.
+        real: the median of the measured steps.
     """
 
     spec: str
@@ -108,7 +109,7 @@ class Composed:
 
 
 def costs_of(placement: Placement) -> Costs:
-    """Return the emulated costs of unequal stages."""
+    """Return the costs of stages of which the first and the last differ from the others."""
     factors = [1.0] * placement.stages
     factors[0], factors[-1] = ENDS
     return Costs(
@@ -122,10 +123,10 @@ def costs_of(placement: Placement) -> Costs:
 
 
 def measure(spec: str, slower_after_wait: float = 0.0) -> Composed:
-    """Run the schedule ``spec`` on all ranks together, and on each alone.
+    """Run the schedule ``spec`` on all ranks together, and on each rank alone.
 
     Args:
-        slower_after_wait: seconds that a pass takes longer after a wait.
+        slower_after_wait: seconds by which a pass is longer after its rank has waited.
     """
     placement = choose(spec).place(RANKS)
     problem = Problem(placement, MICROBATCHES, costs_of(placement))
@@ -158,7 +159,7 @@ def measure(spec: str, slower_after_wait: float = 0.0) -> Composed:
 
 
 def _makespan(*ranks: Sequence[Event]) -> float:
-    """Return the seconds from the first pass of all ``ranks`` in a step to the last."""
+    """Return the seconds from the first start to the last end of the passes of all ``ranks``."""
     return max(passes[-1].end for passes in ranks) - min(passes[0].start for passes in ranks)
 
 
@@ -181,8 +182,11 @@ def _record(rank: int, program: Program, steps: Iterable[Iterable[Event]]) -> Ra
 def _steps(
     program: Program, spec: str, slower_after_wait: float, times: MessageTimes | None = None
 ) -> list[list[Event]]:
-    """Run some steps of this rank, and return the passes of each, without the first step's.
-    ``times``: those of its messages; None if it has peers."""
+    """Run some steps of this rank, and return the passes of each step but the first.
+
+    Args:
+        times: when the messages of absent peers arrive; None if the peers run too.
+    """
     slow_after_waits(slower_after_wait)
     emulated = EmulatedRank(program.schedule, program.problem.costs, UnequalStage)
     draws = random.Random(0)

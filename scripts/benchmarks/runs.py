@@ -56,14 +56,17 @@ class Setting:
     """Settings of a benchmark of executors.
 
     Attributes:
-        costs: milliseconds per microbatch of a full rank, as text (`parse_costs`).
+        costs: milliseconds that a rank takes for a microbatch, as text (`parse_costs`).
         specs: our schedules.
         launches: how often the ranks are started afresh.
-        vocabulary: ours are measured without vocabulary parallelism, and with this too.
-        steps: timed in a launch, after one that is not.
-        post_validation: steps follow one another, each ends with an all-reduce as an optimizer's
-            does, and ours are measured with post-validation too; torch's are not measured.
-        pairs: those with several stages on a rank are measured with passes in pairs, too.
+        vocabulary: a method of vocabulary parallelism; our schedules are measured without it and
+            with it.
+        steps: number of timed steps of a launch, after one that is not timed.
+        post_validation: whether steps run one after the other, each with an all-reduce at its end
+            as an optimizer has one. Our schedules are measured without post-validation and with it,
+            torch's not at all.
+        pairs: whether our schedules with several stages on a rank are also measured with forward
+            and backward passes that overlap in pairs.
     """
 
     ranks: int
@@ -78,7 +81,7 @@ class Setting:
 
     @property
     def ours(self) -> list[tuple[str, ScheduleOptions]]:
-        """Return the specs and options of our own contenders."""
+        """Return the spec and the options of each of our own contenders."""
         vocabularies = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
         combined = [ScheduleOptions(vocab_parallel=vocabulary) for vocabulary in vocabularies]
         if self.post_validation:
@@ -97,14 +100,15 @@ class BenchResult:
     """Figures of one contender over all launches of a benchmark.
 
     Attributes:
-        ideal: seconds its schedule takes with free messages and no overhead: its makespan, with
-            post-validation about its span.
-        measured: median seconds of a step, first start to last end over all ranks; of steps in a
-            row, the mean between their last ends.
+        ideal: seconds that the schedule takes with free messages and no overhead: its makespan;
+            with post-validation about its span.
+        measured: median seconds of a step, from the first start to the last end over all ranks.
+            Where steps run in a row, the mean seconds from the last end of one to that of the next.
         efficiency: ideal / measured.
-        speedup: over Megatron's 1F1B in the same launches.
+        speedup: the seconds of Megatron's 1F1B in the same launches, as a multiple of ``measured``.
         spread: (slowest - fastest launch) / median.
-        host_microseconds: overhead of a pass: a step whose passes take no time, per pass.
+        host_microseconds: overhead of a pass: microseconds of a step whose passes take no time,
+            divided by the number of its passes.
     """
 
     name: str
@@ -121,10 +125,11 @@ class BenchReport:
     """Figures of all contenders, and figures that show how reliable they are.
 
     Attributes:
-        late: the largest excess of a pass over its requested time, as a share of that.
-        autograd_microseconds: time of autograd alone for a pass, after a sleep of 20 ms, and after
-            none. Every executor adds this to its passes, and the caches of a rank that has slept
-            are cold.
+        real_time: whether the ranks ran before all other processes of the machine.
+        late: by which share the passes lasted longer than they were told to, at most.
+        autograd_microseconds: microseconds of autograd alone for a pass: after a sleep of 20 ms,
+            and without a sleep. Every executor adds them to its passes, and a rank that has slept
+            finds its caches cold.
     """
 
     rows: list[BenchResult]
@@ -148,8 +153,12 @@ class BenchReport:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Steps of one contender in one launch; ``host_seconds`` are those of a step whose passes take
-    no time."""
+    """Measured steps of one contender in one launch.
+
+    Attributes:
+        seconds: seconds of a step.
+        host_seconds: seconds of a step whose passes take no time.
+    """
 
     name: str
     ideal: float
@@ -160,7 +169,7 @@ class _Steps:
 
 @dataclass(frozen=True)
 class _Launch:
-    """Results of one launch: the largest of each figure over the ranks, as in `BenchReport`."""
+    """Results of one launch: for each figure, as in `BenchReport`, the largest of all ranks."""
 
     steps: dict[str, _Steps]
     real_time: bool
@@ -169,10 +178,10 @@ class _Launch:
 
 
 def measure(setting: Setting, progress: Callable[[str], None]) -> BenchReport:
-    """Measure the benchmark ``setting``; ``progress`` is told what runs.
+    """Measure all contenders of a benchmark; ``progress`` is called with what runs now.
 
     Raises:
-        ValueError: a schedule that these sizes do not allow.
+        ValueError: a schedule does not allow these sizes.
     """
     sizes = setting.ranks, setting.microbatches, setting.costs
     for spec, options in setting.ours:  # mistakes are reported here, not by a rank
@@ -198,8 +207,11 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> BenchReport:
 
 
 def _measured(steps: Sequence[_Steps], stock: float) -> BenchResult:
-    """Return the result of one contender's steps of all launches. ``stock`` are the seconds of
-    Megatron's 1F1B."""
+    """Return the result of one contender from its steps in all launches.
+
+    Args:
+        stock: seconds of Megatron's 1F1B.
+    """
     seconds = [launch.seconds for launch in steps]
     measured = statistics.median(seconds)
     first = steps[0]
@@ -241,7 +253,7 @@ def _contend(setting: Setting) -> _Launch:
 
 
 def _median_of(contender: Contender, steps: int) -> float:
-    """Return the median seconds of single timed steps."""
+    """Return the median seconds of some steps, each timed by itself."""
     contender.step()
     seconds = [_timed(contender.step) for _ in range(steps)]
     if contender.commit_or_rollback is not None:
@@ -260,7 +272,7 @@ def _contenders(setting: Setting, costs: str) -> Iterator[Contender]:
 
 
 def _timed(step: Callable[[], None]) -> float:
-    """Return the seconds of timed steps from the first rank's start to the last rank's end."""
+    """Return the seconds of ``step``, from the first rank's start to the last rank's end."""
     dist.barrier()
     start = time.monotonic()  # all processes of a machine share this clock
     step()
@@ -269,8 +281,10 @@ def _timed(step: Callable[[], None]) -> float:
 
 
 def _in_a_row(contender: Contender, steps: int) -> float:
-    """Return the mean seconds of consecutive steps, each from the last rank's end of one step to
-    that of the next."""
+    """Return the mean seconds of steps that run in a row.
+
+    A step lasts from the end of the step before, on the last rank to end it, to its own end.
+    """
     dist.barrier()
     ends = []
     for _ in range(1 + steps):
@@ -286,8 +300,7 @@ def _in_a_row(contender: Contender, steps: int) -> float:
 
 
 def _lateness() -> float:
-    """Return the share by which an emulated pass lasts too long on this machine: the second worst
-    of `SLEEPS`."""
+    """Return the share by which emulated passes last too long here: the second-worst sleep."""
     seconds = 0.02
     lasted = []
     for _ in range(SLEEPS):
@@ -298,7 +311,7 @@ def _lateness() -> float:
 
 
 def _autograd(sleep: float) -> float:
-    """Return the seconds of an empty forward or backward pass on this rank, after ``sleep``."""
+    """Return the seconds of a pass that computes nothing, which begins after ``sleep`` seconds."""
     chunk = EmulatedChunk(0, uniform(line(1), 1e-9, 1e-9, 1e-9))
     lasted = []
     for _ in range(SLEEPS):
@@ -318,7 +331,7 @@ def _largest(value: float) -> float:
 def on_forked_ranks[T](
     ranks: int, run: Callable[[], T], prepare: Callable[[], object] = lambda: None
 ) -> T:
-    """Return the result of ``run`` on the first of so many forked ranks, with gloo between them.
+    """Return what ``run`` returns on rank 0 of as many forked ``ranks``, which communicate by gloo.
 
     Args:
         prepare: is called on each rank before the process group is made.
@@ -348,10 +361,10 @@ def _forked_rank(
 
 
 def before_everything_else() -> bool:
-    """Return whether this rank now runs before all that is not a rank.
+    """Let this rank run before all other processes, and return whether the system allows it.
 
-    With others in turns: under SCHED_FIFO, where a thread runs until it waits, four ranks on two
-    cores have been seen to keep one another from going on.
+    Ranks take turns (SCHED_RR). Under SCHED_FIFO a thread runs until it waits, and four ranks on
+    two cores have been seen to keep one another from going on.
     """
     with contextlib.suppress(PermissionError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(5))

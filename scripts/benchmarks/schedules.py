@@ -39,7 +39,15 @@ AT_LEAST = 0.05  # least seconds of a figure that counts in a fit
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of each step of a schedule's construction, from the family to the timeline."""
+    """CPU seconds of each part of making one schedule.
+
+    Attributes:
+        actions: number of actions of all ranks, with messages and waits.
+        generation: seconds to order the passes.
+        communication: seconds to add messages and waits.
+        proof: seconds to prove that the program is correct.
+        simulation: seconds to simulate its step.
+    """
 
     family: str
     ranks: int
@@ -78,8 +86,10 @@ def measure(family: str, ranks: int, microbatches: int) -> Measured:
 
 
 def exponent(series: Sequence[Measured], seconds: Callable[[Measured], float]) -> float | None:
-    """Return the exponent of the growth of ``seconds`` with the number of actions; None if the
-    times are too short to measure."""
+    """Return the exponent with which ``seconds`` grow with the number of actions.
+
+    It is None if the seconds are too short to measure.
+    """
     points = [(row.actions, seconds(row)) for row in series if seconds(row) >= AT_LEAST]
     if len({actions for actions, _ in points}) < 2:
         return None
@@ -125,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _growth(family: str, results: Sequence[Measured]) -> tuple[object, ...]:
-    """Return the exponents with which the seconds of ``family`` grow: with m, and with p."""
+    """Return the cells on ``family``: the exponents of its seconds' growth with m, and with p."""
     of_family = [row for row in results if row.family == family]
     with_m = [row for row in of_family if row.ranks == 8]
     with_p = [row for row in of_family if row.microbatches == 8 * row.ranks]

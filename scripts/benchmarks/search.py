@@ -42,7 +42,7 @@ MILLIONS = (10, 30, 100)
 
 
 class Counted:
-    """Passes that a search has packed, and CPU seconds from the first to the last of them."""
+    """Counter of the passes that a search packs, and of CPU seconds from the first to the last."""
 
     def __init__(self, how: Effort) -> None:
         self.how, self.passes, self.first, self.last = how, 0, 0.0, 0.0

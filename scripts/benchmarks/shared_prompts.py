@@ -43,8 +43,13 @@ _MOVED_FORWARD, _MOVED_BACKWARD = 2, 2 + 1 + 2 * 2
 
 @dataclass(frozen=True)
 class Load:
-    """Tokens of a microbatch, pairs of them that attend to one another, and tokens whose keys are
-    gathered."""
+    """Load of a microbatch.
+
+    Attributes:
+        tokens: number of tokens.
+        pairs: number of pairs of tokens of which one attends to the other.
+        gathered: number of tokens whose keys and values are gathered.
+    """
 
     tokens: int
     pairs: float
@@ -57,12 +62,12 @@ class Load:
 
 
 def sequence(prompt: int, answer: int) -> Load:
-    """Return the load of a sequence by itself."""
+    """Return the load of one prompt followed by one answer."""
     return Load(prompt + answer, (prompt + answer) ** 2 / 2)
 
 
 def group(prompt: int, answer: int) -> Load:
-    """Return the load of a prompt with its answers."""
+    """Return the load of a prompt that is computed once, with all its answers."""
     prefix, rest = prompt - 1, answer + 1
     return Load(
         prefix + ANSWERS * rest,
@@ -72,7 +77,10 @@ def group(prompt: int, answer: int) -> Load:
 
 
 def packed(loads: Sequence[Load]) -> list[Load]:
-    """Return microbatches of ``loads``, in order, each of at most `PACK` tokens if possible."""
+    """Return microbatches that hold ``loads`` in their order.
+
+    A microbatch has at most `PACK` tokens, unless one load alone has more.
+    """
     made = [loads[0]]
     for load in loads[1:]:
         if made[-1].tokens + load.tokens <= PACK:
@@ -84,7 +92,7 @@ def packed(loads: Sequence[Load]) -> list[Load]:
 
 @functools.cache
 def costs_of(tokens: int) -> Costs:
-    """Return the estimated costs of a microbatch that is one document of ``tokens``."""
+    """Return the estimated costs of a microbatch that is one document of ``tokens`` tokens."""
     described = parse_model(MODEL.format(-(-tokens // TENSOR) * TENSOR))
     model = described.model
     stages = stages_of(model, model.evenly(RANKS))
@@ -92,7 +100,7 @@ def costs_of(tokens: int) -> Costs:
 
 
 def step_seconds(microbatches: Sequence[Load]) -> float:
-    """Return the seconds of a step of ``microbatches`` under 1F1B."""
+    """Return the seconds of a step with these ``microbatches`` under 1F1B."""
     resolved = choose("1f1b")
     placement = resolved.place(RANKS)
     base = costs_of(PACK)
@@ -110,7 +118,7 @@ def step_seconds(microbatches: Sequence[Load]) -> float:
 
 
 def _seconds(load: Load, kind: Kind) -> float:
-    """Return the seconds of a pass of ``load`` on all stages together."""
+    """Return the seconds of a pass of ``load``, summed over all stages."""
     costs = costs_of(load.tokens)
     seconds = sum(costs.seconds[kind])
     if kind is Kind.BACKWARD_WEIGHT:
@@ -124,7 +132,7 @@ def _seconds(load: Load, kind: Kind) -> float:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the table, and return 1 if a gain is below the expected one."""
+    """Print the table, and return 1 if a gain is smaller than expected."""
     arguments(__doc__, words)
     rows, is_met = [], True
     for prompt, answer, least in CASES:

@@ -60,15 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def keep_memory() -> None:
-    """Make glibc's malloc keep freed memory, and allocate none by mmap, which would return it."""
+    """Let glibc's malloc keep freed memory.
+
+    It may not allocate by mmap either, as such memory is returned to the system.
+    """
     trim_threshold, mmap_max = -1, -4  # malloc.h
     libc = ctypes.CDLL(None)
     assert libc.mallopt(trim_threshold, 2**31 - 1) and libc.mallopt(mmap_max, 0)
 
 
 def measure(hidden_size: int, sequence: int, repetitions: int) -> dict[str, float]:
-    """Return the median milliseconds of B, I and W, and (I + W) / B; on a CPU also median page
-    faults."""
+    """Return the median milliseconds of B, I and W, and the ratio (I + W) / B.
+
+    On a CPU the median number of page faults is among the figures.
+    """
     from megatron_ext.patches import engine
 
     if not GPU:
@@ -101,7 +106,7 @@ def measure(hidden_size: int, sequence: int, repetitions: int) -> dict[str, floa
 
 
 class Cost(NamedTuple):
-    """Seconds and page faults of one pass of a model."""
+    """Seconds and page faults of one pass."""
 
     seconds: float
     page_faults: float
@@ -156,8 +161,10 @@ def _forward(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _cost(run: Callable[[], None]) -> Cost:
-    """Run ``run`` and return its cost. On a CPU the seconds are those of this process, as others
-    may use the machine, too."""
+    """Call ``run``, and return its cost.
+
+    On a CPU only the seconds of this process count, as other processes may use the machine too.
+    """
     if GPU:
         torch.cuda.synchronize()
         start = time.perf_counter()

@@ -45,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def comparison_seconds(ranks: int) -> float:
-    """Return the seconds until all ``ranks`` know that their settings are the same."""
+    """Return the seconds until all ``ranks`` know that they have the same settings."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     connections = [
         dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
@@ -66,7 +66,7 @@ def comparison_seconds(ranks: int) -> float:
 
 
 def program_seconds(spec: str, ranks: int, microbatches: int) -> float:
-    """Return the seconds for the program of ``spec``, with messages, waits and proof."""
+    """Return the seconds to build the program of ``spec``, with its messages, waits and proof."""
     resolved = choose(spec)
     placement = resolved.place(ranks)
     problem = Problem(placement, microbatches, uniform(placement, *COSTS))

@@ -22,7 +22,7 @@ from scripts.benchmarks.emulated import DTYPE, SHAPE, Contender, EmulatedChunk, 
 
 
 class _Chunk(torch.nn.Module):
-    """A model chunk as Megatron's schedules see it."""
+    """An emulated chunk with the attributes and methods that Megatron's schedules use."""
 
     def __init__(self, chunk: EmulatedChunk, config: TransformerConfig, vp_stage: int) -> None:
         super().__init__()

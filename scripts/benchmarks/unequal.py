@@ -62,14 +62,15 @@ SECONDS = {(8, 32): 2.0, (16, 64): 5.0}
 
 @dataclass(frozen=True)
 class Gain:
-    """Steps with a change, relative to steps in order of arrival.
+    """Seconds of a step after a change, divided by those of microbatches in order of arrival.
 
     Attributes:
-        ordered: with each replica in order, the largest in the middle.
-        dealt: with all dealt, too.
-        profile: the same under a program for the places; None if there is none.
-        left: the share of the largest gain that is left under `NOISE`.
-        seconds: CPU seconds of the search for that program, and of its proof.
+        ordered: each replica runs its microbatches in an order with the largest ones in the middle.
+        dealt: in addition, the microbatches of all replicas are distributed anew among them.
+        profile: in addition, the program is made for the mean costs of each place in the order;
+            None if there is no such program.
+        left: the share of the largest gain that is left if passes vary by `NOISE`.
+        seconds: CPU seconds to find that program and to prove it.
     """
 
     ordered: float
@@ -80,7 +81,7 @@ class Gain:
 
     @property
     def best(self) -> float:
-        """The gain with the better of both programs."""
+        """The seconds of a step with the better of both programs, as above."""
         return self.dealt if self.profile is None else min(self.dealt, self.profile)
 
     def __str__(self) -> str:
@@ -93,7 +94,7 @@ class Gain:
 
 
 def _program(spec: str, ranks: int, microbatches: int) -> Program:
-    """Return the program of ``spec`` for equal microbatches."""
+    """Return the program of ``spec`` for microbatches of equal costs."""
     resolved = choose(spec)
     placement = resolved.place(ranks)
     limit = None if spec == "1f1b" else parse_limit("1x", ranks, microbatches)
@@ -102,9 +103,11 @@ def _program(spec: str, ranks: int, microbatches: int) -> Program:
 
 
 def _costs(load: Load, attention: float) -> dict[Kind, Floats]:
-    """Return the cost of each microbatch over that of a mean one, by kind of pass.
+    """Return the cost of each microbatch divided by that of a mean one, by kind of pass.
 
-    Attention is a share of a mean microbatch that grows with squared lengths, all of it in F and I.
+    Args:
+        attention: the share of attention in a pass of a mean microbatch. Attention grows with the
+            squared lengths of documents, and takes its time in F and I.
     """
     tokens, squares = load.tokens, load.squares
     backward = attention * (I + W)
@@ -118,7 +121,7 @@ def _costs(load: Load, attention: float) -> dict[Kind, Floats]:
 
 
 def _steps(name: str, microbatches: int, first_seed: int) -> Iterator[dict[Kind, Floats]]:
-    """Yield the costs of each of `STEPS` steps of the kind of load ``name``."""
+    """Yield the costs of `STEPS` random steps of the kind of load ``name``."""
     for number in range(STEPS):
         load = batch(name, REPLICAS * microbatches, first_seed + number)
         yield _costs(load, KINDS[name].attention)
@@ -130,8 +133,11 @@ def _rows(costs: dict[Kind, Floats], *, order: bool, deal: bool) -> NDArray[np.i
 
 
 def for_places(fixed: Program, name: str) -> Program | None:
-    """Return a program for the places in steps of the kind of load ``name``; None as
-    `program_for_places`."""
+    """Return a program made for the mean costs of each place in the order of microbatches.
+
+    The means are those of other steps of the kind of load ``name``. It is None where
+    `program_for_places` returns None.
+    """
     steps = list(_steps(name, fixed.problem.microbatches, PROFILE_SEED))
     costs = {kind: np.stack([step[kind] for step in steps]) for kind in steps[0]}
     return program_for_places(fixed, profile_of(costs, REPLICAS))
@@ -141,7 +147,7 @@ def gain(spec: str, ranks: int, microbatches: int, name: str, *, tied: bool = Fa
     """Return the medians over `STEPS` steps of the kind of load ``name``.
 
     Args:
-        tied: all replicas share experts.
+        tied: whether the replicas share experts, and so wait for one another in each pass.
     """
     fixed = _program(spec, ranks, microbatches)
     start = time.process_time()
@@ -170,8 +176,11 @@ def gain(spec: str, ranks: int, microbatches: int, name: str, *, tied: bool = Fa
 def over_another(
     spec: str, base: str, ranks: int, microbatches: int, name: str
 ) -> tuple[float, float]:
-    """Return the steps of ``spec`` over those of ``base`` in order of arrival: in order of arrival,
-    and with each replica in order and all dealt. Medians as of `gain`."""
+    """Return the seconds of a step of ``spec``, divided by those of ``base`` in order of arrival.
+
+    The first figure is for microbatches in order of arrival, the second one for microbatches that
+    are distributed among the replicas anew and ordered. Both are medians, as in `gain`.
+    """
     under = UnequalSteps(_program(spec, ranks, microbatches), 1)
     reference = UnequalSteps(_program(base, ranks, microbatches), 1)
     ratios = np.empty((STEPS, 2))
@@ -185,7 +194,7 @@ def over_another(
 
 
 def worst_cell(gains: Mapping[tuple[str, str], Sequence[Gain]]) -> tuple[float, str]:
-    """Return by how much the worst of ``gains`` is behind `TRIAL`, and its name."""
+    """Return the case whose gain is the farthest behind `TRIAL`, after by how much it is."""
     behind = [
         (one.best - trial, f"{load} under {spec} at p={p}, m={m}")
         for (load, spec), cells in TRIAL.items()

@@ -40,11 +40,12 @@ LOADS = ("long-128k", "sft-packs")
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds of a step of the slowest replica on emulated clocks.
+    """A step of the slowest replica, which is run on emulated clocks.
 
     Attributes:
-        factors: by kind of pass, what each of its microbatches takes over a mean one, in order.
-        predicted: seconds, simulated.
+        factors: by kind of pass, the cost of each microbatch over that of a mean one, in the order
+            in which the replica runs them.
+        predicted: simulated seconds.
     """
 
     program: Program
@@ -53,7 +54,7 @@ class Turn:
 
 
 class UnequalStage(EmulatedStage):
-    """`Stage` whose passes last as long as those of their microbatch."""
+    """Emulated stage whose passes last longer or shorter by a factor of their microbatch."""
 
     def __init__(self, number: int, chunk: EmulatedChunk, has_loss: bool) -> None:
         super().__init__(number, chunk, has_loss)
@@ -94,7 +95,7 @@ def _slowest(program: Program, costs: dict[Kind, Floats], rows: Any) -> Turn:
 
 
 def measure(made: Sequence[tuple[Turn, Turn]], repeats: int) -> list[list[float]]:
-    """Return the seconds of each step: the median of ``repeats``, taken in turns."""
+    """Return the seconds of each step of ``made``: the median of ``repeats``, taken in turns."""
 
     def run() -> list[list[float]]:
         step = _stepping(made[0][0].program)
@@ -108,8 +109,10 @@ def measure(made: Sequence[tuple[Turn, Turn]], repeats: int) -> list[list[float]
 
 
 def _stepping(first: Program) -> Callable[[Turn], float]:
-    """Return a function that runs a step, and returns its seconds from the first start to the last
-    end of all ranks."""
+    """Return a function that runs a step.
+
+    The function returns the seconds from the first start to the last end of all ranks.
+    """
     costs = first.problem.costs
     seconds = costs.with_passes(
         seconds={kind: tuple(t * MS / 1000 for t in of) for kind, of in costs.seconds.items()}

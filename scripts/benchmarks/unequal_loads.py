@@ -18,11 +18,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Microbatches of one step, each array relative to the mean of its distribution.
+    """Microbatches of one step. Figures are divided by the mean of their distribution.
 
     Attributes:
-        tokens: tokens of each microbatch.
-        squares: the sum of the squared lengths of its documents.
+        tokens: number of tokens of each microbatch.
+        squares: for each microbatch, the sum of the squared lengths of its documents.
     """
 
     tokens: Floats
@@ -31,11 +31,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of load, whose microbatches differ in some way.
+    """Kind of load: a distribution of unequal microbatches.
 
     Attributes:
-        draw: draws tokens and squares of so many microbatches.
-        attention: share of attention in a pass of a mean microbatch.
+        draw: draws a number of microbatches, and returns their tokens and their squares (`Load`).
+        attention: the share of attention in a pass of a mean microbatch.
     """
 
     draw: Callable[[np.random.Generator, int], tuple[Floats, Floats]]
@@ -43,14 +43,20 @@ class Kind:
 
 
 def _conversations(rng: np.random.Generator, number: int, longest: int = 8192) -> Floats:
-    """Return lengths of conversations: log-normal with a median of 500 tokens and sigma 1, as
-    UltraChat's and Tulu's."""
+    """Return random lengths of conversations.
+
+    They are log-normal with a median of 500 tokens and a sigma of 1, like those of UltraChat and
+    Tulu.
+    """
     return np.clip(rng.lognormal(np.log(500), 1.0, number), 32, longest)
 
 
 def _long_documents(rng: np.random.Generator, number: int, longest: int = 131072) -> Floats:
-    """Return document lengths: 15 % from a tail with P(length > x) ~ 1/x between 8k and
-    ``longest``, the rest log-normal."""
+    """Return random lengths of documents, some of them very long.
+
+    15 % are from a tail with P(length > x) ~ 1/x between 8k and ``longest``, the rest is
+    log-normal.
+    """
     short = rng.lognormal(np.log(2000), 1.2, number)
     drawn = rng.random(number)
     tail = 8192 / np.maximum(1 - drawn * (1 - 8192 / longest), 1e-9)
@@ -63,7 +69,7 @@ def _single(rng: np.random.Generator, number: int) -> tuple[Floats, Floats]:
 
 
 def _packs(rng: np.random.Generator, number: int) -> tuple[Floats, Floats]:
-    """Return packs of up to 8,192 tokens, filled in order with whole conversations."""
+    """Return packs of at most 8,192 tokens, which are filled in order with whole conversations."""
     tokens, squares = [], []
     filled = squared = 0.0
     for length in _conversations(rng, 60 * number):
@@ -84,7 +90,7 @@ def _full(
     size: int,
     draw: Callable[[np.random.Generator, int], Floats],
 ) -> tuple[Floats, Floats]:
-    """Return packs of ``size`` tokens, with the last document of each cut."""
+    """Return packs of exactly ``size`` tokens. The last document of each pack is cut."""
     squares = []
     for _ in range(number):
         left, squared = float(size), 0.0
@@ -113,7 +119,7 @@ def _means(name: str) -> tuple[float, float]:
 
 
 def batch(name: str, number: int, seed: int) -> Load:
-    """Return so many microbatches of the kind ``name``; each ``seed`` is another step."""
+    """Return ``number`` microbatches of the kind ``name``. Each ``seed`` gives another step."""
     tokens, squares = KINDS[name].draw(np.random.default_rng(1000 + seed), number)
     mean_tokens, mean_squares = _means(name)
     return Load(tokens / mean_tokens, squares / mean_squares)

@@ -42,8 +42,13 @@ LINE, V = "zb-h1", "v-auto"
 
 @dataclass(frozen=True)
 class Steps:
-    """Seconds of steps relative to a reference: with even layers, and with the best layout
-    found."""
+    """Seconds of a step, divided by those of a reference step.
+
+    Attributes:
+        even: with as many layers on each stage.
+        laid_out: with the best layout that was found.
+        layout: that layout.
+    """
 
     even: float
     laid_out: float
@@ -51,7 +56,12 @@ class Steps:
 
 
 def work_of(costs: str, microbatches: int, speeds: tuple[float, ...] = ()) -> Work:
-    """Return the work of the layers at these ``costs`` of a rank, within 1F1B's memory."""
+    """Return the planner's description of the job, within the memory of 1F1B.
+
+    Args:
+        costs: costs of a rank, as text.
+        speeds: speed of each rank relative to the others; () if they are alike.
+    """
     work = given_work(
         parse_costs(costs, line(RANKS)), LAYERS, ranks=RANKS, microbatches=microbatches
     )
@@ -65,7 +75,7 @@ def without_bubble(costs: str, microbatches: int) -> float:
 
 
 def best_layout(work: Work, spec: str, *, search: bool = True) -> Evaluated:
-    """Return the shortest step of ``work`` that the planner finds under ``spec``."""
+    """Return the shortest step that the planner finds for ``work`` under the schedule ``spec``."""
     started_from = "zb-v" if spec == V else spec
     even = partial(even_layout, work.model)
     with task("laying out stages") as progress:
@@ -78,15 +88,18 @@ def best_layout(work: Work, spec: str, *, search: bool = True) -> Evaluated:
 
 
 def with_tower(trained: str, spec: str, microbatches: int = 16, *, search: bool = True) -> Steps:
-    """Return steps with the encoder ``trained``, relative to a step without any bubble."""
+    """Return steps of a model with a vision tower, divided by a step without any bubble.
+
+    Args:
+        trained: whether the tower is ``trained`` or ``frozen``, a key of `TOWERS`.
+    """
     costs = f"{COSTS},{TOWERS[trained]}"
     ideal = without_bubble(costs, microbatches)
     return _steps(work_of(costs, microbatches), spec, ideal, search)
 
 
 def with_slow_rank(rank: int, spec: str, microbatches: int = 32, *, search: bool = True) -> Steps:
-    """Return steps with ``rank`` slow, relative to the step of ``spec`` on ranks that are all
-    alike."""
+    """Return steps with ``rank`` slow, divided by the step of ``spec`` on equal ranks."""
     speeds = tuple(1 / SLOW if number == rank else 1.0 for number in range(RANKS))
     alike = _on_even_layers(work_of(COSTS, microbatches), spec, search)
     return _steps(work_of(COSTS, microbatches, speeds), spec, alike, search)
@@ -95,8 +108,14 @@ def with_slow_rank(rank: int, spec: str, microbatches: int = 32, *, search: bool
 def with_slow_link(
     link: int, p2p_seconds: float, spec: str, microbatches: int = 32, ranks: int = RANKS
 ) -> tuple[float, float]:
-    """Return steps of the searching ``spec`` whose messages between rank ``link`` and the next take
-    ``p2p_seconds``: in the order that was found for equal links, and in one found for these."""
+    """Return steps with slow messages between rank ``link`` and the next rank.
+
+    The first step runs in the order that ``spec``, which searches, finds for equal links, and the
+    second one in the order that it finds for these. Both are divided by the step on equal links.
+
+    Args:
+        p2p_seconds: seconds of a message over the slow link.
+    """
     resolved = choose(spec)
     placement = resolved.place(ranks)
     alike = uniform(placement, 10, 12, 8, 1)
@@ -129,7 +148,7 @@ def _on_even_layers(work: Work, spec: str, search: bool) -> float:
 
 
 def layout_rows(ranks: Sequence[int]) -> Iterator[tuple[str, ...]]:
-    """Yield steps with a tower, and with each of ``ranks`` slow."""
+    """Yield the rows of the table on layouts: with a tower, and with each of ``ranks`` slow."""
 
     def row(name: str, spec: str, steps: Steps) -> tuple[str, ...]:
         layers = " ".join(map(str, steps.layout.layers))
@@ -145,7 +164,7 @@ def layout_rows(ranks: Sequence[int]) -> Iterator[tuple[str, ...]]:
 
 
 def link_rows() -> Iterator[tuple[str, ...]]:
-    """Yield steps with a slow link."""
+    """Yield the rows of the table on slow links."""
     for link in (0, RANKS // 2 - 1, RANKS - 2):
         for p2p_seconds in (5.0, 10.0, 20.0):
             for spec in ("zb-auto", V):

@@ -28,7 +28,7 @@ SPECS = ("1f1b", "zb-h1", "zb-v")
 
 
 def costs_of(spec: str, layout: Layout, slow_rank: int) -> str:
-    """Return text with the milliseconds of each stage."""
+    """Return the milliseconds of each stage, in the form of ``--costs``."""
     placement = choose(spec).place(RANKS)
     slowness = [SLOW if rank == slow_rank else 1.0 for rank in placement.rank_of]
     parts = []
@@ -49,7 +49,7 @@ def work_of(slow_rank: int) -> Work:
 
 
 def took(spec: str, layout: Layout, slow_rank: int) -> float:
-    """Return the seconds of a step on the emulated clocks."""
+    """Return the measured seconds of a step on the emulated clocks."""
     costs = costs_of(spec, layout, slow_rank)
     return measure(spec, RANKS, MICROBATCHES, costs).comparison.measured
 

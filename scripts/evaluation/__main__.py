@@ -79,7 +79,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _evaluate_steps(file: Path, console: Console, *, writes: bool) -> tuple[object, int]:
-    """Print the tables of steps, and return their data and an exit status."""
+    """Print the tables on steps, and return their data and an exit status."""
     steps, stages = read_measured(file), read_stages(file)
     with Progress(console=console) as progress:
         task = progress.add_task("published steps", total=len(steps) + OTHER_PARTS)

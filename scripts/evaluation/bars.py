@@ -16,12 +16,13 @@ from scripts.evaluation.tables import FigureLine
 
 @dataclass(frozen=True)
 class FigureBar:
-    """Bar for all figures of a ``kind`` of line whose name begins with ``prefix``.
+    """Bar for the lines of a ``kind`` in the evaluation's table whose names begin with ``prefix``.
 
     Attributes:
+        text: what the bar demands, in words.
         least, most: bounds of the median of predicted over measured.
         worst: share by which the worst row may be off.
-        right: share of pairs that have to be in the right order.
+        right: share of pairs of steps that have to be predicted in the right order.
     """
 
     text: str
@@ -33,7 +34,7 @@ class FigureBar:
     right: float = 0.0
 
     def broken_by(self, lines: Sequence[FigureLine]) -> str:
-        """Return the figures of ``lines`` that break this bar, in words; "" if none does."""
+        """Return in words which figures of ``lines`` break this bar; "" if none does."""
         broken = []
         matching = [
             one for one in lines if one.kind == self.kind and one.name.startswith(self.prefix)

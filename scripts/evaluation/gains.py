@@ -19,7 +19,7 @@ LAYERS_MOVED = "1f1b, layers moved"  # to other stages
 
 @dataclass(frozen=True)
 class StepRatio:
-    """How many times as long the ``first`` of two steps of one job takes."""
+    """Two steps of one job, compared by the seconds of the ``first`` over the ``second``'s."""
 
     first: PredictedStep
     second: PredictedStep
@@ -39,12 +39,12 @@ class StepRatio:
 
     @property
     def differs(self) -> bool:
-        """Whether the measured steps differ by more than a plan takes for a difference."""
+        """Whether the measured steps differ by more than `plan` counts as a difference."""
         return max(self.measured, 1 / self.measured) > 1 + WORTH
 
     @property
     def is_right(self) -> bool:
-        """Whether the prediction has the two in the measured order."""
+        """Whether the step that was measured to be longer is also predicted to be longer."""
         return (self.measured > 1) == (self.predicted > 1)
 
 
@@ -57,8 +57,11 @@ def jobs(found: Iterable[PredictedStep]) -> Mapping[str, list[PredictedStep]]:
 
 
 def over_1f1b(found: Iterable[PredictedStep]) -> Mapping[str, list[StepRatio]]:
-    """Return 1F1B compared with each other schedule of its job, by that schedule. Its row has the
-    same layers on all stages, but for the ends that the job's own script chose."""
+    """Return 1F1B compared with each other schedule of the same job, by the name of that schedule.
+
+    The row of 1F1B has as many layers on each stage, except at the ends, where it has what the
+    job's own script chose.
+    """
     gains: dict[str, list[StepRatio]] = defaultdict(list)
     for rows in jobs(found).values():
         base = next((one for one in rows if one.step.schedule == "1f1b"), None)
@@ -72,8 +75,10 @@ def over_1f1b(found: Iterable[PredictedStep]) -> Mapping[str, list[StepRatio]]:
 
 
 def pairs_in_order(found: Iterable[PredictedStep]) -> tuple[int, int]:
-    """Return how many pairs of steps of one job, whose measured seconds differ, are predicted in
-    the right order, and how many pairs there are."""
+    """Return how many pairs of steps are predicted in the right order, and how many there are.
+
+    Both steps of a pair are of one job, and their measured seconds differ.
+    """
     pairs = [
         StepRatio(a, b) for rows in jobs(found).values() for a, b in itertools.combinations(rows, 2)
     ]
@@ -89,8 +94,11 @@ _OF_6311 = {
 
 
 def overlaps(found: Sequence[PredictedStep]) -> Iterator[tuple[str, StepRatio]]:
-    """Yield what Megatron-LM #6311 measured in pairs, if ``found`` has its rows: recompute of whole
-    layers, and on top of it experts' messages that other microbatches hide."""
+    """Yield the pairs of steps that Megatron-LM #6311 measured, if ``found`` has its rows.
+
+    One shows the effect of recomputing whole layers. The others add to that the overlap of experts'
+    messages with the passes of other microbatches.
+    """
     numbered = {one.step.number: one for one in found}
     for name, (first, second) in _OF_6311.items():
         if {first, second} <= set(numbered):

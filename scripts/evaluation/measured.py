@@ -23,15 +23,16 @@ GB = 2**30  # bytes of a GB: torch.cuda's figures are divided by it in the sourc
 
 @dataclass(frozen=True)
 class PublishedStep:
-    """Step time that others have published.
+    """Measured step of a training that others have published.
 
     Attributes:
-        job: what was trained where; rows of one job differ in layout or schedule alone.
-        cells: all columns as they stand, for settings that only one group of rows has.
+        number: the row's id.
+        job: what was trained where. Rows of one job differ only in layout or schedule.
+        cells: all columns as text, for settings that only some rows have.
         layers: layers of each stage; () if the row does not tell.
         seconds: seconds of a step; infinite if it ran out of memory.
-        peak: bytes of the fullest rank; None if nothing is published.
-        in_view: whether its figure was known here when a constant of the estimate was chosen.
+        peak: bytes of the fullest rank; None if none are published.
+        in_view: whether its figure was known when a constant of the estimate was chosen.
     """
 
     number: int
@@ -52,17 +53,20 @@ class PublishedStep:
 
     @property
     def ran(self) -> bool:
-        """Whether it did not run out of memory."""
+        """Whether the step did not run out of memory."""
         return self.seconds < inf
 
     def size(self, column: str) -> int:
-        """Return the whole number in ``column``; 0 if it is empty."""
+        """Return the whole number in ``column`` of the row; 0 if the cell is empty."""
         return int(self.cells[column].split()[0]) if self.cells[column] else 0
 
 
 def dense_model(step: PublishedStep, **more: Any) -> Model:
-    """Return the model of equal layers that the columns of ``step`` describe, with as many query
-    groups as heads and untied tables; ``more``: further fields of the model."""
+    """Return the model of equal layers that the columns of ``step`` describe.
+
+    It has as many query groups as heads, and its embedding and output layer share no weights.
+    ``more`` are further fields of the model.
+    """
     size = step.size
     return Model(
         layers=("*-",) * size("layers"),
@@ -85,10 +89,11 @@ _NEEDED = (
 
 
 def read_measured(path: Path = MEASURED) -> list[PublishedStep]:
-    """Return the rows of ``path``.
+    """Return the steps of the CSV file ``path``.
 
     Raises:
-        ValueError: a column is missing, or a cell is not understood; names the file and the line.
+        ValueError: a column is missing, or a cell is not understood. The message names the file and
+            the line.
     """
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
@@ -111,7 +116,7 @@ def read_measured(path: Path = MEASURED) -> list[PublishedStep]:
 
 
 def _step(row: Mapping[str, str]) -> PublishedStep:
-    """Return the published step in a row. Raises ValueError if a cell is not understood."""
+    """Return the step of a row. Raises ValueError if a cell is not understood."""
 
     def number(name: str) -> int:
         text = row[name] or ""

@@ -18,7 +18,7 @@ _HEADINGS = ("compared", "", "rows", "in view", "median", "10 % to 90 %", "in th
 
 
 def text_of(lines: Sequence[FigureLine], errors: Mapping[ComparisonKind, Sequence[float]]) -> str:
-    """Return the tables and the bars of the evaluation in the page's form."""
+    """Return the tables and the bars of the evaluation as they stand on the page."""
     return "\n".join(
         [
             table(_HEADINGS, map(_cells, _with_kinds_once(lines))),
@@ -48,12 +48,12 @@ _BARS = "At night a test runs all this and fails unless:\n"
 
 
 def write(text: str) -> None:
-    """Write ``text``, the evaluation's tables, into the page."""
+    """Write ``text``, the tables of the evaluation, into the page."""
     PAGE.write_text(with_part(PAGE.read_text(), PART, text))
 
 
 def _with_kinds_once(lines: Sequence[FigureLine]) -> list[tuple[str, FigureLine]]:
-    """Return each line with its kind, which is empty if the line before has the same."""
+    """Return each line with its kind, or with "" if the line before has the same kind."""
     first = {line.kind: index for index, line in reversed(list(enumerate(lines)))}
     return [
         (line.kind if first[line.kind] == index else "", line) for index, line in enumerate(lines)

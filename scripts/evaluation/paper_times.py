@@ -30,10 +30,10 @@ _PASSES = {Kind.FORWARD: "F", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W
 def simulated(
     steps: Iterable[PublishedStep], stages: Sequence[PublishedStage], *, launch: bool
 ) -> list[PredictedStep]:
-    """Return each of the zero-bubble paper's ``steps``, simulated with the pass times of its job.
+    """Return each of the zero-bubble paper's ``steps``, simulated with the paper's pass times.
 
     Args:
-        launch: whether `LAUNCH` is added to each F and I.
+        launch: whether `LAUNCH`, the seconds to launch a pass, is added to each F and I.
     """
     found = []
     for step in steps:

@@ -102,12 +102,12 @@ _LLAMA_LAYERS = (1, *[2] * 62, 1)
 
 @dataclass(frozen=True)
 class PaperTraining:
-    """A training that a paper describes, with microbatches of one sample.
+    """A training that a paper describes. Its microbatches have one sample.
 
     Attributes:
-        gpu: name of a GPU.
+        gpu: name of the GPU.
         pipeline: number of pipeline ranks.
-        layers: layers of each stage.
+        layers: number of layers of each stage.
         schedule: spec of the schedule.
     """
 
@@ -148,7 +148,7 @@ PAPERS = {
 
 
 def work_of(paper: PaperTraining, step: PublishedStep) -> Work:
-    """Return the estimated work of ``paper`` on the GPUs, and with the batch, of ``step``."""
+    """Return the estimated work of ``paper`` with the number of GPUs and the batch of ``step``."""
     execution = replace(paper.execution, pipeline_span=step.gpus)
     copies, experts = copies_of(paper, step), execution.expert_parallel
     state = TrainingState(
@@ -170,5 +170,5 @@ def work_of(paper: PaperTraining, step: PublishedStep) -> Work:
 
 
 def copies_of(paper: PaperTraining, step: PublishedStep) -> int:
-    """Return the number of data-parallel ranks of a published step."""
+    """Return the number of data-parallel ranks of the published step."""
     return step.gpus // (paper.execution.tensor_parallel * paper.pipeline)

@@ -27,17 +27,17 @@ class PredictedStep:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured seconds."""
+        """Predicted seconds divided by measured seconds."""
         return self.seconds / self.step.seconds
 
     @property
     def peak_ratio(self) -> float | None:
-        """Predicted over published peak; None if none is published."""
+        """Predicted peak divided by the published peak; None if none is published."""
         return None if self.step.peak is None else self.peak / self.step.peak
 
 
 def predict(steps: Iterable[PublishedStep], report: Callable[[], None]) -> list[PredictedStep]:
-    """Return the prediction for each of ``steps``; ``report`` is called after each."""
+    """Return the predictions of ``steps``. ``report`` is called after each step."""
     found = []
     for step in steps:
         made = training_of(step).predicted()
@@ -48,7 +48,7 @@ def predict(steps: Iterable[PublishedStep], report: Callable[[], None]) -> list[
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Median, 10th and 90th percentile of ``rows`` figures."""
+    """Median, 10th and 90th percentile of figures, and from how many ``rows`` they are."""
 
     median: float
     p10: float
@@ -79,7 +79,7 @@ _JOBS = {
 
 
 def group_of(step: PublishedStep) -> str:
-    """Return the name of the group that ``step`` belongs to."""
+    """Return the name of the group of sources that ``step`` belongs to."""
     if "GPT OSS" in step.job:
         return "gpt-oss 120B, H100"
     if step.job.startswith("bridge"):
@@ -93,7 +93,7 @@ def group_of(step: PublishedStep) -> str:
 
 
 def by_group(found: Iterable[PredictedStep]) -> Mapping[str, list[PredictedStep]]:
-    """Return the predictions by their group, in the order of their rows."""
+    """Return the predictions by group of sources, in the order of their rows."""
     groups: dict[str, list[PredictedStep]] = defaultdict(list)
     for one in found:
         groups[group_of(one.step)].append(one)

@@ -41,8 +41,8 @@ class SizesPrediction:
     """Prediction for a step.
 
     Attributes:
-        fullest: bytes of the fullest rank, without its allocator's reserve.
-        allowed: bytes that it may take so.
+        fullest: bytes of the fullest rank, without those that its allocator reserves beyond them.
+        allowed: the most bytes with which that rank does not run out of memory.
     """
 
     seconds: float
@@ -55,12 +55,15 @@ class SizesPrediction:
 
 
 def model_of(step: PublishedStep) -> Model:
-    """Return the Llama that ``step`` trains."""
+    """Return the Llama model that ``step`` trains."""
     return dense_model(step, gated_linear_unit=True, normalization="RMSNorm")
 
 
 def predict_sizes(step: PublishedStep) -> SizesPrediction:
-    """Estimate ``step`` under 1F1B, in plain PyTorch with flash attention and a fused RMSNorm."""
+    """Return the prediction for ``step`` under 1F1B.
+
+    It is for plain PyTorch with flash attention and a fused RMSNorm.
+    """
     assert _GPU.memory is not None
     rates = _GPU.rates()
     model = model_of(step)
@@ -96,8 +99,11 @@ def predict_sizes(step: PublishedStep) -> SizesPrediction:
 
 
 def _passes(costs: Costs, placement: Placement, microbatches: int) -> tuple[float, list[float]]:
-    """Return the seconds of the passes of a step, whose messages nothing hides, and the bytes that
-    each rank holds at its peak. A long step is extrapolated from two shorter ones."""
+    """Return the seconds of the passes of a step, and the bytes that each rank holds at its peak.
+
+    Ranks wait for each message. The seconds of a step with many microbatches are extrapolated from
+    two steps with fewer.
+    """
     ranks = placement.ranks
     longer = min(microbatches, 5 * ranks)
     lasts: dict[int, float] = {}
@@ -117,8 +123,10 @@ Predicted = Mapping[PublishedStep, SizesPrediction]
 
 
 def pairs_of_sizes(predicted: Predicted) -> Iterator[tuple[PublishedStep, PublishedStep]]:
-    """Yield the pairs of steps of one set that ran, the slower one first, if their measured times
-    differ by more than 2 %."""
+    """Yield the pairs of steps of one set that ran, with the slower step first.
+
+    Pairs whose measured times differ by less than 2 % are omitted.
+    """
     for rows in _sets(predicted).values():
         for steps in itertools.combinations([row for row in rows if row.ran], 2):
             faster, slower = sorted(steps, key=lambda row: row.seconds)
@@ -127,10 +135,10 @@ def pairs_of_sizes(predicted: Predicted) -> Iterator[tuple[PublishedStep, Publis
 
 
 def orders(predicted: Predicted) -> dict[str, tuple[int, int]]:
-    """Return figures of merit by name: how many of how many are right.
+    """Return, by name, how many predictions of a kind are right, and how many there are.
 
-    Of each set the best of the steps that ran and are predicted within `TIE` of the predicted best
-    is chosen.
+    Where the best step of a set is chosen, it is the fastest of those that ran and that are
+    predicted to be within `TIE` of the predicted best.
     """
     found: dict[str, list[bool]] = defaultdict(list)
     for slower, faster in pairs_of_sizes(predicted):

@@ -16,10 +16,10 @@ from scripts.evaluation.predictions import PredictedStep
 def measured_errors(
     found: Sequence[PredictedStep], sizes: Sequence[float]
 ) -> Mapping[ComparisonKind, list[float]]:
-    """Return the errors of the predicted ratios of measured pairs, by what differs in a pair.
+    """Return the errors of the predicted ratios of two measured steps, by what differs in them.
 
     Args:
-        sizes: predicted over measured ratios of pairs with other sizes.
+        sizes: predicted ratios divided by measured ones, of pairs of steps with other sizes.
     """
     zero_bubble = [one for one in found if one.step.job.startswith("zb ")]
     over = over_1f1b(found)
@@ -41,5 +41,5 @@ def measured_errors(
 
 
 def spread_of(errors: Sequence[float]) -> float:
-    """Return the share by which 90 % of ``errors`` are off at most."""
+    """Return the share by which at least 90 % of ``errors`` are off at most."""
     return float(np.percentile(np.abs(errors), 90))

@@ -32,11 +32,11 @@ _METHODS = {
 
 @dataclass(frozen=True)
 class PublishedStage:
-    """Milliseconds of an inner stage's passes.
+    """Published milliseconds of the passes of an inner stage.
 
     Attributes:
-        method: treatment of the vocabulary; "whole": it is on the first and the last stage.
-        passes: milliseconds by pass: F, I, W, B, the output layer's share of a rank, a message.
+        method: treatment of the vocabulary; "whole" has it on the first and the last stage.
+        passes: milliseconds by name: F, I, W, B, the output layer's share of a rank, a message.
         in_view: whether a constant of the estimate was taken from them.
     """
 
@@ -60,7 +60,7 @@ _PASSES = {
 
 
 def read_stages(path: Path = MEASURED) -> list[PublishedStage]:
-    """Return the rows of ``path`` that have passes."""
+    """Return the rows of the CSV file ``path`` that have times of passes."""
     with path.open(newline="") as file:
         return [_stage(row) for row in csv.DictReader(file) if row["job"].startswith(PASSES)]
 
@@ -106,7 +106,7 @@ def _stage(row: Mapping[str, str]) -> PublishedStage:
 
 
 def predicted_passes(stage: PublishedStage) -> dict[str, float]:
-    """Return the estimated milliseconds of the passes that were measured of ``stage``."""
+    """Return the estimated milliseconds of those passes of ``stage`` that were measured."""
     stages = evenly(len(stage.model.layers), _RANKS).of(stage.model)
     costs = estimate(stage.model, stages, stage.execution, GPUS["a100"].rates())
     seconds = {kind.value: figures[1] for kind, figures in costs.seconds.items()}
@@ -117,7 +117,7 @@ def predicted_passes(stage: PublishedStage) -> dict[str, float]:
 
 
 def ratios_by_pass(stages: Sequence[PublishedStage]) -> Mapping[tuple[str, str], list[float]]:
-    """Return predicted over measured milliseconds by the source's method and pass."""
+    """Return predicted over measured milliseconds, by the method of the source and the pass."""
     ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
     for stage in stages:
         name = "zero bubble" if "W" in stage.passes else _METHODS[stage.method]

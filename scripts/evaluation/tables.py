@@ -29,12 +29,12 @@ from scripts.evaluation.stage_times import (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All figures.
+    """All figures of the evaluation.
 
     Attributes:
-        steps: each published step with its prediction.
-        lines: the table.
-        sizes: predicted over measured ratios of pairs of steps with other sizes.
+        steps: the published steps with their predictions.
+        lines: the lines of the table.
+        sizes: predicted ratios divided by measured ones, of pairs of steps with other sizes.
     """
 
     steps: Sequence[PredictedStep]
@@ -47,12 +47,14 @@ class FigureLine:
     """One line of the table.
 
     Attributes:
-        kind: what was compared, such as seconds of a step; lines of one kind follow one another.
+        kind: what is compared, such as seconds of a step. Lines of one kind follow one another.
         name: the group of rows, or the schedule.
         rows: number of rows or pairs.
-        in_view: how many of them were known here when a constant was chosen.
-        spread: predicted over measured; None if only an order was compared.
-        order: pairs in the right order, and pairs that differ; None if no order was compared.
+        in_view: how many of them were known when a constant of the estimate was chosen.
+        spread: percentiles of predicted over measured; None if only an order is compared.
+        order: how many pairs are in the right order, and how many differ; None if no order is
+            compared.
+        worst: predicted over measured of the row that is the farthest off.
     """
 
     kind: str
@@ -142,8 +144,10 @@ def of_passes(stages: Sequence[PublishedStage]) -> Iterator[FigureLine]:
 
 
 def of_sizes(steps: Sequence[PublishedStep]) -> tuple[list[FigureLine], list[float]]:
-    """Return the lines of ``steps`` with other sizes, and predicted over measured ratios of their
-    pairs."""
+    """Return the lines on ``steps`` that differ in sizes.
+
+    Predicted ratios of pairs of such steps, divided by the measured ones, follow the lines.
+    """
     predicted = {step: predict_sizes(step) for step in steps}
     lines = [
         FigureLine(SIZES, f"Llama 13B to 65B on A100s, {name}", order[1], order[1], order=order)

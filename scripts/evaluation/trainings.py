@@ -34,7 +34,7 @@ class DescribedTraining:
     """A training under one schedule with one layout.
 
     Attributes:
-        vocabulary: treatment of embedding and output layer.
+        vocabulary: treatment of the embedding and the output layer.
     """
 
     work: Work
@@ -43,12 +43,12 @@ class DescribedTraining:
     vocabulary: VocabMethod = VocabMethod.NAIVE
 
     def predicted(self) -> Evaluated:
-        """Return the estimated step."""
+        """Return the estimated step of the training."""
         return evaluate(self.work, self.schedule, self.layout, self.vocabulary, search=False)
 
 
 def training_of(step: PublishedStep) -> DescribedTraining:
-    """Return the training of ``step``.
+    """Return the training that ``step`` measured.
 
     Raises:
         ValueError: its recipe is unknown, or Megatron refuses its settings.
@@ -61,10 +61,10 @@ def training_of(step: PublishedStep) -> DescribedTraining:
 
 
 def _of_gpt(step: PublishedStep) -> DescribedTraining:
-    """Return the training of a GPT with learned positions on one GPU a pipeline rank.
+    """Return the training of a GPT with learned positions, with one GPU for each pipeline rank.
 
-    The zero-bubble paper's runs have dropout and write the attention matrix to memory; those of
-    vocabulary parallelism have neither, by their script.
+    In the zero-bubble paper's runs it has dropout and writes the attention matrix to memory. In
+    those of vocabulary parallelism it does neither, as their script shows.
     """
     size = step.size
     has_matrix = "unfused attention" in step.framework
@@ -107,7 +107,7 @@ _PRECISIONS = {"MXFP8": "fp8mx", "FP8": "fp8cs", "NVFP4": "nvfp4", "BF16": "bf16
 
 
 def recipe_of(step: PublishedStep) -> Recipe:
-    """Return the recipe that ``step`` names, with the settings that its row has.
+    """Return the recipe that ``step`` names, with the settings of the row in place of its own.
 
     Raises:
         ValueError: there is no such recipe, or a setting is not understood.
@@ -126,7 +126,7 @@ def recipe_of(step: PublishedStep) -> Recipe:
 
 
 def _with_sizes_of(step: PublishedStep, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's ``settings`` with what the row of ``step`` says in their place."""
+    """Return a recipe's ``settings``, with those that the row of ``step`` has in their place."""
     changes = {
         **_sizes(step),
         **_layout(step, settings),
@@ -154,7 +154,10 @@ def _sizes(step: PublishedStep) -> dict[str, Any]:
 
 
 def _layout(step: PublishedStep, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layout of ``step``; that of the recipe only if it has as many stages."""
+    """Return the settings of the layout of ``step``.
+
+    The recipe's layout is kept only if it has as many stages.
+    """
     changes: dict[str, Any] = {}
     stages = [settings.get(f"model.{name}") or 1 for name in _STAGES]
     if step.cells["layout"]:
@@ -182,7 +185,7 @@ def _experts(step: PublishedStep) -> dict[str, Any]:
 
 
 def _recompute(step: PublishedStep) -> dict[str, Any]:
-    """Return the recompute of ``step``; nothing if the row does not tell."""
+    """Return the settings of the recompute of ``step``; empty if the row does not tell."""
     granularity, *modules = step.cells["recompute"].replace(",", " ").split() or [""]
     known = [module for module in modules if module in ("mla_up_proj", "mlp")]
     names = ("granularity", "modules", "method", "num_layers")
@@ -215,8 +218,10 @@ _SHORT_MODEL: Mapping[str, Any] = {
 
 
 def _is_both(step: PublishedStep) -> bool:
-    """Return whether ``step`` recomputes whole layers and overlaps experts' messages, which
-    released Megatrons refuse together."""
+    """Return whether ``step`` recomputes whole layers and overlaps experts' messages.
+
+    Released versions of Megatron refuse this combination.
+    """
     return step.cells["recompute"].startswith("full") and step.cells["a2a_overlap"] == "1"
 
 

@@ -108,7 +108,7 @@ _STOCK_CANNOT = {
 
 @contextlib.contextmanager
 def as_on_gpus() -> Iterator[None]:
-    """Context in which recipes are judged: Megatron's queries of a GPU are answered."""
+    """Answer Megatron's queries of a GPU in this context, to judge recipes without one."""
     parallel = SimpleNamespace(
         tensor_model_parallel_size=2,
         context_parallel_size=1,
@@ -133,14 +133,15 @@ def as_on_gpus() -> Iterator[None]:
 
 
 def judge(recipe: Recipe) -> Verdict:
-    """Return the verdict on ``recipe`` under the schedule that has its own stages."""
+    """Return the verdict on ``recipe`` under our schedule that keeps the recipe's stages."""
     return _judge(recipe, recipe.schedule, recipe.settings)
 
 
 def judge_on_v(recipe: Recipe, schedule: str = "v-auto") -> Verdict:
-    """Return the verdict on ``recipe`` on a V, over which its layers are distributed again.
+    """Return the verdict on ``recipe`` on a V, where each rank has two stages that a V connects.
 
-    The program is zb-v's, which has the same placement and needs no search.
+    The layers are distributed over these stages anew. The program is that of zb-v, which has the
+    same placement and needs no search.
     """
     settings = dict(recipe.settings)
     for name in OF_PIPELINE:
@@ -169,8 +170,10 @@ def _judge(recipe: Recipe, schedule: str, settings: Mapping[str, Value]) -> Verd
 
 
 def why_no_slices(recipe: Recipe) -> str | None:
-    """Return why ``recipe`` cannot train in slices under the schedule that has its own stages; None
-    if it can."""
+    """Return why ``recipe`` cannot train in slices under our schedule that keeps its stages.
+
+    It is None if it can.
+    """
     config = PipelineConfig(schedule=recipe.schedule, slices=2)
     try:
         _check_settings(recipe, recipe.settings, config)
@@ -180,7 +183,7 @@ def why_no_slices(recipe: Recipe) -> str | None:
 
 
 def _refused_by_megatron(recipe: Recipe) -> str | None:
-    """Return why stock cannot run ``recipe`` under its own schedule; None if it can."""
+    """Return why Megatron cannot run ``recipe`` under the recipe's own schedule; None if it can."""
     for name, why in _STOCK_CANNOT.items():
         if recipe.settings.get(name):
             return why
@@ -192,7 +195,7 @@ def _refused_by_megatron(recipe: Recipe) -> str | None:
 
 
 def stock_arguments(recipe: Recipe) -> Any:
-    """Return Megatron's validated arguments of ``recipe`` under its own schedule.
+    """Return Megatron's validated arguments for ``recipe`` under the recipe's own schedule.
 
     Raises:
         ValueError: Megatron refuses them.
@@ -204,7 +207,9 @@ def stock_arguments(recipe: Recipe) -> Any:
 
 
 def _divide_layers(model: Any, args: Any) -> None:
-    """Split the layers as stock does when it builds the ``model``; its validation does not.
+    """Check that the layers can be split over the stages, as Megatron does to build the ``model``.
+
+    Its validation of arguments does not check this.
 
     Raises:
         ValueError: Megatron asserts that they can be split, and they cannot.
@@ -232,7 +237,7 @@ def _check(recipe: Recipe, settings: Mapping[str, Value], config: PipelineConfig
 
 
 def _check_settings(recipe: Recipe, settings: Mapping[str, Value], config: PipelineConfig) -> None:
-    """Check as `_check`, without a program."""
+    """Check the settings as `_check` does, without making a program."""
     args = _arguments(recipe, settings)
     _validate(recipe, args, settings, config)
     arguments.check_settings(args, config)
@@ -241,7 +246,10 @@ def _check_settings(recipe: Recipe, settings: Mapping[str, Value], config: Pipel
 def _without(
     recipe: Recipe, settings: Mapping[str, Value], config: PipelineConfig, why: str
 ) -> tuple[str, ...]:
-    """Return the settings without which ``recipe`` would be accepted; () if that does not help."""
+    """Return the settings without which ``recipe`` would be accepted; () if that is not enough.
+
+    ``why`` is the reason of the refusal, which names a setting.
+    """
     left = dict(settings)
     dropped: list[str] = []
     names = {argument: name for name, argument in _ARGUMENTS.items()}
@@ -262,7 +270,7 @@ def _without(
 def _validate(
     recipe: Recipe, args: Any, settings: Mapping[str, Value], config: PipelineConfig
 ) -> Any:
-    """Validate ``args``, and return the model's config."""
+    """Let Megatron validate ``args``, and return the model's config."""
     megatron_arguments.validate(
         args, config, recipe.gpus or megatron_arguments.least_world_size(args)
     )
@@ -284,8 +292,8 @@ def _defaults() -> Any:
 def others() -> Mapping[str, Value]:
     """Return Megatron's arguments, and the fields of its configs, with their defaults.
 
-    A recipe may have them even if `NAMES` does not. All checks apply to them as to any other
-    setting.
+    A recipe may have these settings even if they are not in `NAMES`. All checks apply to them as to
+    any other setting.
     """
     configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     of_configs = {field.name: field.default for config in configs for field in fields(config)}
@@ -293,7 +301,7 @@ def others() -> Mapping[str, Value]:
 
 
 def _arguments(recipe: Recipe, settings: Mapping[str, Value]) -> Any:
-    """Return Megatron's arguments before validation."""
+    """Return Megatron's arguments for ``recipe`` with ``settings``, before validation."""
     args = copy.deepcopy(_defaults())
     given = {**_DEFAULTS, **recipe.dimensions, **settings}
     for name, value in given.items():
@@ -314,8 +322,11 @@ def _arguments(recipe: Recipe, settings: Mapping[str, Value]) -> Any:
 
 
 def argument_values(recipe: Recipe) -> dict[str, Value]:
-    """Return Megatron's arguments of ``recipe`` under its own schedule that differ from their
-    defaults, as ``megatron-ext plan FILE.json`` takes them."""
+    """Return Megatron's arguments for ``recipe`` that differ from their defaults.
+
+    They are under the recipe's own schedule, in the form that ``megatron-ext plan FILE.json``
+    takes.
+    """
     args, defaults = vars(_arguments(recipe, recipe.settings)), vars(_defaults())
     values = {name: args[name] for name, value in defaults.items() if args[name] != value}
     vocabulary = recipe.dimensions.get("vocab_size")
@@ -324,7 +335,7 @@ def argument_values(recipe: Recipe) -> dict[str, Value]:
 
 @cache
 def _choices() -> Mapping[str, Sequence[Value]]:
-    """Return the values that Megatron's own parser allows, by argument."""
+    """Return, by argument, the values that Megatron's parser allows."""
     actions = megatron_arguments.parser()._actions
     return {action.dest: [*action.choices] for action in actions if action.choices}
 
@@ -362,7 +373,7 @@ def _evenly(layers: int, stages: int) -> list[int]:
 
 
 def _cut(pattern: str, stages: int) -> str:
-    """Return a hybrid model's ``pattern``, in ``stages`` even segments."""
+    """Return the layer ``pattern`` of a hybrid model, cut into ``stages`` even segments."""
     main, slash, depths = pattern.partition("/")
     symbols = main.replace("|", "")
     segments, start = [], 0
@@ -383,9 +394,9 @@ def _all_proved(resolved: ResolvedSpec, problems: Sequence[Problem]) -> list[Pro
 def _proved(resolved: ResolvedSpec, problem: Problem) -> Program:
     """Return the program of ``resolved``, proved once for its ranks, chunks and microbatches.
 
-    It is proved at equal costs, whatever the layers; another order of W for other costs is proved
-    where it runs. A search, whose programs take minutes, is replaced by a schedule with its
-    placement.
+    It is proved at equal costs, whatever layers the stages have. (Other costs may change the order
+    of W passes. Such a program is proved where it runs.) A search would take minutes, so a schedule
+    with the same placement stands for it.
     """
     key = resolved.spec, problem.placement, problem.microbatches
     if key not in _PROVED:

@@ -18,10 +18,11 @@ from scripts.evaluation.recipes.recipe import Recipe
 
 
 def configuration_of(recipe: Recipe) -> Configuration:
-    """Return the configuration of ``recipe`` under stock's schedule.
+    """Return the configuration of ``recipe`` under Megatron's schedule.
 
     Raises:
-        ValueError: Megatron refuses it; or its GPU, its number of GPUs or its layers are not known.
+        ValueError: Megatron refuses the recipe; or its GPU, its number of GPUs or its layers are
+            not known.
     """
     if recipe.gpu not in GPUS or recipe.gpus is None:
         raise ValueError(f"nothing is known of its GPU: {recipe.gpu or 'its name has none'}")

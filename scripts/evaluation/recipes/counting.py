@@ -19,8 +19,13 @@ LARGE_BUBBLE = 0.05  # share of a step from which a bubble counts as large
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe, with the verdicts on its own stages and on a V. ``unknown`` says why it is not
-    understood; the other fields are empty then."""
+    """A recipe with the verdicts on it.
+
+    Attributes:
+        on_stages: verdict under a schedule that keeps the recipe's stages.
+        v: verdict under a schedule whose stages lie on a V.
+        unknown: why the recipe is not understood; the other fields are then None.
+    """
 
     name: str
     recipe: Recipe | None = None
@@ -45,7 +50,7 @@ def rows(
     others: Settings | None = None,
     models: Mapping[str, Settings] | None = None,
 ) -> list[Row]:
-    """Return a row for each of ``recipes``, in any public form; ``report`` is called after each.
+    """Return a row for each of ``recipes``, in any public form. ``report`` is called after each.
 
     Any error while a recipe is read or judged becomes the reason why it is not understood, so that
     the other recipes are still counted.
@@ -70,7 +75,14 @@ def rows(
 
 @dataclass
 class Count:
-    """Counts of some recipes, each under one schedule."""
+    """Counts of some recipes, each under one schedule.
+
+    Attributes:
+        unknown: recipes that are not understood.
+        stock_cannot: recipes that Megatron itself cannot run.
+        accepted: recipes that we accept.
+        after_dropping: recipes that we would accept without some of their settings.
+    """
 
     recipes: int = 0
     unknown: int = 0
@@ -80,7 +92,7 @@ class Count:
 
 
 def count(made: Iterable[Row], under: Callable[[Row], Verdict | None]) -> Count:
-    """Return the counts of the rows ``made``, each under the schedule that ``under`` gives."""
+    """Return the counts of the rows ``made``; ``under`` gives the verdict of a row that counts."""
     total = Count()
     for row in made:
         total.recipes += 1

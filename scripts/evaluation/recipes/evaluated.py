@@ -55,9 +55,9 @@ def evaluate_recipes(
     """Return the counts in lines, the data of each recipe, and an exit status.
 
     Args:
-        file: recipes of others; None: those of the repository, of which the pages are written.
-        plans: whether these are planned anew.
-
+        file: recipes of others; None takes those of the repository, and writes the pages about
+            them.
+        plans: whether the recipes of the repository are planned anew.
     Raises:
         ValueError: the file is not understood.
     """
@@ -80,8 +80,11 @@ def evaluate_recipes(
 
 
 def evaluate_slices(console: Console) -> tuple[list[str], list[dict[str, Any]], int]:
-    """Plan the recipes whose pipelines wait long in slices, and write the part of docs/recipes.md
-    and its CSV file. Return the lines, the data of each recipe, and an exit status."""
+    """Plan the recipes whose ranks wait long in slices of sequences, and write the results.
+
+    They are written into a part of docs/recipes.md and its CSV file. Return the lines, the data of
+    each recipe, and an exit status.
+    """
     recipes: list[Recipe] = []
     configurations: dict[str, Configuration | str] = {}
     why_not: dict[str, str] = {}

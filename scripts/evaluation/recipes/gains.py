@@ -31,16 +31,16 @@ PROCESSES = 2
 
 @dataclass(frozen=True)
 class Configuration:
-    """Training job of a recipe, as far as its plan depends on it; many recipes share one.
+    """Training job of a recipe, as far as its plan depends on it. Many recipes have the same one.
 
     Attributes:
         gpu: a name of `GPUS`.
-        schedule: stock's schedule, under which the recipe trains.
+        schedule: Megatron's schedule, under which the recipe trains.
         layers: layers of each stage in the recipe.
         counted: whether Megatron counts the embedding, and the loss, as a layer of its stage.
-        is_frozen: whether the model's own weights are frozen and only adapters or a tower are
+        is_frozen: whether the model's own weights are frozen, so that only adapters or a tower are
             trained.
-        recompute: alternatives of layers that Megatron could recompute.
+        recompute: other choices of the layers that Megatron recomputes.
     """
 
     model: Model
@@ -58,15 +58,16 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Option:
-    """A schedule with a layout.
+    """A schedule with a layout, and what it would gain.
 
     Attributes:
+        vocabulary: treatment of the embedding and the output layer.
         layers: layers of each stage.
-        gain: the step of the recipe's own command, as a multiple of this one's.
+        gain: the seconds of a step of the recipe's own command, divided by those of this step.
         seconds: seconds of a step.
         fullest: bytes of the rank that holds most.
-        is_tight: whether the gain is gone with `MARGIN` less memory.
-        recompute: recomputed layers, if they differ from the recipe's.
+        is_tight: whether nothing is gained if ranks have `MARGIN` less memory.
+        recompute: the recomputed layers, if they are not those of the recipe.
     """
 
     schedule: str
@@ -81,8 +82,14 @@ class Option:
 
 @dataclass(frozen=True)
 class Gains:
-    """The command of a recipe, the best that stock's schedules can do with another layout, and the
-    best of all; within ``bound`` bytes of a rank."""
+    """Gains that are possible for a recipe.
+
+    Attributes:
+        baseline: the recipe's own command.
+        stock: the best of Megatron's schedules, with any layout.
+        ours: the best of all schedules, with any layout.
+        bound: bytes that a rank may take.
+    """
 
     baseline: Option
     stock: Option
@@ -91,7 +98,7 @@ class Gains:
 
 
 def gains_of(configuration: Configuration) -> Gains:
-    """Raises ValueError if the recipe cannot be planned."""
+    """Return what ``configuration`` could gain. Raises ValueError if it cannot be planned."""
     works = works_of(configuration)
     allowed_bytes = allowed_bytes_of(configuration, works[0])
     compared = _compared(configuration, works, allowed_bytes, 0)
@@ -109,7 +116,7 @@ def gains_of(configuration: Configuration) -> Gains:
 
 
 def allowed_bytes_of(configuration: Configuration, work: Work) -> float:
-    """Return the bytes that a rank of the recipe may take, as `plan` has them."""
+    """Return the bytes that a rank of the recipe may take, computed as `plan` computes them."""
     memory = GPUS[configuration.gpu].memory
     assert memory is not None
     variant = work.variant(configuration.schedule, Layout(configuration.layers))
@@ -143,7 +150,7 @@ def _compared(
 
 
 def _rule(configuration: Configuration) -> Callable[[int], Layout]:
-    """Return the function that gives the layout that Megatron makes of a number of stages."""
+    """Return the function from a number of stages to the layout that Megatron gives them."""
     layers, (embedding, loss) = len(configuration.model.layers), configuration.counted
 
     def layout(stages: int) -> Layout:
@@ -159,7 +166,7 @@ def _rule(configuration: Configuration) -> Callable[[int], Layout]:
 
 
 def works_of(configuration: Configuration) -> list[Work]:
-    """Return the works of all recompute alternatives, the recipe's own first."""
+    """Return the works for each choice of recomputed layers, that of the recipe first."""
     execution = configuration.execution
     others = (option.in_execution(execution) for option in configuration.recompute)
     return [work_of(configuration, one) for one in (execution, *others)]
@@ -180,7 +187,7 @@ def work_of(configuration: Configuration, execution: Execution) -> Work:
 
 
 def _frozen(work: Work) -> Work:
-    """Return ``work`` without what frozen weights neither need nor keep."""
+    """Return ``work`` without the passes, gradients and states that frozen weights do not have."""
 
     def costs_of(stages: Sequence[Stage], placement: Placement, slices: int) -> Costs:
         costs = work.costs_of(stages, placement, slices)
@@ -203,8 +210,10 @@ Found = Gains | str  # why there are none
 def all_gains(
     configurations: Iterable[Configuration], report: Callable[[], None]
 ) -> dict[Configuration, Found]:
-    """Return the gains of each distinct one of ``configurations``, computed in `PROCESSES`
-    processes; ``report`` is called after each."""
+    """Return the gains of each distinct one of ``configurations``. ``report`` is called after each.
+
+    They are computed by `PROCESSES` processes.
+    """
     distinct = list(dict.fromkeys(configurations))
     # Long configurations come first, so that no process starts one at the end.
     distinct.sort(key=lambda c: c.ranks * c.microbatches, reverse=True)

@@ -29,13 +29,13 @@ _COLUMNS = (
 
 
 def gains_section(prospects: Sequence[Prospect]) -> str:
-    """Return the table of gains, and how many recipes have none."""
+    """Return the table of gains, followed by a sentence on the recipes that are not planned."""
     planned = [prospect for prospect in prospects if isinstance(prospect.gains, Gains)]
     return f"{_summary(planned)}\n{_without(prospects)}"
 
 
 def _summary(planned: Sequence[Prospect]) -> str:
-    """Return the table of gains of distinct configurations, by microbatches a rank."""
+    """Return the table of gains of distinct configurations, by microbatches per rank."""
     distinct = {prospect.configuration: prospect.gains for prospect in planned}
     lines = []
     for words, above, up_to in (*_CLASSES, ("all", 0, float("inf"))):
@@ -65,7 +65,7 @@ def _spread(gains: Sequence[float]) -> str:
 
 
 def gains_table(prospects: Sequence[Prospect], made: Iterable[Row]) -> str:
-    """Return what each recipe would gain, as CSV, the largest gain first."""
+    """Return what each recipe would gain, as CSV, with the largest gain first."""
     rows = {row.name: row for row in made}
     planned = [prospect for prospect in prospects if isinstance(prospect.gains, Gains)]
     text = io.StringIO()
@@ -96,7 +96,7 @@ def _by_gain(prospect: Prospect) -> tuple[float, str]:
 
 
 def _cells(option: Option, before: Option, barred: str = "") -> list[str]:
-    """Return the three cells of a gain; empty ones if it equals the one ``before``."""
+    """Return the three cells on a gain; empty ones if ``option`` is as long as ``before``."""
     if option.seconds == before.seconds:
         return ["", "", ""]
     name = option.schedule
@@ -109,7 +109,7 @@ def _cells(option: Option, before: Option, barred: str = "") -> list[str]:
 
 
 def _barred(option: Option, row: Row) -> str:
-    """Return the settings to drop for ``option``, in words; empty for stock's schedules."""
+    """Return in words which settings to drop for ``option``; "" for Megatron's schedules."""
     is_stock = option.schedule.partition(":")[0] in ("1f1b", "interleaved")
     if is_stock or row.on_stages is None or row.on_stages.why is None:
         return ""

@@ -21,7 +21,7 @@ def on_v(row: Row) -> Verdict | None:
 
 
 def totals(made: Sequence[Row]) -> str:
-    """Return the table of how many recipes are accepted."""
+    """Return the table that counts the accepted recipes."""
     large = f"those with more than {LARGE_BUBBLE:.0%} of bubble"
     lines = []
     for name, of in (("all", made), (large, [row for row in made if row.has_large_bubble])):
@@ -37,7 +37,7 @@ def _share(part: int, total: int) -> str:
 
 
 def refusals(made: Sequence[Row]) -> str:
-    """Return the table of what is refused."""
+    """Return the table of refused settings, with the number of recipes that have each."""
     counts: dict[str, Counter[str]] = {}
     for row in made:
         for column, verdict in (("stages", row.on_stages), ("v", row.v)):
@@ -54,13 +54,13 @@ def refusals(made: Sequence[Row]) -> str:
 
 
 def _short(why: str) -> str:
-    """Return a reason without the parts that differ from recipe to recipe."""
+    """Return the reason ``why`` without the parts that differ from recipe to recipe."""
     found = re.search(r"does not go with (\w+)=([\w.]+)", why)
     return f"`{found[1]}`" if found else why.partition(";")[0][:110]
 
 
 def summary(made: Sequence[Row]) -> list[str]:
-    """Return the counts of ``made`` in a line, and a line for each recipe that is not accepted."""
+    """Return a line with the counts of ``made``, and one for each recipe that is not accepted."""
     total = count(made, on_recipe_stages)
     can = total.recipes - total.stock_cannot
     lines = [

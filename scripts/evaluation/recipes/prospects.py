@@ -16,7 +16,8 @@ class Prospect:
     """Prediction for a recipe.
 
     Attributes:
-        gains: gains, or why there are none.
+        configuration: its training job; None if it is not known.
+        gains: what it could gain, or the reason why this is not known.
     """
 
     recipe: Recipe
@@ -24,7 +25,7 @@ class Prospect:
     gains: Found
 
     def as_data(self) -> dict[str, Any]:
-        """Return the prediction as data for other programs."""
+        """Return the gains as data for other programs."""
         return asdict(self.gains) if isinstance(self.gains, Gains) else {"why_none": self.gains}
 
 
@@ -36,8 +37,8 @@ def prospects_of(
     """Return the prediction for each of ``recipes``.
 
     Args:
-        configuration_of: raises ValueError if a recipe's configuration is not known.
-        all_gains: returns the gains of configurations, each once.
+        configuration_of: returns a recipe's configuration; raises ValueError if it is not known.
+        all_gains: returns the gains of configurations, each of which is planned once.
     """
     resolved: list[tuple[Recipe, Configuration | str]] = []
     for recipe in recipes:

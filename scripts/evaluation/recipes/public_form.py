@@ -27,13 +27,13 @@ _AROUND = ("cfg", "config", "recipe")  # names of variables that hold a recipe's
 
 
 def read_recipes(path: Path) -> dict[str, Any]:
-    """Return the recipes of a file by name, each in the form it has there.
+    """Return the recipes of the JSON file ``path`` by name, each in the form that it has there.
 
-    The file is JSON: a mapping of names to settings, or a list of settings with a name each; or a
-    mapping with these as ``recipes``, and their models as ``models``.
+    The file is a mapping of names to settings, or a list of settings that each have a name. Or it
+    is a mapping with one of these as ``recipes``, and with the recipes' models as ``models``.
 
     Raises:
-        ValueError: the file cannot be read, or is neither.
+        ValueError: the file cannot be read, or has another form.
     """
     try:
         recipes = json.loads(path.read_text(), object_pairs_hook=_without_repetition)
@@ -67,7 +67,9 @@ def _with_name(path: Path, recipe: Any) -> tuple[str, Any]:
 
 
 def flat(recipe: Any) -> dict[str, Value]:
-    """Return the settings of ``recipe`` by dotted names, with plain values, without None.
+    """Return the settings of ``recipe`` by dotted names, with plain values.
+
+    Settings that are None are omitted.
 
     Raises:
         ValueError: ``recipe`` is no mapping, or a value is not understood.
@@ -91,8 +93,11 @@ def flat(recipe: Any) -> dict[str, Value]:
 
 
 def plain(value: Value) -> Value:
-    """Return ``value`` as JSON would have it, of the text of a Python literal too: ``[512, 0]`` of
-    ``"[512, 0]"``. Other text stays as it is."""
+    """Return ``value`` as JSON would have it.
+
+    The text of a Python literal becomes its value: ``"[512, 0]"`` becomes ``[512, 0]``. Other text
+    stays as it is.
+    """
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -112,11 +117,11 @@ def plain(value: Value) -> Value:
 
 
 class _NoLiteral(Exception):
-    """Raised for text that is no literal."""
+    """Raised for text that is no Python literal."""
 
 
 def _evaluated(node: ast.expr) -> Any:
-    """Return the value of a literal with sums and products of lists: ``[0]*3 + [1]*58``."""
+    """Return the value of a literal, which may add and repeat lists: ``[0]*3 + [1]*58``."""
     match node:
         case ast.Constant(value=str() | int() | float() | None as value):
             return value
@@ -144,8 +149,10 @@ def _evaluated(node: ast.expr) -> Any:
 
 
 def layout_text(layout: Value) -> Value:
-    """Return Megatron's text for a pipeline ``layout`` that is a list with a list, or the text, of
-    each stage: ``Ett|t|tL`` of ``[["embedding", "decoder", "decoder"], ["decoder"], ...]``.
+    """Return Megatron's text for a pipeline ``layout``, which may be a list.
+
+    The list has for each stage its layers, as a list or as text: ``[["embedding", "decoder",
+    "decoder"], ["decoder"], ...]`` becomes ``Ett|t|...``.
 
     Raises:
         ValueError: ``layout`` is something else, or has a word that is no layer.

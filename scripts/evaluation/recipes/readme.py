@@ -19,7 +19,9 @@ _WIDTH = 120
 
 
 def headline(page: str) -> str:
-    """Return the sentence on public configurations, with the figures of ``page``, docs/recipes.md.
+    """Return the sentence on public configurations, with the figures of ``page``.
+
+    ``page`` is the text of docs/recipes.md.
 
     Raises:
         ValueError: the page has no table of gains.
@@ -37,8 +39,11 @@ def headline(page: str) -> str:
 
 
 def _medians(page: str, row: str) -> tuple[int, float, float]:
-    """Return the number of configurations in ``row`` of the table of gains, and the medians of the
-    gains with Megatron's schedules and with all."""
+    """Return the figures in ``row`` of the table of gains.
+
+    They are the number of configurations, and the median gains with Megatron's schedules and with
+    all schedules.
+    """
     cells = rf"^\| {re.escape(row)} \| (\d+) \| ([\d.]+) \[.*?\| ([\d.]+) \["
     found = re.search(cells, page, re.M)
     if found is None:
@@ -47,7 +52,9 @@ def _medians(page: str, row: str) -> tuple[int, float, float]:
 
 
 def accepted(page: str) -> tuple[int, int]:
-    """Return how many recipes ``page``, docs/recipes.md, counts, and how many are accepted.
+    """Return how many recipes docs/recipes.md counts, and how many of them are accepted.
+
+    ``page`` is the text of docs/recipes.md.
 
     Raises:
         ValueError: the page has no such row.
@@ -63,7 +70,7 @@ _ACCEPTED = re.compile(r"(Of )\d+( public recipes with a\s+pipeline )\d+( are)")
 
 
 def with_accepted(readme: str, page: str) -> str:
-    """Return ``readme`` with the numbers of ``page`` in its sentence on accepted recipes."""
+    """Return the text ``readme`` with the numbers of ``page`` on accepted recipes."""
     recipes, number = accepted(page)
     text, count = _ACCEPTED.subn(rf"\g<1>{recipes}\g<2>{number}\g<3>", readme)
     assert count == 1, "README.md has no sentence on accepted recipes"
@@ -71,7 +78,7 @@ def with_accepted(readme: str, page: str) -> str:
 
 
 def write_headline() -> None:
-    """Write the medians and the counts of docs/recipes.md into README.md."""
+    """Write the median gains and the counts of docs/recipes.md into README.md."""
     page = RECIPES_PAGE.read_text()
     text = textwrap.fill(headline(page), _WIDTH, break_on_hyphens=False)
     made = with_part(README.read_text(), _HEADLINE, text)

@@ -87,13 +87,14 @@ _OF_PRECISION_AWARE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype",
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe of Megatron-Bridge's, in resolved form.
+    """A recipe of Megatron-Bridge with all its settings, from wherever they come.
 
     Attributes:
-        settings: settings by `NAMES` or Megatron's, as they take effect. Of those that only
-            Megatron has, these are the ones that differ from its defaults.
-        model: the name of its model; ``dimensions`` are by the names of Megatron's arguments.
-        gpus, gpu: number and type of GPUs in its name; None if it has none.
+        settings: settings that take effect, by the names in `NAMES` or in Megatron. Settings that
+            are not in `NAMES` are there only if they differ from Megatron's defaults.
+        model: the name of its model.
+        dimensions: sizes of the model, by the names of Megatron's arguments.
+        gpus, gpu: number and type of the GPUs that its name contains; None if it contains none.
     """
 
     name: str
@@ -105,12 +106,12 @@ class Recipe:
 
     @property
     def short_name(self) -> str:
-        """Name of the function that makes it."""
+        """Name of the function that makes the recipe, without its usual ending."""
         return self.name.partition(":")[2].removesuffix("_config") or self.name
 
     @property
     def ranks(self) -> int:
-        """Ranks of a pipeline."""
+        """Number of pipeline ranks."""
         return int(self.settings["pipeline_model_parallel_size"])
 
     @property
@@ -119,14 +120,14 @@ class Recipe:
 
     @cached_property
     def chunks(self) -> int:
-        """Chunks of a rank: given by the recipe, or by its layout."""
+        """Number of chunks of a rank, as the recipe or its layout has it."""
         if self.layout is not None:
             return max(len(expanded(self.layout).split("|")) // self.ranks, 1)
         return int(self.settings.get("virtual_pipeline_model_parallel_size") or 1)
 
     @property
     def schedule(self) -> str:
-        """The schedule that replaces stock's: the one with the same stages."""
+        """Our schedule that replaces Megatron's and keeps the stages."""
         if self.chunks == 1:
             return "zb-h1"
         group = self.settings.get("microbatch_group_size_per_vp_stage")
@@ -134,7 +135,7 @@ class Recipe:
 
     @property
     def parallel_copies(self) -> int | None:
-        """Its data-parallel size; None if it is not known or no whole number."""
+        """Its data-parallel size; None if that is not known, or is no whole number."""
         names = ("tensor", "pipeline", "context")
         of_a_copy = 1
         for name in names:
@@ -145,8 +146,10 @@ class Recipe:
 
     @property
     def bubble(self) -> float | None:
-        """The share of a step that stock's schedule waits at equal stage times; None where the
-        number of microbatches is not known."""
+        """The share of a step that ranks wait under Megatron's schedule, with equal stage times.
+
+        It is None where the number of microbatches is not known.
+        """
         if self.parallel_copies is None:
             return None
         at_once = self.parallel_copies * self.settings["micro_batch_size"]
@@ -156,8 +159,10 @@ class Recipe:
 
 
 def expanded(layout: str) -> str:
-    """Return a layout without its short forms: ``Et*2|(t|)*2L`` is ``Ett|t|t|L``. Commas have no
-    effect."""
+    """Return a layout without its short forms: ``Et*2|(t|)*2L`` becomes ``Ett|t|t|L``.
+
+    Commas have no effect.
+    """
     text = layout.replace(",", "").replace(" ", "")
     while short := re.search(r"\(([^()]*)\)\*(\d+)", text):
         text = text.replace(short[0], short[1] * int(short[2]))
@@ -167,8 +172,10 @@ def expanded(layout: str) -> str:
 
 
 def read_models(path: Path = RECIPES) -> dict[str, Settings]:
-    """Return the models of a file of recipes by name, if it has any. Their key ``recipe`` names a
-    recipe that does not name its model."""
+    """Return the models of a file of recipes by name; they are empty if the file has none.
+
+    A model's key ``recipe`` names a recipe that does not name its model.
+    """
     content = json.loads(path.read_text())
     models: dict[str, Settings] = content.get("models", {}) if isinstance(content, dict) else {}
     return models
@@ -180,8 +187,8 @@ def resolve(
     """Return the recipe ``name`` with the settings ``raw``, which may have any public form.
 
     Args:
-        others: the defaults of Megatron's settings in addition to `NAMES`.
-
+        models: sizes of models, by name.
+        others: the defaults of Megatron's settings that are not in `NAMES`.
     Raises:
         ValueError: a key, a value or the model is unknown, or something is missing.
     """
@@ -213,7 +220,10 @@ def resolve(
 
 
 def _by_name(raw: Settings, others: Container[str]) -> dict[str, Value]:
-    """Return ``raw`` by the last word of its keys. Configs that share one have to agree."""
+    """Return the settings ``raw`` by the last word of their keys.
+
+    Configs that have the same setting have to agree on its value.
+    """
     settings: dict[str, Value] = {}
     for key, value in raw.items():
         config, name = _named(key, value, others)
@@ -231,7 +241,9 @@ def _by_name(raw: Settings, others: Container[str]) -> dict[str, Value]:
 
 
 def _named(key: str, value: Value, others: Container[str]) -> tuple[str, str | None]:
-    """Return the config of ``key``, and the name of its setting; None if no schedule depends on it.
+    """Return the config and the name of the setting ``key``.
+
+    The name is None if no schedule depends on it.
 
     Raises:
         ValueError: there is no such setting.
@@ -256,15 +268,15 @@ def _named(key: str, value: Value, others: Container[str]) -> tuple[str, str | N
 
 
 def _is_named(name: str) -> bool:
-    """Return whether schedules may depend on ``name``, which may not be Megatron's."""
+    """Return whether schedules may depend on the setting ``name``, or on one that it stands for."""
     return OTHER_NAMES.get(name, name) in NAMES
 
 
 def _check_sizes(settings: Settings) -> None:
-    """Check that what has no default is there, and is a size.
+    """Check that the settings without a default are there, and are sizes.
 
     Raises:
-        ValueError: it is missing, or is something else.
+        ValueError: one is missing, or is no size.
     """
     for name in ("pipeline_model_parallel_size", *_NEEDED):
         size = settings.get(name)
@@ -279,11 +291,10 @@ def _check_sizes(settings: Settings) -> None:
 def _model_of(
     name: str, settings: dict[str, Value], models: Mapping[str, Settings]
 ) -> tuple[str, Settings]:
-    """Return the name of a recipe's model and its dimensions. The name is removed from its
-    ``settings``.
+    """Return the name of a recipe's model and its dimensions.
 
-    A recipe that names none has that of other recipes whose names begin alike, or its own settings
-    are the dimensions.
+    The name is removed from ``settings``. A recipe that names no model has the model of other
+    recipes whose names begin alike; or its own settings are the dimensions.
     """
     given = settings.pop("HF", None)
     known = _models_of_recipes() if given is None else {_without_variant(m): m for m in models}
@@ -309,21 +320,27 @@ _VARIANT = re.compile(
 
 
 def _without_variant(model: str) -> str:
-    """Return ``model`` without its owner, and without the words on its training and
-    quantisation."""
+    """Return the name ``model`` without its owner and without words on its training.
+
+    The latter include words on quantisation.
+    """
     return _VARIANT.sub("", model.rpartition("/")[2]).lower().removeprefix("meta-")
 
 
 def _stem(name: str) -> str:
-    """Return the model in the name of a recipe: ``llama3_70b`` of
-    ``...:llama3_70b_pretrain_..``."""
+    """Return the model's name in the name of a recipe.
+
+    It is ``llama3_70b`` in ``...:llama3_70b_pretrain_..``.
+    """
     return re.split(r"_(?:pretrain|sft|peft|no_mtp)(?:_|$)", name.rpartition(":")[2])[0]
 
 
 @cache
 def _models_of_recipes() -> dict[str, str]:
-    """Return the models of the recipes here by the beginning of the recipes' names, if it is
-    unique."""
+    """Return the models of the recipes here, by the beginning of the recipes' names.
+
+    Beginnings that belong to several models are omitted.
+    """
     models: dict[str, set[str]] = {}
     for name, raw in read_recipes(RECIPES).items():
         if given := raw.get("model.HF"):
@@ -364,8 +381,11 @@ def _precision(name: str, mixed: Value, settings: dict[str, Value]) -> str:
 
 
 def _depths(name: str, settings: Settings, dimensions: Settings) -> int | None:
-    """Return the depths of multi-token prediction: the recipe's, else its layout's, else its
-    model's, as Bridge has them."""
+    """Return the number of layers for multi-token prediction.
+
+    It is the recipe's if there is one, else that of its layout, else that of its model, as in
+    Megatron-Bridge.
+    """
     if settings.get("mtp_num_layers") or "_no_mtp_" in name:
         return settings.get("mtp_num_layers")
     layout = settings.get("pipeline_model_parallel_layout")
@@ -375,7 +395,10 @@ def _depths(name: str, settings: Settings, dimensions: Settings) -> int | None:
 
 
 def in_effect(given: Settings) -> dict[str, Value]:
-    """Return ``given`` as it takes effect in Megatron and Bridge: some switches need others."""
+    """Return the settings ``given`` as they take effect in Megatron and Megatron-Bridge.
+
+    Settings without effect are removed, as some need others.
+    """
     settings = dict(given)
     on = settings.get
 

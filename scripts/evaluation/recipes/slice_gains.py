@@ -41,16 +41,17 @@ CLASSES = ("m < p", "m >= p", "LoRA")
 
 @dataclass(frozen=True)
 class SliceGain:
-    """Gain of slices for a recipe.
+    """Gain of slices of sequences for a recipe.
 
     Attributes:
         kind: one of `CLASSES`.
         tokens: tokens of a sequence.
-        uncut: seconds of the recipe's own step, as a multiple of the best step of whole sequences;
-            None: it is not planned.
-        sliced: the same for the best step in slices; None: it is not planned, or none fits.
-        made: the schedule and the number of slices of that step.
-        why_not: reason why the recipe is not planned, or cannot train in slices; "" if it can.
+        uncut: seconds of the recipe's own step, divided by those of the best step of whole
+            sequences; None if it is not planned.
+        sliced: seconds of the recipe's own step, divided by those of the best step in slices; None
+            if it is not planned, or no step in slices fits.
+        made: the schedule and the number of slices of the best step in slices.
+        why_not: why the recipe is not planned, or cannot train in slices; "" if it can.
     """
 
     recipe: str
@@ -65,18 +66,20 @@ class SliceGain:
 
     @property
     def ratio(self) -> float | None:
-        """Best step of whole sequences, as a multiple of the best step in slices."""
+        """Seconds of the best step of whole sequences over those of the best step in slices."""
         return None if self.uncut is None or self.sliced is None else self.sliced / self.uncut
 
     @property
     def is_recommended(self) -> bool:
-        """Whether a plan would recommend slices."""
+        """Whether `plan` would recommend slices."""
         return not self.why_not and self.ratio is not None and self.ratio >= 1 + WORTH_SLICES
 
 
 def waits_long(recipe: Recipe) -> bool:
-    """Return whether ``recipe`` fine-tunes a model, and stock's schedule waits for `LEAST_WAIT` of
-    its passes at equal stage times."""
+    """Return whether ``recipe`` fine-tunes a model whose ranks wait long under Megatron's schedule.
+
+    They wait long if they wait for `LEAST_WAIT` of the time of their passes, at equal stage times.
+    """
     bubble = recipe.bubble
     is_tuning = re.search("_(sft|peft)_", recipe.name) is not None
     return is_tuning and bubble is not None and bubble / (1 - bubble) >= LEAST_WAIT
@@ -106,11 +109,13 @@ def read_whole_gains(file: Path) -> dict[tuple[str, int, int], float]:
 
 
 def best_in_slices(configuration: Configuration) -> tuple[float, Evaluated] | None:
-    """Return the gain of the shortest step in slices over the step of the recipe's own command, and
-    that step; None if none fits. Stages are balanced, layers recomputed as is best.
+    """Return the gain of the shortest step in slices over the step of the recipe's own command.
+
+    The step follows the gain. It is None if no step fits. The layers are balanced over the stages,
+    and the recomputed layers are those of the shortest step.
 
     Raises:
-        ValueError: the own command has no schedule.
+        ValueError: the recipe's own command has no schedule.
     """
     works, layers = works_of(configuration), len(configuration.model.layers)
     baseline = evaluate(
@@ -160,9 +165,10 @@ def slice_gains(
     """Return the gain of each of ``recipes``.
 
     Args:
-        configurations: by name of a recipe; or why it is not known.
-        why_not: by name, why it cannot train in slices; recipes that can are absent.
-        uncut: as of `read_whole_gains`.
+        configurations: the configuration of each recipe by the recipe's name, or why it is not
+            known.
+        why_not: why a recipe cannot train in slices, by its name; recipes that can are absent.
+        uncut: the gains of whole sequences, as `read_whole_gains` returns them.
     """
     planned = [one for one in configurations.values() if isinstance(one, Configuration)]
     planned = sorted(dict.fromkeys(planned), key=lambda c: c.ranks * c.microbatches, reverse=True)
@@ -191,7 +197,7 @@ def slice_gains(
 
 
 def slices_section(gains: Iterable[SliceGain]) -> str:
-    """Return the table of gains by class."""
+    """Return the table of gains by class of recipes."""
     gains, rows = list(gains), []
     for kind in CLASSES:
         of_class = [gain for gain in gains if gain.kind == kind]
@@ -212,7 +218,7 @@ def slices_section(gains: Iterable[SliceGain]) -> str:
 
 
 def slices_table(gains: Iterable[SliceGain]) -> str:
-    """Return each recipe's gain, as CSV."""
+    """Return the gain of each recipe, as CSV."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(_COLUMNS)
@@ -227,7 +233,7 @@ def slices_table(gains: Iterable[SliceGain]) -> str:
 
 
 def broken_bar(gains: Iterable[SliceGain]) -> str | None:
-    """Return which bar is broken: the median of the planned full recipes with m < p."""
+    """Return how the bar on the median gain of recipes with m < p is broken; None if it is not."""
     ratios = [gain.ratio for gain in gains if gain.kind == "m < p" and gain.ratio is not None]
     found = median(ratios) if ratios else 0.0
     if found >= LEAST_MEDIAN:

@@ -27,7 +27,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe with its tower trained in one way."""
+    """A recipe whose tower is trained in one way: wholly, or only its projector."""
 
     model: str
     recipe: str
@@ -77,7 +77,7 @@ def _row(case: Case) -> list[str]:
 
 
 def tower_rows() -> Iterator[list[str]]:
-    """Yield the rows of docs/tower-gains.csv, its columns first."""
+    """Yield the rows of docs/tower-gains.csv, after one with the names of its columns."""
     yield list(_COLUMNS)
     with get_context("spawn").Pool(PROCESSES) as pool:
         yield from pool.imap(_row, list(cases()))

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a recipe is accepted under a ``schedule``.
+    """Whether a recipe is accepted under a ``schedule``, and why not.
 
     Attributes:
-        why_stock: why stock itself cannot run the recipe; None if it can.
-        why: why we refuse it; None if it is accepted.
-        without: the settings without which a refused recipe would be accepted; empty if that does
-            not help.
-        microbatches: microbatches of a step; None if not known.
+        why_stock: why Megatron itself cannot run the recipe; None if it can.
+        why: why we refuse it; None if we accept it.
+        without: the settings that have to be removed from a refused recipe so that it is accepted;
+            empty if that is not enough.
+        microbatches: number of microbatches of a step; None if it is not known.
     """
 
     schedule: str
