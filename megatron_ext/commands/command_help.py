@@ -10,7 +10,7 @@ HELP = {"help_option_names": ["-h", "--help"]}  # settings for the context of a 
 
 
 class CliCommand(TyperCommand):
-    """Command of ours."""
+    """Command of ``megatron-ext``, whose help shows no type for switches."""
 
     def get_params(self, ctx: Any) -> Any:
         """Return the options and arguments, as the help lists them."""
@@ -18,7 +18,7 @@ class CliCommand(TyperCommand):
 
 
 class CliGroup(TyperGroup):
-    """Group of commands of ours."""
+    """Group of commands of ``megatron-ext``, whose help shows no type for switches."""
 
     def get_params(self, ctx: Any) -> Any:
         """Return the options, as the help lists them."""
@@ -26,7 +26,10 @@ class CliGroup(TyperGroup):
 
 
 def _without_types_of_switches(params: Any) -> Any:
-    """Some versions of typer print ``<bool>`` behind an option that takes no value."""
+    """Return ``params`` with no type for options that take no value.
+
+    Some versions of typer print ``<bool>`` behind such an option.
+    """
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""

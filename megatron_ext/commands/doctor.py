@@ -78,8 +78,13 @@ def doctor(
 
 
 def check_doctor(job: JobArgument | None, given: Sequence[str]) -> None:
-    """Raise ValueError if ``job`` cannot be checked, or one of the options that are ``given`` does
-    not go with it. Nothing is checked or read."""
+    """Raise ValueError if ``job`` cannot be checked, or does not go with an option that is given.
+
+    Nothing is read or checked yet.
+
+    Args:
+        given: names of the options that the user gave.
+    """
     of_job, of_environment = ("--gpu", "--world-size"), ("--patches", "--versions")
     if job is not None and job.kind is JobKind.SIZES:
         raise ValueError(

@@ -57,7 +57,12 @@ HtmlPage = Annotated[
 
 
 def gpu_option(what: str, more: str = "") -> Any:
-    """Return the option that names a GPU, ``what`` for, with ``more`` behind the values."""
+    """Return the option that names a GPU.
+
+    Args:
+        what: words on the purpose of the GPU, with which the help begins.
+        more: sentences on further values.
+    """
     return typer.Option(
         help=f"{what}: a name such as h100 (an unknown name lists all), or its achieved rates: "
         f"operations=400e12,bytes=40e9,memory=80GiB are operations a second, bytes of messages a "

@@ -20,7 +20,7 @@ from megatron_ext.base.words import shown
 
 
 def fail(error: Exception) -> NoReturn:
-    """End a command with status 2 and the error's text."""
+    """Print ``error`` on stderr, and end the command with status 2."""
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
@@ -29,7 +29,7 @@ def fail(error: Exception) -> NoReturn:
 
 
 def command_line() -> str:
-    """Return the command as the user gave it but for secrets, to be printed for another run."""
+    """Return the command line as the user gave it, with secrets masked, to be printed."""
     return masked(["megatron-ext", *sys.argv[1:]])
 
 
@@ -38,8 +38,11 @@ _GAP = 2  # between columns
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print a table of ``rows`` below their keys. If it is wider than the terminal, sentences and
-    keys are wrapped; names and figures are not."""
+    """Print a table of ``rows``, whose keys are the headings.
+
+    If the table is wider than the terminal, headings and sentences are wrapped, and names and
+    figures are not.
+    """
     console = Console()
     width = console.width if console.is_terminal else 200  # a pipe has no width of its own
     cells = [[_cell(value) for value in row.values()] for row in rows]
@@ -60,7 +63,12 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _width(headings: list[str], sizes: list[int]) -> int:
-    """Return the width of a table whose cells have these sizes."""
+    """Return the width of a table in characters.
+
+    Args:
+        headings: headings of the columns, which may have several lines.
+        sizes: width of the cells of each column.
+    """
     widths = (
         max(size, *map(len, heading.split("\n")))
         for heading, size in zip(headings, sizes, strict=True)

@@ -49,8 +49,7 @@ Iterations = Annotated[
 
 
 class _RunsUnlessNamed(CliGroup):
-    """Group that takes its arguments for launch commands if they do not begin with the name of a
-    command."""
+    """Group whose arguments are launch commands if they do not begin with the name of a command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *HELP["help_option_names"]):
@@ -185,7 +184,10 @@ def compare_folders(
 
 
 def _two_commands(words: Sequence[str]) -> tuple[RunCommand, RunCommand, bool]:
-    """Return the launch commands A and B, and whether A is B without our flags."""
+    """Return the launch commands A and B, and whether A is B without flags of ours.
+
+    With one launch command in ``words``, that is B.
+    """
     count = list(words).count("--")
     if not words or count > 1:
         raise ValueError(
@@ -210,7 +212,12 @@ def _tell(text: str) -> None:
 
 
 def _compare(a: Path, b: Path, *floors: Path | None) -> RunComparison:
-    """``floors``: a second recording of A, and one with its sums in another order, if there are."""
+    """Return the comparison of the recordings in the folders ``a`` and ``b``.
+
+    Args:
+        floors: folders of a second recording of A, and of one with its sums in another order; None
+            for one that there is not.
+    """
     recordings = (None if folder is None else read_recording(folder) for folder in floors)
     return compare_runs(read_recording(a), read_recording(b), *recordings)
 

@@ -158,7 +158,7 @@ def _print(made: JobPlan, show_all: bool) -> None:
 
 
 def _has_one_rank(made: JobPlan) -> bool:
-    """Return whether all schedules are refused for the one reason that a remark gives."""
+    """Return whether the plan has no schedule because the launch has one pipeline rank."""
     from megatron_ext.launch.planner.parsed_launch import ONE_RANK
 
     return ONE_RANK in made.remarks
@@ -169,7 +169,7 @@ def _echo(made: JobPlan | SizesPlan) -> None:
 
 
 def _show_sizes(checked: CheckedPlan) -> None:
-    """Print the verdict on other parallel sizes.
+    """Print the recommendation of ``plan --any-sizes`` on other parallel sizes.
 
     Raises:
         ValueError, PatchError: the launch is not understood, or nothing fits.

@@ -22,22 +22,29 @@ _REFERENCE = "1f1b"
 
 @dataclass(frozen=True)
 class PlanPictures:
-    """Picture files to write; None for those that were not requested."""
+    """Pictures of a plan to write.
+
+    Attributes:
+        plot: file of the plot of time against memory; None if it is not requested.
+        page: file of the page of timelines; None if it is not requested.
+    """
 
     plot: Path | None
     page: Path | None
 
     def check(self) -> None:
-        """Raise ValueError if one of the picture files cannot be written, before work is done for
-        it."""
+        """Raise ValueError if a file cannot be written, before the plan takes its time."""
         if self.plot is not None:
             check_picture(self.plot)
         if self.page is not None:
             check_page(self.page)
 
     def draw(self, plan: Plan, curves: Curves | None, *, in_seconds: bool) -> None:
-        """Draw the pictures of ``plan``. ``curves`` are for its plot; ``in_seconds`` says whether
-        its times are seconds.
+        """Draw the pictures of ``plan`` that are requested.
+
+        Args:
+            curves: curves of the plot; None without a plot.
+            in_seconds: whether times are seconds, and not units of costs.
 
         Raises:
             OSError: a file cannot be written.
@@ -53,8 +60,10 @@ class PlanPictures:
 
 
 def _runs_of_plan(plan: Plan) -> tuple[Run, ...]:
-    """Return Megatron's 1F1B, if it can run, and the candidates that no other beats in both time
-    and memory, shortest step first. Each is rebuilt."""
+    """Return the simulated runs of a page: the candidates that none beats in both time and memory.
+
+    Megatron's 1F1B comes first, if it can run, then the others by the length of their steps.
+    """
     plain = (c for c in plan.candidates if c.method is VocabMethod.NAIVE)
     stock = [candidate for candidate in plain if candidate.schedule == _REFERENCE]
     shown = dict.fromkeys([*stock, *plan.front])

@@ -25,7 +25,7 @@ from megatron_ext.planner.planner import without_figures
 
 
 def print_tables(made: JobPlan) -> None:
-    """Print tables of everything that was compared for the plan ``made``."""
+    """Print the tables of everything that the plan ``made`` has compared."""
     typer.echo()
     _print_plan(made)
     unit = "seconds, as measured" if made.in_seconds else "the unit of --costs"
@@ -43,8 +43,11 @@ def print_tables(made: JobPlan) -> None:
 
 
 def _print_plan(made: JobPlan) -> None:
-    """Print each schedule with its best treatment of the vocabulary, and the one of the verdict as
-    the verdict has it; schedules that are not recommended stand in a table of their own."""
+    """Print a table with each schedule under the best distribution of its vocabulary.
+
+    The schedule of the verdict is there as the verdict has it. Schedules that are not recommended
+    have a table of their own.
+    """
     plan, taken = made.plan, _taken(made)
     best = tuple(
         taken if taken is not None and taken.schedule == candidate.schedule else candidate
@@ -62,7 +65,7 @@ def _print_plan(made: JobPlan) -> None:
 
 
 def _taken(made: JobPlan) -> Candidate | None:
-    """Return the candidate of the verdict; None if the plan has no such candidate."""
+    """Return the candidate that the plan recommends; None if it is not among the plan's own."""
     taken = made.verdict.taken
     return taken.candidate if taken and taken.candidate in made.plan.candidates else None
 
@@ -74,7 +77,7 @@ def _print_candidates(candidates: Sequence[Candidate], made: JobPlan) -> None:
 
 
 def print_refusals(plan: Plan) -> None:
-    """Print one line for all schedules that are refused for the same reason."""
+    """Print the refused schedules without any candidate, one line for each reason."""
     shown = {candidate.family for candidate in plan.candidates}
     _print_refusals(
         (name, method, why)
@@ -88,8 +91,10 @@ _TOO_FULL = re.compile(r"([\d.]+ [KMGT]?i?B) more than it may$")
 
 
 def _print_refusals(refusals: Iterable[tuple[str, VocabMethod, str]]) -> None:
-    """Print one line for all schedules that are refused for the same reason, whatever its
-    figures."""
+    """Print refusals, one line for all schedules with the same reason.
+
+    Reasons that differ only in their figures are the same.
+    """
     names: dict[str, dict[str, list[VocabMethod]]] = {}
     least: dict[str, tuple[float, str]] = {}
     for name, method, why in refusals:
@@ -151,7 +156,7 @@ def _plan_row(candidate: Candidate, job: JobPlan) -> dict[str, Any]:
 
 
 def _print_others(made: JobPlan) -> None:
-    """Print other layouts, and the gains of other flags of Megatron's."""
+    """Print a table of other layouts of layers and other flags of Megatron, with their gains."""
     typer.echo("\nwith other flags of Megatron's, and other layers on its stages:")
     print_table(
         [
@@ -184,7 +189,7 @@ def _print_memory(made: JobPlan) -> None:
 
 
 def _reserve_text(free: FreeMemory | None) -> str:
-    """Return a line on the memory that the allocator reserves beyond its allocations."""
+    """Return a line on memory that torch's allocator reserves beyond its allocations."""
     measured_by = (
         "on a GPU megatron-ext rehearse, --pipeline-costs profile and --pipeline-trace do: "
         "--costs FILE, --trace DIR"
@@ -201,7 +206,7 @@ def _reserve_text(free: FreeMemory | None) -> str:
 
 
 def _print_vocabulary(plan: Plan) -> None:
-    """Print each schedule's step with each treatment of the vocabulary."""
+    """Print a table of step times by schedule and by the distribution of the vocabulary."""
     methods = plan.methods
     names = [c.schedule for c in plan.candidates if c.method is VocabMethod.NAIVE]
     if len(methods) == 1 or not names:
@@ -218,7 +223,7 @@ def _print_vocabulary(plan: Plan) -> None:
 
 
 def _print_long_sequences(made: LongSequences) -> None:
-    """Print the shortest step of each treatment of long sequences."""
+    """Print a table with the shortest step under each treatment of long sequences."""
     typer.echo(f"\nsequences of {made.tokens:,} tokens, whole and in slices:")
     shortest = {alternative.words: alternative.shortest for alternative in made.alternatives}
     known = {words: one for words, one in shortest.items() if one is not None}

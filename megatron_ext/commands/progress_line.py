@@ -18,7 +18,7 @@ _REFRESHED = 0.5  # seconds
 
 @contextmanager
 def showing_progress() -> Iterator[None]:
-    """Report the progress of work in the block that takes long."""
+    """Show the progress of long work in the block of the ``with`` on stderr."""
     console = Console(stderr=True)
     if not console.is_terminal:
         with reporting(lambda line: typer.echo(f"megatron-ext: {line}", err=True)):

@@ -146,8 +146,12 @@ def rehearse(
 
 
 def write_composed_steps(report: RehearsalReport, path: Path) -> None:
-    """Write a page with the composed step of each schedule of ``report``, compared with the first.
-    Raises ValueError and OSError as `write_page`."""
+    """Write a page with the composed step of each rehearsed schedule, compared with the first.
+
+    Raises:
+        ValueError: the page cannot be written there, or a trace cannot be read.
+        OSError: a file cannot be written.
+    """
     runs = []
     for one in report.schedules:
         _, composed = traced(read_trace(Path(one.trace))[-1])
@@ -218,7 +222,7 @@ def _step_row(one: ScheduleFigures, report: RehearsalReport) -> dict[str, Any]:
 
 
 def _rank_rows(ranks: tuple[RankResult, ...]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each rank that ran, without columns that no row fills."""
+    """Yield a row of the table of ranks for each rank that ran, without empty columns."""
     kinds = dict.fromkeys(kind for one in ranks for kind in one.seconds)
     has_bytes = any(one.allocated is not None for one in ranks)
     has_replay = any(one.is_replay for one in ranks)

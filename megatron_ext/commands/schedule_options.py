@@ -36,17 +36,17 @@ _GIVEN = "schedules"  # the parameter in which a command has its options of sche
 
 
 def option(name: str) -> str:
-    """Return the option of commands for the setting ``name``."""
+    """Return the option of a command that stands for the setting ``name`` of a training."""
     return without_prefix(flag(name))
 
 
 def without_prefix(text: str) -> str:
-    """Return ``text`` with the options of commands in place of flags of a training."""
+    """Return ``text``, in which the flags of a training are replaced by the options of commands."""
     return text.replace(_PREFIX, "--")
 
 
 def declared_option(name: str) -> Any:
-    """Return the option for the setting ``name``, with the help and the word of its declaration."""
+    """Return the option for the setting ``name``, with the help that its flag has."""
     (setting,) = (setting for setting in fields(PipelineConfig) if setting.name == name)
     declared = setting.metadata
     return typer.Option(
@@ -58,8 +58,10 @@ def declared_option(name: str) -> Any:
 
 
 def with_schedule_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return ``command`` with an option for each of `SCHEDULE_SETTINGS`, and one for overlapped
-    passes. It gets their values by name in its parameter ``schedules``."""
+    """Return ``command`` with an option for each of `SCHEDULE_SETTINGS`, and for overlapped passes.
+
+    The command gets the values by name in its parameter ``schedules``.
+    """
     settings = {setting.name: setting for setting in fields(PipelineConfig)}
     added: dict[str, Any] = {}
     for name in SCHEDULE_SETTINGS:
@@ -92,11 +94,11 @@ def with_schedule_options(command: Callable[..., None]) -> Callable[..., None]:
 def config_and_options(
     schedules: Mapping[str, str | bool], **others: str | None
 ) -> tuple[PipelineConfig, ScheduleOptions]:
-    """Return the settings and the options that a command's words request.
+    """Return the settings, and the options of schedules, that the words of a command request.
 
     Args:
-        schedules: as `with_schedule_options` hands them over.
-        others: further settings.
+        schedules: values of options by name, as `with_schedule_options` passes them on.
+        others: values of further settings.
 
     Raises:
         ValueError: a value is not understood, or options do not go together.

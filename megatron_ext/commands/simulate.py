@@ -232,8 +232,7 @@ def simulate(
 
 
 def _under_megatron(program: Program, resolved: ResolvedSpec) -> float | None:
-    """Return the makespan of ``program`` if Megatron itself runs it, with its default settings;
-    None if it cannot."""
+    """Return the makespan of ``program`` under Megatron's own executor; None if it cannot run."""
     problem = run_by_stock(program.problem, resolved.spec, STOCK_EXECUTOR)
     by_megatron = prove_built(program.schedule, problem)
     if not by_megatron.is_run_by_stock:
@@ -243,7 +242,7 @@ def _under_megatron(program: Program, resolved: ResolvedSpec) -> float | None:
 
 @dataclass(frozen=True)
 class _More:
-    """Figures that options add to simulate's report; None for those that were not requested."""
+    """Figures that only some options add to the report; None for those that are not requested."""
 
     makespan_under_megatron: float | None
     certificate: Certificate | None
@@ -257,7 +256,7 @@ class _More:
         return under_megatron | _certified(self.certificate) | made
 
     def rows(self) -> dict[str, Any]:
-        """Return the printed rows of these figures, by name."""
+        """Return the rows that these figures add to the printed report, by name."""
         rows: dict[str, Any] = {}
         if self.makespan_under_megatron is not None:
             rows[_UNDER_MEGATRON] = self.makespan_under_megatron
@@ -268,7 +267,7 @@ class _More:
 
 @dataclass(frozen=True)
 class _Request:
-    """Problem described by simulate's options, before its placement is known."""
+    """Problem that the options of ``megatron-ext simulate`` describe, without its placement."""
 
     ranks: int
     microbatches: int
@@ -278,8 +277,10 @@ class _Request:
     speeds: tuple[float, ...] = ()
 
     def resolve(self, spec: str) -> tuple[ResolvedSpec, Problem, str]:
-        """Return the schedule that ``spec`` names, its problem, and why it was chosen among
-        several. The reason is "" if ``spec`` names one schedule.
+        """Return the schedule that ``spec`` names, its problem, and why it was chosen.
+
+        The reason is "" if ``spec`` names one schedule. Otherwise the schedule is the one with the
+        shortest step.
 
         Raises:
             ValueError: ``spec`` names no schedule, or none of those that it names can be made.
@@ -304,8 +305,7 @@ class _Request:
 
 
 def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
-    """Return the printed rows of the report ``made``, by name; options that were not requested have
-    none."""
+    """Return the rows of the printed report ``made``, by name, without options not requested."""
     rows: dict[str, Any] = {
         "pipeline ranks": made.pp,
         "stages of a rank": made.vpp,
@@ -352,7 +352,7 @@ def _results(made: ScheduleReport) -> str:
 
 
 def _of_ranks(held: Sequence[float]) -> str:
-    """Return text on the microbatches that each rank stores."""
+    """Return text on how many microbatches' activations each rank holds."""
     most = max(held)
     if min(held) == most:
         return f"{counted(most, 'microbatch')} on every rank"
@@ -387,7 +387,7 @@ _NOT_TORCHS = ("vocab_parallel", "activation_offload", "recompute", "steps_overl
 def _check_options(
     options: ScheduleOptions, *, csv: Path | None, torch_csv: Path | None, certify: float | None
 ) -> None:
-    """Raise ValueError if a file or --certify does not go with ``options``."""
+    """Raise ValueError if a file or --certify does not go with the ``options`` of the schedule."""
     vocabulary = options.vocab_parallel
     if csv is not None and vocabulary is not VocabularyParallel.NONE:
         raise ValueError(
@@ -428,7 +428,11 @@ def _certified(certificate: Certificate | None) -> dict[str, float | None]:
 
 
 def _differing(text: str | None, microbatches: int, replicas: int) -> MicrobatchLoads | None:
-    """Return the unequal microbatches that ``text`` describes; None if ``text`` is None."""
+    """Return the unequal microbatches of --microbatch-costs; None if that is not given.
+
+    Raises:
+        ValueError: ``text`` is not understood, or there are ``replicas`` and no such microbatches.
+    """
     if text is None:
         if replicas > 1:
             raise ValueError(
@@ -442,8 +446,11 @@ def _differing(text: str | None, microbatches: int, replicas: int) -> Microbatch
 def _with_unequal(
     program: Program, loads: MicrobatchLoads | None, replicas: int
 ) -> tuple[UnequalMicrobatches | None, Program]:
-    """Return the figures of steps of microbatches with these ``loads``, and the better program for
-    them, with the mean costs of their places; None and ``program`` itself if ``loads`` is None."""
+    """Return figures on steps of unequal microbatches, and the program that suits them better.
+
+    The program has the mean costs of the microbatches at each position of the step. If ``loads`` is
+    None, the figures are None and the program is ``program``.
+    """
     if loads is None:
         return None, program
     costs = loads.costs(program.problem.costs)
@@ -454,7 +461,7 @@ def _with_unequal(
 
 
 def _of_unequal(unequal: UnequalMicrobatches | None) -> dict[str, Any]:
-    """Return the printed rows of the figures ``unequal``, by name; none if they are None."""
+    """Return the printed rows on unequal microbatches, by name; none if ``unequal`` is None."""
     if unequal is None:
         return {}
     printed = {

@@ -31,7 +31,7 @@ from megatron_ext.viz.page.write import Page, check_page, write_page
 
 @dataclass(frozen=True)
 class SimulationFiles:
-    """Files of a simulation to write; None for one that was not requested."""
+    """Files that a simulation writes; None for each that is not requested."""
 
     csv: Path | None
     torch_csv: Path | None
@@ -41,8 +41,7 @@ class SimulationFiles:
     page: Path | None
 
     def check(self) -> None:
-        """Raise ValueError for a file of a simulation that cannot be written, before anything is
-        made for it."""
+        """Raise ValueError if a file cannot be written, before the simulation takes its time."""
         for file in (self.csv, self.torch_csv, self.program):
             if file is not None and not file.parent.is_dir():
                 raise ValueError(f"{file}: there is no folder {file.parent}")
@@ -52,9 +51,12 @@ class SimulationFiles:
             check_page(self.page)
 
     def write(self, resolved: ResolvedSpec, problem: Problem, program: Program, steps: int) -> None:
-        """Write the requested files about ``program``, pictures with so many ``steps`` of it.
+        """Write the requested files about ``program``.
 
-        The pictures compare ``program`` with a reference of ``resolved`` and ``problem``.
+        Args:
+            resolved, problem: schedule and problem of ``program``, from which the pictures get a
+                reference to compare it with.
+            steps: number of successive steps in the pictures.
 
         Raises:
             OSError: a file cannot be written.
@@ -81,7 +83,7 @@ class SimulationFiles:
             write_page(Page(f"{resolved.spec} on {on}", runs, command_line()), self.page)
 
     def name(self, program: Program) -> None:
-        """Print the paths of the written files, and how to look at them or use them."""
+        """Print the paths of the files, and how to look at them or use them."""
         if self.torch_csv is not None:
             problem = program.problem
             typer.echo(for_torchtitan(problem.placement, problem.microbatches, self.torch_csv))
@@ -94,7 +96,7 @@ class SimulationFiles:
 def _runs(
     resolved: ResolvedSpec, reference: Program, program: Program, steps: int
 ) -> tuple[Run, ...]:
-    """Return the runs of a page: ``program`` below ``reference``, if the two differ."""
+    """Return the timelines of a page: that of ``program`` below that of another ``reference``."""
     run = simulated_run(title_of(resolved.spec, program.problem.options), program, steps)
     if len(_differing(reference, program)) == 1:
         return (run,)
@@ -103,7 +105,10 @@ def _runs(
 
 
 def _reference_program(resolved: ResolvedSpec, problem: Problem) -> Program:
-    """Return the program that is drawn above the schedule's, for comparison."""
+    """Return the program to compare a schedule with in a picture.
+
+    It is the same schedule without overlap of steps or passes if that is on, and else 1F1B.
+    """
     if problem.options.steps_overlap:
         return build_program(resolved, problem.with_options(steps_overlap=False))
     if problem.options.pairs:
@@ -112,7 +117,7 @@ def _reference_program(resolved: ResolvedSpec, problem: Problem) -> Program:
 
 
 def _differing(reference: Program, program: Program) -> tuple[Program, ...]:
-    """Return ``program`` behind the baseline ``reference``, or alone if the two are the same."""
+    """Return the programs to draw: ``reference`` and ``program``, or one if they are the same."""
     return (program,) if reference.digest == program.digest else (reference, program)
 
 

@@ -15,8 +15,10 @@ from megatron_ext.planner.verdict import WORTH, candidate_name
 
 
 def sizes_lines(made: SizesPlan) -> Iterator[str]:
-    """Return the lines on the gain of other parallel sizes, with Megatron's schedules and with all
-    schedules."""
+    """Return the lines of the verdict of ``plan --any-sizes`` on other parallel sizes.
+
+    They compare the launch with the best of Megatron's own schedules, and with the best of all.
+    """
     baseline, best, control = made.baseline, made.best, made.control
     if baseline is None:
         yield f"now:        {made.job}, cannot run"
@@ -61,8 +63,10 @@ def _are_same(one: SizedAlternative, other: SizedAlternative | None) -> bool:
 
 
 def _not_checked(made: SizesPlan) -> Iterator[str]:
-    """Return text that names the parts of the estimates that no measurement has checked, and the
-    answers that rest on them."""
+    """Yield a line on parts of the estimates that no measurement has checked, if there are any.
+
+    The line names the answers that rest on each part.
+    """
     answers = {"now": made.baseline, "control": made.control, "any": made.best}
     parts: dict[str, list[str]] = {}
     for name, one in answers.items():
@@ -74,7 +78,7 @@ def _not_checked(made: SizesPlan) -> Iterator[str]:
 
 
 def compared_line(made: SizesPlan) -> str:
-    """Return the line on the number of sizes compared."""
+    """Return a line on how many combinations of sizes were compared."""
     return f"{counted(made.compared, 'combination')} of sizes compared"
 
 

@@ -28,8 +28,7 @@ _SHOWN = 3  # names of a tie
 
 
 def verdict_lines(made: JobPlan) -> Iterator[str]:
-    """Return the lines on the recommendation of the plan ``made``, its gain, and the flags to
-    write."""
+    """Return the lines of a plan's verdict: its recommendation, the gain, and flags to write."""
     found = made.verdict
     taken = found.taken
     yield f"now:       {_baseline(made)}"
@@ -73,8 +72,10 @@ def _change(made: JobPlan, taken: Alternative) -> Iterator[str]:
 
 
 def _unequal(made: JobPlan, gains: UnequalGains) -> Iterator[str]:
-    """Return text on what another order and dealing of the microbatches gains, and the flags for
-    it."""
+    """Yield lines on the gain of another order and dealing of unequal microbatches.
+
+    The last one has the flags to write for it.
+    """
     if gains.refused and not gains.flags:
         yield f"unequal:   nothing is arranged, which may save {gains.most:.1%}: {gains.refused}"
         return
@@ -122,8 +123,7 @@ def _no_gain(found: Verdict) -> str:
 
 
 def _not_compared(made: JobPlan) -> str:
-    """Return text that names what was not compared to its end because the planning time was over;
-    "" if everything was."""
+    """Return words on what the plan had no time to compare; "" if it compared everything."""
     if not made.is_short:
         return ""
     return f"; the time of the plan ended before all was compared{_kinds_not_compared(made)}"
@@ -137,8 +137,10 @@ _REFUSAL = re.compile(r"--pipeline-schedule \S+ (does not go with .*)")
 
 
 def _all_of_ours_refused(made: JobPlan) -> str:
-    """Return the most frequent reason, and what to write, if settings of Megatron rule out all of
-    our schedules; else ""."""
+    """Return words on why Megatron's settings rule out all schedules of ours; "" if they do not.
+
+    They have the most frequent reason, with its remedy.
+    """
     if not all(is_stock(candidate) for candidate in made.plan.candidates):
         return ""
     found = map(_REFUSAL.search, made.plan.refusals.values())
@@ -149,7 +151,7 @@ def _all_of_ours_refused(made: JobPlan) -> str:
 
 
 def _is_most(made: JobPlan, stock: Alternative) -> bool:
-    """Return whether Megatron's own flags bring most of the gain."""
+    """Return whether Megatron's own flags bring at least half of the gain."""
     found = made.verdict
     return found.taken is not None and 2 * found.saving_of(stock) >= found.saving_of(found.taken)
 
@@ -189,7 +191,7 @@ def _unit(made: JobPlan) -> str:
 
 
 def _amount(one: Alternative, held: float) -> str:
-    """Return the memory ``held``, in the unit of the alternative ``one``, as text."""
+    """Return the memory ``held`` as text, in bytes or microbatches, as the plan measures it."""
     is_known = one.candidate.fullest is not None
     return bytes_text(held) if is_known else counted(round(held, 2), "microbatch")
 

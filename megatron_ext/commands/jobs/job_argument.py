@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class JobKind(enum.StrEnum):
-    """Kinds of jobs. All but the last are launches, whose model Megatron's arguments tell."""
+    """Kinds of jobs. All but the last are launches, whose arguments of Megatron tell the model."""
 
     COMMAND = "launch command"
     RECIPE = "recipe"
@@ -36,11 +36,12 @@ class JobKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class JobArgument:
-    """Job that a command plans or checks.
+    """Job that a command is to plan or check.
 
     Attributes:
-        word: the word that stands for it; "" for a launch command.
-        words: of the launch command; for another job, the flags of ours that follow its word.
+        kind: kind of the job.
+        word: word of the command line that names the job; "" for a launch command.
+        words: words of the launch command; for another job, our flags behind its word.
     """
 
     kind: JobKind
@@ -66,11 +67,14 @@ _FLAGS, _COMMAND = "flags of ours", "launch command"  # in a context's meta
 
 
 class JobCommand(CliCommand):
-    """Command that takes a JOB: flags of ours and the launch command are set aside, so that other
-    words are checked as those of any command."""
+    """Command that takes a JOB.
+
+    Flags of ours and the words of a launch command are set aside before typer parses the rest, so
+    that a mistake in the rest is still found.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse ``args``; the words that are set aside are found by `job_of`."""
+        """Parse ``args`` without the words that are set aside, which `job_of` reads."""
         before, command = args, None
         if "--" in args:
             at = args.index("--")
@@ -81,32 +85,35 @@ class JobCommand(CliCommand):
 
 
 def job_of(context: typer.Context, word: str | None) -> JobArgument | None:
-    """Return the job in the words of a `JobCommand`; None if there is none.
+    """Return the job that a user named for a `JobCommand`; None without one.
+
+    Args:
+        word: the word of the job, as typer has parsed it; None without one.
 
     Raises:
-        ValueError: as `parse_job`.
+        ValueError: the words are several jobs, or no job is like them (`parse_job`).
     """
     words = [] if word is None else [word, *context.args]
     return parse_job(words, context.meta[_FLAGS], context.meta[_COMMAND])
 
 
 def flags_outside(context: typer.Context) -> tuple[str, ...]:
-    """Return the flags of ours in the words of a `JobCommand`, outside a launch command."""
+    """Return our flags among the words of a `JobCommand`, without those in a launch command."""
     return tuple(context.meta[_FLAGS])
 
 
 def parse_job(
     words: Sequence[str], flags: Sequence[str], command: Sequence[str] | None
 ) -> JobArgument | None:
-    """Return the job that words of a command line describe; None if they describe none.
+    """Return the job that the words of a command line describe; None if they describe none.
 
     Args:
-        words: those that are no options.
+        words: words that are no options.
         flags: flags of ours.
-        command: words behind ``--``; None without it.
+        command: words behind ``--``, a launch command; None without ``--``.
 
     Raises:
-        ValueError: the words are several, or flags of ours stand outside a launch command.
+        ValueError: the words describe several jobs, or flags of ours stand before ``--``.
     """
     if len(words) > 1:
         raise ValueError(
@@ -143,11 +150,11 @@ def _kind(word: str) -> JobKind:
 
 
 def launch_of(job: JobArgument) -> Launch:
-    """Return the launch of ``job``, which is no `JobKind.SIZES`.
+    """Return the launch that ``job`` describes. The job must not be one of sizes.
 
     Raises:
         ValueError: the command, the log, the recipe or the file is not understood.
-        PatchError: Megatron, which knows the flags, is not installed.
+        PatchError: Megatron, which knows its flags, is not installed.
     """
     assert job.kind is not JobKind.SIZES
     if job.kind is JobKind.COMMAND:

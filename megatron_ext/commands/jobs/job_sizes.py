@@ -29,14 +29,15 @@ _TAKEN = tuple(name for name in SCHEDULE_SETTINGS if name not in _CHOSEN)
 
 @dataclass(frozen=True)
 class JobSizes:
-    """Sizes of a training job without a launch.
+    """Sizes of a training job that has no launch command yet.
 
     Attributes:
-        pp, tp, dp: pipeline, tensor and data-parallel ranks.
-        m: microbatches of one pipeline in a step.
-        distributed_optimizer: whether the states of the optimizer are partitioned over replicas.
-        model: the model; None if only costs are known.
-        layers: number of the model's layers; None if it is not known.
+        pp, tp, dp: number of pipeline, tensor-parallel and data-parallel ranks.
+        m: number of microbatches of one pipeline in a step.
+        distributed_optimizer: whether data-parallel ranks share the optimizer states, each with a
+            part.
+        model: the model; None if a plan knows only the costs of its passes.
+        layers: number of layers of the model; None if it is not known.
     """
 
     pp: int
@@ -49,9 +50,9 @@ class JobSizes:
 
 
 def parse_sizes(text: str) -> JobSizes:
-    """Return the sizes in ``text``: those of a pipeline, and of a model as in `parse_model`.
+    """Return the sizes of a job in ``text``: of its pipeline, and of its model as in `parse_model`.
 
-    With no more of a model than its ``layers``, only their number is known.
+    If ``layers`` is all that the text has of a model, only the number of its layers is known.
 
     Raises:
         ValueError: a size is missing, unknown, given twice, or no number from 1.
@@ -98,10 +99,10 @@ def _layers(text: str, part: str) -> int:
 
 
 def options_of_sizes(flags: Sequence[str], sizes: JobSizes, *, has_costs: bool) -> ScheduleOptions:
-    """Return the options of schedules that ``flags`` behind sizes request.
+    """Return the options of schedules that ``flags`` behind the sizes of a job request.
 
     Raises:
-        ValueError: a flag is not understood, or nothing that a plan of sizes takes.
+        ValueError: a flag is not understood, or a plan of sizes does not take it.
     """
     has_pairs = OVERLAP in flags
     given = given_in([word for word in flags if word != OVERLAP])

@@ -34,7 +34,7 @@ _NO_MODEL = (
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options as the user wrote them; None or False for those that are not given."""
+    """Options of ``megatron-ext plan`` as the user wrote them; None or False without one."""
 
     gpu: str | None = None
     memory_limit: str | None = None
@@ -52,7 +52,7 @@ class PlanOptions:
 
     @property
     def given(self) -> frozenset[str]:
-        """Names of the options that are given."""
+        """Names of the options that the user gave."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return frozenset(name for name, value in values if value not in (None, False))
 
@@ -63,14 +63,17 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class CheckedPlan:
-    """A job and its options, which go together.
+    """Job to plan, with its parsed options, after the check that all of them go together.
 
     Attributes:
-        sizes: the sizes of the job, if it is one of sizes.
-        schedules: options of its schedules, if it is a job of sizes.
-        gpus: of the pipeline ranks, or the one of all; () if none are named.
-        limit, speeds: as the options say; None without them.
-        tower: of ``--vision``, for `tower_of`; None without it.
+        job: job, as the user named it.
+        options: options, as the user wrote them.
+        sizes: sizes of the job; None if it is a launch.
+        schedules: options of schedules, if it is a job of sizes.
+        gpus: GPU of each pipeline rank, or one for all; empty if the user names none.
+        limit: memory limit of the options; None without one.
+        speeds: speeds of ranks in the options; None without them.
+        tower: values of --vision, which `tower_of` takes; None without that option.
     """
 
     job: JobArgument
@@ -84,8 +87,9 @@ class CheckedPlan:
 
 
 def check_plan(job: JobArgument | None, options: PlanOptions) -> CheckedPlan:
-    """Return ``job`` with its ``options``, of which none is ignored. Nothing is planned, and no
-    file is read.
+    """Return ``job`` and its ``options``, parsed, if each of the options has an effect on it.
+
+    Nothing is planned, and no file is read.
 
     Raises:
         ValueError: there is no job, an option does not go with it or with another option, or a
@@ -120,7 +124,7 @@ def check_plan(job: JobArgument | None, options: PlanOptions) -> CheckedPlan:
 def _conflicts(
     kind: JobKind, sizes: JobSizes | None, options: PlanOptions
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield names of options that a job of ``kind`` does not take with ``options``, and why."""
+    """Yield groups of options that have no effect on a job of ``kind``, each with the reason."""
     if kind is JobKind.SIZES:
         yield ("any_sizes",), "a launch command's arguments tell which sizes it could have"
         yield ("world_size",), "only a launch has a world size; write tp= and dp= into the sizes"

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 def planned_job(checked: CheckedPlan) -> Callable[..., JobPlan]:
-    """Return the function that plans the job, with arguments as `plan_job` has.
+    """Return the function that plans the job. Its arguments are those of `plan_job`.
 
     Raises:
         ValueError, OSError, PatchError: the job or a file is not understood.
@@ -71,7 +71,11 @@ def planned_job(checked: CheckedPlan) -> Callable[..., JobPlan]:
 
 
 def launch_request(checked: CheckedPlan) -> LaunchRequest:
-    """Return the request to plan a job that is a launch. Raises as `planned_job`."""
+    """Return the request to plan a job that is a launch.
+
+    Raises:
+        ValueError, OSError, PatchError: the job or a file is not understood.
+    """
     from megatron_ext.launch.command.arguments_file import read_arguments_file
     from megatron_ext.launch.planner.parsed_launch import LaunchRequest
 
@@ -112,14 +116,23 @@ def launch_request(checked: CheckedPlan) -> LaunchRequest:
 
 @dataclass(frozen=True)
 class _Traced:
-    """Bytes that allocators reserved and speeds of ranks, as in a trace."""
+    """Measurements of a trace that a plan uses.
+
+    Attributes:
+        reserved: bytes that allocators reserved beyond their allocations; None if not measured.
+        speeds: speeds of the ranks; None if no rank is slow.
+    """
 
     reserved: float | None = None
     speeds: RankSpeeds | None = None
 
 
 def _traced_in(trace: Path | None) -> _Traced:
-    """Return the reserved bytes and speeds of ``trace``. Raises ValueError if it has none."""
+    """Return what a plan uses of the file ``trace``. Without a file, all of it is None.
+
+    Raises:
+        ValueError: the trace cannot be read, or has nothing that a plan uses.
+    """
     if trace is None:
         return _Traced()
     steps = read_trace(trace)
@@ -141,7 +154,11 @@ def _traced_in(trace: Path | None) -> _Traced:
 
 
 def _of_sizes(checked: CheckedPlan, sizes: JobSizes, traced: _Traced) -> TrainingJob:
-    """Raises ValueError if a value is not understood."""
+    """Return the training job with these ``sizes``, for the planner.
+
+    Raises:
+        ValueError: a value is not understood.
+    """
     costs, model = checked.options.costs, sizes.model
     training = Training(
         sizes.pp,
@@ -166,7 +183,11 @@ def _of_model(
     checked: CheckedPlan,
     traced: _Traced,
 ) -> TrainingJob:
-    """Raises ValueError if the model or the GPU does not fit the job."""
+    """Return the training job of a model, with costs estimated for its layers and the GPUs.
+
+    Raises:
+        ValueError: the model or the GPU does not fit the job.
+    """
     model, execution = described.model, described.execution(sizes.tp)
     if checked.tower is not None:
         tokens = checked.tower.get("tokens") or described.sequence
@@ -194,8 +215,17 @@ def _of_model(
 def _machine(
     gpus: Sequence[Gpu], precision: Precision, costs: str | None, traced: _Traced, lasting: float
 ) -> tuple[Rates, FreeMemory | None]:
-    """Return the rates of a rank, and the memory that it may take, of which ``lasting`` bytes are
-    allocated once. Raises ValueError."""
+    """Return the rates of a rank's GPU, and the memory that a rank may take.
+
+    The memory is None if no GPU is named, or none is known for it.
+
+    Args:
+        costs: text of --costs, which may name a file with a measured reserve; None without it.
+        lasting: bytes that a rank allocates once and keeps.
+
+    Raises:
+        ValueError: the file of costs is not understood.
+    """
     if not gpus:
         return assumed_rates(precision), None
     machine, reserved = reference_of(gpus), traced.reserved
