@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from megatron_ext.base.setting import (
@@ -265,7 +265,7 @@ class PipelineConfig:
     )
 
     @classmethod
-    def parse(cls, **settings: str | bool | None) -> PipelineConfig:
+    def parse(cls, **settings: str | bool | float | Path | None) -> PipelineConfig:
         """Return the config of the settings that a user wrote; None stands for a default.
 
         Raises:
@@ -275,10 +275,15 @@ class PipelineConfig:
         declared = {setting.name: setting for setting in fields(cls)}
         for name in settings.keys() - declared.keys():
             raise TypeError(f"there is no setting {name!r}: write one of {', '.join(declared)}")
+        texts = {
+            name: _as_text(declared[name], value)
+            for name, value in settings.items()
+            if value is not None
+        }
         given = {
-            name: settings[name]
+            name: texts[name]
             for name, setting in declared.items()
-            if settings.get(name) not in (None, default_text(setting))
+            if texts.get(name) not in (None, default_text(setting))
         }
         if not given.keys() & {*NAMING_SCHEDULES}:
             for name, value in given.items():
@@ -446,6 +451,23 @@ class PipelineConfig:
 
 def _is_chosen_later(schedule: str | None) -> bool:
     return schedule is not None and (schedule == PLAN or is_open(schedule))
+
+
+def _as_text(setting: Field[Any], value: object) -> str | bool:
+    """Return ``value`` as the flag of ``setting`` has it. Code may give a number or a path.
+
+    Raises:
+        ValueError: the value has another type.
+    """
+    is_switch = setting.default is False
+    if is_switch and isinstance(value, bool):
+        return value
+    if is_switch or isinstance(value, bool) or not isinstance(value, str | int | float | PurePath):
+        write = "True or False" if is_switch else f"{setting.metadata['metavar']} as text"
+        raise ValueError(
+            f"{flag(setting.name)}: {value!r} is no value of this setting: write {write}"
+        )
+    return str(value)
 
 
 def is_on_stock(setting: Field[Any]) -> bool:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import megatron_ext
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag, variable
 from megatron_ext.patches.engine import applied
 from megatron_ext.written_settings import from_argv, from_environment
 
+# Values that Python code gives to `install`, with the text that a flag has.
+NUMBERS_AND_PATHS: dict[str, tuple[Any, str]] = {
+    "memory_limit": (5, "5"),
+    "vocab_parallel": (1, "1"),
+    "slices": (2, "2"),
+    "trace": (Path("traces"), "traces"),
+}
 VALUES = {
     "schedule": "zb-h1",
     "memory_limit": "0.5x",
@@ -102,3 +112,32 @@ def test_a_mistake_is_named_and_nothing_is_installed(
     with pytest.raises(ValueError, match=text):
         importlib.import_module("megatron_ext.auto")
     assert "megatron_ext.auto" not in sys.modules and not applied()
+
+
+@pytest.mark.parametrize("name", NUMBERS_AND_PATHS)
+def test_a_number_or_a_path_is_the_same_as_its_text(name: str) -> None:
+    """`install(memory_limit=5)` ended with an AttributeError, and `install(vocab_parallel=1)` with
+    the advice to write 1."""
+    value, text = NUMBERS_AND_PATHS[name]
+    given = PipelineConfig.parse(schedule="zb-v", **{name: value})
+    assert given == PipelineConfig.parse(schedule="zb-v", **{name: text})
+    assert given != PipelineConfig.parse(schedule="zb-v")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"post_validation": "false"}, "--pipeline-post-validation: 'false' .* True or False"),
+        ({"post_validation": 1}, "--pipeline-post-validation: 1 .* True or False"),
+        ({"slices": True}, "--pipeline-slices: True is no value .*: write K as text"),
+        (
+            {"rank_speeds": [1, 0.5]},
+            r"--pipeline-rank-speeds: \[1, 0.5\] .*: write S,S,",
+        ),
+    ],
+)
+def test_a_value_of_another_type_is_refused(given: dict[str, Any], text: str) -> None:
+    """`install(post_validation="false")` switched post-validation on."""
+    with pytest.raises(ValueError, match=text):
+        megatron_ext.install("zb-h1", **given)
+    assert not applied()
