@@ -261,8 +261,7 @@ def modules_with(ids: Set[int], modules: Iterable[Any] = ()) -> list[types.Modul
 
 
 class Aliases:
-    """Index of all module attributes that refer to given functions or classes: their aliases, by
-    identity.
+    """Index of the aliases of functions or classes: all module attributes that refer to them.
 
     Modules that imported a function or class by name have an alias; aliases are rebound by identity
     over ``sys.modules``, and back again by the handle. A constant has no identity of its own
@@ -303,8 +302,7 @@ class Aliases:
 
 
 def stale_references(patches: Sequence[Patch]) -> list[str]:
-    """Return a line for each reference to a patched target that rebinding cannot reach; empty if
-    none.
+    """Return a line for each reference to a patched target that rebinding does not reach.
 
     References that are no module attribute (a default argument, a `functools.partial`, a closure,
     an entry in a table) are not rebound. Partials and closures are found, so that a late caller can

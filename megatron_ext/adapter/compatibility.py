@@ -150,7 +150,10 @@ def _refuse_recompute_order(schedule: Schedule) -> None:
 
 
 def _in_order(schedule: Schedule, kind: Kind) -> dict[int, list[Action]]:
-    """Return, by stage, its passes that include ``kind`` (a full backward includes I and W)."""
+    """Return the passes of each stage that include ``kind``, in order.
+
+    A full backward pass (B) includes those of the input gradient (I) and the weight gradient (W).
+    """
     passes = defaultdict(list)
     for action in (action for row in schedule.compute_rows for action in row):
         if kind in RULES[action.kind].covers:

@@ -43,7 +43,10 @@ def rates_in_file(path: Path, layers: Sequence[int | None]) -> Rates | None:
 
 
 def equal_costs(placement: Placement) -> Costs:
-    """Return costs that are equal for F, I and W of every stage, for a model of unknown work."""
+    """Return costs that are equal for all passes of all stages, for a model of unknown work.
+
+    The passes are those of forward (F), input gradient (I) and weight gradient (W).
+    """
     return uniform(placement, 1.0, 1.0, 1.0, origin="taken as equal")
 
 

@@ -21,8 +21,10 @@ _BATCHED = (
 
 
 def say_unverified(device: torch.device, problem: Problem) -> None:
-    """Log one line before a first run on several GPUs, until measurements of such runs are
-    published."""
+    """Log one line before a first run on several GPUs that such runs are not yet verified.
+
+    Nothing is logged once measurements of such runs are published.
+    """
     if device.type != "cuda" or HAS_FIGURES:
         return
     advice = "" if problem.options.p2p is P2P.BATCHED else _BATCHED

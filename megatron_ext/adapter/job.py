@@ -236,8 +236,7 @@ def basis_of(job: Job) -> Basis | None:
 def _estimated(
     job: Job, slices: int, measured: Rates | None = None, tell: Listener | None = None
 ) -> Costs:
-    """Return estimated costs of a job; equal costs for F, I and W of all stages if layers are
-    unknown."""
+    """Return the estimated costs of ``job``; equal costs for all passes if layers are unknown."""
     layers = job.layers
     if layers is None:
         if tell is not None:

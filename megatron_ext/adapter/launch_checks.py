@@ -128,12 +128,10 @@ def check_batches(
 def check_schedule(
     args: Any, config: PipelineConfig, prove: Prove, attempt: Attempt = raising
 ) -> tuple[list[Program], dict[str, list[Program]]] | None:
-    """Check the schedule of ``config``, and return its programs and, by schedule, those of
-    contenders.
+    """Check the schedule of ``config``; return its programs, and those of a race's other schedules.
 
-    Contenders are the other schedules of a race; Megatron's own schedule has no programs. The
-    result is None if ``attempt`` has reported why there are no programs. `check_batches` must have
-    run.
+    The latter are by schedule. Megatron's own schedule has no programs. The result is None if
+    ``attempt`` has reported why there are no programs. `check_batches` must have run.
     """
     if config.schedule is None:
         attempt("features", lambda: check_features(args, config))

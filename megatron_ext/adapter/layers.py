@@ -188,7 +188,9 @@ def even_layout_text(layers: int, stages: int, depths: int) -> str:
 
 
 def even_layer_counts(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each stage in the most even split: the first ones may have one
-    more."""
+    """Return the number of layers of each stage in the most even split.
+
+    The first stages may have one layer more than the last ones.
+    """
     per_stage, more = divmod(layers, stages)
     return [per_stage + (stage < more) for stage in range(stages)]

@@ -28,12 +28,12 @@ from megatron_ext.runtime.weight_gradients import Lent, is_owned, queue
 
 @dataclass(frozen=True)
 class Split:
-    """Split of the backward pass in one step on one rank: which weight gradients wait for W passes.
+    """Weight gradients that wait for weight-gradient passes (W), in one step on one rank.
 
     Attributes:
         waits: whether the step has W passes.
         hooks: the caller's hooks; gradients of the parameters that they depend on do not wait for
-            W, because only I runs hooks.
+            W, because only the input-gradient pass (I) runs hooks.
         at_once: further weights whose gradients are computed in I, although their layers are split.
         separate_weights: weights that have passes of their own.
         is_lent: tells whether a tensor's memory is overwritten before W.

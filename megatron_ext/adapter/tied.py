@@ -122,8 +122,10 @@ def _refuse_copy_without_group(
 
 
 class CopiedEmbeddingHooks(TrainingHooks):
-    """Check that the copy of the embedding for multi-token prediction is in Megatron's embedding
-    group."""
+    """Hooks that check that the embedding group has multi-token prediction's copy.
+
+    Otherwise Megatron would not add the gradients of the embedding and of its copy.
+    """
 
     @override
     @classmethod
@@ -137,8 +139,10 @@ class CopiedEmbeddingHooks(TrainingHooks):
 
 
 class MovedFirstStageHooks(TrainingHooks):
-    """Check that the copies of the embedding are equal, if the first stage is not on the first
-    rank."""
+    """Hooks that check that copies of the embedding are equal.
+
+    They are on if the first stage is not on the first rank.
+    """
 
     @override
     @classmethod

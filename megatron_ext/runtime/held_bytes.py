@@ -58,10 +58,10 @@ class SavedTensors:
     """Counter of the tensors that autograd saves and that the queue of weight gradients stores.
 
     A hook sees each tensor that autograd saves in F, and the queue tells which tensors it stores
-    between I and W. A storage counts once. A storage does not count if it is a parameter's, or if
-    several microbatches share it, like a mask. The hooks are for the CPU only: a weight passed
-    through them comes back as another object, and fused kernels that add to ``weight.main_grad``
-    exist only on GPUs.
+    from the input-gradient pass (I) to the weight-gradient pass (W). A storage counts once. A
+    storage does not count if it is a parameter's, or if several microbatches share it, like a mask.
+    The hooks are for the CPU only: a weight passed through them comes back as another object, and
+    fused kernels that add to ``weight.main_grad`` exist only on GPUs.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:

@@ -22,7 +22,10 @@ class RunnableStage(Protocol):
     """
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
-        """F: return the output of a forward pass. If R will follow, store only what R needs."""
+        """F: return the output of a forward pass.
+
+        If a recompute (R) will follow, store only what the recompute needs.
+        """
 
     def recompute(self, microbatch: int) -> None:
         """R: repeat F with the same results, and store what the backward pass needs."""
@@ -58,9 +61,12 @@ class RunnableStage(Protocol):
 
 @dataclass(frozen=True)
 class Backward:
-    """Backward pass of a stage that will run next: B if ``is_full``, else I.
+    """Backward pass of a stage that will run next.
 
-    ``dy`` is the gradient of the stage's output; None on a stage with the loss.
+    Attributes:
+        is_full: whether it is a full backward pass (B), and not that of the input gradient alone
+            (I).
+        dy: gradient of the stage's output; None on a stage with the loss.
     """
 
     stage: RunnableStage

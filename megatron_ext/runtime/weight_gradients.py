@@ -61,8 +61,7 @@ class _Use:
 
     @staticmethod
     def joined(uses: Sequence[_Use]) -> _Use:
-        """Return one deferred contribution with the rows of all ``uses``, each of which is a
-        `RowProduct`."""
+        """Return one deferred contribution with the rows of all ``uses``, products over rows."""
         rows = [use.compute for use in uses if isinstance(use.compute, RowProduct)]
         gathers = [use.gather for use in uses if use.gather is not None]
 
@@ -132,7 +131,8 @@ class WeightGradients:
     Attributes:
         splitting: tells layers, in the forward pass, that a W pass will follow.
         at_once: weights whose gradients are not deferred, although W passes follow.
-        w_is_next: whether the rank computes nothing between the running I and its W.
+        w_is_next: whether the rank computes nothing between the running input-gradient pass (I) and
+            its weight-gradient pass (W).
         weights: set that collects the weights whose gradients are deferred; None collects nothing.
         is_lent: tells whether a tensor's memory is overwritten soon after I, as that of CUDA graphs
             is.
@@ -168,8 +168,10 @@ class WeightGradients:
         )
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``, which W reads after I, or a copy if its memory is overwritten before
-        W."""
+        """Return ``tensor``, to be read in W, or a copy if its memory is overwritten before.
+
+        W is the weight-gradient pass that follows the input-gradient pass of a microbatch.
+        """
         return tensor.clone() if self.is_lent(tensor) else tensor
 
     def __len__(self) -> int:
@@ -177,10 +179,11 @@ class WeightGradients:
 
     @contextlib.contextmanager
     def collecting(self, stage: int, microbatch: int, *, w_is_next: bool = False) -> Iterator[None]:
-        """Context of an I pass: weight gradients put into the queue belong to its stage and
-        microbatch.
+        """Context of an input-gradient pass (I), to which deferred weight gradients belong.
 
-        ``w_is_next``: the rank computes nothing between this pass and its W.
+        The queue stores them by the pass's stage and microbatch.
+
+        ``w_is_next``: the rank computes nothing between this pass and its weight-gradient pass (W).
         """
         self._key = (stage, microbatch)
         self._pending[self._key] = {}
@@ -229,7 +232,7 @@ class WeightGradients:
 
     @property
     def is_in_pass(self) -> bool:
-        """Whether an I pass of the schedule runs; any other backward pass is a caller's own."""
+        """Whether an input-gradient pass of the schedule runs, not a caller's own backward pass."""
         return self._key is not None
 
     def _put(self, weights: Weights, use: _Use, accumulate: Accumulate) -> None:
@@ -243,11 +246,12 @@ class WeightGradients:
         uses.uses.append(use)
 
     def compute_meanwhile(self) -> None:
-        """Compute the previous layer's weight gradient while a reduction runs in I, if W is next.
+        """Compute the previous layer's weight gradient while a reduction runs in a backward pass.
 
-        A gradient is skipped if it would wait for a gather, or if its weights are used several
-        times in a backward pass, whose contributions are summed first. The first W pass of a step
-        shows which weights are used several times.
+        This happens if the weight-gradient pass (W) follows the running input-gradient pass
+        directly. A gradient is skipped if it would wait for a gather, or if its weights are used
+        several times in a backward pass, whose contributions are summed first. The first W pass of
+        a step shows which weights are used several times.
         """
         if self._key is None:
             return
@@ -261,11 +265,11 @@ class WeightGradients:
                 uses.accumulate(weights, _as_tuple(uses.uses.pop().compute()))
 
     def run(self, stage: int, microbatch: int) -> None:
-        """Run the W pass of a stage and microbatch.
+        """Run the weight-gradient pass (W) of a stage and microbatch.
 
         The contributions to a weight that is used several times are summed before they are added,
         as autograd does, so that the order of summation is stock's. Uses that are recomputed each
-        have a backward pass of their own within I, and are added one by one.
+        have a backward pass of their own within the input-gradient pass, and are added one by one.
         """
         self.run_so_far(stage, microbatch)
         del self._pending[stage, microbatch]
@@ -290,7 +294,7 @@ class WeightGradients:
         self.run(stage, slices[0])
 
     def run_so_far(self, stage: int, microbatch: int) -> None:
-        """Compute the weight gradients that the running I pass has deferred so far."""
+        """Compute the weight gradients that the running input-gradient pass has deferred so far."""
         pending = self._pending[stage, microbatch]
         ahead = _GathersAhead(use for uses in pending.values() for use in uses.uses)
         with torch.no_grad():
@@ -319,10 +323,9 @@ class WeightGradients:
 
 
 def _add_at_once(weights: Weights, use: _Use, accumulate: Accumulate) -> None:
-    """Add the gradient of a backward pass that a caller runs outside of I, such as in a forward
-    pass.
+    """Add the gradient of a caller's own backward pass, which runs outside of the schedule's.
 
-    No W pass will follow such a backward pass.
+    An example is a backward pass within a forward pass. No weight-gradient pass will follow it.
     """
     refuse_second_derivatives()
     with torch.no_grad():
@@ -341,7 +344,7 @@ def refuse_second_derivatives() -> None:
 
 
 def is_owned(tensor: Tensor) -> bool:
-    """Return False: no tensor's memory is overwritten before W."""
+    """Return False: no tensor's memory is overwritten before the weight-gradient pass."""
     return False
 
 

@@ -50,8 +50,8 @@ def told_by_rank_0[T](work: Callable[[], T]) -> T:
 def gather_from_all[T](value: T) -> list[T]:
     """Return the ``value`` of every rank, by global rank. Collective over the world.
 
-    A rank that runs alone stands for all: right for what all ranks have in common, and wrong for
-    the sizes of their stages.
+    A rank that runs alone in a rehearsal gets its own value for all ranks. This is right for a
+    value that all ranks have in common, and wrong for the sizes of their stages.
     """
     if is_alone():
         return [value] * dist.get_world_size()

@@ -56,8 +56,7 @@ class Call(StepCall):
 
     @property
     def varies_by(self) -> str | None:
-        """Setting, in words, that hides message shapes until messages arrive; None if shapes are
-        known.
+        """Settings because of which message shapes are not known in advance; None if known.
 
         With several chunks per rank Megatron uses ``seq_length`` and ignores
         ``decoder_seq_length``; with one chunk it uses ``decoder_seq_length``. If they differ, the

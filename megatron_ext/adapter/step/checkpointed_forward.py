@@ -62,13 +62,13 @@ def checkpointing(is_quantised: bool) -> Iterator[RandomStates]:
 
 
 class CheckpointedCall(RepeatableCall):
-    """Model call that is run once without gradients in F, and repeated with gradients in R.
+    """Model call that is run without gradients in the forward pass (F), and repeated in R.
 
-    Megatron recomputes layers, and the caller's hooks on the modules around them run once, with
-    gradients. Here the whole stage runs twice. On the stage with the loss (``has_loss``) nothing
-    needs the result of F, so these hooks run in R alone. On other stages the output of F depends on
-    them, and a stage with such hooks runs once, in F, except for its decoder
-    (`recomputed_decoder`).
+    The recompute pass (R) has gradients. Megatron recomputes layers, and the caller's hooks on the
+    modules around them run once, with gradients. Here the whole stage runs twice. On the stage with
+    the loss (``has_loss``) nothing needs the result of F, so these hooks run in R alone. On other
+    stages the output of F depends on them, and a stage with such hooks runs once, in F, except for
+    its decoder (`recomputed_decoder`).
     """
 
     def __init__(

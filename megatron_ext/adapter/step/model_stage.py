@@ -45,8 +45,9 @@ class StepCall:
 class ModelStage:
     """Model chunk during one step, which runs its passes by Megatron's forward and backward steps.
 
-    ``w_is_next``: microbatches whose W the rank runs directly after their I. ``recomputed``:
-    microbatches whose activations are recomputed by a pass R.
+    ``w_is_next``: microbatches whose weight-gradient pass (W) the rank runs directly after their
+    input-gradient pass (I). ``recomputed``: microbatches whose activations are recomputed by a pass
+    R.
     """
 
     _takes_slices = False
@@ -122,7 +123,7 @@ class ModelStage:
     def _forward_but_decoder(
         self, run: Callable[..., Any], microbatch: int, x: Tensor | None, is_first: bool
     ) -> Tensor:
-        """Run F with gradients, except for the decoder, which R recomputes with gradients later."""
+        """Run a forward pass with gradients, except for the decoder, which is recomputed later."""
         decoder = RecomputedDecoder(self._decoder, self._is_quantised)
         with decoder.checkpointed():
             output, tokens = self._run(

@@ -35,8 +35,7 @@ class ParameterGathers:
         self._start(2)
 
     def stage_begins(self, stage: int) -> None:
-        """Start the gathers of the stage after ``stage``, before the first forward pass of
-        ``stage``.
+        """Start the gathers of the next stage before the first forward pass of ``stage``.
 
         If a step restarts, gathers that have started are not repeated.
         """

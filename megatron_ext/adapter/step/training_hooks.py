@@ -135,8 +135,7 @@ class TrainingHooks:
         """
 
     def check_new_program(self, call: Call) -> None:
-        """Refuse a ``call`` that does not work with the feature, before a program is made for
-        it."""
+        """Refuse a ``call`` that does not work with the feature before a program is made for it."""
 
     def before_evaluation(self) -> None:
         """Called before an evaluation begins."""

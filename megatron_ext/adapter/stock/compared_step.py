@@ -55,11 +55,13 @@ class FirstStep:
     def run(
         self, call: Call, arguments: Mapping[str, Any], run: Callable[[Call], list[Any]]
     ) -> list[Any]:
-        """Return the result of ``run`` for ``call``; in the first training step compared with
-        Megatron's.
+        """Return the result of ``run`` for ``call``, after a comparison in the first training step.
 
-        ``arguments`` are those for Megatron's own function. The comparison is collective over the
-        world.
+        That step runs under Megatron's own schedule too, and results of both are compared. The
+        comparison is collective over the world.
+
+        Args:
+            arguments: arguments for Megatron's own function.
 
         Raises:
             ValueError: losses or gradients differ.

@@ -18,9 +18,10 @@ from megatron_ext.schedule.kinds import RULES, Where
 
 
 def graphed_passes(row: Sequence[Action]) -> list[Action]:
-    """Return the passes of a rank's ``row`` that run captured modules: F, and I or B.
+    """Return the passes of ``row`` that run modules captured in CUDA graphs.
 
-    A captured module has no separate W.
+    They are forward passes (F), and input-gradient passes (I) or full backward passes (B). A
+    captured module has no separate weight-gradient pass.
     """
     return [
         action
@@ -67,8 +68,10 @@ def check_capture(
 
 
 def _check_graphs(order: Sequence[float], passes: Sequence[Action], stages: Sequence[int]) -> None:
-    """Raise ValueError unless the order captures each pass in its place, as its own
-    microbatch's."""
+    """Raise ValueError unless ``order`` captures a graph for each of ``passes``, in their order.
+
+    Transformer Engine takes the n-th graph of a chunk for the one of microbatch n.
+    """
     for entry in order:
         if entry % 1:
             raise ValueError(

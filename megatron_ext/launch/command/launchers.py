@@ -176,8 +176,7 @@ def _read(words: Sequence[str]) -> Started:
 
 
 def _given(launcher: _Launcher, words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return the flags of ``launcher`` in ``words``, each with its value, and the words that are
-    not its."""
+    """Return the flags of ``launcher`` in ``words`` with their values, and all other words."""
     known = frozenset().union(
         launcher.processes,
         launcher.nodes,

@@ -111,8 +111,8 @@ def _is_of(
 ) -> bool:
     """Return whether a command belongs to ``program``, judged by its words or its script.
 
-    The script counts only if Megatron's arguments have no sizes, since a script of Megatron's may
-    import the program, too.
+    The script counts only if Megatron's arguments give no sizes of a model, since a script of
+    Megatron's may import the program, too.
     """
     if any(re.fullmatch(program.words, word) for word in words):
         return True

@@ -543,7 +543,7 @@ def _check_of_recipe(recipe: BridgeRecipe, args: Any, config: PipelineConfig) ->
 
 
 def _check_watching(report: Report, args: Any, config: PipelineConfig) -> None:
-    """Report that a trace or metrics of Megatron's own step would record nothing, if so."""
+    """Report if a trace or metrics of Megatron's own step would record nothing."""
     from megatron_ext.adapter.stock.stock_order import why_unseen
 
     if not config.watches_stock:

@@ -19,9 +19,11 @@ _NO_RANDOM_ROUNDING = "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"
 
 
 def scale_limits(args: Any, program: Program) -> Iterator[str]:
-    """Yield how numbers under ``program`` differ from stock's because of FP8 or FP4.
+    """Yield sentences on how FP8 or FP4 gives other numbers under ``program`` than under Megatron.
 
-    ``program`` has a schedule of ours; ``args`` are Megatron's arguments.
+    Args:
+        args: Megatron's arguments.
+        program: program of a schedule of ours, compared with Megatron's own schedule.
     """
     placement = program.schedule.placement
     is_v = placement.chunks > 1 and placement.rank_of[0] != 0

@@ -379,7 +379,10 @@ def _settings(request: LaunchRequest) -> PipelineConfig:
 
 
 def _rates(request: LaunchRequest) -> RatesOf | None:
-    """Return the rates of a rank: measured, or from the GPU's data sheet; None for an H100's."""
+    """Return the rates of a rank's GPU, measured or from its data sheet; None for an H100's.
+
+    They depend on the precision.
+    """
     measured = _measured_layers(_settings(request), request)
     if measured is not None:
         return lambda precision: measured.rates

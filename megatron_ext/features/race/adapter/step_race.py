@@ -223,9 +223,10 @@ class StepRace(StepObserver[Step]):
         return self._config.costs.profile is not None and not self._programs.are_measured(shape)
 
     def _at_first(self, shape: BatchShape) -> str:
-        """Return the schedule of steps before the race.
+        """Return the schedule under which steps run before the race.
 
-        Costs are measured under one that splits off W, if the race has one.
+        If the first steps measure costs, it is a schedule that splits off weight gradients, if the
+        race has one.
         """
         splitting = [
             spec

@@ -30,8 +30,7 @@ def attend_to_prompts(
     packed_seq_params: PackedSeqParams | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Run TEDotProductAttention's forward; in a row with shared prompts, answers attend to
-    prompts."""
+    """Run TEDotProductAttention's forward, with attention of answers to prompts they share."""
     given = attention_mask, attn_mask_type, attention_bias, packed_seq_params
     if not isinstance(packed_seq_params, SharedPromptParams):
         return original(layer, query, key, value, *given, **kwargs)

@@ -23,8 +23,10 @@ class _LengthOfRow(int):
 
 
 def carry_positions(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-    """Return RotaryEmbedding's length by ``original``, with the positions of a row with shared
-    prompts."""
+    """Return the length by RotaryEmbedding's ``original``, with positions of a row with prompts.
+
+    For a row in which answers share prompts, the length carries the position of each token.
+    """
     length = original(*args, **kwargs)
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, SharedPromptParams) and argument.shared is not None:
@@ -36,9 +38,9 @@ def carry_positions(original: Callable[..., int], *args: Any, **kwargs: Any) -> 
 def take_positions(
     original: Callable[..., Any], embedding: Any, length: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return rotary frequencies by ``original``; of a row with shared prompts, those of its tokens.
+    """Return rotary frequencies by ``original``, for a row with shared prompts one for each token.
 
-    ``length`` then has the tokens' positions.
+    The ``length`` of such a row carries the positions of its tokens.
     """
     if not isinstance(length, _LengthOfRow):
         return original(embedding, length, *args, **kwargs)

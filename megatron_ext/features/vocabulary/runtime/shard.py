@@ -90,8 +90,7 @@ def add_embedding_gradient(shard: VocabularyShard, tokens: Tensor, gradient: Ten
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits and other tensors of a microbatch, stored from pass S (logits) to pass SW (W of the
-    rows).
+    """Logits and other tensors of a microbatch, stored from pass S to pass SW.
 
     Attributes:
         hidden_states: output of the last stage.
@@ -99,8 +98,8 @@ class Logits:
         logits: [s, b, rows], in the weights' type.
         statistics: softmax statistics of this shard, [3, s, b]: largest logit, sum of exp(logit -
             largest), logit of the label (0 if its row is in another shard).
-        early: variant 2, from S to SI: P' W without the labels' rows, with P' the softmax over this
-            shard's rows.
+        early: variant 2, until the gradient by the hidden states (SI): P' W without the labels'
+            rows, with P' the softmax over this shard's rows.
     """
 
     hidden_states: Tensor

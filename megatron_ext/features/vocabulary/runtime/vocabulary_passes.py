@@ -39,8 +39,10 @@ class VocabularyEnds(Protocol):
     """Data that vocabulary passes exchange with the model's first and last stage."""
 
     def tokens(self, microbatch: int) -> Tensor:
-        """Begin the forward step on the first stage's rank, before F; return the tokens, int64 [b,
-        s]."""
+        """Begin the forward step of the first stage, before its pass F, and return the tokens.
+
+        They are int64 [b, s]. The call is on the rank of the first stage.
+        """
 
     def labels(self, microbatch: int) -> Tensor:
         """Return the labels, int64 [b, s], on the last stage's rank, after its F."""

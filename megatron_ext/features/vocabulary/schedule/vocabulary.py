@@ -40,9 +40,10 @@ _Times = dict[tuple[int, Kind, int], float]
 def divide_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has compute actions only, with vocabulary passes and collectives.
 
-    An interval is F, B (or I and W), S, SI and SW of one microbatch. The backward passes come one
-    interval later than in the original schedule, or two intervals with variant 1, which has two
-    collectives in sequence.
+    An interval is the time of one microbatch's forward pass (F), backward pass (B, or I and W), and
+    passes of the output layer: logits (S), input gradient (SI) and weight gradient (SW). The
+    backward passes come one interval later than in the original schedule, or two intervals with
+    variant 1, which has two collectives in sequence.
 
     The transform works on any compute schedule. It takes the start times of the schedule's passes
     and
@@ -131,9 +132,11 @@ def _vocabulary_times(
 ) -> Iterator[tuple[Kind, float]]:
     """Yield the kinds of vocabulary passes of a microbatch, with their start times.
 
-    SI comes halfway between S and the last stage's backward pass, SW half an interval later. (No
-    other position that was tried makes a step shorter by more than 1 %.) The broadcast before S
-    spans all links, and takes the mean of their messages, as every collective does (`Costs.of`).
+    The logits' pass S comes before the last stage's backward pass. The pass of the gradient by
+    hidden states (SI) comes halfway between S and that backward pass, and the pass of the rows'
+    weight gradients (SW) half an interval later. (No other position that was tried makes a step
+    shorter by more than 1 %.) The broadcast before S spans all links, and takes the mean of their
+    messages, as every collective does (`Costs.of`).
     """
     last = placement.last
     embeddings = starts[0, Kind.FORWARD, microbatch] - interval

@@ -102,10 +102,11 @@ class _Linear:
 class _WeightGradient:
     """Gradient of a layer's weight, computed later from its input and its output's gradient.
 
-    With sequence parallelism only this rank's part of the input is stored, and W gathers the whole
-    input during the previous product. Since the weight is not in the graph, data-parallel hooks on
-    it do not fire in I; W adds to ``main_grad`` itself, with Megatron's fused kernel if Megatron
-    would use it, and the reduction starts after the chunk's last W.
+    With sequence parallelism only this rank's part of the input is stored, and the weight-gradient
+    pass (W) gathers the whole input during the previous product. Since the weight is not in the
+    graph, data-parallel hooks on it do not fire in the input-gradient pass; W adds to ``main_grad``
+    itself, with Megatron's fused kernel if Megatron would use it, and the reduction starts after
+    the chunk's last W.
     """
 
     def __init__(self, linear: _Linear, x: Tensor, dy: Tensor) -> None:

@@ -91,7 +91,7 @@ _IN_USERBUFFERS = ("ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_ag_dgrad", "ub_
 
 
 def _reduces(module: Any) -> bool:
-    """Return whether the reduction of its input's gradient is running when ``module`` puts."""
+    """Return whether ``module`` puts its weight gradient while its input's gradient is reduced."""
     if getattr(module, "ub_overlap_rs_dgrad", False):
         return False  # the product includes the reduction, which has ended
     return getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
@@ -103,8 +103,11 @@ def _lies_in_userbuffers(store: Any) -> bool:
 
 
 def remember_module(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``original``, which begins each forward pass of ``module``, and remember the store's
-    module."""
+    """Run ``original``, which begins a forward pass of ``module``.
+
+    The module is noted as the owner of its ``wgrad_store``, Transformer Engine's store of deferred
+    weight gradients.
+    """
     store = getattr(module, "wgrad_store", None)
     if queue.splitting and store is not None:
         _module_of[store] = weakref.ref(module)
@@ -116,9 +119,10 @@ def put(
 ) -> None:
     """Put a module's weight gradient, ``function(*tensors)``, into our queue.
 
-    Nothing is copied: in FP8 the queue stores what I has quantised, and fused accumulation stays
-    part of the GEMM. A column-parallel layer puts its gradient while the reduction of its input's
-    gradient runs, and then waits for the reduction: the queue's computation in between hides it.
+    Nothing is copied: in FP8 the queue stores the operands that the input-gradient pass has
+    quantised, and fused accumulation stays part of the GEMM. A column-parallel layer puts its
+    gradient while the reduction of its input's gradient runs, and then waits for the reduction: the
+    queue's computation in between hides it.
 
     ``tensors`` are the layer's input and its output's gradient. For a GroupedLinear they are lists,
     and a third list has the tensors to which ``function`` writes the weights' gradients.
@@ -197,8 +201,11 @@ def _in_parts(module: Any, x: Any, dy: Any) -> tuple[Any, Any]:
 
 
 def _comes_at_once(store: Any) -> bool:
-    """Return whether the gradients of weights and biases of the store's module are computed in
-    I."""
+    """Return whether the store's module computes gradients of weights and biases in I.
+
+    I is the pass of the input gradient. Otherwise these gradients wait for the weight-gradient pass
+    (W).
+    """
     module = _remembered(store)
     if module is None:
         return False
@@ -260,11 +267,11 @@ def _make_grouped(
 
 
 def _taken_back(outputs: list[Tensor]) -> Callable[[], list[Tensor]]:
-    """Empty ``outputs``, a GroupedLinear's unwritten gradients; return a function that allocates
-    them.
+    """Empty ``outputs``, unwritten gradients, and return a function that allocates them.
 
-    The same list goes to autograd next, which would add its contents to the weights' gradients; and
-    the tensors would take as much memory as the weights from I to W.
+    They are the weight gradients of a GroupedLinear. The same list goes to autograd next, which
+    would add its contents to the weights' gradients; and from the input-gradient pass (I) to the
+    weight-gradient pass (W) the tensors would take as much memory as the weights.
     """
     shape, dtype, device = outputs[0].shape, outputs[0].dtype, outputs[0].device
     count = len(outputs)
@@ -306,8 +313,10 @@ def _add_before(
 
 
 def _contribution(parameter: Tensor, gradient: Contribution) -> Contribution:
-    """Return ``gradient`` as autograd would add it; None for a bias's gradient that was computed in
-    I."""
+    """Return ``gradient`` as autograd would add it; None if there is nothing to add.
+
+    Nothing is added for a bias whose gradient was computed in the input-gradient pass (I).
+    """
     if gradient is None or not gradient.numel() or not parameter.requires_grad:
         return None
     return gradient.to(parameter.dtype)

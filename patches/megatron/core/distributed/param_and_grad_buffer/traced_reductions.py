@@ -11,7 +11,7 @@ from megatron_ext.patches.engine import Patch, expect
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return what a trace expects of Megatron's reductions."""
+    """Return expectations of Megatron's gradient reductions, on which a trace relies."""
     return (
         expect(
             "megatron.core.distributed.param_and_grad_buffer:"
