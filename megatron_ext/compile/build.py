@@ -103,7 +103,7 @@ def complete(schedule: Schedule, problem: Problem) -> Program:
 
 @dataclass(frozen=True)
 class _Construction(Construction):
-    """Construction of a program whose parts are the functions of this file."""
+    """Construction of a program for a ``problem``, by the functions of this module."""
 
     @override
     def passes(self, limit: MemoryLimit | None) -> Schedule:

@@ -196,10 +196,11 @@ def metrics_of(ranks: Sequence[RankSums], predicted: Timeline, *, overlap: bool)
 def _begins(schedule: Schedule, ranks: Sequence[RankSums]) -> list[float]:
     """Return the start of each rank's first pass, by the clock of the first stage's rank.
 
-    Messages bound the offset between two ranks: F of a stage ends before that of the next stage
-    begins, and its I begins after that one's has ended. The middle between the bounds is used; if
-    both ranks waited, the bounds are two messages apart. A stage with forward passes alone receives
-    nothing back; the only bound is used there.
+    Messages bound the offset between the clocks of two ranks: F of a stage ends before F of the
+    next stage begins, and I of the stage begins after I of the next stage has ended. The middle
+    between the bounds is used. If both ranks waited, the bounds are two messages apart. A stage
+    with forward passes alone receives nothing back, so it has only one bound, which is used as it
+    is.
     """
     placement = schedule.placement
     sends_back = {

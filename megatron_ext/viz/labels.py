@@ -56,7 +56,7 @@ def label_points(axes: Axes, labels: Mapping[Point, str], lines: Sequence[Sequen
 
 
 def _places() -> Iterator[Point]:
-    """Return positions to try for a label, in points from the point that it names."""
+    """Return positions to try for a label, in typographic points from the point that it names."""
     for distance in _DISTANCES:
         for right, up in ((1, 0), (1, 1), (0, 1), (1, -1), (0, -1), (-1, 0), (-1, 1), (-1, -1)):
             yield distance * right, distance * up
@@ -85,7 +85,7 @@ def _size_of(axes: Axes, label: str) -> Point:
 
 
 def _box(axes: Axes, point: Point, place: Point, width: float, height: float) -> Frame:
-    """Return the pixel box of a label at its ``place``, in points from ``point``."""
+    """Return the frame of a label in pixels; ``place`` is in typographic points from ``point``."""
     pixels = axes.get_figure().dpi / 72  # type: ignore[union-attr]
     x, y = axes.transData.transform(point) + np.array(place) * pixels
     left = x - (1 - np.sign(place[0])) / 2 * width

@@ -116,7 +116,7 @@ class _Clock:
 
 
 def slow_after_waits(seconds: float) -> None:
-    """Let passes of this rank take ``seconds`` longer after a wait."""
+    """Let passes of this rank take ``seconds`` longer after the rank has waited."""
     _clock.slower_after_wait = seconds
 
 

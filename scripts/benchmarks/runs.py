@@ -227,7 +227,7 @@ def _measured(steps: Sequence[_Steps], stock: float) -> BenchResult:
 
 
 def _launch(setting: Setting) -> _Launch:
-    """Fork the ranks, let them run every contender, and return what rank 0 gathered."""
+    """Fork the ranks, let them run every contender, and return the results from rank 0."""
     return on_forked_ranks(setting.ranks, partial(_contend, setting), _without_gpu)
 
 

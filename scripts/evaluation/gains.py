@@ -34,7 +34,7 @@ class StepRatio:
 
     @property
     def error(self) -> float:
-        """The predicted ratio over the measured one, less 1."""
+        """The predicted ratio divided by the measured one, less 1."""
         return self.predicted / self.measured - 1
 
     @property
