@@ -41,7 +41,10 @@ def as_stock_runs(schedule: Schedule, executor: StockExecutor) -> tuple[Schedule
 
     The second result is the graph of waits. Return None if Megatron's loops do not have the
     schedule's order of passes: overlapping changed the order, or the microbatches of a group (those
-    that go through a chunk before the next chunk) are fewer than the ranks.
+    that go through a chunk before the next chunk) are fewer than the ranks. Overlapping has changed
+    the order too if the ranks would wait for each other: a stage without experts gains nothing by
+    it, so its rank has one forward pass fewer in its warm-up than the others, which all of
+    Megatron's ranks have in common.
     """
     placement, rows = schedule.placement, schedule.compute_rows
     if placement.chunks > 1 and _smallest_group(rows[0], placement) < placement.ranks:
@@ -58,7 +61,10 @@ def as_stock_runs(schedule: Schedule, executor: StockExecutor) -> tuple[Schedule
         assert schedule.pairs, f"{schedule.name} has not stock's order of passes"
         return None
     is_alone = placement.chunks > 1 and executor.overlaps
-    return made, _graph(made, programs, are_posted_alone=is_alone)
+    graph = _graph(made, programs, are_posted_alone=is_alone)
+    if schedule.pairs and graph.stuck:
+        return None
+    return made, graph
 
 
 def stock_pass_graph(schedule: Schedule, costs: Costs, executor: StockExecutor) -> PassGraph | None:

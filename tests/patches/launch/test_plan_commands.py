@@ -263,7 +263,7 @@ def _check_what_plan_prints(command: list[str], gpu: str = "h100") -> None:
     assert bool(ours) <= bool(launch.installs) and len(ours) <= 1
     (change,) = (row for row in text if row.startswith("verdict:"))
     if ours:
-        (spec,) = re.findall(r"--pipeline-schedule (\S+)", change)
+        (spec,) = re.findall(r"--pipeline-schedule ([^\s,]+)", change)
         assert found.prediction is not None
         assert spec.partition(":")[0] == found.prediction.schedule.partition(":")[0]
 

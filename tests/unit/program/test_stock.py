@@ -18,11 +18,12 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.long_step import simulate_step
 from megatron_ext.compile.output_layer import place_output_layer
 from megatron_ext.compile.program.simulate import simulate, simulate_steps, step_seconds
+from megatron_ext.compile.program.stock_messages import as_stock_runs
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.gpus import LAUNCH
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts
+from megatron_ext.schedule.costs import Costs, LinkCosts, OverlapCosts, PassCosts
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.problem import Problem, ScheduleOptions
 from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR, StockExecutor
@@ -113,6 +114,23 @@ def test_overlapped_passes_run_as_one_under_megatron_too() -> None:
         made = program("interleaved:vpp=2", of, executor)
         assert made.schedule.pairs
         assert simulate(made, of.costs).makespan == makespan("interleaved:vpp=2", of, None)
+
+
+def test_stages_that_gain_nothing_by_overlapping_do_not_block_megatrons_step() -> None:
+    """Stages without experts gain nothing by overlapping, so their ranks overlapped other passes
+    than the rest. In Megatron's order of messages the ranks then waited for each other: the step
+    was simulated as 0 s, and ``plan`` of two public recipes ended with "a deadlock"."""
+    of = problem("interleaved:vpp=2", 3, 3, "f=20/2/10/2/10/10,i=20/2/10/2/10/10,w=8,comm=1")
+    gains = [stage not in (1, 3) for stage in range(6)]
+    savings = tuple(tuple(float(one and other) for other in gains) for one in gains)
+    kinds = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)
+    costs = replace(of.costs, overlap=OverlapCosts(dict.fromkeys(kinds, savings)))
+    of = replace(of, costs=costs).with_options(pairs=True)
+    for executor in (OVERLAPS, AT_ENDS):
+        made = program("interleaved:vpp=2", of, executor)
+        assert made.schedule.pairs
+        assert as_stock_runs(made.schedule, executor) is None
+        assert simulate(made, costs).makespan == makespan("interleaved:vpp=2", of, None) > 0
 
 
 @pytest.mark.parametrize("executor", [OVERLAPS, AT_ENDS, WAITS])
