@@ -106,7 +106,7 @@ def install(
             (the most costly microbatches in the middle), which shortens the waits of all schedules,
             Megatron's too.
         deal_microbatches (bool): Deal the microbatches of the global batch to data-parallel
-            replicas by their cost, so that all replicas take about as long.
+            replicas by their cost, so that all replicas take about the same time.
         microbatch_weights (str): Costs of samples, by which microbatches are ordered and dealt: a
             numpy array of positive numbers, indexed as the training data set is.
         report_split (bool): After the first step, print the share of the weight gradients that are
@@ -116,8 +116,8 @@ def install(
         trace (str): Write DIR/trace.json for Perfetto: measured and predicted times of each pass,
             for the pipeline (data-parallel replica) with the last global rank.
         trace_iters (str): Training iterations to trace: A to B-1, as Megatron's log counts them.
-        race (str): Schedules to time against a baseline, and against each other, in turns of a few
-            iterations of this training, whose numbers do not change.
+        race (str): Schedules to time against a plain schedule (the baseline) and against each
+            other, in turns of a few iterations of this training, whose numbers do not change.
         race_then (str): Schedule under which the training goes on after a race: the fastest one
             with winner (the default), the baseline with report.
         shared_prompts (str): Prompts that several answers of a microbatch share: none (the

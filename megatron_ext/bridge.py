@@ -220,8 +220,9 @@ def _refuse_arrangement(config: Any, model: Any, ours: PipelineConfig) -> None:
     is_packed = kind == "batch" and getattr(dataset, "enable_offline_packing", False)
     if kind == "batch" and not is_packed:
         raise ValueError(
-            "microbatch_order, deal_microbatches: a step's samples are padded to one length, and "
-            "all cost the same; set dataset.enable_offline_packing, or drop the settings"
+            "microbatch_order, deal_microbatches: without offline packing Megatron-Bridge pads "
+            "the samples of a step to one length, so all microbatches cost the same; set "
+            "dataset.enable_offline_packing, or drop these settings"
         )
     args = SimpleNamespace(
         dataloader_type="single" if is_packed else kind,

@@ -290,8 +290,8 @@ class PipelineConfig:
                 if not is_on_stock(declared[name]):
                     raise ValueError(
                         f"{flag_with_value(name, value)} is given without {flag('schedule')}: the "
-                        f"flag acts on a schedule of ours only; add {flag('schedule')}, or drop "
-                        f"{flag(name)}"
+                        f"flag acts only on a schedule of megatron_ext; add {flag('schedule')}, "
+                        f"or drop {flag(name)}"
                     )
         parsed = {n: declared[n].metadata["parse"](n, value) for n, value in given.items()}
         if not _is_chosen_later(parsed.get("schedule")):
@@ -309,8 +309,8 @@ class PipelineConfig:
         self._check_features(on_stock=False)
         if self.recompute.fit and self.memory_limit is None:
             raise ValueError(
-                f"{flag('recompute')} {self.recompute} has nothing to fit into: add "
-                f"{flag('memory_limit')}, or write first:N"
+                f"{flag('recompute')} {self.recompute} recomputes as much as a memory limit "
+                f"requires, and there is none: add {flag('memory_limit')}, or write first:N"
             )
         if (conflict := self.options.conflict) is not None:
             first, second = map(setting_of, conflict.options)
@@ -384,9 +384,9 @@ class PipelineConfig:
         if self.is_chosen_later:
             tells = PLAN if self.schedule == PLAN else f"simulate {self.schedule}"
             raise ValueError(
-                f"the schedule {self.schedule!r} is chosen from a launch command: launch as "
-                f"python -m megatron_ext SCRIPT ..., or write the name of a schedule; "
-                f"'megatron-ext {tells}' says which"
+                f"the schedule {self.schedule!r} is chosen for a launch command, and this process "
+                "has none: launch by python -m megatron_ext SCRIPT ..., or write the name of a "
+                f"schedule, which 'megatron-ext {tells}' finds"
             )
         return choose(self.schedule)
 

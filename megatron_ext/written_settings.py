@@ -145,7 +145,7 @@ def given_in_environment(
     values = _variables(env)
     for name in _unknown_variables(env):
         if meant := _meant(name):
-            raise ValueError(f"{name} is no setting: {meant}")
+            raise ValueError(f"{name} is not a setting: {meant}")
     added: dict[str, str | bool] = {
         name: value for name, value in values.items() if value and name not in written
     }
@@ -177,7 +177,7 @@ def from_environment(env: Mapping[str, str]) -> PipelineConfig:
     for name in _unknown_variables(env):
         known = ", ".join(map(variable, _settings()))
         raise ValueError(
-            f"{name} is no setting: {_meant(name) or f'write one of the settings {known}'}"
+            f"{name} is not a setting: {_meant(name) or f'write one of the settings {known}'}"
         )
     values = _variables(env)
     settings = _settings()
@@ -190,7 +190,9 @@ def from_environment(env: Mapping[str, str]) -> PipelineConfig:
     try:
         return PipelineConfig.parse(**values)
     except ValueError as error:
-        raise ValueError(f"in {VARIABLES}* (--pipeline-x is {variable('x')}): {error}") from error
+        raise ValueError(
+            f"in the variables {VARIABLES}* ({variable('x')} stands for --pipeline-x): {error}"
+        ) from error
 
 
 def _settings() -> dict[str, Field[Any]]:

@@ -380,23 +380,27 @@ def patches() -> tuple[Patch, ...]:
             replace(
                 f"torch.cuda:{name}",
                 meaning,
-                reason="torch.cuda's name has a meaning on the CPU",
+                reason="this function of torch.cuda has a counterpart on the CPU",
             )
             for name, meaning in _cuda_names().items()
         ),
         *(
-            wrap(f"torch:{factory}", _on_cpu, reason="Megatron writes device='cuda'")
+            wrap(
+                f"torch:{factory}",
+                _on_cpu,
+                reason="Megatron writes device='cuda', and there is no such device",
+            )
             for factory in ("tensor", "zeros", "ones", "empty", "empty_like", "rand")
         ),
         replace(
             "torch:Tensor.cuda",
             lambda tensor, *args, **kwargs: tensor,
-            reason="on the CPU a tensor is on its device already",
+            reason="Megatron moves tensors to the GPU by cuda(), and without a GPU they stay",
         ),
         replace(
             "torch:Tensor.record_stream",
             lambda tensor, stream: None,
-            reason="overlapped passes say which streams read a tensor; the CPU has none",
+            reason="overlapped passes record the streams that read a tensor; the CPU has none",
         ),
         wrap(
             "torch:Tensor.type",
@@ -411,12 +415,12 @@ def patches() -> tuple[Patch, ...]:
         wrap(
             "torch.utils.data:DataLoader.__init__",
             _data_loader,
-            reason="a loader seeds itself from dropout's generator: a resumed run would drift",
+            reason="a loader draws seeds from dropout's generator, so a resumed run would differ",
         ),
         replace(
             "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
             lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
-            reason="Megatron's function uses torch.cuda.default_generators",
+            reason="Megatron sets the state of torch.cuda.default_generators, which the CPU lacks",
             signature="(new_state, device=-1, graph_safe=False)",
         ),
         wrap(
@@ -427,7 +431,7 @@ def patches() -> tuple[Patch, ...]:
         replace(
             "megatron.training.utils.common_utils:get_device_arch_version",
             lambda: 10,
-            reason="version 10 and later do not need CUDA_DEVICE_MAX_CONNECTIONS",
+            reason="from architecture version 10 on Megatron needs no CUDA_DEVICE_MAX_CONNECTIONS",
         ),
         wrap(
             "megatron.core.datasets.utils:compile_helpers",
@@ -439,7 +443,7 @@ def patches() -> tuple[Patch, ...]:
             "megatron.core.dist_checkpointing.strategies.async_utils:"
             "PersistentAsyncCaller.async_loop",
             checkpoint_writer,
-            reason="the process that writes checkpoints uses a GPU too",
+            reason="the process that writes checkpoints needs the CPU's stand-ins for CUDA, too",
         ),
         wrap(
             "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
@@ -455,7 +459,7 @@ def patches() -> tuple[Patch, ...]:
         wrap(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             _norm,
-            reason="torch's norms refuse sequence parallelism, which only needs a mark",
+            reason="torch's norms refuse sequence parallelism, which needs only an attribute",
         ),
         wrap(
             "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:"
@@ -467,25 +471,25 @@ def patches() -> tuple[Patch, ...]:
         wrap(
             "torch.distributed.distributed_c10d:_coalescing_manager",
             _single_gathers,
-            reason="two coalesced gathers of a gloo group at once corrupt memory (torch 2.14)",
+            reason="two concurrent coalesced gathers of a gloo group corrupt memory (torch 2.14)",
             signature="(group=None, device=None, async_ops=False)",
         ),
         wrap(
             "megatron.core.distributed.distributed_data_parallel:"
             "DistributedDataParallel.start_param_sync",
             _experts_after_their_step,
-            reason="a gather of gloo writes back parameters from before the experts' step",
+            reason="a gather of gloo would write back the experts' parameters before their step",
             signature="(self, *unused, force_sync=False, force_dispatch=False)",
         ),
         wrap(
             f"{_DISTRIBUTED_OPTIMIZER}.__init__",
             _counted_steps,
-            reason="torch's AdamW counts no steps on a rank without parameters of its kind",
+            reason="torch's AdamW counts no steps on a rank that has none of its parameters",
         ),
         wrap(
             f"{_DISTRIBUTED_OPTIMIZER}.state_dict",
             _begun_states,
-            reason="Megatron asserts that torch's AdamW has stepped before it loads states",
+            reason="Megatron asserts that torch's AdamW has taken a step before states are loaded",
             signature="(self)",
         ),
         wrap(

@@ -184,7 +184,10 @@ def resolve(target: str) -> Target:
     elif isinstance(owner, types.ModuleType):
         raw = vars(owner).get(name, original)
     else:
-        raise PatchError(f"{target} is an attribute of a {type(owner).__name__}, not of a module")
+        raise PatchError(
+            f"{target} is an attribute of a {type(owner).__name__}; only attributes of modules "
+            "and classes can be patched"
+        )
     if isinstance(raw, classmethod):
         original = raw.__func__
     return Target(owner, name, original, raw)

@@ -55,7 +55,9 @@ class Feature:
             modules = [importlib.import_module(f"{package}.{name}") for name in self.modules]
         except Exception as error:  # a module may raise anything while it is imported
             reason = f"{type(error).__name__}: {error}"
-            raise PatchError(f"{self.name}: what its patches need is missing: {reason}") from error
+            raise PatchError(
+                f"{self.name}: something that its patches import is missing: {reason}"
+            ) from error
         return [patch for module in modules for patch in module.patches(config)]
 
 

@@ -94,8 +94,8 @@ def _allowed(text: str) -> tuple[str, ...]:
     for entry in entries:
         if not _ENTRY.fullmatch(entry):
             raise ValueError(
-                f"{ALLOW_UNKNOWN}: {entry!r} is no TARGET@DIGEST; 'megatron-ext doctor' prints "
-                f"what to write, for each source that it does not know"
+                f"{ALLOW_UNKNOWN}: {entry!r} is not TARGET@DIGEST; 'megatron-ext doctor' prints "
+                "the entry to write for each source that it does not know"
             )
     return entries
 

@@ -76,8 +76,8 @@ def refuse_unserved(args: Namespace) -> None:
         value = getattr(args, name, default)
         if value != default:
             raise ValueError(
-                f"--{name.replace('_', '-')} {value}: scripts/pretrain_gpt.py trains a GPT "
-                "without it; use the pretrain_gpt.py of Megatron-LM, or leave the flag out"
+                f"--{name.replace('_', '-')} {value}: scripts/pretrain_gpt.py trains a GPT model "
+                "without this option; use Megatron-LM's pretrain_gpt.py, or drop the option"
             )
 
 

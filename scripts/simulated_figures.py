@@ -95,7 +95,10 @@ class SimulatedSentence:
         pattern = r"([\d.]*\d)".join(map(r"\s+".join, words))
         found = list(re.finditer(pattern, page))
         if len(found) != 1:
-            raise ValueError(f"{self.page} has the sentence {self.words!r} {len(found)} times")
+            raise ValueError(
+                f"{self.page} must have the sentence {self.words!r} once, and has it {len(found)} "
+                "times"
+            )
         figures = self.figures()
         for number in range(len(figures), 0, -1):
             start, end = found[0].span(number)
@@ -532,8 +535,10 @@ FIGURES: tuple[SimulatedTable | SimulatedSentence, ...] = (
 
 def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("pages", nargs="*", metavar="PAGE", help="docs/pairs.md; default: all")
-    parser.add_argument("--quick", action="store_true", help="omit what searches")
+    parser.add_argument(
+        "pages", nargs="*", metavar="PAGE", help="pages such as docs/pairs.md; default: all"
+    )
+    parser.add_argument("--quick", action="store_true", help="omit figures that need a search")
     given = parser.parse_args(words)
     for one in FIGURES:
         if (given.pages and one.page not in given.pages) or (given.quick and one.is_slow):

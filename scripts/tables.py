@@ -38,7 +38,7 @@ def _divided(page: str, name: str) -> tuple[str, str, str]:
     """
     begin, end = _markers(name)
     if page.count(begin) != 1 or page.count(end) != 1:
-        raise ValueError(f"the page needs the marks {begin} and {end}, once each")
+        raise ValueError(f"the page must have each of the marks {begin} and {end} once")
     before, rest = page.split(begin)
     between, after = rest.split(end)
     return before, between, after

@@ -66,7 +66,9 @@ class Block:
 def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", default=PAGES)
-    parser.add_argument("--quick", action="store_true", help="leave slow outputs as they stand")
+    parser.add_argument(
+        "--quick", action="store_true", help="leave outputs of slow commands as they are"
+    )
     arguments = parser.parse_args(words)
     if not arguments.quick and RECIPES in arguments.pages:
         command = [sys.executable, "-m", "scripts.evaluation", "recipes"]

@@ -77,8 +77,9 @@ def _divided(pattern: str, args: Any, resolved: ResolvedSpec) -> str:
     for name in ENDS:
         if getattr(args, name) is not None:
             raise ValueError(
-                f"drop {argument_flag(name)}: with --pipeline-schedule {resolved.spec} say by "
-                f"{SEGMENT_END} in --hybrid-layer-pattern where stages end: '{divided}'"
+                f"{argument_flag(name)}: --pipeline-schedule {resolved.spec} takes the ends of "
+                f"stages from --hybrid-layer-pattern alone; drop {argument_flag(name)}, and mark "
+                f"the ends of stages by {SEGMENT_END}, as in --hybrid-layer-pattern '{divided}'"
             )
     return divided + slash + depths
 
@@ -121,8 +122,8 @@ def _check_evaluation(args: Any, config: PipelineConfig) -> None:
         place_output_layer(resolved, evaluation)
     except ValueError as error:
         raise ValueError(
-            f"an evaluation of {counted(microbatches, 'microbatch')} "
-            f"(--eval-global-batch-size {args.eval_global_batch_size}): {error}"
+            f"--eval-global-batch-size {args.eval_global_batch_size}: the schedule cannot run "
+            f"evaluations of {counted(microbatches, 'microbatch')}: {error}"
         ) from error
 
 
@@ -340,7 +341,8 @@ def _refuse_checkpoints_of_one_placement(args: Any, placement: Placement) -> Non
     saves = args.use_distributed_optimizer and args.save and not args.no_save_optim
     if saves and not args.dist_ckpt_optim_fully_reshardable:
         raise ValueError(
-            f"the stages are on ranks {list(placement.rank_of)}, and under another schedule the "
-            f"optimizer states of a checkpoint would go to the wrong stages: add "
-            f"--dist-ckpt-optim-fully-reshardable"
+            "--use-distributed-optimizer: this schedule puts stages on ranks "
+            f"{list(placement.rank_of)}, and optimizer states of its checkpoints would go to the "
+            "wrong stages under a schedule that puts stages on other ranks: add "
+            "--dist-ckpt-optim-fully-reshardable"
         )

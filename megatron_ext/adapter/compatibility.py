@@ -124,10 +124,10 @@ def _refuse_first_weight_gradient(schedule: Schedule) -> None:
         begun = forwards[stage][0].microbatch
         if first.microbatch != begun:
             raise ValueError(
-                f"{schedule.name} begins stage {stage}'s weight gradients with {first}, and "
-                f"Transformer Engine writes those of its first forward pass, of microbatch "
-                f"{begun}, over the sum so far: put them first, or add "
-                f"--no-gradient-accumulation-fusion"
+                f"{schedule.name}: its first weight gradient on stage {stage} is {first}; "
+                "Transformer Engine overwrites the sum of weight gradients with that of the "
+                f"stage's first forward pass, which is of microbatch {begun}: run the weight "
+                f"gradient of microbatch {begun} first, or add --no-gradient-accumulation-fusion"
             )
 
 
@@ -142,10 +142,10 @@ def _refuse_recompute_order(schedule: Schedule) -> None:
         for forward, backward in zip(forwards[stage], backwards, strict=True):
             if forward.microbatch != backward.microbatch:
                 raise ValueError(
-                    f"{schedule.name} runs {backward} before the backward pass of {forward}, and "
-                    f"with --fp8-recipe delayed Transformer Engine recomputes passes with FP8 "
+                    f"{schedule.name}: {backward} runs before the backward pass of {forward}; "
+                    "with --fp8-recipe delayed Transformer Engine recomputes passes with FP8 "
                     f"scales in the order of stage {stage}'s forward passes: run backward passes "
-                    f"in that order, write another recipe, or recompute nothing"
+                    "in that order, write another recipe, or drop --recompute-granularity"
                 )
 
 
@@ -172,11 +172,12 @@ def _refuse_placement(resolved: ResolvedSpec, placement: Placement) -> None:
     if len(set(counts)) > 1:
         raise ValueError(
             f"--pipeline-schedule {resolved.spec} puts {counts} stages on its ranks: Megatron "
-            f"requires the same number on every rank; give each rank as many in the file"
+            "requires the same number on every rank; give each rank the same number in the "
+            "schedule file"
         )
     if placement.rank_of[-1] != placement.ranks - 1:
         raise ValueError(
             f"--pipeline-schedule {resolved.spec} puts the last stage on pipeline rank "
             f"{placement.rank_of[-1]}, and Megatron looks for the loss on the last rank, "
-            f"{placement.ranks - 1}: renumber the ranks in the file"
+            f"{placement.ranks - 1}: renumber the ranks in the schedule file"
         )

@@ -135,7 +135,10 @@ class _Frequency:
         value = getattr(args, self.setting)
         flag = argument_flag(self.setting)
         if value == 0:
-            raise ValueError(f"{flag} 0: a layer in zero cannot be counted; write 1 or more")
+            raise ValueError(
+                f"{flag} 0: the frequency means one layer in so many, and there is no layer in "
+                "zero; write 1 or more"
+            )
         if not isinstance(value, list):
             return
         layers = args.num_layers

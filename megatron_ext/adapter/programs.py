@@ -305,10 +305,10 @@ class Programs:
         for stage, chunk in zip(stages[pipeline.rank()], models, strict=True):
             if stage < first and is_trained(chunk):
                 raise ValueError(
-                    f"stage {stage} has parameters that require a gradient now, and in the first "
-                    f"step nothing before stage {first} did, so no backward pass runs there: "
-                    "let some parameter of stage 0 require a gradient from the first step on, or "
-                    "start a new training"
+                    f"stage {stage} has parameters that require a gradient now, but in the first "
+                    f"step no stage before stage {first} had any, so the schedule runs no "
+                    f"backward pass on stage {stage}: let some parameter of stage 0 require a "
+                    "gradient from the first step on, or start a new training"
                 )
         return first
 

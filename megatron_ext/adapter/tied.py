@@ -91,10 +91,11 @@ def refuse_different_copies(pipeline: dist.ProcessGroup, model: Sequence[torch.n
     sums = {_checksum(table) for table in tables}
     if len(set().union(*gather(pipeline, sums))) > 1:
         raise ValueError(
-            "the copies of the embedding differ: a model built or loaded without Megatron's own "
-            "functions starts with different copies; copy "
-            "model[0].shared_embedding_or_output_weight() of the last pipeline rank to model[-1]'s "
-            "on that rank, and to that of multi-token prediction on another"
+            "the pipeline's copies of the embedding differ: a model built or loaded without "
+            "Megatron's own functions starts with different copies; copy "
+            "model[0].shared_embedding_or_output_weight() of the last pipeline rank to "
+            "model[-1]'s on that rank, and to the embedding of multi-token prediction on any "
+            "other rank"
         )
 
 
@@ -113,11 +114,11 @@ def _refuse_copy_without_group(
         ranks = [] if group is None else dist.get_process_group_ranks(group)
         if predicts_further(chunk) and dist.get_rank() != first and first not in ranks:
             raise ValueError(
-                f"multi-token prediction on rank {dist.get_rank()} has a copy of the embedding of "
-                f"rank {first}, and the embedding group of its model has ranks {ranks}: the "
-                "gradients of both would not be added; set pg_collection.embd to a group of both "
-                "on the two ranks, or let initialize_model_parallel make it with the layout's "
-                "get_embedding_ranks"
+                f"multi-token prediction on rank {dist.get_rank()} shares the embedding of rank "
+                f"{first}, but the embedding group of its model has ranks {ranks}, so the "
+                "gradients of the two copies would not be summed; set pg_collection.embd on both "
+                "ranks to a group of the two, or let initialize_model_parallel make the group "
+                "with the layout's get_embedding_ranks"
             )
 
 

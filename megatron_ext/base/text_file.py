@@ -69,8 +69,8 @@ def read_text_file(path: Path, what: str, largest: int = LARGEST) -> str:
         raise ValueError(f"{what} {shown(path)} cannot be read: {error}") from None
     if len(data) > largest:
         raise ValueError(
-            f"{what} {path} has more than {bytes_text(largest)}, which none needs: is it the "
-            f"right file?"
+            f"{what} {path} has more than {bytes_text(largest)}, more than any such file needs: "
+            "check that this is the right file"
         )
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
@@ -97,14 +97,15 @@ def read_lines(path: Path, what: str, longest: int) -> Iterator[str]:
                 number += 1
                 if len(line) > longest:
                     raise ValueError(
-                        f"{what} {path}, line {number}: it has more than {longest:,} characters, "
-                        f"which none needs: is it the right file?"
+                        f"{what} {path}, line {number}: the line has more than {longest:,} "
+                        "characters, more than any such file needs: check that this is the right "
+                        "file"
                     )
                 yield line
     except OSError as error:
         raise ValueError(f"{what} {shown(path, _PATH)} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{what} {path} is not UTF-8 text behind line {number}") from None
+        raise ValueError(f"{what} {path} is not UTF-8 text after line {number}") from None
 
 
 def parse_json(text: str) -> Any:

@@ -66,8 +66,8 @@ def doctor(
         gpus = () if gpu is None else parse_gpus(gpu)
         if len(gpus) > 1:
             raise ValueError(
-                f"--gpu {gpu}: doctor checks a launch on GPUs of one kind; give one, or let "
-                f"megatron-ext plan compare them"
+                f"--gpu {gpu}: doctor checks a launch on GPUs of one kind; name one GPU, or "
+                "compare several by megatron-ext plan"
             )
     except ValueError as error:
         fail(error)
@@ -88,8 +88,8 @@ def check_doctor(job: JobArgument | None, given: Sequence[str]) -> None:
     of_job, of_environment = ("--gpu", "--world-size"), ("--patches", "--versions")
     if job is not None and job.kind is JobKind.SIZES:
         raise ValueError(
-            f"{shown(job.word)}: sizes are no launch that could be checked; megatron-ext plan "
-            f"takes them"
+            f"{shown(job.word)}: doctor checks a launch, and sizes such as pp=8,m=64 are none; "
+            "write a launch command behind --, or use megatron-ext plan for sizes"
         )
     wrong = [name for name in given if name in (of_job if job is None else of_environment)]
     if wrong:

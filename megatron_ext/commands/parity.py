@@ -83,7 +83,7 @@ def commands(
             "--from-seed",
             help=(
                 "Start both commands from random weights of their seed, not from a checkpoint. "
-                "Both have to draw the same weights."
+                "Both commands must draw the same weights."
             ),
         ),
     ] = False,
@@ -122,8 +122,10 @@ def record(
         bool,
         typer.Option(
             "--reversed",
-            help="Run the microbatches of each step in reverse order, which adds all sums over "
-            "them in another order.",
+            help=(
+                "Run the microbatches of each step in reverse order, so that all sums over "
+                "microbatches are added in another order."
+            ),
         ),
     ] = False,
 ) -> None:
@@ -168,8 +170,10 @@ def compare_folders(
             "--reordered",
             metavar="DIR",
             help=(
-                "Folder of a recording of A with --reversed, for a command B that adds in another "
-                "order by design: slices, a divided vocabulary. What that changes is no difference."
+                "Folder of a recording of A with --reversed, for a command B that by design adds "
+                "in another order, such as one with slices of sequences or vocabulary "
+                "parallelism. Differences as large as those between A and this recording do not "
+                "count."
             ),
         ),
     ] = None,

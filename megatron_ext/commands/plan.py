@@ -191,7 +191,10 @@ def _show_sizes(checked: CheckedPlan) -> None:
             "no other parallel sizes were compared before the time ended: drop --any-sizes"
         )
     if made.best is None:
-        raise ValueError("no sizes fit, as estimated: take more GPUs, or GPUs with more memory")
+        raise ValueError(
+            "no parallel sizes fit into the GPUs' memory, by estimate: take more GPUs, or GPUs "
+            "with more memory"
+        )
 
 
 def _why_nothing_fits(made: JobPlan) -> str:

@@ -40,15 +40,18 @@ def rehearse(
         str,
         typer.Option(
             metavar="'NAME ...'",
-            help="Schedules to rehearse, separated by spaces: names that 'megatron-ext schedules' "
-            "lists, and stock, which is the launch command without our flags. The other steps are "
-            "compared with the first schedule's.",
+            help=(
+                "Schedules to rehearse, separated by spaces: names that 'megatron-ext schedules' "
+                "lists, and stock, which is the launch command without --pipeline-... flags. The "
+                "step times of all schedules are compared with the first one's."
+            ),
         ),
     ] = "stock zb-h1",
     cpu: Annotated[
         bool,
         typer.Option(
-            "--cpu", help="Run on the CPU. It shows that the ranks run, and nothing of their speed."
+            "--cpu",
+            help="Run on the CPU. This shows that the ranks run, and nothing about their speed.",
         ),
     ] = False,
     folder: Annotated[
@@ -69,16 +72,20 @@ def rehearse(
         bool,
         typer.Option(
             "--without-blocks",
-            help="With --replay: messages that wait occupy no thread blocks. The difference is "
-            "what the blocks cost.",
+            help=(
+                "With --replay: messages that wait occupy no thread blocks. The difference from "
+                "a replay without this option is the time that the blocks cost."
+            ),
         ),
     ] = False,
     values: Annotated[
         PeerValues,
         typer.Option(
-            help="Values that other ranks send: normal ones as large as the rank's, real ones that "
-            "a neighbouring rank has sent which ran before, or zeros, whose products take less "
-            "time."
+            help=(
+                "Values that a rank receives from other ranks. normal: random values as large as "
+                "those that the rank sends. real: values that a neighbouring rank, rehearsed "
+                "earlier, has sent. zeros: products with zeros take less time."
+            )
         ),
     ] = PeerValues.NORMAL,
     imbalance: Annotated[

@@ -189,8 +189,8 @@ def simulate(
         _check_options(options, csv=csv, torch_csv=torch_csv, certify=certify)
         if steps > 1 and all(file is None for file in (plot, page, perfetto)):
             raise ValueError(
-                f"--steps {steps} are steps of a picture, a page or a file of --perfetto: add "
-                f"--plot, --html or --perfetto, or drop --steps"
+                f"--steps {steps}: several steps are only shown in a picture, a page or a file of "
+                "--perfetto; add --plot, --html or --perfetto, or drop --steps"
             )
         files = SimulationFiles(csv, torch_csv, program_file, perfetto, plot, page)
         files.check()
@@ -391,27 +391,28 @@ def _check_options(
     vocabulary = options.vocab_parallel
     if csv is not None and vocabulary is not VocabularyParallel.NONE:
         raise ValueError(
-            f"--csv writes a table to which the passes of {option('vocab_parallel')} {vocabulary} "
-            f"would be added a second time when the table is read: drop --csv or "
-            f"{option('vocab_parallel')}"
+            f"--csv: with {option('vocab_parallel')} {vocabulary} the table would contain the "
+            "passes of vocabulary parallelism, which are added a second time when the table is "
+            f"read: drop --csv or {option('vocab_parallel')}"
         )
     if certify is not None and options.pairs:
         raise ValueError(
-            f"--certify bounds passes that run one after the other, and with {OVERLAP} passes "
-            f"overlap: drop --certify or {OVERLAP}"
+            "--certify computes a lower bound for passes that run one after the other, and with "
+            f"{OVERLAP} passes overlap: drop --certify or {OVERLAP}"
         )
     if certify is not None and options.steps_overlap:
         late = option("post_validation")
         raise ValueError(
-            f"--certify bounds the makespan, and with {late} a step costs the span: drop --certify "
-            f"or {late}"
+            "--certify computes a lower bound of the makespan (first start to last end over all "
+            f"ranks), and with {late} a step takes only the span (the longest time of one rank): "
+            f"drop --certify or {late}"
         )
     if torch_csv is None:
         return
     if wrong := [option(setting_of(name)) for name in _NOT_TORCHS if options.requests(name)]:
         names = ", ".join(wrong)
         raise ValueError(
-            f"--torch-csv: torch.distributed.pipelining has nothing like {names}; drop "
+            f"--torch-csv: torch.distributed.pipelining has no passes for {names}; drop "
             f"--torch-csv, or {names}"
         )
 
@@ -436,8 +437,8 @@ def _differing(text: str | None, microbatches: int, replicas: int) -> Microbatch
     if text is None:
         if replicas > 1:
             raise ValueError(
-                f"--deal {replicas} deals unequal microbatches: add --microbatch-costs, or drop "
-                "--deal"
+                f"--deal {replicas}: only microbatches of unequal cost are dealt to replicas; add "
+                "--microbatch-costs, or drop --deal"
             )
         return None
     return parse_microbatch_costs(text, microbatches * replicas)

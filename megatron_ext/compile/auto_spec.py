@@ -62,7 +62,7 @@ def _searches(*, placement: str = "", chunks: int = 0) -> tuple[str, ...]:
         *others, last = _PLACEMENTS
         known = f"write {', '.join(others)} or {last}"
         raise ValueError(
-            f"schedule {AUTO}: there is no placement {shown(placement)!r}; "
+            f"schedule {AUTO}: there is no placement of stages called {shown(placement)!r}; "
             f"{perhaps(placement, _PLACEMENTS, known)}"
         )
     placed = [search for search in SEARCHES if placement in ("", search.placement)]

@@ -256,8 +256,8 @@ def _check_slices(resolved: ResolvedSpec, problem: Problem) -> None:
     if problem.slices.count > 1 and not resolved.traits.takes_slices:
         others = [name for name, entry in entries().items() if entry.traits.takes_slices]
         raise ValueError(
-            f"schedule {resolved.spec} has no order for {problem.slices.count} slices of a "
-            f"microbatch; take one of {', '.join(others)}, or no slices"
+            f"schedule {resolved.spec} cannot cut sequences into {problem.slices.count} slices; "
+            f"take one of the schedules {', '.join(others)}, or drop --pipeline-slices"
         )
 
 

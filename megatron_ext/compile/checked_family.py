@@ -61,8 +61,8 @@ class CheckedFamily:
             if wrong:
                 raise self._error(
                     f"the placement of {self.name} for {counted(ranks, 'rank')} is wrong about "
-                    f"rank {min(wrong)}: each of 0 to {ranks - 1} needs a stage, and there are no "
-                    f"others"
+                    f"rank {min(wrong)}: each rank from 0 to {ranks - 1} needs a stage, and there "
+                    "are no other ranks"
                 )
             return placement
 
@@ -106,7 +106,10 @@ class CheckedFamily:
         self._check_rows([action for row in rows for action in row])
         strangers = [entry for entry in schedule.pairs if not isinstance(entry, OverlappedPasses)]
         if strangers:
-            raise self._error(f"{self.name} has {shown(repr(strangers[0]))} in its pairs")
+            raise self._error(
+                f"{self.name} has {shown(repr(strangers[0]))} among its overlapped passes "
+                "(pairs); each must be an OverlappedPasses"
+            )
         if any(type(action.kind) is not Kind for row in rows for action in row):
             rows = tuple(tuple(a._replace(kind=Kind(a.kind)) for a in row) for row in rows)
         return replace(schedule, name=str(schedule.name), rows=rows)
@@ -121,14 +124,15 @@ class CheckedFamily:
         recompute = next((action for action in actions if RULES[action.kind].repeats), None)
         if recompute is not None:
             raise self._error(
-                f"{self.name} makes {recompute}, a {RULES[recompute.kind].does}; omit passes of R: "
-                "--pipeline-recompute inserts them"
+                f"{self.name} makes {recompute}, a {RULES[recompute.kind].does}; drop recompute "
+                "passes (R) from the schedule: --pipeline-recompute inserts them"
             )
         late = next((action for action in actions if action.kind in _SPLIT), None)
         if late is not None and not self.splits_backward:
             raise self._error(
-                f"{self.name} makes {late}, a part of a split backward pass; write @family(..., "
-                f"splits_backward=True), or the layers are not split"
+                f"{self.name} makes {late}, a part of a split backward pass, and does not declare "
+                "that; write @family(..., splits_backward=True), or the model's layers do not "
+                "split their backward passes"
             )
 
     def _error(self, text: str) -> ValueError:

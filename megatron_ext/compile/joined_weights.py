@@ -32,9 +32,9 @@ class JoinedWeightsBuild(BuildHooks):
     def check(self, resolved: ResolvedSpec, problem: Problem) -> None:
         if not resolved.traits.splits_backward:
             raise ValueError(
-                f"schedule {resolved.spec} has no W whose slices could be joined: its backward "
-                f"passes are whole. Take one that splits them, such as zb-h1, or leave the W of "
-                f"slices apart"
+                f"schedule {resolved.spec} does not split backward passes, so no weight gradients "
+                "(W) of a sequence's slices can be joined; take a schedule that splits them, "
+                "such as zb-h1, or drop --pipeline-join-slice-weights"
             )
         options = problem.options
         # Inputs of weights come back from the host for each W, and all stay until the last. And the
@@ -45,8 +45,8 @@ class JoinedWeightsBuild(BuildHooks):
         ):
             if is_given:
                 raise ValueError(
-                    f"joined W of slices do not go with {what}, which does not know how long their "
-                    f"inputs are held: drop one of the two"
+                    f"joined weight gradients (W) of slices do not go with {what}, which cannot "
+                    "tell how long the inputs of such a W are held: drop one of the two options"
                 )
 
     @override

@@ -117,8 +117,8 @@ def _check_growth(
     for rank, (less, more, bound) in enumerate(zip(before, held, most, strict=True)):
         if less < more > bound:
             raise HoldsMore(
-                f"rank {rank} holds more with each microbatch, and with {microbatches} of them "
-                f"{bytes_text(more - bound)} more than it may"
+                f"rank {rank} holds more memory with each microbatch, and with {microbatches} of "
+                f"them {bytes_text(more - bound)} more than it may"
             )
 
 

@@ -46,8 +46,8 @@ def check_overlaps(program: Program) -> None:
             f"post-validation gains nothing with {program.schedule.name} on "
             f"{counted(program.problem.ranks, 'rank')} and "
             f"{counted(program.problem.microbatches, 'microbatch')}: its steps cannot overlap, so "
-            "that a step takes as long as without post-validation; choose a schedule whose steps "
-            f"can overlap ({_overlapping_families()}), or drop post-validation"
+            "a step takes as long as without post-validation; choose a schedule whose steps can "
+            f"overlap ({_overlapping_families()}), or drop post-validation"
         )
 
 

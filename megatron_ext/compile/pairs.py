@@ -34,9 +34,10 @@ class OverlapBuild(BuildHooks):
         if problem.options.pairs and problem.placement.chunks < 2:
             others = [name for name, entry in entries().items() if entry.traits.keeps_pairs]
             raise ValueError(
-                f"schedule {resolved.spec} has one stage on each rank, and pairs of a forward and "
-                f"a backward pass need several (Megatron too requires virtual stages): choose one "
-                f"of {', '.join(others)}, or no pairs"
+                f"schedule {resolved.spec} has one stage on each rank, and overlapping a forward "
+                "with a backward pass needs several (Megatron too requires virtual stages): "
+                f"choose one of the schedules {', '.join(others)}, or drop "
+                "--overlap-moe-expert-parallel-comm"
             )
 
     @override

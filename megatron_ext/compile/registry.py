@@ -231,8 +231,9 @@ def _named(spec: str) -> str:
         return spec
     if len(searches) > 1:
         raise ValueError(
-            f"schedule {spec} is chosen by a launch or 'megatron-ext simulate', for the costs and "
-            f"the memory limit: write one of {', '.join(searches)}"
+            f"schedule {spec}: which schedule this stands for is chosen by a launch or "
+            "'megatron-ext simulate', for the costs and the memory limit; here write one of "
+            f"{', '.join(searches)}"
         )
     return searches[0]
 
@@ -448,16 +449,16 @@ def _import_family(path: Path) -> FamilyEntry:
     for ours in entries().values():
         if entry.name == ours.name or entry.name in ours.aliases:
             raise ValueError(
-                f"schedule file {path} registers {entry.name!r}, which is a schedule of ours; "
-                f"give it another name"
+                f"schedule file {path} registers {entry.name!r}, which is a schedule of "
+                "megatron_ext; give it another name"
             )
     try:
         options = parameters_of(entry.place) | parameters_of(entry.build)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"schedule file {path} registers {shown(entry.name)} with what is no function: "
-            f"{shown(error)}; write @family(name, placement, source=...) over a function of a "
-            f"problem, and for the placement a function of a number of ranks"
+            f"schedule file {path} registers {shown(entry.name)} with something that is no "
+            f"function: {shown(error)}; write @family(name, placement, source=...) over a "
+            "function of a problem, and as placement a function of a number of ranks"
         ) from None
     for key, option in options.items():
         if not isinstance(option.default, (bool, int, float, str)):

@@ -172,7 +172,7 @@ class Gpu:
         if not linear:
             able = ", ".join(name for name, gpu in GPUS.items() if gpu.can(precision))
             raise ValueError(
-                f"this GPU has no tensor cores for {precision}: plan for one of {able}"
+                f"--gpu: this GPU has no tensor cores for {precision}; plan for one of {able}"
             )
         is_before_blackwell = not sheet.fp4
         return Rates(
@@ -321,8 +321,8 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     for name, _, count in parts:
         if not (count.isdecimal() and 0 < int(count) <= _MOST_RANKS):
             raise ValueError(
-                f"--gpu {shown(text)}: {shown(count)} is no number of pipeline ranks; write "
-                f"h100:6,a100:2 for six ranks on one type and two on another"
+                f"--gpu {shown(text)}: {shown(count)} is not a number of pipeline ranks; write "
+                "h100:6,a100:2 for six ranks with one type of GPU and two with another"
             )
         gpus += [parse_gpu(name)] * int(count)
     return tuple(gpus)

@@ -105,7 +105,7 @@ def _of_layer(model: Model, symbols: str, execution: Execution) -> Iterator[Para
             case "M":
                 yield from _mamba(model, execution.tensor_parallel)
             case _:
-                raise AssertionError(f"layers of kind {symbol!r} are not known")
+                raise AssertionError(f"layers with the symbol {symbol!r} are not known")
 
 
 def _norm(model: Model, width: int) -> Iterator[Parameter]:

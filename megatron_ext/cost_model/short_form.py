@@ -144,7 +144,8 @@ def parse_model(text: str) -> Described:
         )
     if described.kv_heads and described.heads % described.kv_heads:
         raise ValueError(
-            f"model {what!r}: kv-heads {described.kv_heads} does not divide heads "
-            f"{described.heads}, and each query group has as many heads"
+            f"model {what!r}: heads {described.heads} are no multiple of kv-heads "
+            f"{described.kv_heads}, and every query group has the same number of heads; write a "
+            "kv-heads that divides heads"
         )
     return described

@@ -35,8 +35,9 @@ def install(config: PipelineConfig) -> Handle:
         if _installed[0] == config:
             return _installed[1]
         raise PatchError(
-            f"schedule {_installed[0].schedule} is installed in this process already, with other "
-            f"settings than schedule {config.schedule} now: install once, or undo the first handle"
+            f"schedule {_installed[0].schedule} is already installed in this process, with "
+            f"settings that differ from those of schedule {config.schedule} now: install once, or "
+            "undo the handle of the first installation"
         )
     if config.arranges_microbatches and os.environ.get("RANK", "0") == "0":
         logger.info(

@@ -54,7 +54,7 @@ def refuse_flags_before_script(argv: Sequence[str]) -> None:
         flags, script = shlex.join(argv[:index]), shlex.join(argv[index : index + 1])
         script += f" {argv[index + 1]}" if script == "-m" and argv[index + 1 :] else ""
         raise ValueError(
-            f"{argv[0]} stands before the script, where no flags are read: write it behind the "
+            f"{argv[0]} stands before the script, where flags are not read: write it behind the "
             f"script, -m megatron_ext {script} {flags} ..."
         )
 

@@ -182,8 +182,8 @@ class TraceFile:
             if end + len(text) > self._largest:
                 raise OSError(
                     errno.EFBIG,
-                    f"it has {bytes_text(end)}, and no more than {bytes_text(self._largest)} are "
-                    f"written",
+                    f"the trace has {bytes_text(end)}, and no more than "
+                    f"{bytes_text(self._largest)} are written",
                     str(self._path),
                 )
             try:
@@ -257,12 +257,12 @@ def read_trace(path: Path) -> list[TracedStep]:
         data = parse_json(text)
     except ValueError as error:
         raise ValueError(
-            f"{file} is no whole JSON file: {error}; a trace that was cut off has to be written "
-            f"again"
+            f"{file} is no complete JSON file: {error}; write the trace again if its run was "
+            "killed while it wrote"
         ) from None
     events = data.get("traceEvents") if isinstance(data, dict) else None
     if not isinstance(events, list):
-        raise ValueError(f"{file} is no trace: it has no list 'traceEvents' at the top")
+        raise ValueError(f"{file} is no trace: the file has no list 'traceEvents' at the top level")
     if (version := data.get("version")) != _VERSION and any(map(_is_of_a_step, events)):
         raise ValueError(
             f"{file} was written by another version of megatron_ext: its version is "
@@ -288,7 +288,10 @@ def read_trace(path: Path) -> list[TracedStep]:
             about = Record(event["args"], f"{where}, args")
             reserved[about.count("iteration")] = about.amounts("bytes")
     if not iterations:
-        raise ValueError(f"{file} has no measured step: no training wrote it")
+        raise ValueError(
+            f"{file} has no measured step of a training; give a trace that --pipeline-trace DIR "
+            "wrote"
+        )
     traced = []
     for iteration, slices in iterations.items():
         where = f"{file}, iteration {iteration}"
@@ -331,7 +334,7 @@ def _read_slice(event: dict[str, Any], where: str) -> _Slice:
     record = Record(event, where)
     start, seconds = record.number("ts") / 1e6, record.number("dur") / 1e6
     if seconds < 0:
-        raise ValueError(f"{where}: dur is {seconds * 1e6:g}; none is negative")
+        raise ValueError(f"{where}: dur is {seconds * 1e6:g}, and no duration is negative")
     args = Record(event["args"], f"{where}, args")
     rank, name, category = record.count("pid"), record.text("name"), record.text("cat")
     return _Slice(rank, name, category, start, start + seconds, args)
@@ -345,10 +348,16 @@ def _step(
     measured = _timeline(slices, _PASS, f"{where}, measured")
     predicted = _timeline(slices, _PREDICTED_PASS, f"{where}, predicted")
     if measured.schedule.rows != predicted.schedule.rows:
-        raise ValueError(f"{where}: the predicted passes are not the measured ones")
+        raise ValueError(
+            f"{where}: the predicted passes are in another order than the measured ones, or are "
+            "others"
+        )
     stages = measured.schedule.placement.stages
     if shares is not None and len(shares) != stages:
-        raise ValueError(f"{where}: weight_shares has {len(shares)} figures for {stages} stages")
+        raise ValueError(
+            f"{where}: weight_shares has {len(shares)} figures, and the schedule has {stages} "
+            "stages"
+        )
     return TracedStep(
         iteration,
         measured,
@@ -417,12 +426,14 @@ def _check_rows(rows: Sequence[tuple[Event, ...]], where: str) -> None:
         if missing < len(numbers) or not numbers:
             raise ValueError(f"{where}: {what} {missing} has no pass")
     if len({event.action for event in events}) < len(events):
-        raise ValueError(f"{where}: a pass is there twice")
+        raise ValueError(f"{where}: a pass occurs twice")
     for row in rows:
         if any(later.start < event.start for event, later in pairwise(row)):
-            raise ValueError(f"{where}: the passes of rank {row[0].rank} are not in order")
+            raise ValueError(
+                f"{where}: the passes of rank {row[0].rank} are not in the order of their starts"
+            )
         if not any(event.end > event.start for event in row):
-            raise ValueError(f"{where}: the passes of rank {row[0].rank} take no time")
+            raise ValueError(f"{where}: all passes of rank {row[0].rank} take no time")
 
 
 def track_of(action: Action, placement: Placement) -> str | None:
@@ -511,9 +522,14 @@ def _with_parts(step: TracedStep, parts: ModelParts | None, where: str) -> Trace
         return step
     stages = step.measured.schedule.placement.stages
     if len(parts.layers) != stages:
-        raise ValueError(f"{where}: layers has {len(parts.layers)} rows for {stages} stages")
+        raise ValueError(
+            f"{where}: the table 'layers' has {len(parts.layers)} rows, and the schedule has "
+            f"{stages} stages"
+        )
     if kinds := {kind for stage in parts.layers for kind in stage} - set(parts.of_layer):
-        raise ValueError(f"{where}: of_layer has no {', '.join(sorted(kinds))}")
+        raise ValueError(
+            f"{where}: the table 'of_layer' lacks the kinds of layers {', '.join(sorted(kinds))}"
+        )
     return replace(step, parts=parts)
 
 

@@ -253,11 +253,12 @@ def _tried(
     if costs is None:
         stages = traced.schedule.placement.stages
         raise ValueError(
-            f"its {placement.stages} stages cannot be made of the {stages} measured stages"
+            f"the schedule has {placement.stages} stages, whose costs cannot be computed from the "
+            f"{stages} measured stages"
         )
     problem = Problem(placement, traced.microbatches, costs)
     if (_FITTED if entry.traits.uses_costs else _BUILT) * seconds_to_build(problem) > left:
-        raise ValueError("the time for comparisons ended before it")
+        raise ValueError("the time for comparisons ended before this schedule was simulated")
     program = build_program(resolved, problem)
     if program.schedule.compute_rows == traced.schedule.rows:
         return
@@ -275,7 +276,7 @@ def _tried(
     if free.step < (1 - _WORTH) * (stock if within is None else within).step:
         yield free
     elif within is None:
-        raise ValueError("it needs more memory and is no faster")
+        raise ValueError("the schedule needs more memory than Megatron's, and is no faster")
 
 
 def _prospect(name: str, program: Program, traced: TracedCosts, stock: Prospect | None) -> Prospect:

@@ -88,7 +88,9 @@ def run_both(
         try:
             runs.run("A writes a checkpoint", "checkpoint", saving(a, checkpoint), is_stock)
             if not (checkpoint / _LATEST).is_file():
-                raise ValueError(f"A's run wrote no checkpoint: see {folder}/checkpoint.log")
+                raise ValueError(
+                    f"the run of command A wrote no checkpoint: see {folder}/checkpoint.log"
+                )
         except ValueError as error:
             raise ValueError(
                 f"{error}\nIf Megatron cannot save this model, add --from-seed: both "
@@ -127,7 +129,7 @@ def _make(folder: Path) -> None:
     try:
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(
-                f"{folder} is there already: name another folder with --dir, or remove it"
+                f"{folder} exists already: name another folder with --dir, or remove this one"
             )
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -147,8 +149,8 @@ def _loading(a: RunCommand, b: RunCommand, from_seed: bool) -> list[str] | None:
     there = [name is not None and (Path(name) / _LATEST).is_file() for name in named]
     if all(there) and named[0] != named[1]:
         raise ValueError(
-            f"the commands load different checkpoints, --load {named[0]} and {named[1]}: give both "
-            "commands the same --load, or neither a --load"
+            f"the commands load different checkpoints, --load {named[0]} and {named[1]}: give "
+            "both commands the same --load, or drop --load from both"
         )
     if any(there) and not all(there):
         raise ValueError(

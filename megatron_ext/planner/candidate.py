@@ -83,7 +83,9 @@ class Variant:
         """Raise ValueError if no training can run this schedule, though it can be simulated."""
         is_divided = self.problem.options.vocab_parallel is not VocabularyParallel.NONE
         if is_divided and not is_line_or_v(self.problem.placement):
-            raise ValueError("its vocabulary cannot be divided: only that of a line or a V can")
+            raise ValueError(
+                "vocabulary parallelism requires one stage on each rank in order, or a V of stages"
+            )
 
 
 def goes_with(slices: Slices, resolved: ResolvedSpec, vocabulary: VocabularyParallel) -> bool:

@@ -163,7 +163,7 @@ def with_whole_step(estimated: Alternative, free: float | None = None) -> Altern
     try:
         built = built_in_full(before, free)
     except ValueError as error:
-        raise ValueError(f"its whole step cannot be built: {error}") from error
+        raise ValueError(f"the schedule of a whole step cannot be built: {error}") from error
     seconds = estimated.seconds + built.step - before.step
     return replace(estimated, candidate=built, seconds=seconds)
 

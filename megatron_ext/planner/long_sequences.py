@@ -276,7 +276,7 @@ def long_sequence_alternative(
         variant = variant_of(name, method) if method is VocabMethod.NAIVE else None
         if variant is not None and seconds_to_build(variant.problem) > _SECONDS:
             raise ValueError(
-                f"{counted(variant.problem.pieces, 'slice')} a step take long to be simulated: "
+                f"simulating {counted(variant.problem.pieces, 'slice')} in a step takes too long: "
                 f"write --pipeline-slices {slices} in the planned command"
             )
         return variant and replace(variant, resolved=variant.resolved.without_search)

@@ -264,8 +264,11 @@ def _check_promising(
     """
     problem = variant.problem
     if variant.resolved.traits.searches and method is not best.method:
-        raise ValueError(f"searched for only with the vocabulary as {best.schedule} has it")
-    if problem.options.pairs:  # there is no bound on what overlapped passes gain
+        raise ValueError(
+            f"is searched for only with the vocabulary partitioned as in {best.schedule}, the "
+            "best schedule so far"
+        )
+    if problem.options.pairs:  # no lower bound of steps with overlapped passes is known
         return
     # Recompute makes a step longer and loosens any limit, so the bound ignores both.
     if variant.may_recompute:
@@ -284,7 +287,8 @@ def _check_on_stages_of(best: Candidate, variant: Variant) -> None:
     """Raise ValueError if the placement of ``variant`` is not that of the ``best`` schedule."""
     if variant.problem.placement != best.variant.problem.placement:
         raise ValueError(
-            f"is not searched for: the search is for the placement of {best.schedule} only"
+            "is not searched for, since schedules are only searched for on the placement of "
+            f"{best.schedule}, the best schedule so far"
         )
 
 

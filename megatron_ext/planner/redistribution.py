@@ -34,8 +34,8 @@ def redistributed_layers(layers: int, stages: int) -> list[int]:
     else:
         raise ValueError(
             f"{layers} layers and the output layer cannot be split evenly over {stages} stages, "
-            f"nor can they together with the embedding; Megatron can place "
-            f"{_numbers_that_divide(layers, stages)} layers so"
+            "neither without nor with the embedding counted as a layer; Megatron can split "
+            f"{_numbers_that_divide(layers, stages)} layers in this way"
         )
     counts = [on_each] * stages
     counts[0] -= embeddings

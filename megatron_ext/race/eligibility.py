@@ -11,6 +11,6 @@ def check_microbatch_order(program: Program) -> None:
     """Raise ValueError if ``program`` would change the results."""
     if not in_microbatch_order(program.schedule):
         raise ValueError(
-            f"{program.schedule.name} does not run the microbatches of each stage in order, so its "
-            f"turns would change the losses in their last bits: race without it"
+            f"{program.schedule.name} does not run the microbatches of each stage in order, so "
+            "training under it would change the last bits of losses: race without this schedule"
         )

@@ -93,10 +93,13 @@ def load_race_record(path: Path, contestants: Contestants | None = None) -> Race
         if (version := data.pop("version", None)) != _VERSION:
             advice = how_to_rename(version, _VERSION) + "remove it"
             raise ValueError(
-                f"its version is {shown(version)}, and only {_VERSION} is known: {advice}"
+                f"the version of the race record is {shown(version)}, and only {_VERSION} is "
+                f"known: {advice}"
             )
         if data.keys() != (names := {name.name for name in fields(RaceRecord)}):
-            raise ValueError(f"it has not exactly {', '.join(sorted(names))}")
+            raise ValueError(
+                f"the race record must have exactly the entries {', '.join(sorted(names))}"
+            )
         record = RaceRecord(
             {
                 name: _of_kind(fact, str, f"fingerprint, {name}")
@@ -118,14 +121,16 @@ def load_race_record(path: Path, contestants: Contestants | None = None) -> Race
 
 def _of_kind(value: Any, kind: type, what: str) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"{what} is {shown(value)}, and not a {_KINDS[kind]}")
+        raise ValueError(f"{what} is {shown(value)}, and must be a {_KINDS[kind]}")
     return value
 
 
 def _number(value: Any, what: str, least: float, most: float) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:
-        raise ValueError(f"{what} is {shown(value)}, and not a number from {least:g} to {most:g}")
+        raise ValueError(
+            f"{what} is {shown(value)}, and must be a number from {least:g} to {most:g}"
+        )
     return float(value)
 
 
@@ -133,7 +138,10 @@ def _round(measured: Any) -> dict[str, list[float]]:
     turns = _of_kind(measured, dict, "a round")
     for spec, seconds in turns.items():
         if len(_of_kind(seconds, list, f"{shown(spec)} in a round")) != TURNS:
-            raise ValueError(f"{shown(spec)} has {len(seconds)} turns in a round, and not {TURNS}")
+            raise ValueError(
+                f"the schedule {shown(spec)} has {len(seconds)} turns in a round, and must have "
+                f"{TURNS}"
+            )
     return {
         spec: [_number(one, f"a turn of {shown(spec)}", *_SECONDS) for one in seconds]
         for spec, seconds in turns.items()
@@ -143,7 +151,9 @@ def _round(measured: Any) -> dict[str, list[float]]:
 def _figures(spec: str, figures: Any) -> RaceFigures:
     given = _of_kind(figures, dict, f"figures, {shown(spec)}")
     if given.keys() != _RANGES.keys():
-        raise ValueError(f"the figures of {shown(spec)} are not exactly {', '.join(_RANGES)}")
+        raise ValueError(
+            f"the figures of the schedule {shown(spec)} must be exactly {', '.join(_RANGES)}"
+        )
     values = {
         name: None
         if given[name] is None and name in _MAY_BE_UNKNOWN
@@ -159,19 +169,24 @@ def _check_course(record: RaceRecord, contestants: Contestants) -> None:
     timed = {spec for measured in record.rounds for spec in measured}
     strangers = (timed | record.figures.keys()) - set(contestants.specs)
     if strangers or timed - record.figures.keys():
-        raise ValueError("rounds and figures are not of the schedules of the race")
-    # Contestants that were not timed could not be built.
+        raise ValueError("rounds and figures name other schedules than those that raced")
+    # Schedules of the race without a time could not be built.
     race = Race(
         contestants.baseline,
         [spec for spec in contestants.candidates if spec in timed],
     )
     for number, measured in enumerate(record.rounds, 1):
         if race.is_over or measured.keys() != {race.baseline, *race.candidates}:
-            raise ValueError(f"round {number} is not of the schedules that were left")
+            raise ValueError(
+                f"round {number} has other schedules than those that the earlier rounds left in "
+                "the race"
+            )
         race.add_round(measured)
     ended = race.winner if race.is_over else None
     if record.winner != ended:
-        raise ValueError(f"the winner is {record.winner}, and by the rounds {ended}")
+        raise ValueError(
+            f"the recorded winner is {record.winner}, but by the recorded rounds it is {ended}"
+        )
 
 
 def first_difference(fingerprint: Mapping[str, str], recorded: Mapping[str, str]) -> str:

@@ -227,7 +227,7 @@ def _check(a: RunRecording, b: RunRecording, second: RunRecording | None) -> Non
             )
     for run in (a, b):
         if why := standstill(run):
-            raise ValueError(f"{run.folder} proves nothing: {why}")
+            raise ValueError(f"the recording {run.folder} is of a run that shows nothing: {why}")
 
 
 def _verdict(

@@ -141,7 +141,7 @@ def read_about(folder: Path, rank: int) -> About:
 def _first_line(file: Path) -> _Line:
     line = next(_lines(file), None)
     if line is None:
-        raise ValueError(f"{file} is cut off: its first line is missing; record anew")
+        raise ValueError(f"{file} is cut off: its first line is missing; record the run anew")
     return line
 
 
@@ -156,7 +156,9 @@ def _about(line: _Line, rank: int) -> About:
     try:
         float(arguments.get("clip_grad") or 0)
     except (TypeError, ValueError, OverflowError):
-        raise line.wrong(f"'clip_grad' is {_shown(arguments['clip_grad'])}, no number") from None
+        raise line.wrong(
+            f"'clip_grad' is {_shown(arguments['clip_grad'])}, and must be a number"
+        ) from None
     return About(
         line.value("world_size", lambda value: _is_count(value) and value > 0, "at least 1"),
         line.value("first", _is_count, "an iteration"),
@@ -177,23 +179,23 @@ def read_rank(folder: Path, rank: int, about: About) -> RankRecording:
     file = lines_file(folder, rank)
     if not file.is_file():
         raise ValueError(
-            f"{folder} lacks {file.name}: ranks 0 to {about.world_size - 1} recorded; copy the "
-            f"files of all nodes into one folder"
+            f"{folder} lacks the file {file.name} of one of the ranks 0 to "
+            f"{about.world_size - 1}; copy the files of all nodes into one folder"
         )
     about_rank = _about(_first_line(file), rank)
     for name in ("world_size", "first", "iterations"):
         ours, theirs = getattr(about_rank, name), getattr(about, name)
         if ours != theirs:
             raise ValueError(
-                f"{file} is of another run than rank 0's file: its {name} is {ours}, and rank 0's "
-                f"is {theirs}; copy the files of one run into one folder"
+                f"{file} is of another run than the file of rank 0: its {name} is {ours}, and "
+                f"rank 0's is {theirs}; copy the files of one run into one folder"
             )
     iterations, end = _contents(file)
     if end is None or len(iterations) != about.iterations + 1:
         done = counted(max(len(iterations) - 1, 0), "iteration")
         raise ValueError(
-            f"{file} is cut off: rank {rank} recorded {done} of {about.iterations}, then its "
-            f"run ended; look at the end of its log, and record anew"
+            f"{file} is cut off: rank {rank} recorded {done} of {about.iterations}, then its run "
+            "ended; look at the end of the rank's log, and record the run anew"
         )
     for number, (line, iteration) in enumerate(iterations, about.first):
         if iteration.number != number:
@@ -210,7 +212,7 @@ def _contents(file: Path) -> tuple[list[tuple[_Line, RankIteration]], _Line | No
     end: _Line | None = None
     for line in _lines(file):
         if end is not None:
-            raise line.wrong("a line follows the last one")
+            raise line.wrong("a line follows the line that ends the recording")
         if "pieces" in line.data:
             pieces += map(_piece(line), line.value("pieces", _is_list, "a list of pieces"))
         elif "iteration" in line.data:
@@ -218,7 +220,7 @@ def _contents(file: Path) -> tuple[list[tuple[_Line, RankIteration]], _Line | No
         elif "end" in line.data:
             end = line
         elif line.number > 1:
-            raise line.wrong(f"{_shown(dict(line.data))} is no line of a recording")
+            raise line.wrong(f"{_shown(dict(line.data))} is not a line of a recording")
     return iterations, end
 
 
@@ -228,8 +230,8 @@ def _lines(file: Path) -> Iterator[_Line]:
         for number, text in enumerate(iter(partial(opened.readline, _LONGEST + 1), b""), 1):
             if len(text) > _LONGEST:
                 raise ValueError(
-                    f"{file}, line {number}: it has more than {bytes_text(_LONGEST)}, which no "
-                    f"line of a recording has; record it anew"
+                    f"{file}, line {number}: the line has more than {bytes_text(_LONGEST)}, more "
+                    "than any line of a recording; record the run anew"
                 )
             line = _line(file, number, text)
             if line is None:
@@ -246,11 +248,12 @@ def _line(file: Path, number: int, text: bytes) -> _Line | None:
             return None
         start = text[:_SHOWN].decode(errors="replace").rstrip("\n")
         raise ValueError(
-            f"{file}, line {number}: {start!r} is no line of a recording; record it anew"
+            f"{file}, line {number}: {start!r} is not a line of a recording; record the run anew"
         ) from None
     if not isinstance(data, dict):
         raise ValueError(
-            f"{file}, line {number}: {_shown(data)} is no line of a recording; record it anew"
+            f"{file}, line {number}: {_shown(data)} is not a line of a recording; record the run "
+            "anew"
         )
     return _Line(file, number, data)
 
@@ -263,7 +266,9 @@ def _iteration(line: _Line, pieces: Sequence[Piece]) -> RankIteration:
     numbers = {str(number): piece for number, piece in enumerate(pieces)}
     digests = line.value("digests", _is_digests, "a table of digests of 64 bits")
     if unknown := next((number for number in digests if number not in numbers), None):
-        raise line.wrong(f"'digests' has piece {_shown(unknown)}, which no line before it names")
+        raise line.wrong(
+            f"'digests' has a piece {_shown(unknown)} of a tensor, which no earlier line names"
+        )
     losses, skipped = line.data.get("losses", {}), line.data.get("skipped", False)
     if not _is_numbers(losses):
         raise line.wrong(f"'losses' is {_shown(losses)}, and must be a table of numbers")
@@ -281,7 +286,7 @@ def _iteration(line: _Line, pieces: Sequence[Piece]) -> RankIteration:
 def _piece(line: _Line) -> Callable[[Any], Piece]:
     def read(data: Any) -> Piece:
         if not _is_piece(data):
-            raise line.wrong(f"{_shown(data)} is no piece of a tensor")
+            raise line.wrong(f"{_shown(data)} does not describe a piece of a tensor")
         return Piece.from_data(data)
 
     return read
@@ -314,20 +319,23 @@ def _written(end: _Line, file: Path) -> dict[Piece, int]:
     size = file.stat().st_size if file.is_file() else 0
     if size < length:
         raise ValueError(
-            f"{file.parent} is cut off: {file.name} has {size} of {length} bytes; record anew"
+            f"the recording {file.parent} is cut off: {file.name} has {size} of {length} bytes; "
+            "record the run anew"
         )
     written: dict[Piece, int] = {}
     at = 0
     for data in end.value("tensors", _is_list, "a list of pieces"):
         if not (_is_list(data) and data and data[0] == at and _is_count(data[0])):
-            raise end.wrong(f"{_shown(data)} is no piece at byte {at}")
+            raise end.wrong(
+                f"{_shown(data)} does not describe a piece of a tensor that begins at byte {at}"
+            )
         piece = _piece(end)(data[1:])
         if piece in written:
-            raise end.wrong(f"{_shown(data)} is there twice")
+            raise end.wrong(f"the piece {_shown(data)} of a tensor occurs twice")
         written[piece] = at
         at += piece.nbytes
     if at != length:
-        raise end.wrong(f"'bytes' is {length}, and the tensors have {at}")
+        raise end.wrong(f"'bytes' is {length}, and the tensors have {at} bytes together")
     return written
 
 
@@ -349,12 +357,17 @@ def _check_completeness(
     for n, (line, _) in enumerate(iterations):
         expected = usual if n else parameters[0]
         if lacking := (expected - parameters[n]) | (states[n - 1] - states[n] if n else set()):
-            raise line.wrong(f"'digests' lacks {_names(lacking)}")
+            raise line.wrong(f"'digests' lacks the tensors {_names(lacking)}")
         if unexpected := parameters[n] - expected:
-            raise line.wrong(f"'digests' has {_names(unexpected)}, and other lines have not")
+            raise line.wrong(
+                f"'digests' has the tensors {_names(unexpected)}, which the lines of other "
+                "iterations have not"
+            )
     stored = {p for p in parameters[0] | states[-1] if not p.is_copy and p.numel}
     if different := stored ^ written.keys():
-        raise end.wrong(f"digests and bytes are not of the same tensors: {_names(different)}")
+        raise end.wrong(
+            f"these tensors have either digests or bytes, but not both: {_names(different)}"
+        )
 
 
 def _pieces(iteration: RankIteration, *, is_state: bool) -> set[Piece]:

@@ -113,8 +113,8 @@ class RunRecording:
         if recorded < size:
             raise ValueError(
                 f"{self.folder}: {readable_name(tensor)} has {size} elements, and only {recorded} "
-                f"were recorded: record again; if that does not help, report this with your launch "
-                f"command"
+                "were recorded: record the run anew; if that does not help, report this error "
+                "with your launch command"
             )
         bits = np.zeros(piece.global_shape, STORED_AS[piece.dtype])
         for part in held:
@@ -143,13 +143,13 @@ def read_recording(folder: Path) -> RunRecording:
     """
     if not lines_file(folder, 0).is_file():
         raise ValueError(
-            f"{folder} holds no recording (no {lines_file(folder, 0).name}): write a recording "
-            f"with megatron-ext parity record {folder} -- COMMAND"
+            f"{folder} has no recording (no {lines_file(folder, 0).name}): write a recording with "
+            f"megatron-ext parity record {folder} -- COMMAND"
         )
     about = read_about(folder, 0)
     ranks = [read_rank(folder, rank, about) for rank in range(about.world_size)]
     if not any(rank.iterations[0].digests for rank in ranks):
-        raise ValueError(f"{folder} has no tensor of any rank: record it anew")
+        raise ValueError(f"the recording {folder} has no tensor of any rank: record the run anew")
     return RunRecording(
         folder,
         about.world_size,
@@ -191,8 +191,8 @@ def _held(folder: Path, ranks: Sequence[Mapping[Piece, int]]) -> dict[Tensor, li
             if (piece.global_shape, piece.dtype) != (first.global_shape, first.dtype):
                 raise ValueError(
                     f"{lines_file(folder, rank)}: {readable_name(tensor)} has the shape "
-                    f"{piece.global_shape} of {piece.dtype}, and {first.global_shape} of "
-                    f"{first.dtype} in {held[0].file.name}; record it anew"
+                    f"{piece.global_shape} of {piece.dtype}, but {first.global_shape} of "
+                    f"{first.dtype} in {held[0].file.name}; record the run anew"
                 )
     return tensors
 

@@ -128,7 +128,8 @@ def check_recorded_order(program: Program, record: RankRecord) -> None:
         )
         raise ValueError(
             f"{record.schedule}, pipeline rank {record.pipeline_rank}, timed step {number}: pass "
-            f"{place} is {was}, and {known} in the program of the launch command"
+            f"{place} of the rehearsed rank was {was}, and the launch command's program has "
+            f"{known} there"
         )
 
 

@@ -49,7 +49,7 @@ def driver_call(function: str, *arguments: object) -> None:
     """
     code = getattr(_driver(), function)(*arguments)
     if code:
-        raise RuntimeError(f"the CUDA driver's {function} says {code}")
+        raise RuntimeError(f"the CUDA driver's function {function} failed with error {code}")
 
 
 @functools.lru_cache

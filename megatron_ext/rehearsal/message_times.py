@@ -101,8 +101,9 @@ class MessageTimes:
         times = moved.get(name, ())
         if number >= len(times):
             raise ValueError(
-                f"{name}: message {number + 1} is posted, and the composed step has {len(times)}: "
-                f"report this with the launch command"
+                f"{name}: a replayed rank has posted message {number + 1} of this channel, and "
+                f"the composed step has only {len(times)}: report this error with the launch "
+                "command"
             )
         return times[number]
 

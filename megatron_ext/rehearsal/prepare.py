@@ -152,8 +152,8 @@ def schedules_of(text: str) -> tuple[str, ...]:
             raise ValueError(f"--schedules {shown(text)!r} names {name} twice; {_EXAMPLE}")
         if name in ("plan", "auto"):
             raise ValueError(
-                f"--schedules: {name} stands for a choice, and a rehearsal runs what is named; "
-                f"{_EXAMPLE}"
+                f"--schedules: {name} does not name a schedule but chooses one, and a rehearsal "
+                f"needs names; {_EXAMPLE}"
             )
         if name != STOCK:
             try:

@@ -70,7 +70,9 @@ class RankProcesses:
         line = self._server.stdout.readline()
         if not line:
             status = self._server.wait()
-            raise ValueError(f"the process that forks ranks has ended with status {status}")
+            raise ValueError(
+                f"the process that forks rehearsed ranks has ended with status {status}"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -93,7 +93,9 @@ def rehearse_rank(request: RankRequest) -> RankRecord:
         raise rehearsed.failed(why) from end.__cause__
     except Exception as error:
         raise rehearsed.failed(error) from error
-    raise rehearsed.failed(RuntimeError("the script has ended before its last timed step"))
+    raise rehearsed.failed(
+        RuntimeError("the script has ended before the rehearsal's last timed step")
+    )
 
 
 class _Ended(BaseException):
@@ -120,15 +122,15 @@ def _use_cpu() -> None:
     late.
     """
     if torch.cuda.is_available():
-        raise ValueError("torch has found a GPU before it was to be rehearsed on the CPU")
+        raise ValueError("the rehearsal was to run on the CPU, but torch has already found a GPU")
     torch.compiler.set_stance("force_eager")
     torch.set_num_threads(1)
 
 
 def _refuse_plan(words: Sequence[str], config: PipelineConfig, world_size: int) -> Chosen:
     raise ValueError(
-        f"{flag('schedule')} {config.schedule}: a rehearsed rank plans nothing; write the schedule "
-        f"that `megatron-ext plan` has found"
+        f"{flag('schedule')} {config.schedule}: a rehearsed rank does not plan; write the "
+        "schedule that `megatron-ext plan` has found"
     )
 
 
@@ -176,8 +178,8 @@ class _RehearsedRank(StepObserver[ObservedStep]):
     def __init__(self, request: RankRequest) -> None:
         if request.warm_up < 1 or request.steps < 1:
             raise RehearsalError(
-                f"rank {request.rank}: {request.warm_up} steps of warm-up and {request.steps} "
-                f"timed ones: at least one of each is needed"
+                f"rank {request.rank}: {request.warm_up} warm-up steps and {request.steps} timed "
+                "steps are requested; a rehearsal needs at least one of each"
             )
         neighbour = () if request.neighbour is None else load_rank_record(request.neighbour).sent
         self._request = request
@@ -250,8 +252,8 @@ class _RehearsedRank(StepObserver[ObservedStep]):
             self._values.loss_scale = args.loss_scale or args.initial_loss_scale
         if not all(weight.requires_grad for chunk in model for weight in chunk.parameters()):
             raise ValueError(
-                "frozen weights are not rehearsed: other ranks would have to tell which stages "
-                "need no backward pass"
+                "models with frozen weights cannot be rehearsed: which stages need no backward "
+                "pass depends on the weights of other ranks"
             )
         # Process groups other than the pipeline's have absent peers too.
         if args.world_size > args.pipeline_model_parallel_size:
@@ -348,10 +350,11 @@ def _refuse(config: PipelineConfig) -> None:
     refuse_untried_settings(config)
     for name in WATCHING:
         if getattr(config, name):
-            raise ValueError(f"{flag(name)} is not rehearsed: drop it")
+            raise ValueError(f"{flag(name)} cannot be rehearsed: drop {flag(name)}")
     if config.costs.profile is not None:
         raise ValueError(
-            f"{flag('costs')} {config.costs} is not rehearsed: name a costs file, or write estimate"
+            f"{flag('costs')} {config.costs} cannot be rehearsed, since it measures all ranks: "
+            "name a costs file, or write estimate"
         )
 
 
@@ -370,8 +373,8 @@ def _refuse_uninitialised() -> None:
     left = [name for name, result in results.items() if not bool(result.isfinite().all())]
     if left:
         raise ValueError(
-            f"torch {torch.__version__}: its fake process group leaves the result of "
-            f"{' and '.join(left)} uninitialised; a later torch does not"
+            f"torch {torch.__version__}: its fake process group leaves the results of "
+            f"{' and '.join(left)} uninitialised; install a later torch"
         )
 
 
@@ -394,7 +397,7 @@ def _step_of(timed: _TimedStep, began: float, seconds: float) -> RehearsedStep:
         seconds: seconds that the whole step took.
     """
     if timed.recording is None:
-        raise ValueError("the passes of the step were not seen")
+        raise ValueError("the passes of the rehearsed step were not recorded")
     between = sum(timed.host_times[2::2]) - sum(timed.host_times[1:-1:2])
     events, _ = timed.recording.read()  # reading records one more event on a GPU
     passes = [RehearsedPass(one.action, one.start - began, one.end - began) for one in events]
@@ -412,14 +415,14 @@ def _check_finite(result: Sequence[Any], model: Any) -> None:
     losses, skipped = result[0], result[1]
     for name, loss in losses.items():
         if not math.isfinite(float(loss)):
-            raise ValueError(f"its {name} is {float(loss)}")
+            raise ValueError(f"the step's {name} is {float(loss)}")
     if skipped:
         raise ValueError("Megatron has skipped the step, since gradients overflow in fp16")
     norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in _gradients(model)]
     if not norms:
-        raise ValueError("it has no gradients")
+        raise ValueError("the step has no gradients")
     if not bool(torch.stack(norms).isfinite().all()):
-        raise ValueError("its gradients are not finite")
+        raise ValueError("the step's gradients are not finite")
 
 
 def _gradients(model: Any) -> Iterator[Tensor]:

@@ -110,14 +110,16 @@ def refuse_imbalance(words: Sequence[str], imbalance: float | None, *, has_exper
         return
     name = f"--imbalance {imbalance:g}"
     if not math.isfinite(imbalance):
-        raise ValueError(f"{name}: the standard deviation of a bias is a finite number; write 1")
+        raise ValueError(
+            f"{name}: the standard deviation of the router's bias must be a finite number; write 1"
+        )
     if not has_experts:
-        raise ValueError(f"{name}: the model has no experts; drop it")
+        raise ValueError(f"{name}: the model has no experts; drop --imbalance")
     given = {BALANCED, BIASED} & {word.split("=")[0] for word in words}
     if given:
         raise ValueError(
-            f"{name}: the launch command has {' and '.join(sorted(given))} already; drop one of "
-            f"the two"
+            f"{name}: the launch command already has {' and '.join(sorted(given))}; drop one of "
+            "the two"
         )
 
 

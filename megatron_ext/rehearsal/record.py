@@ -120,7 +120,7 @@ def load_rank_record(path: Path) -> RankRecord:
     data = parse_json(read_text_file(path, "record of a rank", LARGEST_JSON))
     where = f"record of a rank {path}"
     if not isinstance(data, dict) or data.get("version") != _VERSION:
-        raise ValueError(f"{where} is not of version {_VERSION}: rehearse again")
+        raise ValueError(f"{where} is not of version {_VERSION}: rehearse the schedule again")
     record = Record(data, where)
     return RankRecord(
         rank=record.count("rank"),
@@ -145,7 +145,9 @@ def _optional(record: Record, key: str) -> int | None:
 def _step(record: Record) -> RehearsedStep:
     passes = record.data.get("passes")
     if not isinstance(passes, list) or not all(_is_row(row, 3) for row in passes):
-        raise ValueError(f"{record.where}: passes are no list of actions with start and end")
+        raise ValueError(
+            f"{record.where}: 'passes' must be a list of actions, each with its start and end"
+        )
     return RehearsedStep(
         _passes(passes, record.where), record.number("seconds"), record.number("host_seconds")
     )
@@ -166,7 +168,10 @@ def _passes(rows: Sequence[Any], where: str) -> tuple[RehearsedPass, ...]:
     if any(one.end < one.start for one in passes) or any(
         later.start < one.start for one, later in pairwise(passes)
     ):
-        raise ValueError(f"{where}: its passes are not in the order of time")
+        raise ValueError(
+            f"{where}: its passes are not in the order of their starts, or one ends before it "
+            "starts"
+        )
     return passes
 
 

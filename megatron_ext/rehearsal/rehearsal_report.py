@@ -297,13 +297,13 @@ def check_record(record: RankRecord, prepared: PreparedSchedule, iterations: int
     where = f"{prepared.name}, rank {record.rank}"
     if record.trained != iterations:
         raise ValueError(
-            f"{where} trained {record.trained} of {iterations} steps: its record shows nothing; "
-            f"report this with the launch command"
+            f"{where} trained {record.trained} of {iterations} steps, so its times show nothing; "
+            "report this error with the launch command"
         )
     if record.digest and record.digest != prepared.program.digest:
         raise ValueError(
-            f"{where} made another program ({record.digest[:12]}) than the launch command's "
-            f"({prepared.program.digest[:12]}): report this with the launch command"
+            f"{where} ran another program ({record.digest[:12]}) than the launch command's "
+            f"({prepared.program.digest[:12]}): report this error with the launch command"
         )
 
 

@@ -209,18 +209,23 @@ def _refuse_without_blocks(request: RehearsalRequest) -> None:
         return
     if not request.replays:
         raise ValueError(
-            "--without-blocks: only messages of a replay wait; write --replay too, or drop it"
+            "--without-blocks: messages only wait in a replay; write --replay too, or drop "
+            "--without-blocks"
         )
     if request.is_cpu:
-        raise ValueError("--without-blocks: a CPU has no thread blocks; drop it")
+        raise ValueError(
+            "--without-blocks: with --cpu there are no thread blocks to leave free; drop "
+            "--without-blocks"
+        )
 
 
 def _gpu() -> GpuHere:
     found = gpu_here()
     if found is None:
         raise ValueError(
-            "--cpu: no GPU is here (nvidia-smi finds none), and a rehearsal times its kernels: run "
-            "it on a node with a GPU, or write --cpu to see that the ranks run"
+            "--cpu is missing: a rehearsal times GPU kernels, and there is no GPU here "
+            "(nvidia-smi finds none); run the command on a node with a GPU, or write --cpu to "
+            "see only that the ranks run"
         )
     return found
 

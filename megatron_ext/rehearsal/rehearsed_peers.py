@@ -52,8 +52,8 @@ class RehearsedChannels(Channels):
 
     def connect_hosts(self) -> None:
         raise ValueError(
-            "microbatches of varying lengths are not rehearsed: other ranks would have to tell "
-            "them; set variable_seq_lengths=False in the model's config"
+            "microbatches of varying lengths cannot be rehearsed, since a rank learns the "
+            "lengths from other ranks; set variable_seq_lengths=False in the model's config"
         )
 
     def close(self) -> None:

@@ -119,7 +119,9 @@ def load_request(path: Path) -> RankRequest:
     """
     data = parse_json(read_text_file(path, "request", LARGEST_JSON))
     if not isinstance(data, dict) or data.get("version") != _VERSION:
-        raise ValueError(f"request {path} is not of version {_VERSION}: rehearse again")
+        raise ValueError(
+            f"request {path} is not of version {_VERSION}: rehearse the schedule again"
+        )
     record = Record(data, f"request {path}")
     return RankRequest(
         rank=record.count("rank"),

@@ -106,7 +106,8 @@ class Values:
             rms = math.sqrt(sum(squares) / len(squares))
             if not math.isfinite(rms):
                 raise ValueError(
-                    f"values that this rank sends ({direction}) are not finite in its first step"
+                    f"the values that this rehearsed rank sends ({direction}) are not finite in "
+                    "its first step"
                 )
             sent = self._sent[direction]
             self._sent[direction] = SentValues(direction, rms, sent.shape, sent.dtype)
@@ -146,7 +147,8 @@ class Values:
         if real.shape[-1] != rows.shape[-1]:
             raise ValueError(
                 f"the tensor received {direction} has rows of {rows.shape[-1]} numbers, and the "
-                f"rank that ran before has sent rows of {real.shape[-1]}"
+                "real values, which a rank rehearsed earlier has sent, have rows of "
+                f"{real.shape[-1]}"
             )
         if direction not in self._real or len(self._real[direction]) < len(rows) + _SHIFTED_ROWS:
             real = real.view(-1, real.shape[-1]).to(tensor.device, tensor.dtype)

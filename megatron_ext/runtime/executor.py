@@ -154,7 +154,7 @@ class _Execution:
         """
         if self.recorder.interruption is not None:
             raise PeerFailure(
-                f"pipeline rank {self.rank} was at {self.action} when another rank had failed: "
+                f"pipeline rank {self.rank} was at {self.action} when another rank failed: "
                 f"{self.recorder.interruption}"
             )
 

@@ -337,9 +337,9 @@ def refuse_second_derivatives() -> None:
     (create_graph)."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "a backward pass with create_graph=True reached a layer whose backward pass is split: "
-            "second derivatives need whole backward passes; choose a schedule that does not split "
-            "them, such as 1f1b or interleaved"
+            "a backward pass with create_graph=True reached a layer whose backward pass is split "
+            "into input and weight gradient: second derivatives need whole backward passes; "
+            "choose a schedule that does not split them, such as 1f1b or interleaved"
         )
 
 

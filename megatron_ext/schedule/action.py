@@ -228,17 +228,26 @@ def parse_action(text: str, slices: int = 1) -> Action:
     match = _TEXT.fullmatch(text)
     if match is None or match[2] not in set(Kind):
         raise ValueError(
-            f"{_shown(text)!r} is no action: write stage, kind and microbatch, as in 3F7"
+            f"{_shown(text)!r} is not an action: write stage, kind and microbatch, as in 3F7"
         )
     stage, kind, microbatch = int(match[1]), Kind(match[2]), int(match[3])
     if match[4] is None and slices == 1:
         return Action(stage, kind, microbatch)
     if match[4] is None:
-        raise ValueError(f"{_shown(text)} names no slice, and others do: write {_shown(text)}.0")
+        raise ValueError(
+            f"{_shown(text)} names no slice of its microbatch, and other actions do: write "
+            f"{_shown(text)}.0"
+        )
     if slices == 1:
-        raise ValueError(f"{_shown(text)} names a slice, and microbatches are not cut here")
+        raise ValueError(
+            f"{_shown(text)} names a slice of its microbatch, and microbatches are not cut into "
+            "slices here"
+        )
     if int(match[4]) >= slices:
-        raise ValueError(f"{_shown(text)} names slice {match[4]}, and slices are 0 to {slices - 1}")
+        raise ValueError(
+            f"{_shown(text)} names slice {match[4]} of its microbatch, and slices are numbered 0 "
+            f"to {slices - 1}"
+        )
     return Action(stage, kind, Slice(microbatch, int(match[4]), even_ends(slices)))
 
 
@@ -270,8 +279,8 @@ def slices_named(text: str) -> int:
         found = next(match for match in _SLICE.finditer(text) if int(match[1]) == most)
         line = 1 + text.count("\n", 0, found.start())
         raise ValueError(
-            f"line {line}: an action is of slice {most}, but no action is of slice {missing}; they "
-            f"count from 0 and leave no number out"
+            f"line {line}: an action is of slice {most}, but no action is of slice {missing}; "
+            "slices are numbered from 0 without gaps"
         )
     return max(len(named), 1)
 

@@ -176,7 +176,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
         try:
             figures[key] = [float(figure) for figure in value.split("/")]
         except ValueError:
-            raise ValueError(f"costs {what!r}: {shown(part)!r} is no figure; {_EXAMPLE}") from None
+            raise ValueError(f"costs {what!r}: {shown(part)!r} has no number; {_EXAMPLE}") from None
     known = {*_PASSES, _RECOMPUTE, "comm", *_PARTS, _TOWER, *_COPIES, *_LINK}
     known |= {*_SLICES, _SAVINGS}
     unknown = figures.keys() - known
@@ -217,16 +217,17 @@ def _with_slices(
     latency = given.get("latency", [0.0])
     if len(latency) != 1 or latency[0] > costs.links.p2p_seconds:
         raise ValueError(
-            f"costs {what}: latency is a single number, at most "
-            f"comm={costs.links.p2p_seconds:g}, which includes it, not {shown(_joined(latency))}"
+            f"costs {what}: latency is the part of comm={costs.links.p2p_seconds:g} that does not "
+            "depend on a message's length: a single number up to comm, not "
+            f"{shown(_joined(latency))}"
         )
     fixed: dict[Kind, tuple[float, ...]] = {}
     for key, kind in _FIXED.items():
         values = given.get(key, [])
         if len(values) not in (0, 1, costs.stages):
             raise ValueError(
-                f"costs {what}: {key} is the time that a slice takes whatever its length: one "
-                f"number of a full rank, or one number per stage, not {_joined(values)}"
+                f"costs {what}: {key} is the time of a slice that does not depend on its length: "
+                f"one number of a full rank, or one number per stage, not {_joined(values)}"
             )
         if values:
             fixed[kind] = _per_stage(values, placement, what)
@@ -269,9 +270,10 @@ def _tables(
         is_table = key in _TABLES and isinstance(rows, list) and len(rows) == stages
         if not is_table or any(not isinstance(r, list) or len(r) != stages for r in rows):
             raise ValueError(
-                f"costs {what}: it is one figure, one per stage, or tables by {_listed(_TABLES)} "
-                f"(the backward pass) with a row per stage of F and a figure in it per stage of "
-                f"the backward pass: {counted(stages, 'stage')}"
+                f"costs {what}: write one number, one number per stage, or tables by "
+                f"{_listed(_TABLES)} (the kind of backward pass) with a row for each stage of the "
+                "forward pass and in it a number for each stage of the backward pass; there are "
+                f"{counted(stages, 'stage')}"
             )
         for row in rows:
             _check_figures(what, row)
@@ -295,7 +297,7 @@ def _with_vocabulary(
         part = figures[key] if isinstance(figures[key], list) else [figures[key]]
         if len(part) != size:
             raise ValueError(
-                f"costs {what}: {key} takes {size} figures, not {len(part)}: the times of "
+                f"costs {what}: {key} takes {size} numbers, not {len(part)}: the times of "
                 f"{passes} for one microbatch"
             )
         _check_figures(f"{what}, {key}", part)
@@ -315,8 +317,8 @@ def _with_tower(costs: Costs, figures: Mapping[str, Any], activation: float, wha
     tower = figures[_TOWER] if isinstance(figures[_TOWER], list) else [figures[_TOWER]]
     if len(tower) != 3:
         raise ValueError(
-            f"costs {what}: {_TOWER} is 3 figures, F, I and W of a microbatch in an encoder on the "
-            f"first stage, not {len(tower)}"
+            f"costs {what}: {_TOWER} takes 3 numbers, the times of F, I and W of a microbatch in "
+            f"an encoder on the first stage, not {len(tower)}"
         )
     _check_figures(f"{what}, {_TOWER}", tower)
     forward, input_gradient, weight_gradient = map(float, tower)

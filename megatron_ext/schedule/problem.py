@@ -241,13 +241,13 @@ class Problem:
         offload = self.options.activation_offload
         if offload is not Offload.NONE and self.costs.host is None:
             raise ValueError(
-                f"offload {offload}: the costs ({self.costs.origin}) do not say how long copies to "
-                f"the host and back take: add d2h= and h2d=, seconds per microbatch of a full rank"
+                f"offload {offload}: the costs ({self.costs.origin}) lack the times of copies to "
+                "the host and back: add d2h= and h2d=, seconds per microbatch of a full rank"
             )
         if offload is Offload.FIT and self.memory_limit is None:
             raise ValueError(
-                f"offload {offload} has no memory limit to fit into: give a memory limit, or write "
-                f"{Offload.FULL} or {Offload.HALF}"
+                f"offload {offload} copies as much as a memory limit requires, and there is none: "
+                f"give a memory limit, or write {Offload.FULL} or {Offload.HALF}"
             )
         self._check_recompute()
         if (conflict := self.options.conflict) is not None:
@@ -267,12 +267,12 @@ class Problem:
         recompute, stages = self.options.recompute, self.placement.stages
         if recompute.fit and self.memory_limit is None:
             raise ValueError(
-                f"recompute {recompute} has no memory limit to fit into: give a memory limit, or "
-                f"write {Recompute(first=stages)} for all stages"
+                f"recompute {recompute} recomputes as much as a memory limit requires, and there "
+                f"is none: give a memory limit, or write {Recompute(first=stages)} for all stages"
             )
         if recompute.first > stages:
             raise ValueError(
-                f"recompute {recompute}: the pipeline has {stages} stages; write "
+                f"recompute {recompute}: the pipeline has only {stages} stages; write "
                 f"{Recompute(first=stages)} for all"
             )
 
@@ -280,10 +280,10 @@ class Problem:
         firsts = sorted(stages[0] for stages in self.placement.stages_of)
         if firsts != list(range(self.ranks)):
             raise ValueError(
-                "post-validation sends the gradients' norm from the rank of a stage to that of the "
-                f"next: the first {self.ranks} stages have to be on {self.ranks} different ranks, "
-                f"and they are on ranks {self.placement.rank_of[: self.ranks]}; use another "
-                "placement, or drop post-validation"
+                "post-validation passes the norm of the gradients along the ranks of the first "
+                f"{self.ranks} stages, which must be {self.ranks} different ranks, and are "
+                f"{self.placement.rank_of[: self.ranks]}; use another placement, or drop "
+                "post-validation"
             )
 
     @property

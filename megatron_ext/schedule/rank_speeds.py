@@ -52,8 +52,8 @@ def parse_rank_speeds(text: str, flag: str = "--rank-speeds") -> RankSpeeds:
         raise ValueError(f"{flag} {shown(text)}: not all are numbers; {_EXAMPLE}") from None
     if not all(LEAST <= speed <= MOST for speed in speeds):
         raise ValueError(
-            f"{flag} {shown(text)}: a speed is a number from {LEAST:g} to {MOST:g}, and the speed "
-            f"of the costs is 1"
+            f"{flag} {shown(text)}: a speed must be a number from {LEAST:g} to {MOST:g}; a rank "
+            "with the costs as given has speed 1"
         )
     return RankSpeeds(speeds)
 

@@ -65,13 +65,15 @@ def to_torch_csv(schedule: Schedule) -> str:
     unknown = next((action for row in rows for action in row if action.kind not in _TORCHS), None)
     if unknown is not None:
         raise ValueError(
-            f"torch has no pass like {unknown} ({RULES[unknown.kind].does}): it knows F, I, W and "
-            f"B; torch.utils.checkpoint recomputes a stage's activations in its backward pass"
+            f"torch.distributed.pipelining has no pass like {unknown} "
+            f"({RULES[unknown.kind].does}): it has F, I, W and B; torch.utils.checkpoint "
+            "recomputes a stage's activations in its backward pass"
         )
     if schedule.arrays.slices > 1:
         raise ValueError(
-            f"torch has no slices of a microbatch, and reads {rows[0][0]} as a whole one: drop the "
-            f"slices, or write a table for megatron_ext (to_csv, simulate --csv)"
+            "torch.distributed.pipelining has no slices of a microbatch, and would take "
+            f"{rows[0][0]} for a whole microbatch: drop the slices, or write a table for "
+            "megatron_ext (to_csv, simulate --csv)"
         )
     if opens_on_last_rank(schedule.placement.rank_of):
         rows = flip_rows(rows)
@@ -111,7 +113,7 @@ def from_csv(text: str, name: str) -> Schedule:
             raise ValueError(
                 f"{name}, line {rank + 1} has no stage of its own: {row[0]} is of stage "
                 f"{row[0].stage}, which is on line {rank_of[row[0].stage] + 1}; all passes of a "
-                f"stage stand in one line"
+                "stage must stand on one line"
             )
     placement = Placement("file", tuple(rank_of[stage] for stage in range(len(rank_of))))
     if placement.ranks == len(rows) and opens_on_first_rank(placement.rank_of):
@@ -178,7 +180,7 @@ def _next_line(lines: Iterator[list[str]], name: str, number: int) -> list[str] 
     try:
         return next(lines, None)
     except csv.Error as error:
-        raise ValueError(f"{name}, line {number} is no CSV: {error}") from None
+        raise ValueError(f"{name}, line {number} is not a line of a CSV file: {error}") from None
 
 
 def _row(cells: Sequence[str], where: str, slices: int) -> tuple[Action, ...]:
@@ -190,17 +192,17 @@ def _row(cells: Sequence[str], where: str, slices: int) -> tuple[Action, ...]:
     for action in row:
         if not is_compute(action):
             raise ValueError(
-                f"{where}: {action} is no pass; omit messages and waits, they are inserted "
-                f"for you; the kinds in a file are {_KINDS}"
+                f"{where}: {action} is a message or a wait, not a pass; omit messages and waits, "
+                f"which are inserted for you; the kinds in a file are {_KINDS}"
             )
         if action.kind not in KINDS_IN_FILES:
             raise ValueError(
-                f"{where}: {action} is a pass of vocabulary parallelism; omit such passes, they "
+                f"{where}: {action} is a pass of vocabulary parallelism; omit such passes, which "
                 f"are inserted for you; the kinds in a file are {_KINDS}"
             )
     if not row:
         raise ValueError(
-            f"{where} holds no action; there is one line per rank, and every rank has a stage"
+            f"{where} holds no action; the file has one line per rank, and every rank has a stage"
         )
     return row
 
@@ -235,7 +237,7 @@ def _check_numbers(rows: Sequence[tuple[Action, ...]], name: str) -> None:
             line, action = next((n, a) for n, r in lines for a in r if number_of(a) == most)
             raise ValueError(
                 f"{name}, line {line}: {action} is of {what} {most}, but no action is of {what} "
-                f"{missing}; they count from 0 and leave no number out"
+                f"{missing}; these numbers count from 0 without gaps"
             )
     _check_forwards(rows, name)
 

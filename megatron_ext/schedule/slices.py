@@ -67,18 +67,18 @@ class Slices:
             raise ValueError(f"the number of slices is {self.count}; write 1 or more")
         if isinstance(self.lengths, tuple) and len(self.lengths) != self.count:
             raise ValueError(
-                f"{len(self.lengths)} lengths are given for {self.count} slices: give as many, "
-                f"even or balanced"
+                f"{len(self.lengths)} slice lengths are given for {self.count} slices: give one "
+                "length for each slice, or write even or balanced"
             )
         if self.count == 1 and self.lengths is not Lengths.EVEN:
             raise ValueError(
-                f"slice lengths {self} are given, and microbatches are not cut: give the number of "
-                f"slices, too"
+                f"slice lengths {self} are given without a number of slices: give the number of "
+                "slices, too"
             )
         if self.count == 1 and self.joined_weights:
             raise ValueError(
-                "weight gradients of slices are to be joined, and microbatches are not cut: give "
-                "the number of slices, too"
+                "weight gradients of slices are to be joined, but no number of slices is given: "
+                "give the number of slices, too"
             )
 
     def __str__(self) -> str:
@@ -121,8 +121,8 @@ def lengths_of(ends: Sequence[float], tokens: int, multiple_of: int = 1) -> tupl
     units, rest = divmod(tokens, multiple_of)
     if rest or units < len(ends):
         raise ValueError(
-            f"a sequence of {tokens} tokens cannot be cut into {len(ends)} slices of a multiple of "
-            f"{multiple_of} tokens each: take fewer slices"
+            f"a sequence of {tokens} tokens cannot be cut into {len(ends)} slices whose lengths "
+            f"are multiples of {multiple_of} tokens: take fewer slices"
         )
     cuts = [round(end * units) for end in ends]
     # No slice is empty, and every later slice gets at least one token.

@@ -108,7 +108,9 @@ def units(problem: Problem, *, u: int = 0) -> Schedule:
         1  .   1F0 1F1 3F0 3F1 3I0 3I1 1I0 1I1 3W0 3W1 1W0 1W1 .
     """
     if u < 0:
-        raise ValueError(f"units: u is {u}; write the microbatches of a unit, or 0")
+        raise ValueError(
+            f"units: u is {u}; write the number of microbatches of a unit, or 0 for the default"
+        )
     p, m, slices = problem.ranks, problem.microbatches, problem.slices.count
     tried = [u or -(-p // slices)] if u or problem.memory_limit is None else _within(problem)
     filled = [
@@ -264,8 +266,8 @@ def _gis(name: str, problem: Problem, group: int) -> Schedule:
     p, most = problem.ranks, _rounded_to_microbatches(problem, problem.ranks)
     if not -(-p // 2) <= group <= most:
         raise ValueError(
-            f"{name}: group is {group}, with {p} pipeline ranks it is {-(-p // 2)} to {most}; "
-            f"write {name}:group={most} (or 0, which is the same)"
+            f"{name}: group is {group}, and with {p} pipeline ranks a group has {-(-p // 2)} to "
+            f"{most} microbatches; write {name}:group={most} (or 0, which is the same)"
         )
     _check_group(name, problem, group, most)
     before = (problem.placement.chunks - 1) * group + problem.slices.count - 1
@@ -304,9 +306,9 @@ def _check_group(name: str, problem: Problem, group: int, alternative: int) -> N
     slices = problem.slices.count
     if group % slices:
         raise ValueError(
-            f"{name}: group is {group}, and microbatches have {slices} slices: the last slice goes "
-            f"back first, so a group has to hold whole microbatches; write group={alternative} or "
-            f"another multiple of {slices}"
+            f"{name}: group is {group}, and microbatches have {slices} slices: backward passes "
+            "begin with a microbatch's last slice, so a group has to hold whole microbatches; "
+            f"write group={alternative} or another multiple of {slices}"
         )
 
 

@@ -65,19 +65,25 @@ def certify(program: Program, seconds: float) -> Certificate:
     options = problem.options
     if options.vocab_parallel is not VocabularyParallel.NONE:
         raise ValueError(
-            f"--certify knows no bound with vocabulary parallelism {options.vocab_parallel}: drop "
-            "--certify or --vocab-parallel"
+            "--certify has no lower bound for schedules with vocabulary parallelism "
+            f"{options.vocab_parallel}: drop --certify or --vocab-parallel"
         )
     if options.activation_offload is not Offload.NONE:
         raise ValueError(
-            f"--certify knows no bound with offload {options.activation_offload}: drop --certify "
-            "or --activation-offload"
+            "--certify has no lower bound for schedules with offload "
+            f"{options.activation_offload}: drop --certify or --activation-offload"
         )
     if problem.slices.count > 1:
-        raise ValueError("--certify knows no bound with slices: drop --certify or --slices")
+        raise ValueError(
+            "--certify has no lower bound for schedules with slices of sequences: drop --certify "
+            "or --slices"
+        )
     kinds = {kind for _, kind in program.schedule.arrays.stage_kinds}
     if any(RULES[kind].repeats for kind in kinds):
-        raise ValueError("--certify knows no bound with recompute: drop --certify or --recompute")
+        raise ValueError(
+            "--certify has no lower bound for schedules with recompute: drop --certify or "
+            "--recompute"
+        )
     splits = any(
         RULES[a.kind].covers == (Kind.BACKWARD_WEIGHT,)
         for row in program.schedule.rows
@@ -101,7 +107,7 @@ def _search(program: Program, makespan: float, seconds: float) -> float:
         from ortools.sat.python import cp_model
     except ImportError:
         raise ValueError(
-            "--certify needs OR-tools here: pip install 'megatron_ext[certify]'"
+            "--certify needs OR-tools, which is not installed: pip install 'megatron_ext[certify]'"
         ) from None
     costs = program.problem.costs
     tick = common_tick((costs.of(a) for a in program.graph.actions), makespan)

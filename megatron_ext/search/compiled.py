@@ -498,7 +498,7 @@ def _cached(folder: Path) -> Callable[..., int]:
             has files that numba must not load.
     """
     if (foreign := disk_cache.foreign_file(folder)) is not None:
-        raise OSError(f"{foreign.name} in it is not what numba wrote")
+        raise OSError(f"numba's cache has a file {foreign.name} that numba did not write")
     tempfile.TemporaryFile(
         dir=folder
     ).close()  # closing it keeps numba from using a folder next to this file

@@ -426,8 +426,9 @@ def job_shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = Non
     longest = max(means.values(), default=0.0)
     if longest * placement.stages > _MOST_TICKS * tick:
         raise ValueError(
-            f"a message takes {longest / work:.3g} times as long as the passes of a microbatch on "
-            f"a rank, which no search can count: write all costs in one unit"
+            f"costs: a message takes {longest / work:.3g} times as long as the passes of a "
+            "microbatch on a rank, and no search can count so long a time in its ticks: write "
+            "all costs in one unit"
         )
     # A pass that costs nothing takes one tick, so that it still has its place in the order.
     durations = [[max(round(figure / tick), 1) for figure in row] for row in seconds]

@@ -349,7 +349,9 @@ class _PatternProgram:
             turn_trip, end_trip = _trip_changes(outer, inner, legs, self.period)
             if (turn_trip.item(), end_trip.item()) == periods:
                 return tuple(int(leg.item()) for leg in legs)
-        raise AssertionError("no rotation has this transition")
+        raise AssertionError(
+            "no rotation of the two ranks' patterns has the requested change of period"
+        )
 
     def _shortest_legs(self, rank: int) -> _Legs:
         """Return the least ticks of the four legs of a microbatch between ``rank`` and the previous

@@ -161,7 +161,7 @@ def time(rows: Sequence[Sequence[Action]], problem: Problem) -> TimedOrder:
         _, firsts = np.unique(arrays.rank[is_stuck], return_index=True)
         actions = list(chain.from_iterable(rows))
         stuck = [str(actions[node]) for node in arrays.numbers[is_stuck][firsts].tolist()]
-        raise Deadlock(f"the order would hang at {', '.join(stuck)}")
+        raise Deadlock(f"the order of passes would deadlock at {', '.join(stuck)}")
     starts, ends = graph.longest_paths(seconds)
     firsts = np.unique(arrays.first)
     lasts = np.append(firsts[1:], len(arrays)) - 1
@@ -432,7 +432,7 @@ class _Filling:
                     todo.append(placed.to)
         stuck = [row[n].action for n, row in zip(at, self.passes, strict=True) if n < len(row)]
         if stuck:
-            raise Deadlock(f"the order would hang at {', '.join(map(str, stuck))}")
+            raise Deadlock(f"the order of passes would deadlock at {', '.join(map(str, stuck))}")
         for rank in self.ranks:
             while rank.pending:
                 rank.do_weight_gradient()
@@ -451,7 +451,7 @@ class _Filling:
             self.fill_gap(rank, ready)
         if needs and not rank.free_for(needs):
             number = self.ranks.index(rank)
-            raise ExceedsMemory(f"{action} exceeds the memory of rank {number}")
+            raise ExceedsMemory(f"{action} exceeds the memory limit of rank {number}")
         start = max(rank.free, ready)
         if rank.started is None:
             rank.started = start

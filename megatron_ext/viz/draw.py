@@ -94,7 +94,8 @@ def check_picture(path: Path) -> None:
         import matplotlib.figure  # noqa: F401 (only whether it is there)
     except ImportError:
         raise ValueError(
-            "pictures need matplotlib: pip install 'megatron_ext[plot]', or drop --plot"
+            "--plot needs matplotlib to draw a picture: pip install 'megatron_ext[plot]', or "
+            "drop --plot"
         ) from None
 
 

@@ -229,7 +229,9 @@ def _legend(plan: Plan, looks: Mapping[str, Mapping[str, Any]]) -> list[Any]:
         for method, (marker, label) in _METHODS.items()
         if method in drawn and len(plan.methods) > 1
     ]
-    less_tried = legend_entry("less tried", marker="o", color=OTHERS, markerfacecolor="none")
-    front = Line2D([], [], color=FRONT, label="no other takes less time in as little")
+    less_tried = legend_entry(
+        "less tested schedule", marker="o", color=OTHERS, markerfacecolor="none"
+    )
+    front = Line2D([], [], color=FRONT, label="Pareto front of time and memory")
     lines = [Line2D([], [], label=name, **look) for name, look in looks.items()]
     return [front, *methods, less_tried, *lines]

@@ -45,7 +45,9 @@ def main(words: Sequence[str]) -> int:
         "--write", action="store_true", help="with steps: write the tables into their pages"
     )
     parser.add_argument(
-        "--keep-plans", action="store_true", help="with recipes: keep the computed gains"
+        "--keep-plans",
+        action="store_true",
+        help="with recipes: only count the accepted ones, and leave the computed plans as they are",
     )
     given = parser.parse_args(words)
     if given.write and (given.what != "steps" or given.file):

@@ -167,5 +167,5 @@ def _layers(text: str, stages: int) -> tuple[int, ...]:
     if len(words) < 2 or not all(word.isdecimal() for word in words):
         return ()
     if len(words) != stages:
-        raise ValueError(f"layout has {len(words)} stages, and the pipeline {stages}")
+        raise ValueError(f"the layout has {len(words)} stages, and the pipeline has {stages}")
     return tuple(map(int, words))

@@ -98,7 +98,10 @@ def _of_gpt(step: PublishedStep) -> DescribedTraining:
 
 def _of_paper(step: PublishedStep) -> DescribedTraining:
     if step.job not in papers.PAPERS:
-        raise ValueError(f"row {step.number}: {step.job!r} has no recipe and no numbers of layers")
+        raise ValueError(
+            f"row {step.number} of the measured steps: {step.job!r} is neither the name of a "
+            "recipe nor given with numbers of layers"
+        )
     paper = papers.PAPERS[step.job]
     return DescribedTraining(papers.work_of(paper, step), paper.schedule, Layout(paper.layers))
 
@@ -115,7 +118,9 @@ def recipe_of(step: PublishedStep) -> Recipe:
     recipes, cells = _recipes(), step.cells
     name = cells["recipe"]
     if name not in recipes:
-        raise ValueError(f"row {step.number}: {name!r} is no recipe of {RECIPES}")
+        raise ValueError(
+            f"row {step.number} of the measured steps: {name!r} is not a recipe of {RECIPES}"
+        )
     given = _with_sizes_of(step, flat(recipes[name]))
     # A recipe's name contains the number of GPUs and the precision.
     model, _, rest = name.partition("gpu_")

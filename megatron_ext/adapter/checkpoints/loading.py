@@ -223,7 +223,9 @@ def _check_format(args: Any) -> None:
 def _check_weights(found: list[ModelDifference], args: Any) -> None:
     for difference in found:
         if difference.change is not Change.LESS:
-            raise DoesNotLoad(str(difference), "train the model that was saved")
+            raise DoesNotLoad(
+                str(difference), "train the model that was saved, or load another checkpoint"
+            )
 
 
 def _check_states(saved: SavedTraining, command: Command, found: list[ModelDifference]) -> None:
@@ -244,7 +246,8 @@ def check_stages(saved: SavedTraining, command: Command) -> None:
     for text in _moves(saved, command):
         kind = saved.metadata.get(_KIND)
         raise DoesNotLoad(
-            f"its optimizer states ({kind}) fit only the stages they were saved with: {text}",
+            f"the checkpoint's optimizer states ({kind}) can only be loaded if each stage is on "
+            f"the rank that saved it: {text}",
             _AS_BEFORE,
         )
 
@@ -255,7 +258,7 @@ def _fits_one_placement(saved: SavedTraining) -> bool:
 
 
 def _states(saved: SavedTraining) -> str:
-    return f"its optimizer states ({saved.metadata.get(_KIND)}) fit only"
+    return f"the checkpoint's optimizer states ({saved.metadata.get(_KIND)}) fit only"
 
 
 def _check_optimizer(training: SavedTraining, args: Any) -> None:
@@ -264,27 +267,27 @@ def _check_optimizer(training: SavedTraining, args: Any) -> None:
         was, now = ("with", "without") if kind else ("without", "with")
         verb = "add" if kind else "drop"
         raise DoesNotLoad(
-            f"--use-distributed-optimizer: its optimizer states were saved {was} it, and the "
-            f"command is {now} it",
+            f"--use-distributed-optimizer: the checkpoint's optimizer states were saved {was} "
+            f"this flag, and the command trains {now} it",
             f"{verb} --use-distributed-optimizer, {_WEIGHTS_ALONE}",
         )
     if _has_expert_optimizer(saved) != _has_expert_optimizer(args):
         raise DoesNotLoad(
-            "--expert-model-parallel-size: experts have an optimizer of their own if they are "
-            "parallel in another way than the other layers, and only one of checkpoint and command "
-            "has it",
-            f"keep the sizes of experts' parallelism, {_WEIGHTS_ALONE}",
+            "--expert-model-parallel-size: Megatron gives experts a separate optimizer if their "
+            "parallel sizes differ from those of the other layers; either the checkpoint or the "
+            "command has such an optimizer, but not the other",
+            f"write the checkpoint's sizes of expert parallelism, {_WEIGHTS_ALONE}",
         )
     if not kind and _is_mixed(saved) != _is_mixed(args):
         raise DoesNotLoad(
-            f"its optimizer states are those of {saved.params_dtype}, and the command trains "
-            f"{args.params_dtype}",
-            f"keep the precision, {_WEIGHTS_ALONE}",
+            f"the checkpoint has optimizer states of a training in {saved.params_dtype}, and the "
+            f"command trains in {args.params_dtype}",
+            f"train in the checkpoint's precision, {_WEIGHTS_ALONE}",
         )
     optimizers = getattr(saved, "optimizer", args.optimizer), args.optimizer
     if optimizers[0] != optimizers[1]:
         raise DoesNotLoad(
-            f"--optimizer {optimizers[1]}: its optimizer states are those of {optimizers[0]}",
+            f"--optimizer {optimizers[1]}: the checkpoint has optimizer states of {optimizers[0]}",
             f"write --optimizer {optimizers[0]}, {_WEIGHTS_ALONE}",
         )
     for name in ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"):
@@ -293,7 +296,7 @@ def _check_optimizer(training: SavedTraining, args: Any) -> None:
             flag = "--" + name.replace("_", "-")
             raise DoesNotLoad(
                 f"{flag} {rates[1]}: Megatron finds optimizer states by their learning rates, and "
-                f"these were saved with {rates[0]}",
+                f"the checkpoint's were saved with {rates[0]}",
                 f"write {flag} {rates[0]}, {_WEIGHTS_ALONE}",
             )
 
@@ -483,7 +486,9 @@ def _check_equal_arguments(saved: Any, args: Any) -> None:
         was, now = getattr(saved, name, None), getattr(args, name)
         if was != now:
             flag = "--" + name.replace("_", "-")
-            raise DoesNotLoad(f"{flag} {now}: it was saved with {was}", f"write {flag} {was}")
+            raise DoesNotLoad(
+                f"{flag} {now}: the checkpoint was saved with {was}", f"write {flag} {was}"
+            )
 
 
 def _check_scheduler(saved: SavedTraining, command: Command) -> None:
@@ -496,10 +501,10 @@ def _check_scheduler(saved: SavedTraining, command: Command) -> None:
         was, now = saved.scheduler.get(name), command.scheduler.get(name)
         if name in saved.scheduler and was != now:
             raise DoesNotLoad(
-                f"the learning-rate schedule is another: {words}: {was} in the checkpoint, {now} "
-                f"in the command",
-                "add --override-opt-param-scheduler, which takes the command's, or "
-                "--use-checkpoint-opt-param-scheduler, which takes the checkpoint's",
+                f"the learning-rate schedules of checkpoint and command differ in {words}: {was} "
+                f"in the checkpoint, {now} in the command",
+                "add --override-opt-param-scheduler to use the command's schedule, or "
+                "--use-checkpoint-opt-param-scheduler to use the checkpoint's",
             )
 
 

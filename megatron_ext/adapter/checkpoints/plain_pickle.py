@@ -112,7 +112,7 @@ class _Timed:
 
     def _look(self) -> None:
         if time.monotonic() > self._deadline:
-            raise ValueError(f"reading it took more than {SECONDS:.0f} s")
+            raise ValueError(f"reading the pickled file took more than {SECONDS:.0f} s")
 
 
 def read_pickle(path: Path) -> Any:
@@ -139,12 +139,14 @@ def read_saved(data: bytes | Path) -> Any:
             with archive.open(name) as file:
                 return _read(file)
     except zipfile.BadZipFile as error:
-        raise ValueError(f"not a file of torch.save: {error}") from None
+        raise ValueError(f"the file was not written by torch.save: {error}") from None
 
 
 def _check_size(size: int) -> None:
     if size > LARGEST:
-        raise ValueError(f"its pickle has {bytes_text(size)}, and {bytes_text(LARGEST)} are read")
+        raise ValueError(
+            f"the pickle has {bytes_text(size)}, and at most {bytes_text(LARGEST)} are read"
+        )
 
 
 def _read(file: IO[bytes]) -> Any:
@@ -155,4 +157,4 @@ def _read(file: IO[bytes]) -> Any:
     except ValueError:
         raise
     except Exception as error:  # the contents of a pickle may raise anything
-        raise ValueError(f"not a pickle that can be read: {error}") from None
+        raise ValueError(f"the pickle cannot be read: {error}") from None

@@ -56,7 +56,7 @@ def read(folder: Path) -> SavedTraining:
     except OSError as error:
         raise ValueError(f"{error.filename or folder}: {error.strerror or error}") from None
     if not isinstance(common, dict):
-        raise ValueError("it has no state that all ranks share")
+        raise ValueError("the checkpoint has no state that all ranks share")
     metadata, scheduler = common.get("content_metadata"), common.get("opt_param_scheduler")
     shapes = getattr(index, "state_dict_metadata", {})
     return SavedTraining(
@@ -77,20 +77,26 @@ def _check_format(folder: Path) -> None:
         config = parse_json(read_text_file(folder / _CONFIG, "the file", LARGEST_JSON))
         backend = config.get("sharded_backend") if isinstance(config, dict) else None
         if backend != "torch_dist":
-            raise ValueError(f"its format is {backend}, and only torch_dist is read here")
+            raise ValueError(
+                f"the checkpoint's format is {backend}, and only torch_dist can be read here"
+            )
         if _INDEX not in names:
-            raise Incomplete(f"it has no {_INDEX}, which is written last")
+            raise Incomplete(f"the checkpoint has no {_INDEX}, the file that is written last")
     elif any(name.startswith("mp_rank_0") for name in names):
         raise ValueError(
-            "it is of format torch, which has a file a rank, and which only the same stages load: "
-            "save it once with --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+            "the checkpoint is of format torch, which has one file per rank and can only be "
+            "loaded by a run with the same stages: convert it by --ckpt-convert-format "
+            "torch_dist --ckpt-convert-save FOLDER"
         )
     elif _INDEX in names:
         raise ValueError(
-            "it is of format torch_dcp or fsdp_dtensor, and only torch_dist is read here"
+            "the checkpoint is of format torch_dcp or fsdp_dtensor, and only torch_dist can be "
+            "read here"
         )
     else:
-        raise Incomplete(f"it has no {_CONFIG}: Megatron calls its format unknown")
+        raise Incomplete(
+            f"the checkpoint has no {_CONFIG}, without which Megatron does not know its format"
+        )
 
 
 def _index(folder: Path) -> Any:
@@ -103,9 +109,12 @@ def _index(folder: Path) -> Any:
     for name, end in ends.items():
         path = folder / name
         if not path.is_file():
-            raise Incomplete(f"it has no {name}, which {_INDEX} names")
+            raise Incomplete(f"the checkpoint has no {name}, a file that {_INDEX} names")
         if path.stat().st_size < end:
-            raise Incomplete(f"{name} ends after {path.stat().st_size} bytes, and {end} are named")
+            raise Incomplete(
+                f"the checkpoint's file {name} has {path.stat().st_size} bytes, and {end} "
+                f"according to {_INDEX}"
+            )
     return index
 
 
@@ -126,12 +135,15 @@ def _common(folder: Path, index: Any) -> Any:
         return read_saved(folder / _COMMON)
     places = [place for name, place in _places(index) if name.startswith(f"{_COMMON_KEY}/")]
     if not places:
-        raise ValueError("it has no state that all ranks share")
+        raise ValueError("the checkpoint has no state that all ranks share")
     (place,) = places
     if getattr(place, "transform_descriptors", None):
-        raise ValueError("its files are compressed")
+        raise ValueError("the checkpoint's files are compressed")
     if place.length > _LARGEST_COMMON:
-        raise ValueError(f"what its ranks share has {bytes_text(place.length)}")
+        raise ValueError(
+            f"the checkpoint's state that all ranks share has {bytes_text(place.length)}, which "
+            "is too much to read"
+        )
     with (folder / place.relative_path).open("rb") as file:
         file.seek(place.offset)
         data = file.read(place.length)

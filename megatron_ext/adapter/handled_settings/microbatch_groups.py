@@ -32,6 +32,6 @@ def with_megatrons_group(resolved: ResolvedSpec, settings: Any) -> ResolvedSpec:
     if given.get(_OPTION, group) not in (0, group):
         raise ValueError(
             f"--pipeline-schedule {resolved.spec} does not go with {_SETTING}={group}, Megatron's "
-            f"setting for the same: drop {_SETTING} or --pipeline-schedule"
+            f"setting for the size of its groups: drop {_SETTING} or --pipeline-schedule"
         )
     return resolved if _OPTION in given else choose(with_option(resolved.spec, _OPTION, group))

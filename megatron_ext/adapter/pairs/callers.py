@@ -57,20 +57,20 @@ def refuse_unplanned(call: Call) -> None:
     """
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError(
-            f"{FLAG} does not go with process groups of the caller's own: Megatron asks its global "
-            f"groups where the loss is; call initialize_model_parallel, or drop {FLAG}"
+            f"{FLAG}: the caller has process groups of its own, and Megatron finds the rank with "
+            f"the loss by its global groups; call initialize_model_parallel, or drop {FLAG}"
         )
     for model in call.models:
         try:
             get_attr_wrapped_model(model, "build_schedule_plan")
         except RuntimeError:
             raise ValueError(
-                f"{FLAG} needs a model with build_schedule_plan, as GPTModel, and this is a "
-                f"{type(model).__name__}: drop the flag"
+                f"{FLAG} needs a model with the method build_schedule_plan, such as GPTModel, and "
+                f"this model is a {type(model).__name__}: drop {FLAG}"
             ) from None
         frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
         if frozen:
             raise ValueError(
-                f"{FLAG} does not go with frozen parameters, as {frozen[0]}: each part of a plan "
-                f"asks the next part for a gradient; drop {FLAG}"
+                f"{FLAG} does not go with frozen parameters, such as {frozen[0]}: each part of a "
+                f"model's schedule plan needs a gradient from the next part; drop {FLAG}"
             )

@@ -69,9 +69,9 @@ def cut_by_slices(
         dimension = 2 if name == "attention_mask" else 1
         if tensor.size(dimension) != spans[0].length:
             raise ValueError(
-                f"{_FLAG} divides sequences of {spans[0].length} tokens, and a batch has {name} of "
-                f"{tensor.size(dimension)} tokens: give all microbatches the same sequence length, "
-                f"or drop {_FLAG}"
+                f"{_FLAG} cuts sequences of {spans[0].length} tokens, and the {name} of a batch "
+                f"has {tensor.size(dimension)} tokens: give all microbatches the same sequence "
+                f"length, or drop {_FLAG}"
             )
         parts = (
             tensor.narrow(dimension, s.local.begin, s.local.end - s.local.begin) for s in spans
@@ -94,6 +94,7 @@ def refuse_other_cuts(position_ids: Tensor | None) -> None:
         )
     if position_ids is not None and position_ids.dim() == 3:
         raise ValueError(
-            f"{_FLAG} with context parallelism does not go with positions of several kinds (mrope)"
-            f": untried; write --context-parallel-size 1, or drop {_FLAG}"
+            f"{_FLAG} with context parallelism does not go with positions in several dimensions "
+            "(mrope): this combination is untested; write --context-parallel-size 1, or drop "
+            f"{_FLAG}"
         )

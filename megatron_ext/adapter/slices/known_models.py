@@ -30,14 +30,14 @@ def refuse_unknown(models: Sequence[torch.nn.Module]) -> None:
             model = inner  # the model within a wrapper (DDP, mixed precision)
         if not isinstance(model, GPTModel) or type(model).forward is not GPTModel.forward:
             raise ValueError(
-                f"--pipeline-slices runs a GPTModel, and {type(model).__name__} may mix "
-                f"tokens in ways that are not known: {_DROP}"
+                f"--pipeline-slices requires a GPTModel, and in a {type(model).__name__} a token "
+                f"may depend on others in ways that slices of sequences do not support: {_DROP}"
             )
         for layer in mixing_layers(model):
             if (unknown := unknown_mixer(layer, known)) is not None:
                 raise ValueError(
                     f"--pipeline-slices does not go with {unknown}: tokens of a slice would not "
-                    f"see those of the slices before it; {_DROP}"
+                    f"see those of the sequence's earlier slices; {_DROP}"
                 )
 
 

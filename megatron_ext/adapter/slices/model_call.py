@@ -80,7 +80,10 @@ def cut_to_slice(given: dict[str, Any], span: Span) -> dict[str, Any]:
     """
     for name in _UNTRIED:
         if given.get(name) is not None:
-            raise ValueError(f"{_FLAG} does not go with {name}: untried; drop the flag")
+            raise ValueError(
+                f"{_FLAG} does not go with the model's argument {name}: this combination is "
+                f"untested; drop {_FLAG}"
+            )
     parts: dict[str, Any] = {}
     if (packed := given.get("packed_seq_params")) is not None:
         if span.ranks > 1:
@@ -111,6 +114,6 @@ def _cut_mask(mask: Tensor, span: Span) -> Tensor:
 def _check_length(name: str, length: int, expected: int) -> None:
     if length != expected:
         raise ValueError(
-            f"{_FLAG} divides sequences of {expected} tokens, and the model was called with {name} "
+            f"{_FLAG} cuts sequences of {expected} tokens, and the model was called with {name} "
             f"of {length} tokens: give all microbatches the same sequence length, or drop {_FLAG}"
         )

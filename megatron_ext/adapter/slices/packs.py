@@ -89,7 +89,7 @@ def read_pack(params: PackedSeqParams, tokens: int) -> PackedDocuments:
     """
     if params.qkv_format != "thd":
         raise ValueError(
-            f"{_FLAG} goes with packed_seq_params of the format thd, and these have "
+            f"{_FLAG} requires packed sequences in the format thd, and packed_seq_params have "
             f"qkv_format={params.qkv_format!r}: pack sequences as thd, or drop {_FLAG}"
         )
     ends = tuple(params.cu_seqlens_q.tolist())
@@ -100,15 +100,16 @@ def read_pack(params: PackedSeqParams, tokens: int) -> PackedDocuments:
         not 0 <= length <= space for length, space in zip(pack.lengths, spaces, strict=True)
     ):
         raise ValueError(
-            f"{_FLAG} needs documents one behind the other, and packed_seq_params have "
-            f"cu_seqlens_q={_shown(ends)}, cu_seqlens_q_padded={_shown(pack.borders)}: give "
-            f"ascending borders, as many of both"
+            f"{_FLAG} requires documents that follow one another in the packed sequence, and "
+            f"packed_seq_params have cu_seqlens_q={_shown(ends)}, "
+            f"cu_seqlens_q_padded={_shown(pack.borders)}: give ascending borders, the same number "
+            "in each of the two"
         )
     if (pack.borders[0], pack.borders[-1]) != (0, tokens):
         raise ValueError(
-            f"{_FLAG} divides packs of {tokens} tokens, and the documents of this one lie between "
-            f"{pack.borders[0]} and {pack.borders[-1]}: give all packs the same length, with "
-            f"padding as part of a document, or drop {_FLAG}"
+            f"{_FLAG} cuts packed sequences of {tokens} tokens, and the documents of a microbatch "
+            f"reach from {pack.borders[0]} to {pack.borders[-1]}: pack to the same length "
+            f"everywhere, with padding as part of a document, or drop {_FLAG}"
         )
     return pack
 
@@ -155,7 +156,7 @@ def _running_pack() -> tuple[PackedDocuments, PackedSeqParams]:
 
 
 def _no_pack() -> Any:
-    raise AssertionError("the running microbatch is no pack")
+    raise AssertionError("the running microbatch has no packed documents")
 
 
 def _places(span: Span, pack: PackedDocuments, params: PackedSeqParams) -> Tensor:

@@ -143,6 +143,7 @@ def _without_context_parallelism(layer: Any) -> Iterator[None]:
 def _refuse_other_masks(kind: AttnMaskType) -> None:
     if kind is not AttnMaskType.causal:
         raise ValueError(
-            f"--pipeline-slices needs causal attention, and this layer's mask is {kind.name}: a "
-            f"token of an early slice would see tokens of later slices; drop --pipeline-slices"
+            f"--pipeline-slices needs causal attention, and a layer's mask is {kind.name}, under "
+            "which tokens of an early slice would see tokens of later slices; drop "
+            "--pipeline-slices"
         )

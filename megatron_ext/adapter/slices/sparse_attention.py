@@ -50,7 +50,7 @@ def attend_sparsely(
     if kwargs.get("packed_seq_params") is not None:
         raise ValueError(
             "--pipeline-slices does not go with sparse attention (dsa) over packed sequences: "
-            "untried; drop --pipeline-slices"
+            "this combination is untested; drop --pipeline-slices"
         )
     if value is None:  # the value is a part of the key
         (key,) = running_slice.attended(layer, (key,))

@@ -117,8 +117,8 @@ def refuse_call(
         )
     if isinstance(pg_collection, MultiModuleProcessGroupCollection):
         raise ValueError(
-            f"--pipeline-schedule {ours.schedule} runs one model, and this pg_collection holds "
-            f"several ({type(pg_collection).__name__}); drop --pipeline-schedule"
+            f"--pipeline-schedule {ours.schedule} runs a single model, and pg_collection has the "
+            f"process groups of several ({type(pg_collection).__name__}); drop --pipeline-schedule"
         )
     if (p2p_communicator is None) != (pg_collection is None):
         raise ValueError("Provide both p2p_communicator and pg_collection, or neither")
@@ -136,13 +136,14 @@ def refuse_chunks(ours: PipelineConfig, call: Call) -> None:
     chunks = placement.chunks
     if len(call.models) != chunks:
         raise ValueError(
-            f"--pipeline-schedule {resolved.spec} puts {counted(chunks, 'stage')} on each "
-            f"rank, and the schedule was called with {counted(len(call.models), 'model chunk')}: "
-            f"build as many as config.virtual_pipeline_model_parallel_size says"
+            f"--pipeline-schedule {resolved.spec} puts {counted(chunks, 'stage')} on each rank, "
+            "and Megatron's pipeline function was called with "
+            f"{counted(len(call.models), 'model chunk')}: build as many model chunks as "
+            "config.virtual_pipeline_model_parallel_size says"
         )
     if len(call.iterators) != chunks:
         raise ValueError(
-            f"the schedule was called with {counted(chunks, 'model chunk')} and "
+            f"Megatron's pipeline function was called with {counted(chunks, 'model chunk')} and "
             f"{counted(len(call.iterators), 'data iterator')}: give each chunk a data iterator of "
             "its own"
         )
@@ -154,15 +155,16 @@ def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
         return
     if _limit_needs_unknown_bytes(ours, call):
         raise ValueError(
-            f"--pipeline-memory-limit {ours.memory_limit} is in bytes, and what a microbatch takes "
-            f"is not known: the caller gives seq_length={call.seq_length}, "
-            f"micro_batch_size={call.micro_batch_size} instead of real lengths; write the "
-            f"limit in microbatches, as 0.5x"
+            f"--pipeline-memory-limit {ours.memory_limit} is in bytes, and the bytes of a "
+            f"microbatch are not known, since the caller passes seq_length={call.seq_length}, "
+            f"micro_batch_size={call.micro_batch_size} in place of real lengths: write the limit "
+            "as a share of 1F1B's microbatches, such as 0.5x"
         )
     if ours.p2p is P2P.BATCHED:
         raise ValueError(
             f"--pipeline-p2p batched does not go with {call.varies_by}: a batch of messages needs "
-            f"their shapes, and these arrive in messages themselves; drop --pipeline-p2p"
+            "all their shapes in advance, and with varying lengths each shape arrives in a "
+            "message of its own; drop --pipeline-p2p"
         )
 
 
@@ -171,8 +173,8 @@ def refuse_varying_shapes(call: Call, option: str) -> None:
     one."""
     if call.varies_by is not None:
         raise ValueError(
-            f"{flag(option)} does not go with {call.varies_by}: its messages need one shape; give "
-            "all microbatches the same sequence length"
+            f"{flag(option)} does not go with {call.varies_by}: the messages that this option "
+            "adds need one fixed shape; give all microbatches the same sequence length"
         )
 
 

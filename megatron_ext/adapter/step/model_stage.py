@@ -204,10 +204,10 @@ class ModelStage:
         # In an evaluation ``output`` is whatever the caller's loss function returns.
         if not (self._has_backward or call.forward_only) and output.requires_grad:
             raise ValueError(
-                f"neither stage {self._number} nor a stage before it has trained parameters, so no "
-                "backward pass runs there; but its model was given a tensor that has a gradient, "
-                "which would be lost: make the tensor within the model, or let some parameter of "
-                "stage 0 require a gradient"
+                f"neither stage {self._number} nor an earlier stage has trained parameters, so no "
+                "backward pass runs there; but its model was given a tensor that requires a "
+                "gradient, which would be lost: make that tensor within the model, or let some "
+                "parameter of stage 0 require a gradient"
             )
         return output, tokens
 

@@ -99,7 +99,7 @@ class RepeatableCall:
     def _refuse_gradients(self, given: tuple[Any, ...]) -> None:
         if any(isinstance(value, Tensor) and value.requires_grad for value in given):
             raise ValueError(
-                f"{self._flag} needs a forward_step_func that gives the model no tensor that has a "
-                "gradient: the code that made the tensor would get no gradient; make the tensor "
-                f"within the model, or drop {self._flag}"
+                f"{self._flag} needs a forward_step_func that gives the model no tensor that "
+                "requires a gradient, since the code that made such a tensor would get no "
+                f"gradient: make the tensor within the model, or drop {self._flag}"
             )

@@ -182,9 +182,10 @@ def _compared(
     different = [line for lines in gather_from_all(here[:1]) for line in lines]
     if different:
         raise ValueError(
-            f"{ALLOW_UNKNOWN} allows sources that our patches were not read against, and the first "
-            f"step differs from that of Megatron's own function: {different[0]}; nothing was "
-            f"trained: drop {flag('schedule')}, or take a Megatron that megatron-ext doctor knows"
+            f"{ALLOW_UNKNOWN} permits Megatron sources that the patches were not written for, and "
+            "the first step differs from that of Megatron's own pipeline function: "
+            f"{different[0]}; nothing was trained: drop {flag('schedule')}, or use a Megatron "
+            "version that megatron-ext doctor knows"
         )
     log_single_rank(
         logger,

@@ -75,13 +75,14 @@ def _check_graphs(order: Sequence[float], passes: Sequence[Action], stages: Sequ
     for entry in order:
         if entry % 1:
             raise ValueError(
-                f"the order to capture has {entry}, a separate weight gradient, which Transformer "
-                f"Engine would take for that of the chunk's latest backward pass: captured "
-                f"modules must have whole backward passes"
+                f"the order of CUDA graph capture has {entry}, a separate weight gradient, which "
+                "Transformer Engine would attribute to the chunk's latest backward pass: "
+                "captured modules must have whole backward passes"
             )
     if len(order) != len(passes):
         raise ValueError(
-            f"the order to capture has {len(order)} entries, and the rank runs {len(passes)} passes"
+            f"the order of CUDA graph capture has {len(order)} entries, and the rank runs "
+            f"{len(passes)} passes"
         )
     counted: dict[float, int] = defaultdict(int)
     for entry, action in zip(order, passes, strict=True):
@@ -89,22 +90,22 @@ def _check_graphs(order: Sequence[float], passes: Sequence[Action], stages: Sequ
         runs = chunk if action.kind is Kind.FORWARD else -chunk
         if entry != runs:
             raise ValueError(
-                f"the order to capture has {entry:g} where the rank runs {action}, of its chunk "
-                f"{chunk}: graphs would share memory that both need"
+                f"the order of CUDA graph capture has {entry:g} where the rank runs {action} in "
+                f"chunk {chunk}: graphs would share memory that both passes need"
             )
         if counted[entry] != action.microbatch:
             raise ValueError(
-                f"{action} is number {counted[entry]} of its kind on stage {action.stage}, so "
-                f"Transformer Engine would capture it as microbatch {counted[entry]}'s: run "
-                f"microbatches in order"
+                f"{action} is number {counted[entry]} among the passes of its kind on stage "
+                f"{action.stage}, so Transformer Engine would capture its CUDA graph as that of "
+                f"microbatch {counted[entry]}: run microbatches in order"
             )
         counted[entry] += 1
     for chunk, stage in enumerate(stages, start=1):
         if counted[chunk] != counted[-chunk]:
             raise ValueError(
-                f"stage {stage} has {counted[chunk]} forward passes and {counted[-chunk]} backward "
-                "passes, and Transformer Engine captures CUDA graphs of equally many: train a "
-                "layer on an earlier stage"
+                f"stage {stage} has {counted[chunk]} forward passes and {counted[-chunk]} "
+                "backward passes, and Transformer Engine requires as many backward as forward "
+                "passes for its CUDA graphs: train a layer on an earlier stage"
             )
 
 
@@ -122,8 +123,8 @@ def check_buffers(
                 written[buffer] = action
             elif (by := written[buffer])[::2] != action[::2]:
                 raise ValueError(
-                    f"{by} would write to the buffers of microbatch {action.microbatch} before "
-                    f"{action} has read them"
+                    f"CUDA graphs: {by} would overwrite the input buffers of microbatch "
+                    f"{action.microbatch} before {action} has read them"
                 )
 
 

@@ -78,15 +78,16 @@ class LayerGraphs:
         """
         if self._order is None:
             raise ValueError(
-                "--cuda-graph-impl transformer_engine captures the order of a step, and there has "
-                "been none: write --cuda-graph-warmup-steps 1 or more"
+                "--cuda-graph-impl transformer_engine captures graphs in the order of the "
+                "previous step's passes, and no step has run yet: write "
+                "--cuda-graph-warmup-steps 1 or more"
             )
         before = _microbatches(self._order)
         if microbatches != before:
             raise ValueError(
-                f"--cuda-graph-impl transformer_engine would capture "
-                f"{counted(microbatches, 'microbatch')}, and the steps so far had {before}: give "
-                f"every step as many, or write --cuda-graph-impl none"
+                "--cuda-graph-impl transformer_engine is to capture a step of "
+                f"{counted(microbatches, 'microbatch')}, and earlier steps had {before}: give "
+                "every step the same number, or write --cuda-graph-impl none"
             )
         self._captured, self._memory = self._order, None
         return [entry for entry in self._order if abs(entry) <= chunks]

@@ -117,21 +117,22 @@ def parse_job(
     """
     if len(words) > 1:
         raise ValueError(
-            f"{masked(words[:3])}: a job is one word; write -- before a launch command"
+            f"{masked(words[:3])}: a job is one word, such as the path of a log; write -- before "
+            "a launch command"
         )
     if command is not None:
         if words:
             raise ValueError(
                 f"{words[0]} and the launch command behind -- are two jobs: give only one of the "
-                f"two; flags of ours follow {words[0]} without --"
+                f"two; --pipeline-... flags for {words[0]} follow it without --"
             )
         if flags:
             raise ValueError(
-                f"{flags[0]} stands before --: write flags of ours into the launch command, behind "
-                f"its script"
+                f"{flags[0]} stands before --: write --pipeline-... flags into the launch "
+                "command, behind its script"
             )
         if not command:
-            raise ValueError("-- is followed by no words: write a launch command behind it")
+            raise ValueError("-- is followed by nothing: write a launch command behind --")
         return JobArgument(JobKind.COMMAND, "", tuple(command))
     if not words:
         return None
@@ -141,7 +142,7 @@ def parse_job(
 
 def _kind(word: str) -> JobKind:
     if word.endswith((".py", ".sh")):
-        raise ValueError(f"{word} begins a launch command: write -- before it")
+        raise ValueError(f"{word} begins a launch command: write -- before {word}")
     if word.endswith(".json"):
         return JobKind.ARGUMENTS
     if _SIZES.match(word):
@@ -173,5 +174,8 @@ def launch_of(job: JobArgument) -> Launch:
 
     settings, others = given_and_others(job.words)
     if others:
-        raise ValueError(f"{others[0]}: a log has Megatron's own arguments; drop {others[0]}")
+        raise ValueError(
+            f"{others[0]}: behind a training's log only --pipeline-... flags are accepted, since "
+            f"Megatron's own arguments are read from the log; drop {others[0]}"
+        )
     return launch_from_log(Path(job.word), settings)

@@ -81,8 +81,8 @@ def parse_sizes(text: str) -> JobSizes:
         if described := [key for key in ("tp", "dp") if key in numbers]:
             keys = ", ".join(described)
             raise ValueError(
-                f"sizes {shown(text)!r}: {keys} are of a model, and there is none: write its "
-                f"sizes too, as layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000"
+                f"sizes {shown(text)!r}: {keys} needs the sizes of a model: add them, as "
+                "layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000"
             )
         return JobSizes(numbers["pp"], numbers["m"], layers=layers)
     model = parse_model(",".join(of_model))
@@ -110,12 +110,14 @@ def options_of_sizes(flags: Sequence[str], sizes: JobSizes, *, has_costs: bool) 
         if name not in _TAKEN:
             taken = ", ".join(map(flag, _TAKEN))
             raise ValueError(
-                f"{flag(name)}: a plan of sizes takes {taken} and {OVERLAP}, and chooses or does "
-                f"not know the rest; drop {flag(name)}, or plan a launch command"
+                f"{flag(name)}: a plan of sizes accepts only {taken} and {OVERLAP}, and chooses "
+                f"the other options itself or cannot estimate them; drop {flag(name)}, or plan a "
+                "launch command"
             )
     if has_pairs and sizes.model is not None and not has_costs:
         raise ValueError(
-            f"{OVERLAP}: a model of sizes has no experts, whose messages it hides; add --costs "
-            f"with overlap_saving=, give a launch command, or drop {OVERLAP}"
+            f"{OVERLAP}: the model that sizes describe has no experts, whose messages this flag "
+            "would hide; add --costs with overlap_saving=, give a launch command, or drop "
+            f"{OVERLAP}"
         )
     return replace(PipelineConfig.parse(schedule=PLAN, **given).options, pairs=has_pairs)

@@ -149,8 +149,9 @@ def _with_sizes(checked: CheckedPlan, sizes: JobSizes) -> CheckedPlan:
     options = checked.options
     if len(checked.gpus) > 1 and len(checked.gpus) != sizes.pp:
         raise ValueError(
-            f"--gpu {options.gpu} names {counted(len(checked.gpus), 'pipeline rank')}, and pp is "
-            f"{sizes.pp}"
+            f"--gpu {options.gpu} names the GPUs of "
+            f"{counted(len(checked.gpus), 'pipeline rank')}, and pp is {sizes.pp}; name as many "
+            "as pp, or one kind for all"
         )
     schedules = options_of_sizes(checked.job.words, sizes, has_costs=options.costs is not None)
     return replace(checked, schedules=schedules)

@@ -225,8 +225,8 @@ def without_reserved(limit: MemoryLimit, microbatches: int, problem: Problem) ->
     if left < microbatch:
         raise ValueError(
             f"the memory limit is {limit}, and vocabulary parallelism "
-            f"{problem.options.vocab_parallel} holds {counted(microbatches, 'microbatch')} more "
-            f"than the schedule without it, which holds 1 microbatch or more; give at least "
+            f"{problem.options.vocab_parallel} holds {counted(microbatches, 'microbatch')} in "
+            "addition to those of the schedule, of which there is at least 1; give at least "
             f"{limit.at_least(microbatch + more)}"
         )
     if limit.microbatches is not None:
@@ -250,8 +250,8 @@ def check_one_microbatch(problem: Problem) -> None:
         least = max(sum(held[stage] for stage in row) for row in problem.placement.stages_of)
     if not fits(least, limit.amount):
         raise ValueError(
-            f"the memory limit is {limit}, and a rank holds one microbatch at least: give at least "
-            f"{limit.at_least(least)}"
+            f"the memory limit is {limit}, and every rank holds at least one microbatch: give at "
+            f"least {limit.at_least(least)}"
         )
 
 

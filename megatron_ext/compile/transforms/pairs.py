@@ -71,7 +71,7 @@ def overlap_passes(schedule: Schedule, problem: Problem) -> Schedule:
         raise ValueError(
             f"schedule {schedule.name} has no forward pass that could overlap a backward pass, "
             f"with {problem.microbatches} microbatches on {problem.ranks} ranks; take another "
-            f"schedule, more microbatches, or no pairs"
+            "schedule or more microbatches, or drop --overlap-moe-expert-parallel-comm"
         )
     return paired
 

@@ -59,10 +59,11 @@ def _check_opposite(copies: TwoCopies, rank: int) -> None:
     for number in range(max(len(row), len(other))):
         if row[number : number + 1] != other[number : number + 1]:
             raise ValueError(
-                f"{copies.name} holds every stage twice, and cannot be folded onto one copy: pass "
-                f"{number + 1} of rank {rank} is {_pass_at(copies, rank, number)}, and of rank "
-                f"{opposite}, its opposite, {_pass_at(copies, opposite, number)}; a rank has to do "
-                f"what its opposite does with the copies exchanged"
+                f"{copies.name} has two copies of every stage, and the two are not symmetric, so "
+                f"it cannot be run with one copy: pass {number + 1} of rank {rank} is "
+                f"{_pass_at(copies, rank, number)}, but that of the opposite rank {opposite} is "
+                f"{_pass_at(copies, opposite, number)}; opposite ranks have to run the same "
+                "passes of different copies"
             )
 
 

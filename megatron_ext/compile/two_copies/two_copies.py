@@ -90,8 +90,8 @@ def from_rows(rows: Rows, name: str) -> TwoCopies:
     """
     if len(rows) % 2:
         raise ValueError(
-            f"{name} holds every stage twice on {len(rows)} ranks: the middle rank has no opposite "
-            f"to be its replica; write an even number of ranks"
+            f"{name} has two copies of every stage on {len(rows)} ranks: the middle rank has no "
+            "opposite rank that holds the other copy of its stages; write an even number of ranks"
         )
     rank_of = _ranks_of_first_copy(rows)
     copies = TwoCopies(name, rank_of, rows)
@@ -101,9 +101,9 @@ def from_rows(rows: Rows, name: str) -> TwoCopies:
             sent[copies.copy_of(rank, action.stage)].add(action.microbatch)
     if len(sent[0]) != len(sent[1]):
         raise ValueError(
-            f"{name} holds every stage twice, and sends {len(sent[0])} microbatches from one "
-            f"end and {len(sent[1])} from the other: the two copies are no replicas of one "
-            f"schedule; send the same number from both ends"
+            f"{name} has two copies of every stage, and gives {len(sent[0])} microbatches to one "
+            f"copy and {len(sent[1])} to the other, so they are no replicas of one schedule; give "
+            "both copies the same number"
         )
     renumbered = [{number: k for k, number in enumerate(sorted(of_copy))} for of_copy in sent]
     return TwoCopies(

@@ -165,8 +165,8 @@ def load_measured(path: Path, gpu: str | None = None) -> MeasuredFile | None:
         factors = read_factors(data[_MACHINE]) if _MACHINE in data else None
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ValueError(
-            f"costs file {path}: {key} is not as --pipeline-costs profile writes it "
-            f"({shown(repr(error), 200)}): measure again, or take it out"
+            f"costs file {path}: the entry {key} is not as --pipeline-costs profile writes it "
+            f"({shown(repr(error), 200)}): measure again, or delete the entry"
         ) from None
     if factors is not None and gpu is not None and not factors.is_of(gpu):
         raise ValueError(
@@ -184,7 +184,7 @@ def load_measured(path: Path, gpu: str | None = None) -> MeasuredFile | None:
 def _number(value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value < MOST:
-        raise ValueError(f"{value!r} is no number from 0")
+        raise ValueError(f"{value!r} is not a number of at least 0")
     return float(value)
 
 

@@ -196,11 +196,14 @@ def read_factors(data: Mapping[str, Any]) -> MachineFactors:
         KeyError, TypeError: something is missing, or is something else.
     """
     if data["version"] != FORMAT:
-        raise ValueError(f"its version is {shown(data['version'])}, and only {FORMAT} is known")
+        raise ValueError(
+            f"the version of the machine's measured factors is {shown(data['version'])}, and only "
+            f"{FORMAT} is known"
+        )
 
     def figure(value: Any) -> float:
         if isinstance(value, bool) or not 0 < float(value) < 1e30:
-            raise ValueError(f"{value!r} is no figure above 0")
+            raise ValueError(f"{value!r} is not a number above 0")
         return float(value)
 
     def rows(name: str, values: int) -> Iterator[list[float]]:

@@ -23,8 +23,9 @@ from megatron_ext.schedule.dealing import MicrobatchOrder
 def _check(config: Any) -> None:
     if config.microbatch_weights is not None and not config.arranges_microbatches:
         raise ValueError(
-            f"{flag('microbatch_weights')} {config.microbatch_weights}: no microbatches are "
-            f"arranged by them; add {flag('microbatch_order')} small-ends"
+            f"{flag('microbatch_weights')} {config.microbatch_weights}: the weights have no use, "
+            f"since microbatches are neither ordered nor dealt; add {flag('microbatch_order')} "
+            "small-ends"
         )
 
 
@@ -40,9 +41,11 @@ ARRANGEMENT_SETTINGS = FeatureSettings(
         ),
         "deal_microbatches": ON_STOCK
         | switch(
-            help="Deal the microbatches of the global batch to data-parallel replicas by their "
-            "cost, so that all replicas take about as long. The number of microbatches of a "
-            "replica stays the same. Requires --dataloader-inter-document-masking."
+            help=(
+                "Deal the microbatches of the global batch to data-parallel replicas by their "
+                "cost, so that all replicas take about the same time. The number of microbatches "
+                "per replica does not change. Requires --dataloader-inter-document-masking."
+            )
         ),
         "microbatch_weights": ON_STOCK
         | setting(

@@ -12,8 +12,9 @@ def _check(config: Any) -> None:
     method, costs = config.activation_offload, config.costs.text
     if method is Offload.FIT and config.memory_limit is None:
         raise ValueError(
-            f"{flag('activation_offload')} {method} has nothing to fit into: add "
-            f"{flag('memory_limit')}, or write {Offload.FULL} or {Offload.HALF}"
+            f"{flag('activation_offload')} {method} copies as many activations to the host as a "
+            f"memory limit requires, and there is none: add {flag('memory_limit')}, or write "
+            f"{Offload.FULL} or {Offload.HALF}"
         )
     if method is not Offload.NONE and "=" in costs and "d2h=" not in costs:
         raise ValueError(

@@ -27,7 +27,7 @@ def _check(config: Any) -> None:
             config,
             "post_validation",
             "costs",
-            f"steps that overlap cannot be measured one by one; profile without "
+            "the passes of steps that overlap cannot be measured one by one; profile without "
             f"{flag('post_validation')}, {then}",
         )
     if config.rank_speeds is not None:
@@ -35,14 +35,15 @@ def _check(config: Any) -> None:
             config,
             "rank_speeds",
             "costs",
-            f"measured costs contain the speeds of the ranks; drop {flag('rank_speeds')}",
+            f"measured costs contain the speeds of the ranks already; drop {flag('rank_speeds')}",
         )
     if config.slices > 1:
         raise conflicting(
             config,
             "slices",
             "costs",
-            f"only whole microbatches are measured; profile without {flag('slices')}, {then}",
+            f"only passes of whole microbatches are measured; profile without {flag('slices')}, "
+            f"{then}",
         )
 
 

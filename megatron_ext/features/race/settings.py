@@ -35,20 +35,23 @@ def _check(config: Any) -> None:
     if config.race is None:
         if config.race_then is not RaceThen.WINNER:
             raise ValueError(
-                f"{flag('race_then')} {config.race_then} is given without {flag('race')}: there "
-                f"is no race to end; add {flag('race')}, or drop {flag('race_then')}"
+                f"{flag('race_then')} {config.race_then} chooses the schedule after a race, and "
+                f"no race is requested; add {flag('race')}, or drop {flag('race_then')}"
             )
     elif config.options.steps_overlap:
         raise conflicting(
             config,
             "race",
             "post_validation",
-            f"steps that overlap cannot be timed one by one; race without "
+            "steps that overlap cannot be timed one by one; race schedules without "
             f"{flag('post_validation')}",
         )
     elif config.slices > 1:
         raise conflicting(
-            config, "race", "slices", f"races of slices are untried; race without {flag('slices')}"
+            config,
+            "race",
+            "slices",
+            f"races with slices of sequences are untested; race without {flag('slices')}",
         )
 
 
@@ -89,14 +92,14 @@ def contestants(schedule: str | None, wanted: Sequence[str]) -> Contestants:
             raise ValueError(
                 f"--pipeline-race: {specs[0]} has {_words(first)} and {spec} has "
                 f"{_words(placement)}, and layers do not change ranks while a model trains: race "
-                f"schedules of one placement"
+                "schedules that put each stage on the same rank"
             )
     baseline = _baseline(first, specs)
     candidates = [spec for spec in specs if spec != baseline]
     if not candidates:
         raise ValueError(
-            f"--pipeline-race {baseline} has no schedule to race with: {baseline} is the baseline; "
-            "name another schedule"
+            f"--pipeline-race {baseline}: {baseline} is the schedule to compare others with, and "
+            "no other is named; name another schedule"
         )
     return Contestants((baseline, *candidates))
 
@@ -111,8 +114,9 @@ def _baseline(placement: Placement, specs: Sequence[str]) -> str:
             of_family = [given for given in specs if family_name(given) == family_name(spec)]
             return of_family[0] if of_family else spec
     raise ValueError(
-        f"--pipeline-race: {specs[0]} has stages on ranks {list(placement.rank_of)}, where we have "
-        f"no plain schedule to compare with: race schedules of a line, a loop, a V or a wave"
+        f"--pipeline-race: {specs[0]} has stages on ranks {list(placement.rank_of)}, and there is "
+        "no plain schedule with this placement to compare with: race schedules with a linear, "
+        "interleaved (loop), V or wave placement"
     )
 
 
@@ -125,11 +129,14 @@ RACE_SETTINGS = FeatureSettings(
         "race": setting(
             _schedules,
             "SPECS",
-            help="Schedules to time against a baseline, and against each other, in turns of a few "
-            "iterations of this training, whose numbers do not change. Write names separated by "
-            'spaces, as "zb-h1 zb-1p". All have to place stages on the same ranks. Their placement '
-            "decides the baseline: 1f1b for a line, interleaved for a loop, 1f1b-v for a V, hanayo "
-            "for a wave. --pipeline-schedule is not needed; if given, its schedule races too.",
+            help=(
+                "Schedules to time against a plain schedule (the baseline) and against each "
+                "other, in turns of a few iterations of this training, whose numbers do not "
+                'change. Write names separated by spaces, as "zb-h1 zb-1p". All have to place '
+                "stages on the same ranks. Their placement decides the baseline: 1f1b for a "
+                "line, interleaved for a loop, 1f1b-v for a V, hanayo for a wave. "
+                "--pipeline-schedule is not needed; if given, its schedule races too."
+            ),
         )
         | NAMES_SCHEDULES,
         "race_then": enumerated(

@@ -31,14 +31,16 @@ def _check(config: Any) -> None:
             config,
             "shared_prompts",
             "slices",
-            f"slices of a row with prompts that answers share are untried; drop {flag('slices')}",
+            "prompts that answers share are untested with slices of sequences; drop "
+            f"{flag('slices')}",
         )
     if config.activation_offload is not Offload.NONE:
         raise conflicting(
             config,
             "shared_prompts",
             "activation_offload",
-            f"what attention saves would stay on the device; drop {flag('activation_offload')}",
+            "the tensors that attention saves for its backward pass would stay on the device; "
+            f"drop {flag('activation_offload')}",
         )
 
 

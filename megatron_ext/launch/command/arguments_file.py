@@ -49,15 +49,15 @@ def read_arguments_file(path: Path) -> ArgumentsFile:
     try:
         values = parse_json(text)
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not a JSON file: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: the file has to contain one JSON object of Megatron's arguments")
     ranks = values.pop(_WORLD_SIZE, None)
     is_count = isinstance(ranks, int) and not isinstance(ranks, bool)
     if ranks is not None and not (is_count and 0 < ranks <= _MOST_RANKS):
         raise ValueError(
-            f"{path}: {_WORLD_SIZE} {shown(ranks)!r} is no number of ranks; write a number from 1 "
-            f"to {_MOST_RANKS:,}"
+            f"{path}: {_WORLD_SIZE} {shown(ranks)!r} is not a number of ranks; write a number from "
+            f"1 to {_MOST_RANKS:,}"
         )
     return ArgumentsFile(path, values, ranks)
 
@@ -76,7 +76,10 @@ def launch_from_arguments(path: Path, flags: Sequence[str]) -> Launch:
                 from megatron_ext.launch.command.log.unparse import unparsed_flags
                 from megatron_ext.launch.command.megatron_arguments import parse_values
         except ImportError as error:
-            raise PatchError(f"no Megatron is here to read {path} with: {error}") from error
+            raise PatchError(
+                f"{path}: Megatron is needed to read its arguments, and cannot be imported here: "
+                f"{error}"
+            ) from error
         values = {name: value for name, value in file.values.items() if name not in VISION}
         try:
             defaults = vars(parse_values({}).args)

@@ -72,7 +72,10 @@ def launch_from_recipe(recipe: str, words: Sequence[str]) -> Launch:
             with quickly():
                 from megatron_ext.launch.command.log.unparse import unparsed_flags
         except ImportError as error:
-            raise PatchError(f"no Megatron is here to read {recipe} with: {error}") from error
+            raise PatchError(
+                f"recipe {recipe}: Megatron is needed to read a Megatron-Bridge recipe, and "
+                f"cannot be imported here: {error}"
+            ) from error
         config = _called(recipe)
         try:
             arguments = _arguments(config)
@@ -81,7 +84,7 @@ def launch_from_recipe(recipe: str, words: Sequence[str]) -> Launch:
             remarks = tuple(_remarks(recipe, config, settings))
         except Exception as error:  # the fields of a config may have any type
             raise ValueError(
-                f"recipe {recipe}: its config is not one that Megatron-Bridge trains: "
+                f"recipe {recipe}: Megatron-Bridge cannot train its config: "
                 f"{type(error).__name__}: {error}"
             ) from error
         # The schedule's placement replaces the recipe's virtual stages.
@@ -105,7 +108,9 @@ def launch_from_recipe(recipe: str, words: Sequence[str]) -> Launch:
 def _environment(config: Any) -> dict[str, str]:
     variables = getattr(config, "env_vars", None) or {}
     if not isinstance(variables, Mapping):
-        raise TypeError(f"env_vars is a {type(variables).__name__}, not a dict")
+        raise TypeError(
+            f"env_vars of the config is a {type(variables).__name__}; it must be a dict"
+        )
     return {str(name): str(value) for name, value in variables.items()}
 
 
@@ -135,13 +140,13 @@ def _called(recipe: str) -> Any:
         config = make()
     except (Exception, SystemExit) as error:
         raise ValueError(
-            f"recipe {recipe}: the recipe fails, called without arguments: "
+            f"recipe {recipe}: calling the function without arguments fails: "
             f"{type(error).__name__}: {error}"
         ) from error
     if any(getattr(config, part, None) is None for part in ("model", "train")):
         raise ValueError(
             f"recipe {recipe} returns a {type(config).__name__}: write a function that returns "
-            f"the config which pretrain or finetune gets"
+            "the config for Megatron-Bridge's pretrain or finetune"
         )
     return config
 
@@ -284,7 +289,8 @@ def _layout_text(layout: Any) -> str:
     for layer in (layer for stage in stages if not isinstance(stage, str) for layer in stage):
         if layer not in symbols:
             raise ValueError(
-                f"the layout has a layer {layer!r}, and layers are {', '.join(symbols)}"
+                f"the layout has a layer {layer!r}, and the layers of a layout are "
+                f"{', '.join(symbols)}"
             )
     return "|".join(
         stage if isinstance(stage, str) else "".join(symbols[layer] for layer in stage)

@@ -117,7 +117,7 @@ def read_launch(words: Sequence[str]) -> Launch:
     for word in (launch.script, *launch.arguments[:1]):
         if word.startswith("$"):
             raise ValueError(
-                f"{word} stands for words that only the shell knows: {_ECHO.format('its script')}"
+                f"{word} is a variable that only the shell can expand: {_ECHO.format('its script')}"
             )
     return launch
 
@@ -161,12 +161,12 @@ def _read_behind(words: Sequence[str], started: Started) -> Launch:
         script = _shell_script(words)
         if script is not None:
             raise ValueError(
-                f"{masked(words[:3])!r} runs a shell script, which is not run here: "
-                f"{_ECHO.format(script)}"
+                f"{masked(words[:3])!r} starts a shell script, which is not executed to find the "
+                f"launch command: {_ECHO.format(script)}"
             )
         raise ValueError(
-            f"{masked(words[:3])!r} begins no launch command: give it from SCRIPT.py, -m MODULE, "
-            f"torchrun, srun or the like on"
+            f"{masked(words[:3])!r} begins no launch command: begin with SCRIPT.py, -m MODULE, "
+            "torchrun, srun or another launcher"
         )
     while index > 1 and _ASSIGNMENT.fullmatch(words[index - 1]):
         index -= 1
@@ -231,7 +231,7 @@ def _read_torchrun(words: Sequence[str], started: Started) -> Launch:
         raise without_torch("torchrun's own words need", error) from error
 
     def refuse(message: str) -> NoReturn:
-        raise ValueError(f"torchrun's own words: {message}")
+        raise ValueError(f"torchrun does not accept its flags: {message}")
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]

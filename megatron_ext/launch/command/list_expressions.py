@@ -42,8 +42,8 @@ def _check(text: str) -> None:
     except (MemoryError, RecursionError, SyntaxError, ValueError):
         pass
     raise argparse.ArgumentTypeError(
-        f"{shown(text)!r} is no list of at most {_MOST:,} integers: write one such as "
-        f"([0]*3+[1]*5)*2"
+        f"{shown(text)!r} does not give a list of at most {_MOST:,} integers; write one such as "
+        "([0]*3+[1]*5)*2"
     )
 
 

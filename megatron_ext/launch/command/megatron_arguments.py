@@ -109,7 +109,7 @@ def wants_one_connection(args: Any) -> bool:
 
 
 def _gpu_patches() -> list[Patch]:
-    reason = "there is no GPU here to ask"
+    reason = "doctor and plan assume a GPU if none is here"
     answers = [
         replace(
             "megatron.training.utils.common_utils:get_device_arch_version",
@@ -120,7 +120,11 @@ def _gpu_patches() -> list[Patch]:
     ]
     if not installed.can_split():
         answers += [
-            replace(target, answer, reason="there is no Transformer Engine here to ask")
+            replace(
+                target,
+                answer,
+                reason="doctor and plan assume Transformer Engine if none is installed here",
+            )
             for target, answer in (
                 ("megatron_ext.adapter.transformer_engine.installed:can_split", lambda: True),
                 ("megatron.core.utils:get_te_version", lambda: Version("999")),
@@ -389,7 +393,9 @@ def pipeline_communicator(args: Any) -> dict[str, int]:
         AttributeError,
         TypeError,
     ) as error:
-        raise ValueError(f"--nccl-communicator-config-path {path}: {error}") from None
+        raise ValueError(
+            f"--nccl-communicator-config-path {path}: the file cannot be read: {error}"
+        ) from None
 
 
 def load_tokenizer(args: Any) -> int:

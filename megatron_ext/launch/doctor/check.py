@@ -165,7 +165,7 @@ def _check(
             from megatron_ext.launch.command import megatron_arguments
     except (ImportError, OSError) as error:  # an OSError: the package's libraries are not found
         raise PatchError(
-            f"a check needs Megatron, which cannot be imported here: {error}"
+            f"doctor needs Megatron to check a launch, and cannot import it here: {error}"
         ) from error
 
     config = report.attempt("flags", lambda: settings_of(launch, script)) or PipelineConfig()

@@ -172,33 +172,37 @@ def _check(request: LaunchRequest, parsed: ParsedLaunch) -> None:
         )
     if parsed.measured is not None or not config.costs.is_estimate:
         raise ValueError(
-            "--any-sizes: costs in a file were measured with the sizes of the launch, and do not "
-            "tell those of others: drop --costs and --pipeline-costs"
+            "--any-sizes: costs in a file were measured with the launch's own parallel sizes, "
+            "and do not hold for others: drop --costs and --pipeline-costs"
         )
     if config.rank_speeds is not None or request.gpus:
         raise ValueError(
-            "--any-sizes: speeds and types of GPUs are those of the launch's pipeline ranks, and "
-            "other sizes have other ranks: name one type of GPU with --gpu, and drop --rank-speeds"
+            "--any-sizes: speeds and types of GPUs are given for the pipeline ranks of the "
+            "launch, and other parallel sizes have other ranks: name one type of GPU with --gpu, "
+            "and drop --rank-speeds"
         )
     options = config.options
     is_plain = options.recompute == Recompute() and options.activation_offload is Offload.NONE
     has_plain_steps = config.slices == 1 and not config.options.steps_overlap
     if not (is_plain and has_plain_steps) or config.memory_limit is not None:
         raise ValueError(
-            "--any-sizes compares whole microbatches within the GPU's memory: drop "
-            "--pipeline-slices, --pipeline-memory-limit, --pipeline-post-validation, "
-            "--pipeline-recompute and --pipeline-activation-offload"
+            "--any-sizes compares only schedules of whole microbatches that fit into the GPU's "
+            "memory: drop --pipeline-slices, --pipeline-memory-limit, "
+            "--pipeline-post-validation, --pipeline-recompute and --pipeline-activation-offload"
         )
     if requests_pairs(args):
         raise ValueError(
-            "--any-sizes: --overlap-moe-expert-parallel-comm requires virtual stages of each "
-            "pipeline, which are open here: drop --overlap-moe-expert-parallel-comm, and add it to "
-            "the recommended command"
+            "--any-sizes: --overlap-moe-expert-parallel-comm requires virtual stages, and "
+            "parallel sizes without them are compared too: drop "
+            "--overlap-moe-expert-parallel-comm, and add it to the recommended command"
         )
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(args, name, False):
             flag = argument_flag(name)
-            raise ValueError(f"--any-sizes: {flag} has memory that is not estimated; drop {flag}")
+            raise ValueError(
+                f"--any-sizes: the memory of a training with {flag} cannot be estimated; drop "
+                f"{flag}"
+            )
 
 
 def sized_job_of(request: LaunchRequest, parsed: ParsedLaunch) -> SizedJob:

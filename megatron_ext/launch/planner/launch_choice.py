@@ -85,8 +85,9 @@ def choose_for(
     args = megatron_arguments.parse_arguments(argv).args
     if args.yaml_cfg is not None or args.use_checkpoint_args:
         raise ValueError(
-            f"{flag('schedule')} {config.schedule} chooses from the launch command, and --yaml-cfg "
-            f"or --use-checkpoint-args bring other arguments: name a schedule"
+            f"{flag('schedule')} {config.schedule} chooses a schedule for the arguments of the "
+            "launch command, and --yaml-cfg and --use-checkpoint-args replace them: write the "
+            "name of a schedule"
         )
     is_plan = config.schedule == PLAN
     given = not is_plan or says(argv, "vocab_parallel")
@@ -136,9 +137,9 @@ def _searches(args: Any, config: PipelineConfig) -> tuple[str, ...]:
     fitting = tuple(spec for spec in searches if choose(spec).place(ranks).chunks == chunks)
     if not fitting:
         raise ValueError(
-            f"{flag('schedule')} {requested} knows no schedule with {counted(chunks, 'stage')} on "
-            "each rank, as the launch command's virtual stages, layout or pattern require: remove "
-            "these settings; those of the chosen schedule are added"
+            f"{flag('schedule')} {requested} searches no schedule with {counted(chunks, 'stage')} "
+            "on each rank, as the launch command's virtual stages, layout or pattern require: "
+            "remove these settings; those of the chosen schedule are added"
         )
     return fitting
 

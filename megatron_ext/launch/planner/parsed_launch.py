@@ -151,7 +151,7 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
                 from megatron_ext.launch.command import megatron_arguments
         except (ImportError, OSError) as error:  # an OSError: the package's libraries are not found
             raise PatchError(
-                f"a plan needs Megatron, which cannot be imported here: {error}"
+                f"plan needs Megatron to read a launch, and cannot import it here: {error}"
             ) from error
         script = None
         if launch is not None:
@@ -203,8 +203,8 @@ def _on_our_flags(launch: Launch, script: str | None) -> Iterator[str]:
     counting, _ = with_variables(launch, script)
     if settings_of(counting, script) != from_argv(launch.arguments):
         raise ValueError(
-            f"variables {VARIABLES}* count in the launch, and a plan reads flags alone: write "
-            f"--pipeline-x in the command in place of {variable('x')}"
+            f"{VARIABLES}* variables are set, which change the launch, and a plan reads flags "
+            f"only: write --pipeline-x into the command in place of {variable('x')}"
         )
 
 
@@ -350,8 +350,8 @@ def _speeds(request: LaunchRequest, args: Any, config: PipelineConfig) -> RankSp
     if request.gpus:
         if len(request.gpus) != ranks:
             raise ValueError(
-                f"--gpu names {counted(len(request.gpus), 'pipeline rank')}, and the launch has "
-                f"{ranks}"
+                f"--gpu names the GPUs of {counted(len(request.gpus), 'pipeline rank')}, and the "
+                f"launch has {ranks}"
             )
         from megatron_ext.adapter.dimensions import execution
 

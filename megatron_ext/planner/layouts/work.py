@@ -85,7 +85,7 @@ class Work:
         if placement.stages != layout.stages:
             raise ValueError(
                 f"{spec} has {placement.stages} stages on {self.ranks} ranks, and the layout "
-                f"{layout.text()} has {layout.stages}"
+                f"{layout.text()} has {layout.stages} stages"
             )
         stages = layout.of(self.model)
         problem = Problem(

@@ -333,4 +333,4 @@ def least_maximum(layers: int, layer: float, ends: tuple[float, ...], ranks: int
         allowed_bytes += sum(max(floor((cap - end) / layer + 1e-9), 0) for end in ends)
         if allowed_bytes >= layers:
             return cap
-    raise AssertionError(f"{layers} layers fit nowhere")
+    raise AssertionError(f"{layers} layers cannot be distributed to the ranks")

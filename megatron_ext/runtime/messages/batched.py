@@ -85,7 +85,7 @@ class BatchedTransport(TransportBase):
         self._in_flight: dict[Action, tuple[_Batch, Tensor]] = {}
 
     def drain(self) -> None:
-        raise AssertionError("a step with batched messages is never restarted")
+        raise AssertionError("a step that sends its messages in batches is never restarted")
 
     def abandon(self) -> None:
         """End the step after an error; Megatron's process group stays open."""

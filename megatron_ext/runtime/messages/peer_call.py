@@ -61,12 +61,12 @@ class PeerCall:
             raise self._interrupted(failed) from error
         if ended:
             raise PeerFailure(
-                f"{self._wait}, but a rank has ended without an error: {ended}. Let every rank run "
-                f"the same steps. torch says: {error}"
+                f"{self._wait}, but a rank has ended without an error: {ended}. All ranks must "
+                f"run the same number of steps. torch says: {error}"
             ) from error
         which = "which has" if peers else "one of which has"
         raise PeerFailure(
-            f"{self._wait}, {which} failed or ended, or hangs: look for its first error "
+            f"{self._wait}, {which} failed, ended or hung: look for its first error "
             f"{recorder.rank_identity.note(*peers)}. torch says: {error}"
         ) from error
 

@@ -104,8 +104,8 @@ class TransportBase:
         if tensor.dtype != dtype or (shape is not None and tensor.shape != shape):
             expected = f"{dtype}" if shape is None else f"{dtype} of shape {shape}"
             raise ValueError(
-                f"{action} has a tensor of {tensor.dtype} of shape {tuple(tensor.shape)}, but the "
-                f"stages of this pipeline pass on {expected}"
+                f"{action} has a tensor of {tensor.dtype} of shape {tuple(tensor.shape)}, but "
+                f"messages between the stages of this pipeline have {expected}"
             )
         return tensor.detach().contiguous()
 

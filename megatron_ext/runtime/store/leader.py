@@ -89,7 +89,7 @@ def _result_of_another(store: dist.Store, worker: str, what: str) -> bytes:
         elif seconds - heard > SILENT_SECONDS:
             break
     raise RuntimeError(
-        f"{worker} was at {what}, for all ranks, and has given no sign of life for "
+        f"{worker} was at {what} on behalf of all ranks, and has shown no progress for "
         f"{SILENT_SECONDS:.0f} s: it has ended or was killed (was there memory enough?)"
     )
 

@@ -21,6 +21,6 @@ def losing_the_store(meanwhile: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"torch's store is gone, and {meanwhile}: the rank that keeps it has ended or was "
-            f"killed (was there memory enough?), or the job ends"
+            f"torch's key-value store is gone, and {meanwhile}: the rank that serves the store "
+            "has ended or was killed (was there memory enough?), or the job ends"
         ) from error

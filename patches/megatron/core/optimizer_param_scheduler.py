@@ -23,7 +23,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.step",
             step_that_can_be_taken_back,
-            reason="post-validation may find later that a counted step was skipped",
+            reason="post-validation may undo a step that the learning rate has counted",
             signature="(self, increment)",
             digests={"0.18, 0.19, 0.20": "d24c00247740"},
         ),

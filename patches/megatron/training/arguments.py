@@ -69,7 +69,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.arguments:validate_args",
             lambda original, args, defaults={}: validate(original, args, defaults),
-            reason="settings that a schedule cannot honour end the launch before it has groups",
+            reason="settings that a schedule does not support end the launch early",
             signature="(args, defaults={})",
         ),
     )
@@ -97,7 +97,7 @@ def parsing(edited: Callable[[Sequence[str]], list[str]]) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.arguments:add_megatron_arguments",
             read_edited,
-            reason="Megatron's parser gets the flags that variables or a plan add",
+            reason="Megatron's parser gets the flags that environment variables or a plan add",
             signature="(parser)",
         ),
     )

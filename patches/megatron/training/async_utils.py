@@ -20,7 +20,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.async_utils:maybe_finalize_async_save",
             unless_pending,
-            reason="ranks meet to learn which saves are written, not while a verdict is pending",
+            reason="all ranks compare their saves, which must wait until a step is validated",
             signature="(blocking=False, terminate=False)",
         ),
     )

@@ -22,7 +22,10 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
             none_while_pending,
-            reason="all ranks meet to learn of signals, not while a verdict is pending",
+            reason=(
+                "ranks exchange signals in a collective, which must not run while a step is "
+                "unvalidated"
+            ),
             signature="(self)",
         ),
     )

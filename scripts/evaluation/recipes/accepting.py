@@ -347,7 +347,7 @@ def _chosen(name: str, value: Value) -> Value:
     wrong = [one for one in given if choices and one not in (*choices, None, False)]
     if wrong:
         words = ", ".join(map(str, choices or ()))
-        raise ValueError(f"{name} is {wrong[0]!r}, and Megatron's parser allows {words}")
+        raise ValueError(f"{name} is {wrong[0]!r}, and Megatron's parser accepts only {words}")
     return value
 
 

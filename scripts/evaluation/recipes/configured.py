@@ -25,7 +25,10 @@ def configuration_of(recipe: Recipe) -> Configuration:
             not known.
     """
     if recipe.gpu not in GPUS or recipe.gpus is None:
-        raise ValueError(f"nothing is known of its GPU: {recipe.gpu or 'its name has none'}")
+        raise ValueError(
+            "the speed and memory of the recipe's GPU are unknown: "
+            f"{recipe.gpu or 'its name has none'}"
+        )
     args = stock_arguments(recipe)
     for name, value in recipe.dimensions.items():
         if not hasattr(args, name):
@@ -35,7 +38,9 @@ def configuration_of(recipe: Recipe) -> Configuration:
         setattr(args, name, recipe.settings.get(name))
     model = describe(args)
     if not model.is_known or set(model.unknown) & _TOO_MUCH:
-        raise ValueError(f"its layers are not known: {', '.join(model.unknown)}")
+        raise ValueError(
+            f"some layers of the recipe's model are unknown: {', '.join(model.unknown)}"
+        )
     run = execution(args, args.seq_length, args.micro_batch_size)
     ranks = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size or 1

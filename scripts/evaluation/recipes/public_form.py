@@ -52,7 +52,7 @@ def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"{key} stands there twice")
+            raise ValueError(f"the setting {key} occurs twice in a recipe")
         found[key] = value
     return found
 
@@ -61,7 +61,9 @@ def _with_name(path: Path, recipe: Any) -> tuple[str, Any]:
     given = recipe if isinstance(recipe, dict) else {}
     name = next((given[key] for key in _NAMES if isinstance(given.get(key), str)), None)
     if name is None:
-        raise ValueError(f"{path}: a recipe of its list has no name: {str(recipe)[:60]}")
+        raise ValueError(
+            f"{path}: an entry in the list of recipes has no name: {str(recipe)[:60]!r}"
+        )
     settings = {key: value for key, value in given.items() if key not in _NAMES}
     return name, settings.get("settings", settings)
 
@@ -75,7 +77,9 @@ def flat(recipe: Any) -> dict[str, Value]:
         ValueError: ``recipe`` is no mapping, or a value is not understood.
     """
     if not isinstance(recipe, Mapping):
-        raise ValueError(f"its settings are no mapping, but {str(recipe)[:60]!r}")
+        raise ValueError(
+            f"the settings of a recipe must be a mapping, but are {str(recipe)[:60]!r}"
+        )
     settings: dict[str, Value] = {}
     for key, value in recipe.items():
         words = str(key).lstrip("+-").replace("-", "_").split(".")
@@ -87,7 +91,9 @@ def flat(recipe: Any) -> dict[str, Value]:
             inner = {} if made is None else {name: made}
         for dotted, given in inner.items():
             if settings.get(dotted, given) != given:
-                raise ValueError(f"{dotted} is both {settings[dotted]!r} and {given!r}")
+                raise ValueError(
+                    f"the setting {dotted} is given twice, as {settings[dotted]!r} and as {given!r}"
+                )
             settings[dotted] = given
     return settings
 
@@ -160,7 +166,7 @@ def layout_text(layout: Value) -> Value:
     if layout is None or isinstance(layout, str):
         return layout
     if not isinstance(layout, list):
-        raise ValueError(f"a layout is text or a list of stages, not {layout!r}")
+        raise ValueError(f"a layout must be text or a list of stages, not {layout!r}")
     return "|".join(map(_stage, layout))
 
 
@@ -168,9 +174,11 @@ def _stage(stage: Value) -> str:
     if isinstance(stage, str):
         return _SYMBOLS.get(stage.strip().lower(), stage.strip())
     if not isinstance(stage, list) or not all(isinstance(layer, str) for layer in stage):
-        raise ValueError(f"a stage of a layout is a list of layers, not {stage!r}")
+        raise ValueError(f"a stage of a layout must be a list of layers, not {stage!r}")
     words = [layer.strip() for layer in stage]
     unknown = [word for word in words if word.lower() not in _SYMBOLS and word not in "EtmL"]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is no layer of a layout: there are {', '.join(_SYMBOLS)}")
+        raise ValueError(
+            f"{unknown[0]!r} is not a layer of a layout: the layers are {', '.join(_SYMBOLS)}"
+        )
     return "".join(_SYMBOLS.get(word.lower(), word) for word in words)

@@ -235,7 +235,10 @@ def _by_name(raw: Settings, others: Container[str]) -> dict[str, Value]:
         if name == "pipeline_model_parallel_layout":
             value = layout_text(value)
         if settings.get(name, value) != value:
-            raise ValueError(f"{key}={value!r} and {name}={settings[name]!r}: which is it?")
+            raise ValueError(
+                f"two names of one setting differ, {key}={value!r} and {name}={settings[name]!r}: "
+                "write one of the two"
+            )
         settings[name] = value
     return settings
 
@@ -264,7 +267,9 @@ def _named(key: str, value: Value, others: Container[str]) -> tuple[str, str | N
         return config, None
     if name in others:
         return config, name
-    raise ValueError(f"{key} is unknown: neither `NAMES` of the recipes nor Megatron has it")
+    raise ValueError(
+        f"the setting {key} is unknown: neither `NAMES` of the recipes nor Megatron has it"
+    )
 
 
 def _is_named(name: str) -> bool:
@@ -281,11 +286,11 @@ def _check_sizes(settings: Settings) -> None:
     for name in ("pipeline_model_parallel_size", *_NEEDED):
         size = settings.get(name)
         if size is None and name in _NEEDED:
-            raise ValueError(f"{name} is missing")
+            raise ValueError(f"the setting {name} is missing")
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"{name}={size!r} is no size")
+            raise ValueError(f"the setting {name}={size!r} is not a size")
     if settings.get("pipeline_model_parallel_size", 1) == 1:
-        raise ValueError("it has no pipeline: pipeline_model_parallel_size is 1")
+        raise ValueError("the recipe has no pipeline: pipeline_model_parallel_size is 1")
 
 
 def _model_of(
@@ -308,9 +313,10 @@ def _model_of(
         return str(given or "its own dimensions"), {}
     if given is None:
         raise ValueError(
-            f"its model is unknown: it names none, and has not {', '.join(_DIMENSIONS)}"
+            "the recipe's model is unknown: the recipe names none, and lacks the sizes "
+            f"{', '.join(_DIMENSIONS)}"
         )
-    raise ValueError(f"the model {given} is unknown: recipes.json has it not")
+    raise ValueError(f"the recipe's model {given} is unknown: recipes.json does not have it")
 
 
 # Suffixes of fine-tuned and quantised variants of a model, which have the model's dimensions.
@@ -360,13 +366,13 @@ def _precision(name: str, mixed: Value, settings: dict[str, Value]) -> str:
     if mixed is not None:
         mixed = str(mixed).replace("-", "_")
         if mixed not in _MIXED_PRECISIONS:
-            raise ValueError(f"mixed_precision={mixed!r} is unknown")
+            raise ValueError(f"the recipe's setting mixed_precision={mixed!r} is unknown")
     if fields["fp4"]:
         return "nvfp4"
     if fields["fp8"]:
         recipe = fields["fp8_recipe"] or "tensorwise"  # Bridge's default
         if recipe not in _FP8_RECIPES:
-            raise ValueError(f"fp8_recipe={recipe!r} is unknown")
+            raise ValueError(f"the recipe's setting fp8_recipe={recipe!r} is unknown")
         return _FP8_RECIPES[recipe]
     if words := re.findall("|".join(_PRECISIONS), name.partition(":")[2]):
         return _PRECISIONS[words[-1]]
@@ -377,7 +383,9 @@ def _precision(name: str, mixed: Value, settings: dict[str, Value]) -> str:
             return precision
     if settings.get("pipeline_dtype") in ("torch.bfloat16", "bf16"):
         return "bf16"
-    raise ValueError("its precision is unknown: neither its name nor mixed_precision has it")
+    raise ValueError(
+        "the recipe's precision is unknown: neither its name nor mixed_precision tells it"
+    )
 
 
 def _depths(name: str, settings: Settings, dimensions: Settings) -> int | None:

@@ -173,7 +173,7 @@ def with_gradient(iterator: Iterator[Tensor], model: Model) -> tuple[Tensor, Any
         (twice, "called the model 2 times"),
         (changed, "returns its output unchanged"),
         (within, "called the model 0 times"),
-        (with_gradient, "no tensor that has a gradient"),
+        (with_gradient, "no tensor that requires a gradient"),
     ],
 )
 def test_what_cannot_run_again_is_refused(step: Callable[..., Any], text: str) -> None:

@@ -120,7 +120,7 @@ ROW = rows_of("0F0 0F1 0I0 1F0 0W0 1I0 0I1 1F1 0W1 1I1 1W0 1W1")[0]
     [
         ([1, 1, -1, 2, -1.5, -2, -1, 2, -1.5, -2, -2.5, -2.5], "-1.5, a separate weight gradient"),
         ([1, 1, -1, 2, -2, -1, 2], "has 7 entries, and the rank runs 8 passes"),
-        ([1, 1, 2, -1, -2, -1, 2, -2], "has 2 where the rank runs 0I0, of its chunk 1"),
+        ([1, 1, 2, -1, -2, -1, 2, -2], "has 2 where the rank runs 0I0 in chunk 1"),
     ],
 )
 def test_a_wrong_order_is_found(order: list[float], why: str) -> None:
@@ -136,9 +136,9 @@ def test_microbatches_out_of_order_are_found() -> None:
     oldest forward pass, so 1F2 would get those of 0F0."""
     (row,) = rows_of("0F0 0F1 0I1 0F2 0I0 0I2")
     order = capture_order(row, (0,))
-    with pytest.raises(ValueError, match="0I1 is number 0 of its kind on stage 0"):
+    with pytest.raises(ValueError, match="0I1 is number 0 among the passes of its kind"):
         check_capture(order, row, (0,))
-    with pytest.raises(ValueError, match="0F2 would write to the buffers of microbatch 0 before"):
+    with pytest.raises(ValueError, match="0F2 would overwrite the input buffers of microbatch 0"):
         check_buffers(order, row, (0,), [2])
 
 
@@ -174,7 +174,7 @@ def test_megatron_is_given_the_latest_step(monkeypatch: pytest.MonkeyPatch) -> N
         # A vision tower is before the first chunk's layers, and has one.
         tower = cuda_graphs.convert_schedule_table_to_order(1, 1, [(m, 0) for m in range(3)])
         assert tower == [1, 1, 1, -1, -1, -1]
-        with pytest.raises(ValueError, match="would capture 4 microbatches, and the steps so far"):
+        with pytest.raises(ValueError, match="is to capture a step of 4 microbatches, and earlier"):
             cuda_graphs.convert_schedule_table_to_order(1, 2, schedules.get_schedule_table(4, 2, 2))
 
 

@@ -83,7 +83,7 @@ def test_a_step_of_one_microbatch_has_none() -> None:
 
 def test_passes_that_run_as_one_are_not_measured() -> None:
     measuring = PipelineConfig.parse(schedule="zb-v", costs="profile")
-    with pytest.raises(ValueError, match="cannot be told apart; write 'estimate'"):
+    with pytest.raises(ValueError, match="cannot be told apart; write --pipeline-costs e"):
         check_features(asking("zb-v"), measuring)
 
 
@@ -94,9 +94,9 @@ class Planned(torch.nn.Linear):
 @pytest.mark.parametrize(
     ("model", "initialized", "says"),
     [
-        (torch.nn.Linear(1, 1), True, "needs a model with build_schedule_plan"),
-        (Planned(1, 1).requires_grad_(False), True, "frozen parameters, as weight"),
-        (Planned(1, 1), False, "process groups of the caller's own"),
+        (torch.nn.Linear(1, 1), True, "needs a model with the method build_schedule_plan"),
+        (Planned(1, 1).requires_grad_(False), True, "frozen parameters, such as weight"),
+        (Planned(1, 1), False, "the caller has process groups of its own"),
     ],
 )
 def test_what_has_no_plans_is_refused(

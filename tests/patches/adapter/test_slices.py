@@ -435,9 +435,9 @@ def test_a_batch_that_was_cut_otherwise_is_refused() -> None:
         made = cut_by_slices(utils.get_batch_on_this_cp_rank, whole, False)
         assert made["tokens"].tolist() == [[*range(4), *range(8, 12)]] * 2
         assert cut_to_slice(tokens, first).keys() == tokens.keys()
-        with pytest.raises(ValueError, match="positions of several kinds"):
+        with pytest.raises(ValueError, match="positions in several dimensions"):
             cut_to_slice(tokens | {"position_ids": torch.ones(3, 1, 8)}, first)
-        with pytest.raises(ValueError, match="a batch has tokens of 12"):
+        with pytest.raises(ValueError, match="the tokens of a batch has 12"):
             cut_by_slices(utils.get_batch_on_this_cp_rank, {"tokens": torch.ones(1, 12)}, False)
         with pytest.raises(ValueError, match="packed sequences"):
             cut_by_slices(utils.get_batch_on_this_cp_rank, {"cu_seqlens": torch.ones(2)}, False)
@@ -620,7 +620,7 @@ def test_attention_that_is_not_causal_is_refused() -> None:
     run: Callable[..., Tensor] = attend_with_transformer_engine
     with (
         running_slice.running(0, 0, span),
-        pytest.raises(ValueError, match="needs causal attention, and this layer's mask is padding"),
+        pytest.raises(ValueError, match="needs causal attention, and a layer's mask is padding"),
     ):
         run(as_transformer_engine, None, *torch.ones(3, 4, 1, 1, 1), None, AttnMaskType.padding)
 
@@ -628,8 +628,8 @@ def test_attention_that_is_not_causal_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"decoder_input": torch.ones(1)}, "decoder_input: untried"),
-        ({"output_processor": print}, "output_processor: untried"),
+        ({"decoder_input": torch.ones(1)}, "decoder_input: this combination"),
+        ({"output_processor": print}, "output_processor: this combination"),
         ({"labels": torch.ones(2, 8)}, "sequences of 16 tokens, and .* with labels of 8"),
         ({"attention_mask": torch.ones(1, 1, 1, 16)}, "attention_mask of 1 tokens:"),
     ],
@@ -713,7 +713,7 @@ def test_what_predicts_further_tokens_is_looked_at_too() -> None:
 @pytest.mark.parametrize(
     ("kind", "mixer", "why"),
     [
-        (Bare, partial(attention, DotProductAttention), "runs a GPTModel, and Bare may"),
+        (Bare, partial(attention, DotProductAttention), "requires a GPTModel, and in a Bare"),
         (GPTModel, partial(attention, OtherAttention), "does not go with OtherAttention"),
         (GPTModel, Bare, "does not go with Bare"),
     ],
@@ -741,5 +741,5 @@ def test_weights_that_are_quantised_want_their_first_gradient_first() -> None:
     )
     refuse_order(settings, schedule)
     settings.fp8, settings.fp8_recipe = "hybrid", "mxfp8"
-    with pytest.raises(ValueError, match=r"begins stage 0's weight gradients with 0W0\.1"):
+    with pytest.raises(ValueError, match=r"its first weight gradient on stage 0 is 0W0\.1"):
         refuse_order(settings, schedule)

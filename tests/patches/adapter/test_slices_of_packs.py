@@ -357,7 +357,7 @@ def test_transformer_engine_is_told_of_padding_between_documents() -> None:
 @pytest.mark.parametrize(
     ("params", "why"),
     [
-        (Documents((4, 8)).params(), r"packs of 16 tokens, and .* lie between 0 and 12: give all"),
+        (Documents((4, 8)).params(), r"packed sequences of 16 tokens, and .* from 0 to 12: pack"),
         (Documents((16,)).params(qkv_format="sbhd"), "qkv_format='sbhd': pack sequences as thd"),
         (
             Documents((9, 7)).params(cu_seqlens_q=torch.tensor([0, 9, 16, -1, -1])),

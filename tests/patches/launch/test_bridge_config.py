@@ -156,7 +156,7 @@ def test_a_second_call_with_other_settings_is_refused_and_changes_nothing() -> N
     given = config()
     with bridge.use(given, schedule="zb-v"):
         placed = copy.deepcopy(given)
-        with pytest.raises(PatchError, match="zb-v is installed in this process already"):
+        with pytest.raises(PatchError, match="zb-v is already installed in this process"):
             bridge.use(given, schedule="zb-h1")
         with pytest.raises(ValueError, match="use_megatron_fsdp=True"):
             given.dist.use_megatron_fsdp = placed.dist.use_megatron_fsdp = True

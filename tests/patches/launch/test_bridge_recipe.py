@@ -221,11 +221,11 @@ def test_a_layout_of_lists_is_read_and_adapters_are_named(recipes: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
-        ("ends", "the recipe fails, called without arguments: SystemExit: 3"),
+        ("ends", "calling the function without arguments fails: SystemExit: 3"),
         ("no_optimizer", "AttributeError: "),
-        ("unknown_layer", "has a layer 'encoder', and layers are embedding, decoder, mtp, loss"),
+        ("unknown_layer", "has a layer 'encoder', and the layers of a layout are embedding"),
         ("layout_of_numbers", "TypeError: "),
-        ("list_of_variables", "TypeError: env_vars is a list, not a dict"),
+        ("list_of_variables", "TypeError: env_vars of the config is a list; it must"),
         ("no_model", "TypeError: "),
     ],
 )
@@ -375,7 +375,7 @@ def test_frozen_weights_and_a_tower_of_a_recipe_are_counted(
         ("stand_in_recipes:smal", "did you mean small?"),
         ("stand_in_recipes:broken", "RuntimeError: no network"),
         ("stand_in_recipes:nothing", "returns a int"),
-        ("stand_in_recipes:fails", "called without arguments: TypeError"),
+        ("stand_in_recipes:fails", "without arguments fails: TypeError"),
         ("no_such_module:small", "cannot be imported here"),
     ],
 )

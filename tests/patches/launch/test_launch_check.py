@@ -837,11 +837,14 @@ def test_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
     (tmp_path / "iter_0000020").mkdir()
     (wrong,) = told(checked(**folders), Severity.WRONG)
-    assert "does not load: it has no metadata.json" in wrong
+    assert "does not load: the checkpoint has no metadata.json" in wrong
     (tmp_path / "iter_0000020" / "mp_rank_00_000").mkdir()
     report = checked(**folders)
     assert report.is_right and any("GiB free" in text for text in told(report, Severity.RIGHT))
-    assert any("is not judged: it is of format torch" in t for t in told(report, Severity.REMARK))
+    assert any(
+        "is not judged: the checkpoint is of format torch" in t
+        for t in told(report, Severity.REMARK)
+    )
 
 
 def test_a_remote_checkpoint_is_not_looked_for() -> None:

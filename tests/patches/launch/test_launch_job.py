@@ -582,7 +582,8 @@ def test_whether_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
     said that a checkpoint "can be loaded, optimizer states too" that ended the command which the
     plan had written."""
     (remark,) = made(load=saved(tmp_path / "a", "dp_reshardable")).remarks
-    assert "does not load: its optimizer states (dp_reshardable) fit only the stages" in remark
+    why = "the checkpoint's optimizer states (dp_reshardable) can only be loaded if each stage is"
+    assert f"does not load: {why}" in remark
     assert "train one step under the old command with --dist-ckpt-optim-fully-resh" in remark
     (remark,) = made(load=tmp_path / "a", no_load_optim=True).remarks
     assert remark.endswith("loads weights only: as of --no-load-optim")
@@ -817,7 +818,9 @@ def test_gpus_of_two_types() -> None:
     gpus = (GPUS["h100"], GPUS["a100"])
     mixed = plan_launch(LaunchRequest(launch(), gpu=GPUS["h100"], gpus=gpus))
     assert own_of(mixed).step > 1.5 * own_of(made()).step
-    with pytest.raises(ValueError, match="--gpu names 3 pipeline ranks, and the launch has 2"):
+    with pytest.raises(
+        ValueError, match="--gpu names the GPUs of 3 pipeline ranks, and the launch has 2"
+    ):
         plan_launch(LaunchRequest(launch(), gpu=GPUS["h100"], gpus=(*gpus, GPUS["a100"])))
 
 
@@ -830,8 +833,8 @@ def test_gpus_of_two_types() -> None:
         ({"lr": True}, "lr 'True' is not understood: write a number"),
         ({"bf16": "yes"}, "bf16 'yes' is not understood: write true or false"),
         ({"num_layer": 3}, "Megatron has no argument num_layer: did you mean num_layers?"),
-        ({"world_size": "8"}, "world_size '8' is no number of ranks"),
-        ({"world_size": -2}, "world_size '-2' is no number of ranks"),
+        ({"world_size": "8"}, "world_size '8' is not a number of ranks"),
+        ({"world_size": -2}, "world_size '-2' is not a number of ranks"),
         ({"micro_batch_size": 3}, "batch"),
     ],
 )

@@ -172,10 +172,10 @@ def test_it_requires_a_launch_command() -> None:
         from_environment({"MEGATRON_EXT_SCHEDULE": "plan"}),
     ):
         with pytest.raises(
-            ValueError, match=r"chosen from a launch command: .* the name of a schedule"
+            ValueError, match=r"chosen for a launch command, .* the name of a schedule"
         ):
             install(config)
-    with pytest.raises(ValueError, match="--use-checkpoint-args bring other arguments"):
+    with pytest.raises(ValueError, match="--use-checkpoint-args replace them"):
         chosen(use_checkpoint_args=True)
 
 
@@ -190,7 +190,9 @@ def test_auto_keeps_to_the_stages_of_the_command(monkeypatch: pytest.MonkeyPatch
     }
     assert not plan.dropped and "--pipeline-vocab-parallel" not in plan.flags
     assert "of 3 schedules in no more memory than interleaved:vpp=4" in plan.why
-    with pytest.raises(ValueError, match="auto:chunks=2 knows no schedule with 4 stages on each"):
+    with pytest.raises(
+        ValueError, match="auto:chunks=2 searches no schedule with 4 stages on each"
+    ):
         chosen(pipeline_schedule="auto:chunks=2", **four)
 
 

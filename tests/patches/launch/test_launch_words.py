@@ -156,7 +156,7 @@ def test_a_flag_before_the_script(launcher: str) -> None:
     with pytest.raises(ValueError) as error:
         read_launch(words)
     assert str(error.value) == (
-        "--pipeline-schedule stands before the script, where no flags are read: write it behind "
+        "--pipeline-schedule stands before the script, where flags are not read: write it behind "
         "the script, -m megatron_ext x.py --pipeline-schedule zb-h1 ..."
     )
 
@@ -165,9 +165,9 @@ def test_a_flag_before_the_script(launcher: str) -> None:
     ("command", "text"),
     [
         ("pretrain --num-layers 3", "'pretrain --num-layers 3' begins no launch command"),
-        ("srun -N 2 prog", "'srun -N 2' begins no launch command: give it from SCRIPT.py"),
+        ("srun -N 2 prog", "'srun -N 2' begins no launch command: begin with SCRIPT.py"),
         ("", "begins no launch command"),
-        ("torchrun --nproc-per 2 --no-such x.py", "torchrun's own words: "),
+        ("torchrun --nproc-per 2 --no-such x.py", "torchrun does not accept its flags: "),
     ],
 )
 def test_what_is_no_launch_command(command: str, text: str) -> None:
@@ -186,7 +186,7 @@ def test_what_is_no_launch_command(command: str, text: str) -> None:
 def test_words_that_only_the_shell_knows(command: str) -> None:
     """Words that only the shell can expand are named. A variable was taken for the script, and
     Megatron missed the sizes that the variable holds."""
-    with pytest.raises(ValueError, match=r"^\$.* stands for words that only the shell knows: give"):
+    with pytest.raises(ValueError, match=r"^\$.* is a variable that only the shell can expand: g"):
         read_launch(command.split())
 
 
@@ -203,7 +203,7 @@ def test_words_that_only_the_shell_knows(command: str) -> None:
 def test_a_shell_script_is_not_run(command: str, script: str) -> None:
     with pytest.raises(ValueError) as error:
         read_launch(command.split())
-    assert "runs a shell script, which is not run here" in str(error.value)
+    assert "starts a shell script, which is not executed" in str(error.value)
     assert "the log of an earlier start in place of the command, as in megatron-ext plan" in str(
         error.value
     )

@@ -184,11 +184,11 @@ def test_gpus_are_those_that_the_log_names() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("loading ...\n", "there are no arguments of Megatron in it"),
+        ("loading ...\n", "the log has none of the arguments"),
         (f"{BEGIN}\n  lr {'.' * 46} 1.0\n", "cut off after lr: the line '---- end of arguments"),
         (f"{BEGIN}\n{END}\n", "no number as world_size (0 arguments read)"),
-        (block(num_layers="x"), "does not take what the log has: argument --num-layers: invalid"),
-        (block(data_path="['a', <b>]"), "data_path ['a', <b>] is not understood as a list"),
+        (block(num_layers="x"), "does not accept the log's arguments: argument --num-layers:"),
+        (block(data_path="['a', <b>]"), "data_path ['a', <b>] cannot be read as a list"),
     ],
 )
 def test_a_log_without_arguments_is_refused(text: str, why: str, tmp_path: Path) -> None:
@@ -244,14 +244,14 @@ def test_the_command_line_names_a_logs_schedule(
     ended = CliRunner().invoke(app, [*command, "--lr", "1"])
     assert ended.exit_code == 2 and "No such option: --lr" in ended.output
     ended = CliRunner().invoke(app, [*command, "--overlap-moe-expert-parallel-comm"])
-    assert "a log has Megatron's own arguments" in ended.output
+    assert "since Megatron's own arguments are read from the log" in ended.output
 
 
 def test_a_list_of_a_log_has_no_flags(tmp_path: Path) -> None:
     """A list in a log cannot add flags. Items of a list became words of the command line, and so
     flags, for example of a schedule that is a program."""
     for items in (["a", "--pipeline-schedule", "mine.py"], ["-h"], ["1", "--"]):
-        with pytest.raises(ValueError, match="is not understood as a list"):
+        with pytest.raises(ValueError, match="cannot be read as a list"):
             launch_from_log(log_of(block(data_path=items), tmp_path))
     words = launch_from_log(log_of(block(data_path=["-1", "a-b"]), tmp_path)).arguments
     assert words[-3:] == ("--data-path", "-1", "a-b")
@@ -301,11 +301,11 @@ def test_a_list_that_takes_long_is_refused(text: str, tmp_path: Path) -> None:
     """A list in a log that takes long to evaluate is refused. Megatron evaluates its lists as
     Python: a power took all memory, and a value that is no list ended in a traceback."""
     for words in (["--moe-layer-freq", text], [f"--window-attn-skip-freq={text}"]):
-        with pytest.raises(ValueError, match=r"argument --.*-freq: .* is no list of at most"):
+        with pytest.raises(ValueError, match=r"argument --.*-freq: .* does not give a list"):
             megatron_arguments.parse_arguments(words)
-    with pytest.raises(ValueError, match=r"moe_layer_freq .* is no list of at most"):
+    with pytest.raises(ValueError, match=r"moe_layer_freq .* does not give a list"):
         megatron_arguments.parse_values({"moe_layer_freq": text})
-    with pytest.raises(ValueError, match=r"log .*train.log: .* is no list of at most"):
+    with pytest.raises(ValueError, match=r"log .*train.log: .* does not give a list"):
         launch_from_log(log_of(block(moe_layer_freq=text), tmp_path))
 
 

@@ -135,6 +135,8 @@ def test_a_launch_reads_the_weights_of_samples_first(capsys: pytest.CaptureFixtu
     flags: Flags = {"pipeline_microbatch_order": "small-ends"}
     flags |= {"pipeline_microbatch_weights": "weights.npy"}
     (why,) = by_doctor(launch_of(RANKS, flags)).whys
-    assert why.startswith("--pipeline-microbatch-weights weights.npy is no numpy array: ")
+    assert why.startswith(
+        "--pipeline-microbatch-weights weights.npy cannot be read as a numpy array: "
+    )
     assert by_launch(RANKS, flags, capsys) == why
     assert plan_of(launch_of(RANKS, flags)).ranks, "a plan does not need the file"

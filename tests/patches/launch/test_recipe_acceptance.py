@@ -130,7 +130,9 @@ def test_what_a_plan_sees_of_a_recipe() -> None:
     assert not seen.is_frozen and configuration_of(recipe(freeze_language_model=True)).is_frozen
     uneven = configuration_of(recipe(num_layers_in_first_pipeline_stage=14))
     assert uneven.layers == (14, 18)
-    with pytest.raises(ValueError, match="nothing is known of its GPU: h900"):
+    with pytest.raises(ValueError, match="memory of the recipe's GPU are unknown: h900"):
         configuration_of(replace(recipe(), gpu="h900"))
-    with pytest.raises(ValueError, match="layers are not known: hyper connections"):
+    with pytest.raises(
+        ValueError, match="layers of the recipe's model are unknown: hyper connections"
+    ):
         configuration_of(recipe(enable_hyper_connections=True))

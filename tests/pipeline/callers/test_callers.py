@@ -584,7 +584,7 @@ def test_multi_token_prediction_outside_the_embedding_group_is_refused_on_a_line
             alone = dist.new_group([0])
             groups.embd = alone if rank == 0 else None
             chunks = build_chunks(line, groups, depths=1)
-            text = r"rank 1 has a copy .* rank 0, .* ranks \[\]"
+            text = r"rank 1 shares .* rank 0, .* ranks \[\]"
             error, match = (ValueError, text) if rank == 1 else (RuntimeError, None)
             with pytest.raises(error, match=match):  # rank 0 only learns that its peer has ended
                 run_step(chunks)
@@ -609,7 +609,7 @@ def test_copies_that_differ_are_refused_before_the_first_pass(
             if copies is not None:
                 with torch.no_grad():
                     copies[1].zero_()  # zeros, as Megatron initializes the copy
-            differ = "the copies of the embedding differ"
+            differ = "the pipeline's copies of the embedding differ"
             with pytest.raises(ValueError, match=differ):
                 run_step(chunks)
             if copies is not None:

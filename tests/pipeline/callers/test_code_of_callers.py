@@ -379,7 +379,7 @@ def test_a_gradient_that_a_frozen_stage_would_lose_is_refused() -> None:
             if rank == 0:
                 chunks[0].requires_grad_(False)
             run_step(chunks)  # a frozen stage without a trained prompt runs
-            is_lost = "a tensor that has a gradient, which would be lost"
+            is_lost = "a tensor that requires a gradient, which would be lost"
             with pytest.raises(BaseException, match=is_lost if rank == 0 else ""):
                 run_step(chunks, prompted)
 

@@ -214,7 +214,7 @@ def test_a_limit_in_bytes_needs_the_length_of_a_sequence() -> None:
         with apply(cpu.patches()):
             with (
                 megatron_ext.install(schedule="zb-h1", memory_limit="1GiB"),
-                pytest.raises(ValueError, match=r"1GiB is in bytes, .*; write the limit in micro"),
+                pytest.raises(ValueError, match=r"1GiB is in bytes, .*: write the limit as a sh"),
             ):
                 run([(4, 6, False)], varies=True)
             dist.barrier()

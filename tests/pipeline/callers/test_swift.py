@@ -117,6 +117,6 @@ def test_a_v_without_that_flag_is_refused_in_words(tmp_path: Path) -> None:
     ran = run(tmp_path, "zb-v")
     assert ran.returncode
     assert (
-        "the schedule was called with 2 model chunks and 1 data iterator: give each chunk a data "
-        "iterator of its own" in ran.stdout + ran.stderr
+        "Megatron's pipeline function was called with 2 model chunks and 1 data "
+        "iterator: give each chunk a data iterator of its own" in ran.stdout + ran.stderr
     )

@@ -42,11 +42,11 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
             "pipeline_memory_limit": "0.6x",
             "global_batch_size": 1,
         },
-        "the memory limit is 0.6 microbatches, and a rank holds one microbatch at least: give at "
-        "least 1 microbatch",
+        "the memory limit is 0.6 microbatches, and every rank holds at least one microbatch: give "
+        "at least 1 microbatch",
     ),
     "limit not understood": ({"pipeline_memory_limit": "much"}, "'much' is not understood"),
-    "costs not understood": ({"pipeline_costs": "f=1,i=x,w=1"}, "'i=x' is no figure"),
+    "costs not understood": ({"pipeline_costs": "f=1,i=x,w=1"}, "'i=x' has no number"),
     "no pipeline": (
         {"pipeline_model_parallel_size": 1},
         "needs a pipeline, but --pipeline-model-parallel-size is 1",
@@ -77,8 +77,8 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
             "hybrid_layer_pattern": "*-*-*-*-",
             "decoder_first_pipeline_num_layers": 1,
         },
-        "drop --decoder-first-pipeline-num-layers: with --pipeline-schedule interleaved say by | "
-        "in --hybrid-layer-pattern where stages end: '*|-|*|-|*|-|*|-'",
+        "drop --decoder-first-pipeline-num-layers, and mark the ends of stages by |, as in "
+        "--hybrid-layer-pattern '*|-|*|-|*|-|*|-'",
     ),
     "a race with one that needs more memory": (
         {"pipeline_race": "gpipe", "pipeline_memory_limit": "4"},
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "no layer in zero has experts": (
         {"num_experts": 4, "moe_layer_freq": 0},
-        "--moe-layer-freq 0: a layer in zero cannot be counted",
+        "--moe-layer-freq 0: the frequency means one layer in so many",
     ),
     "masks of documents on stages that get none": (
         {
@@ -156,7 +156,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "offload into no limit": (
         {"pipeline_activation_offload": "fit"},
-        "--pipeline-activation-offload fit has nothing to fit into: add --pipeline-memory-limit",
+        "--pipeline-activation-offload fit copies as many activations to the host as a memory",
     ),
     "offload, and no telling how long it takes": (
         {"pipeline_activation_offload": "full", "pipeline_costs": "f=1,i=1,w=1"},
@@ -298,8 +298,9 @@ def test_refused_before_process_groups(case: str) -> None:
     [
         (
             {"use_distributed_optimizer": True},
-            "the stages are on ranks [0, 2, 1, 3], and under another schedule the optimizer states "
-            "of a checkpoint would go to the wrong stages: add --dist-ckpt-optim-fully-reshardable",
+            "this schedule puts stages on ranks [0, 2, 1, 3], and optimizer states of its "
+            "checkpoints would go to the wrong stages under a schedule that puts stages on other "
+            "ranks: add --dist-ckpt-optim-fully-reshardable",
         ),
         (
             {"ckpt_format": "torch"},
@@ -343,7 +344,7 @@ def test_a_table_for_another_number_of_microbatches_than_an_evaluation_has(tmp_p
     )
     (result,) = run_ranks(1, lambda rank: first_rank(flags), connect=False)
     assert result.exit_code == 0, result.error + result.stderr
-    text = "an evaluation of 2 microbatches (--eval-global-batch-size 2): schedule file"
+    text = "--eval-global-batch-size 2: the schedule cannot run evaluations of 2 microbatches: "
     assert text in result.stderr, result.stderr
 
 

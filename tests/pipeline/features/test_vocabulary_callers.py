@@ -343,9 +343,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "data that is no loss": (
         lambda: step(build(), forward_only=True, collect_non_loss_data=True),
-        "no rank has whole logits",
+        "each rank has a part of the logits only",
     ),
-    "another model": (lambda: build(Custom), "Custom is a class of its own, which may use them"),
+    "another model": (lambda: build(Custom), "Custom is a subclass, which may use these"),
     "a vocabulary that does not divide": (
         lambda: build(vocabulary=33),
         "33 cannot be split evenly over 2 ranks .*: pad it to 34",

@@ -118,7 +118,7 @@ def test_real_values_are_rows_that_another_rank_has_sent() -> None:
     assert got[0].square().mean().sqrt() == pytest.approx(1e-3, rel=0.2)
     assert values.pool_bytes > sent.nbytes
     short = torch.empty(4, 8, 4)
-    with pytest.raises(ValueError, match="rows of 4 numbers, and the rank that ran before"):
+    with pytest.raises(ValueError, match="rows of 4 numbers, and the real values"):
         values.fill(FORWARD, short)
     zeros = Values({}, are_zeros=True)
     zeros.fill(BACKWARD, got[1])
@@ -162,7 +162,7 @@ def test_values_that_are_not_finite_end_the_first_step() -> None:
         ),
         (
             {"pipeline_schedule": "1f1b", "pipeline_metrics": True},
-            r"rank 3, before its first step: --pipeline-metrics is not rehearsed: drop it",
+            r"rank 3, before its first step: --pipeline-metrics cannot be rehearsed",
         ),
         ({"train_iters": 0}, r"rank 3, before its first step: "),
     ],
@@ -220,5 +220,5 @@ def test_a_torch_whose_fake_group_leaves_results_uninitialised_is_refused(
     experts would get whatever the memory holds, which may be finite numbers."""
     monkeypatch.setattr(dist, "all_to_all_single", lambda *tensors: None)
     result = rehearsed_or_fail(0, 2 * RANKS, flags("1f1b"))
-    words = "its fake process group leaves the result of all-to-all uninitialised"
+    words = "its fake process group leaves the results of all-to-all uninitialised"
     assert result.exit_code == 1 and words in result.error

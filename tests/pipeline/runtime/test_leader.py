@@ -125,7 +125,7 @@ def test_who_is_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
         killed, other = running.wait()
     assert killed.exit_code == -signal.SIGKILL and killed.seconds < other.seconds
     (error,) = errors([other])
-    assert "RuntimeError: global rank 0 on " in error and "no sign of life for 1 s" in error
+    assert "RuntimeError: global rank 0 on " in error and "no progress for 1 s" in error
 
 
 class Watched:
@@ -158,7 +158,7 @@ def test_who_is_killed_with_the_store_is_not_waited_for() -> None:
             second.wait_until_it_says(0, "calls add")
             first.send_signal(0, signal.SIGKILL)
             (error,) = errors(second.wait())
-    assert error.startswith("RuntimeError: torch's store is gone, and global rank 0 on ")
+    assert error.startswith("RuntimeError: torch's key-value store is gone, and global rank 0 on ")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_store_that_is_lost_is_called_so_whenever_it_goes(
     if call == "get":
         assert run_on_leader(store, 0, "the search", take_long)
     lost: Any = Watched(store, lose)
-    with pytest.raises(RuntimeError, match=f"torch's store is gone, and {words}"):
+    with pytest.raises(RuntimeError, match=f"torch's key-value store is gone, and {words}"):
         run_on_leader(lost, rank, "the search", take_long)
 
 
@@ -233,7 +233,7 @@ def test_so_is_one_that_is_lost_at_other_work(
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: lost)
-    with pytest.raises(RuntimeError, match=f"torch's store is gone, and {words}"):
+    with pytest.raises(RuntimeError, match=f"torch's key-value store is gone, and {words}"):
         use(lost)
     assert called[-1] == call
 

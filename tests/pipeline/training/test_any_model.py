@@ -190,7 +190,7 @@ def test_a_rank_has_as_many_chunks_and_iterators_as_stages() -> None:
             parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
             step = megatron_ext_step()
             chunks = blocks((rank, rank + RANKS))
-            with pytest.raises(ValueError, match="called with 1 model chunk: build as many as"):
+            with pytest.raises(ValueError, match="called with 1 model chunk: build as many"):
                 step(model=chunks[:1], data_iterator=[iter(())])
             with pytest.raises(ValueError, match="2 model chunks and 1 data iterator: give each"):
                 step(model=chunks, data_iterator=[iter(())])

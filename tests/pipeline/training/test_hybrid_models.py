@@ -228,7 +228,7 @@ def test_a_pattern_has_as_many_segments_as_there_are_stages() -> None:
                 ("zb-v", "*-*|-*-", 2, "has 2 pipeline segments, .* zb-v has 4 stages on 2"),
                 ("zb-v", "*-*-*-", 2, "1 pipeline segment, .* '\\*-\\|\\*-\\|\\*\\|-'"),
                 ("interleaved-zb", "*-*|-*-", 2, "has 2 pipeline segments, .* has 4 stages"),
-                ("zb-v", "*-|*-|*-|*-", None, "is made without vp_stage: make one for each stage"),
+                ("zb-v", "*-|*-|*-|*-", None, "is built without vp_stage: build one"),
             ):
                 with (
                     megatron_ext.install(schedule=schedule),

@@ -227,7 +227,7 @@ def test_a_table_for_torch_comes_with_torchtitans_settings(
         (("simulate", "plan", "--pp", "4", "-m", "8"), "in a launch, 'plan' chooses one"),
         (
             ("simulate", "1f1b", "--pp", "2", "-m", "2", "--vocab-parallel", "2", "--certify", "1"),
-            "no bound with vocabulary parallelism 2",
+            "no lower bound for schedules with vocabulary parallelism 2",
         ),
         (
             ("simulate", "1f1b", "--pp", "2", "-m", "2", "--vocab-parallel", "1", "--csv", "x.csv"),
@@ -246,7 +246,7 @@ def test_a_table_for_torch_comes_with_torchtitans_settings(
                 "--torch-csv",
                 "x.csv",
             ),
-            "torch.distributed.pipelining has nothing like --recompute",
+            "torch.distributed.pipelining has no passes for --recompute",
         ),
         (("doctor", "--pipeline-memory-limit", "4"), "without --pipeline-schedule"),
         (("doctor", "--pipeline-schedule", "1f1b", "--pipeline-p2p", "fast"), "async or batched"),

@@ -127,12 +127,15 @@ def test_a_word_says_which_job_it_is(word: str, kind: JobKind) -> None:
     ("words", "text"),
     [
         ((), "a plan needs a job: a launch command behind --"),
-        (("torchrun", "x.py"), "'torchrun x.py'|torchrun x.py: a job is one word; write -- before"),
-        (("pretrain_gpt.py",), "pretrain_gpt.py begins a launch command: write -- before it"),
+        (("torchrun", "x.py"), "'torchrun x.py'|torchrun x.py: a job is one word, such as"),
+        (("pretrain_gpt.py",), "pretrain_gpt.py begins a launch command: write --"),
         (("train.log", "--", "x.py"), "train.log and the launch command behind -- are two jobs"),
         (("--pipeline-slices", "2", "--", "x.py"), "--pipeline-slices stands before --"),
-        (("--",), "-- is followed by no words"),
-        (("pp=4,m=8", "--pipeline-recompute", "fit"), "a plan of sizes takes --pipeline-slices"),
+        (("--",), "-- is followed by nothing"),
+        (
+            ("pp=4,m=8", "--pipeline-recompute", "fit"),
+            "a plan of sizes accepts only --pipeline-slices",
+        ),
         (("pp=4,m=8", "--pipeline-schedule", "zb-v"), "--pipeline-schedule: a plan of sizes"),
         (("pp=4,m=8", "--pipeline-slices", "x"), "--pipeline-slices x: write a number"),
         (("pp=4,m=8", "--pipeline-shedule", "x"), "No such option: --pipeline-shedule"),
@@ -158,9 +161,7 @@ def test_doctor_checks_launches_alone() -> None:
                 check_doctor(JOBS[job], given)
             except ValueError as error:
                 assert of_environment or job in ("model", "costs"), error
-                assert ", ".join(of_environment) in str(error) or "sizes are no launch" in str(
-                    error
-                )
+                assert ", ".join(of_environment) in str(error) or "sizes such as" in str(error)
             else:
                 assert not of_environment and job not in ("model", "costs")
     with pytest.raises(ValueError, match=r"^--gpu, --world-size: there is no JOB to check; drop"):
@@ -171,7 +172,7 @@ def test_doctor_checks_launches_alone() -> None:
 def test_doctor_takes_gpus_of_one_kind() -> None:
     """All ranks got the rates of the first kind, whichever that was."""
     result = CliRunner().invoke(app, ["doctor", "--gpu", "h100:6,a100-40:2", "a.json"])
-    assert result.exit_code == 2 and "GPUs of one kind; give one, or let" in result.output
+    assert result.exit_code == 2 and "GPUs of one kind; name one GPU" in result.output
 
 
 def test_sizes_are_read() -> None:

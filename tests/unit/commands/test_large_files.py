@@ -36,7 +36,9 @@ def test_microbatch_costs_are_limited(line: str, tmp_path: Path) -> None:
         loads = read_loads(lengths, BatchSize(1000))
         assert loads.tokens.shape == (2_000_000 // len(line) // 1000, 1000)
     else:
-        with pytest.raises(ValueError, match=r"line 1: it has more than 1,048,576 characters"):
+        with pytest.raises(
+            ValueError, match=r"line 1: the line has more than 1,048,576 characters"
+        ):
             read_loads(lengths, BatchSize(1))
 
 
@@ -48,7 +50,7 @@ def test_a_recording_is_read_line_by_line(tmp_path: Path) -> None:
     text = lines.read_text()
     os.truncate(lines, 3_000_000_000)
     ended = run_limited(["parity", "compare", "A", "A"], tmp_path)
-    refused(ended, f"A/{lines.name}, line {text.count(chr(10)) + 1}: it has more than 64 MiB")
+    refused(ended, f"A/{lines.name}, line {text.count(chr(10)) + 1}: the line has more than 64 MiB")
     lines.write_text(text)
     assert len(read_recording(folder).trained) == 3
 

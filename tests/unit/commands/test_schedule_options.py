@@ -53,9 +53,9 @@ def test_every_option_of_a_schedule_is_declared_once() -> None:
         (("--slices", "0"), "--slices 0: write a number from 1 on"),
         (
             ("--activation-offload", "fit"),
-            "--activation-offload fit has nothing to fit into",
+            "--activation-offload fit copies as many activations",
         ),
-        (("--recompute", "fit"), "--recompute fit has nothing to fit into: add --memory-limit"),
+        (("--recompute", "fit"), "and there is none: add --memory-limit"),
         (
             ("--slices", "2", "--vocab-parallel", "1"),
             "--slices 2 does not go with --vocab",

@@ -182,7 +182,7 @@ def test_a_file_of_any_length_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.write_text("x" * 1000)
     assert read_text_file(path, "costs file", 1000) == "x" * 1000
-    with pytest.raises(ValueError, match=r"costs file .*large has more than 999 B, which none"):
+    with pytest.raises(ValueError, match=r"costs file .*large has more than 999 B, more than any"):
         read_text_file(path, "costs file", 999)
     with pytest.raises(ValueError, match=r"schedule file /dev/zero has more than 0\.25 GiB"):
         read_text_file(Path("/dev/zero"), "schedule file")

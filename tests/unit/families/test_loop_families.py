@@ -159,8 +159,8 @@ def test_peak_of_gis(p: int, g: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "fact"),
     [
-        ("gis:group=3", "group is 3, with 8 pipeline ranks it is 4 to 8"),
-        ("gis:group=9", "group is 9, with 8 pipeline ranks it is 4 to 8"),
+        ("gis:group=3", "group is 3, and with 8 pipeline ranks a group has 4 to 8"),
+        ("gis:group=9", "group is 9, and with 8 pipeline ranks a group has 4 to 8"),
         ("interleaved:group=4", "group is 4, fewer microbatches than the 8 pipeline ranks"),
     ],
 )

@@ -91,7 +91,10 @@ def test_a_schedule_is_not_needed_to_watch_megatrons_own() -> None:
             "_RESEMBLES is no setting: write one of .*MEGATRON_EXT_MEMORY_LIMIT,",
         ),
         # By the prefix alone it resembled MEGATRON_EXT_COSTS.
-        ({"SCHEDULE": "zb-h1", "NOTHING": "1"}, "MEGATRON_EXT_NOTHING is no setting: write one of"),
+        (
+            {"SCHEDULE": "zb-h1", "NOTHING": "1"},
+            "MEGATRON_EXT_NOTHING is not a setting: write one of",
+        ),
         (
             {"SCHEDULE": "zb-h1", "P2P": "sync"},
             r"MEGATRON_EXT_X\): --pipeline-p2p sync: write",

@@ -301,7 +301,7 @@ def test_an_unknown_source_is_allowed_until_it_changes(
         apply([unknown])
     assert f"=fake_other:f@{digest},fake_theirs:train@{digest}" in str(caught.value)
     monkeypatch.setenv(ALLOW_UNKNOWN, "1")
-    with pytest.raises(ValueError, match="'1' is no TARGET@DIGEST; 'megatron-ext doctor' prints"):
+    with pytest.raises(ValueError, match="'1' is not TARGET@DIGEST; 'megatron-ext doctor' prints"):
         apply([unknown])
 
 

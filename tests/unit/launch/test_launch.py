@@ -252,7 +252,7 @@ def test_variables_stand_for_flags_and_a_flag_counts(
 @pytest.mark.parametrize(
     ("env", "text"),
     [
-        ({"SHEDULE": "zb-v"}, "MEGATRON_EXT_SHEDULE is no setting: did you mean MEGATRON_EXT_SCHE"),
+        ({"SHEDULE": "zb-v"}, "MEGATRON_EXT_SHEDULE is not a setting: did you mean MEGATRON_EXT_S"),
         ({"SCHEDULE": "zb-v", "REPORT_SPLIT": "yes"}, "write 1, or 0"),
         ({"COSTS": "f=1"}, "--pipeline-costs f=1 is given without --pipeline-schedule"),
     ],

@@ -57,7 +57,7 @@ BOTH = ("torch", "megatron")
         (f"doctor -- torchrun --nproc-per-node 2 {TRAINING} zb-v", BOTH, "No module named 'torch'"),
         (f"plan -- torchrun --nproc-per-node 2 {TRAINING} zb-v", BOTH, "No module named 'torch'"),
         (f"doctor -- {TRAINING} zb-v", BOTH, "a check needs Megatron"),
-        (f"plan -- {TRAINING} zb-v", BOTH, "a plan needs Megatron"),
+        (f"plan -- {TRAINING} zb-v", BOTH, "plan needs Megatron"),
         (f"{TRAINING} zb-v", BOTH, "a training needs torch, which cannot be imported here: No mod"),
         ("scripts/pretrain_gpt.py --num-layers 2", BOTH, "a training needs torch"),
         (f"{TRAINING} plan", BOTH, "a training needs torch"),

@@ -286,7 +286,7 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     data = json.loads(path.read_text())
     data["machine"]["version"] = 1
     path.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=r"machine .*its version is 1, and only 2 is known"):
+    with pytest.raises(ValueError, match=r"machine .*measured factors is 1, and only 2 is known"):
         load_measured(path)
 
 

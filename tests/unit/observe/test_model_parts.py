@@ -187,7 +187,7 @@ def test_multi_token_prediction_is_where_the_traced_stages_had_it(output: float)
 
 def test_layers_that_cannot_be_cut_are_said() -> None:
     found = told("1f1b", 8, parts(8))
-    assert "cannot be made of the 8 measured stages" in found.excluded["zb-v"]
+    assert "cannot be computed from the 8 measured stages" in found.excluded["zb-v"]
 
 
 def test_a_trace_keeps_the_parts(tmp_path: Path) -> None:
@@ -200,5 +200,7 @@ def test_a_trace_keeps_the_parts(tmp_path: Path) -> None:
     assert json.loads(CliRunner().invoke(app, ["trace", str(tmp_path), "--json"]).stdout)
     wrong = replace(step, parts=parts(4))
     TraceFile(tmp_path / "trace.json").add(wrong)
-    with pytest.raises(ValueError, match="layers has 4 rows for 2 stages"):
+    with pytest.raises(
+        ValueError, match="the table 'layers' has 4 rows, and the schedule has 2 stages"
+    ):
         read_trace(tmp_path)

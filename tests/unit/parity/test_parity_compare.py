@@ -270,7 +270,7 @@ def test_other_iterations_cannot_be_compared(tmp_path: Path) -> None:
 
 
 def test_what_is_no_recording(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no recording"):
+    with pytest.raises(ValueError, match="has no recording"):
         read_recording(tmp_path)
 
 

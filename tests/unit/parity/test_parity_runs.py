@@ -163,7 +163,7 @@ def test_a_folder_that_is_there_already(machine: Machine, tmp_path: Path) -> Non
     (tmp_path / "parity").mkdir()
     (tmp_path / "parity" / "kept").touch()
     result = parity("--", *OURS)
-    assert result.exit_code == 2 and "parity is there already: name another" in result.stderr
+    assert result.exit_code == 2 and "parity exists already: name another" in result.stderr
     assert not machine.commands
 
 

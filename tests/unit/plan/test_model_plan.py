@@ -670,7 +670,7 @@ def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.Monk
         (f"{TEXT},tp=x", "h100", "'tp=x' is wrong; write pp=8,m=64"),
         (f"{TEXT},distributed-optimizer=1", "h100", "'distributed-optimizer=1' is wrong"),
         ("layers=x", "h100", "'layers=x' is wrong; write layers=32"),
-        ("tp=2,dp=2", "h100", "tp, dp are of a model, and there is none"),
+        ("tp=2,dp=2", "h100", "tp, dp needs the sizes of a model"),
         (f"{TEXT},gated=yes", "h100", "'gated=yes' is not understood"),
         (f"{TEXT},ffn=0", "h100", "ffn is 0; at least 1"),
         (
@@ -678,7 +678,7 @@ def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.Monk
             "h100",
             "hidden 1024 cannot be split evenly over 7 heads: give head-width",
         ),
-        (f"{TEXT},kv-heads=3", "h100", "kv-heads 3 does not divide heads 8"),
+        (f"{TEXT},kv-heads=3", "h100", "heads 8 are no multiple of kv-heads 3"),
         (  # was planned with a third of a head
             f"{TEXT},tp=3",
             "h100",
@@ -686,7 +686,7 @@ def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.Monk
         ),
         (f"{TEXT},kv-heads=2,ffn=4098,tp=4", "h100", "tp=4: ffn 4098 cannot be split evenly"),
         (TEXT, "operations=1e12,bytes=1e9,memory=1GiB", "no schedule fits"),
-        (TEXT, "h100:1,a100:2", "names 3 pipeline ranks, and pp is 2"),
+        (TEXT, "h100:1,a100:2", "names the GPUs of 3 pipeline ranks, and pp is 2"),
     ],
 )
 def test_a_mistake_exits_2_and_says_why(sizes: str, gpu: str, text: str) -> None:

@@ -94,7 +94,7 @@ def test_layers_are_redistributed_as_megatron_does() -> None:
     assert sum(seven.seconds[Kind.BACKWARD_INPUT]) == sum(costs.seconds[Kind.BACKWARD_INPUT])
     six = redistribute(uniform(line(4), 6, 6, 6), 6)
     assert six.seconds[Kind.FORWARD] == (4, 8, 8, 4)
-    with pytest.raises(ValueError, match=r"8 layers .* can place 7 or 10 layers so"):
+    with pytest.raises(ValueError, match=r"8 layers .* can split 7 or 10 layers in this way"):
         redistribute(costs, 8)
 
 

@@ -96,7 +96,7 @@ def test_gpus_of_several_types_have_speeds() -> None:
     assert 0.8 * peaks < speeds.values[2] < 1.3 * peaks
     assert speeds_of_gpus(parse_gpus("h100:3"), described.model, described.execution()) is None
     assert parse_gpus("h100") == (GPUS["h100"],)
-    with pytest.raises(ValueError, match="0 is no number of pipeline ranks"):
+    with pytest.raises(ValueError, match="0 is not a number of pipeline ranks"):
         parse_gpus("h100:0,a100:2")
     both = product_of([RankSpeeds((1.0, 0.5)), None, RankSpeeds((2.0, 1.0))], 2)
     assert both == RankSpeeds((2.0, 0.5)) and product_of([None], 2) is None

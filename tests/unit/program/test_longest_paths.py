@@ -89,5 +89,5 @@ def test_an_order_that_hangs_names_where(first: str, second: str, stuck: str) ->
     ]
     placement = line(2)
     problem = Problem(placement, len(rows[0]) // 2, uniform(placement, 1, 1, 1, 1))
-    with pytest.raises(Deadlock, match=f"would hang at {stuck}$"):
+    with pytest.raises(Deadlock, match=f"would deadlock at {stuck}$"):
         time(rows, problem)

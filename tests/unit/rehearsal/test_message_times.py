@@ -82,7 +82,7 @@ def test_a_message_that_the_composed_step_has_not_is_an_error() -> None:
     times = MessageTimes(ReplayRequest(TIMES))
     times.begin_step(is_timed=True)
     times.post(["SEND_B 1>0"])
-    with pytest.raises(ValueError, match="SEND_B 1>0: message 2 is posted, and the composed step"):
+    with pytest.raises(ValueError, match="SEND_B 1>0: a replayed rank has posted message 2"):
         times.post(["SEND_B 1>0"])
 
 

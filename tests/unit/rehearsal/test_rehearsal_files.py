@@ -83,14 +83,17 @@ def _passes(data: dict[str, Any], passes: Any) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda data: data.pop("version"), "not of version 1: rehearse again"),
+        (lambda data: data.pop("version"), "not of version 1: rehearse the schedule"),
         (lambda data: data.update(trained="five"), "trained is 'five'; a whole number"),
         (lambda data: data.update(steps=3), "steps is 3; a list of objects"),
-        (lambda data: _passes(data, [["0F0.0", 1.0]]), "no list of actions with start and end"),
-        (lambda data: _passes(data, [["0F0", "x", 1]]), "no list of actions with start and end"),
-        (lambda data: _passes(data, [["0X0", 0, 1]]), "'0X0' is no action"),
-        (lambda data: _passes(data, [["0F0", 2, 1]]), "not in the order of time"),
-        (lambda data: _passes(data, [["0F0", 2, 3], ["0B0", 1, 4]]), "not in the order of time"),
+        (lambda data: _passes(data, [["0F0.0", 1.0]]), "'passes' must be a list of actions"),
+        (lambda data: _passes(data, [["0F0", "x", 1]]), "'passes' must be a list of actions"),
+        (lambda data: _passes(data, [["0X0", 0, 1]]), "'0X0' is not an action"),
+        (lambda data: _passes(data, [["0F0", 2, 1]]), "not in the order of their starts"),
+        (
+            lambda data: _passes(data, [["0F0", 2, 3], ["0B0", 1, 4]]),
+            "not in the order of their starts",
+        ),
     ],
 )
 def test_a_damaged_record_names_its_mistake(tmp_path: Path, damage: Any, told: str) -> None:

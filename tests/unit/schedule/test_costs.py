@@ -180,8 +180,8 @@ HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per messa
     [
         ("f=10,i=12", f"costs 'f=10,i=12': w is missing; {HOW}"),
         ("f=1,i=1,w=1,b=2", f"costs 'f=1,i=1,w=1,b=2': b is unknown; {HOW}"),
-        ("f=1,i=1,w=one", f"costs 'f=1,i=1,w=one': 'w=one' is no figure; {HOW}"),
-        ("f=1,i=1,w=1,", f"costs 'f=1,i=1,w=1,': '' is no figure; {HOW}"),
+        ("f=1,i=1,w=one", f"costs 'f=1,i=1,w=one': 'w=one' has no number; {HOW}"),
+        ("f=1,i=1,w=1,", f"costs 'f=1,i=1,w=1,': '' has no number; {HOW}"),
         ("f=1,i=1,w=1, f=2", f"costs 'f=1,i=1,w=1, f=2': 'f' is given twice; {HOW}"),
         ("f=1,i=1,w=-1", "-1.0 is no cost; a cost is a number from 0"),
         ("f=1,i=nan,w=1", "nan is no cost"),
@@ -190,12 +190,12 @@ HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per messa
         ("f=1,i=1,w=1,comm=1/2", f"comm is a single number; {HOW}"),
         (
             "f=1,i=1,w=1,output_layer=5",
-            "output_layer takes 3 figures, not 1: the times of F, I and W",
+            "output_layer takes 3 numbers, not 1: the times of F, I and W",
         ),
         ("f=1,i=1,w=1,output_layer=1/2/-3", "output_layer: -3.0 is no cost"),
         (
             "f=1,i=1,w=1,embedding=1/2/3",
-            "embedding takes 2 figures, not 3: the times of",
+            "embedding takes 2 numbers, not 3: the times of",
         ),
         (
             "f=1/2/3,i=1,w=1",
@@ -282,7 +282,7 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         (
             GOOD_FILE | {"output_layer": [5, 6]},
-            "output_layer takes 3 figures, not 2: the times of F, I and W",
+            "output_layer takes 3 numbers, not 2: the times of F, I and W",
         ),
         (GOOD_FILE | {"embedding": [5, "6"]}, "embedding: '6' is no cost"),
         (
@@ -315,7 +315,7 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
         (GOOD_FILE | {"d2h": 1, "link": float("nan")}, "link: nan is no cost"),
         (GOOD_FILE | {"d2h": 1, "link": None}, "link: None is no cost"),
         (GOOD_FILE | {"d2h": 1, "duplex": "1"}, "duplex: '1' is no cost"),
-        (GOOD_FILE | {"latency": []}, "latency is a single number"),
+        (GOOD_FILE | {"latency": []}, "latency is the part of comm"),
         (GOOD_FILE | {"f": 0, "i": 0, "w": 0}, "all passes cost nothing"),
         ('{"version": 2, "f": ' + "9" * 5000 + "}", "is not JSON: Exceeds the limit"),
         (GOOD_FILE | {"bytes": 5}, "bytes must give activation and weight inputs"),

@@ -103,13 +103,13 @@ def test_placement_is_read_off_the_table() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0\n1F0,1Q0\n", "x.csv, line 2: '1Q0' is no action: write stage, kind and microb"),
-        ("0F0,0B0\n1F0 1B0\n", "x.csv, line 2: '1F0 1B0' is no action"),
+        ("0F0,0B0\n1F0,1Q0\n", "x.csv, line 2: '1Q0' is not an action: write stage, kind"),
+        ("0F0,0B0\n1F0 1B0\n", "x.csv, line 2: '1F0 1B0' is not an action"),
         ("0F0,0B0\n\n1F0,1B0\n", "x.csv, line 2 holds no action"),
         ("0F0,0B0\n,,\n", "x.csv, line 2 holds no action"),
         (
             "0F0,0B0\n2F0,2B0\n",
-            "x.csv, line 2: 2F0 is of stage 2, but no action is of stage 1; they count from 0",
+            "x.csv, line 2: 2F0 is of stage 2, but no action is of stage 1; these numbers",
         ),
         (
             "0F0,0F1,0B0,0B1\n1F0,1B0\n1F1,1B1\n",
@@ -119,7 +119,7 @@ def test_placement_is_read_off_the_table() -> None:
         (",,\n", "x.csv, line 1 holds no action"),
         (
             "0F0,0WAIT_F0,0B0\n1F0,1B0\n",
-            "x.csv, line 1: 0WAIT_F0 is no pass; omit messages and waits, they are inserted",
+            "x.csv, line 1: 0WAIT_F0 is a message or a wait, not a pass; omit",
         ),
         ("0F0,0S0,0B0\n1F0,1B0\n", "x.csv, line 1: 0S0 is a pass of vocabulary parallelism"),
     ],
@@ -154,7 +154,7 @@ def test_an_error_lists_the_kinds_that_a_file_may_have() -> None:
         (f"0F0,0B0,0F{'9' * 5000}\n", "line 1: "),
         (
             "0F0.0,0B0.0\n1F0.0,1B0.0,1F0.999999999\n",
-            "line 2: an action is of slice 999999999, but no action is of slice 1; they count",
+            "line 2: an action is of slice 999999999, but no action is of slice 1; slices",
         ),
     ],
     ids=["stage", "microbatch", "small", "no int", "slice"],
@@ -247,7 +247,7 @@ def test_files_as_spreadsheets_write_them(content: bytes, tmp_path: Path) -> Non
             "other.csv is not UTF-8 text (byte 0xff at position 0)",
         ),
         (b"0F0,0B0 \xe9\n", "other.csv is not UTF-8 text (byte 0xe9 at position 8)"),
-        (b'0F0,"' + b"0" * 140_000, "other.csv, line 1 is no CSV: field larger than"),
+        (b'0F0,"' + b"0" * 140_000, "line 1 is not a line of a CSV file: field larger than"),
         (b"", "other.csv holds no action"),
     ],
     ids=["utf-16", "latin-1", "a field without end", "empty"],

@@ -70,5 +70,5 @@ def test_a_tower_is_what_the_first_stage_takes_beyond_its_layers() -> None:
     assert costs.seconds[Kind.BACKWARD_WEIGHT] == (12.0, 8.0)
     assert format_costs(costs) == text
     assert costs.without_tower() == parse_costs("f=10,i=12,w=8,comm=1", line(2))
-    with pytest.raises(ValueError, match="tower is 3 figures, F, I and W"):
+    with pytest.raises(ValueError, match="tower takes 3 numbers, the times of F, I and W"):
         parse_costs("f=1,i=1,w=1,tower=3", line(2))

@@ -44,7 +44,7 @@ def test_published_steps_are_read() -> None:
         ("pp", "8.5", "line 3: pp is '8.5': write a whole number from 1 on"),
         ("seconds", "-1", "line 3: seconds is '-1': write a number above 0"),
         ("seconds", "nan", "line 3: seconds is 'nan'"),
-        ("layout", "1,2,3", "line 3: layout has 3 stages, and the pipeline 32"),
+        ("layout", "1,2,3", "the layout has 3 stages, and the pipeline has 32"),
         ("where_read", "", "line 3: where_read is empty"),
         ("id", "1", "has the id 1 twice"),
     ],
@@ -125,7 +125,7 @@ def test_a_recipe_takes_the_sizes_of_its_row() -> None:
     assert recipe.settings["precision"] == "fp8_mx"
     assert recipe.settings["expert_model_parallel_size"] == 8
     unknown = replace(step, cells={**step.cells, "recipe": "none"})
-    with pytest.raises(ValueError, match="row 70: 'none' is no recipe"):
+    with pytest.raises(ValueError, match="row 70 of the measured steps: 'none' is not a recipe"):
         recipe_of(unknown)
 
 

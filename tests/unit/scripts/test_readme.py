@@ -37,7 +37,7 @@ def test_a_part_is_written_between_its_marks() -> None:
     page = "a\n<!-- one: written by a script -->\nold\n<!-- end of one -->\nb\n"
     made = with_part(page, "one", "new")
     assert part(made, "one") == "new" and made.startswith("a\n") and made.endswith("-->\nb\n")
-    with pytest.raises(ValueError, match="needs the marks"):
+    with pytest.raises(ValueError, match="must have each of the marks"):
         with_part("a page", "one", "text")
 
 

@@ -43,11 +43,15 @@ def test_all_recipes_are_understood() -> None:
         ("model.fancy_schedule", True, "model.fancy_schedule is unknown"),
         ("rerun.mode", True, "rerun.mode is unknown"),
         ("dataset.pack_otherwise", True, "dataset.pack_otherwise is unknown"),
-        ("model.pipeline_model_parallel_layout", "[['decoder', 'expert']]", "'expert' is no layer"),
+        (
+            "model.pipeline_model_parallel_layout",
+            "[['decoder', 'expert']]",
+            "'expert' is not a layer",
+        ),
         ("train.micro_batch_size", None, "micro_batch_size is missing"),
-        ("model.pipeline_model_parallel_size", 1, "it has no pipeline"),
+        ("model.pipeline_model_parallel_size", 1, "the recipe has no pipeline"),
         ("model.pipeline_model_parallel_size", "eight", "pipeline_model_parallel_size='eight'"),
-        ("model.HF", "meta-llama/Llama-9", "the model meta-llama/Llama-9 is unknown"),
+        ("model.HF", "meta-llama/Llama-9", "the recipe's model meta-llama/Llama-9 is unknown"),
         ("mixed_precision", "fp2_mixed", "mixed_precision='fp2_mixed' is unknown"),
     ],
 )
@@ -133,7 +137,7 @@ def test_models_that_recipes_do_not_name() -> None:
     assert resolve(LLAMA, variant, MODELS).model == "meta-llama/Meta-Llama-3-70B"
     without = {key: value for key, value in ALL[LLAMA].items() if key != "model.HF"}
     assert resolve(LLAMA, without, MODELS).model == "meta-llama/Meta-Llama-3-70B"
-    with pytest.raises(ValueError, match="its model is unknown: it names none"):
+    with pytest.raises(ValueError, match="the recipe's model is unknown: the recipe names none"):
         resolve("other:mine_pretrain_8gpu_h100_bf16_config", without, MODELS)
     sizes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4}
     given = {f"model.{name}": size for name, size in sizes.items()}
@@ -185,8 +189,8 @@ def test_files_of_recipes(tmp_path: Path, text: str, names: list[str]) -> None:
         ("{", "cannot be read"),
         ("3", "neither a mapping"),
         ('[{"x": 1}]', "has no name"),
-        ('{"a": {}, "a": {}}', "a stands there twice"),
-        ('[{"name": "a"}, {"name": "a"}]', "a stands there twice"),
+        ('{"a": {}, "a": {}}', "a occurs twice"),
+        ('[{"name": "a"}, {"name": "a"}]', "a occurs twice"),
     ],
 )
 def test_files_that_are_no_recipes(tmp_path: Path, text: str, told: str) -> None:

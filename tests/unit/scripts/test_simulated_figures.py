@@ -54,5 +54,5 @@ def test_figures_of_a_sentence_are_replaced_across_lines() -> None:
 @pytest.mark.parametrize("words", ["takes {} of them", "It takes"])
 def test_a_sentence_that_was_reworded_is_an_error(words: str) -> None:
     """Its figures would stay as they are for ever."""
-    with pytest.raises(ValueError, match=r"has the sentence .* [02] times"):
+    with pytest.raises(ValueError, match=r"must have the sentence .* has it [02] times"):
         SimulatedSentence("a.md", "a", words, list).written_into(PAGE)

@@ -514,9 +514,9 @@ def test_what_is_missing_is_named() -> None:
     costs = parse_costs("f=1,i=1,w=1", placement)
     with pytest.raises(ValueError, match="add d2h= and h2d="):
         Problem(placement, 4, costs, options=ScheduleOptions(activation_offload=FULL))
-    with pytest.raises(ValueError, match="no memory limit to fit into"):
+    with pytest.raises(ValueError, match="as a memory limit requires, and there is none"):
         problem_of("1f1b", 2, 1, FIT)
-    with pytest.raises(ValueError, match="knows no bound with offload full"):
+    with pytest.raises(ValueError, match="no lower bound for schedules with offload full"):
         certify(built("1f1b", problem_of("1f1b", 2, 1, FULL)), 1)
 
 

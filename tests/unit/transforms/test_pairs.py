@@ -480,14 +480,14 @@ def test_a_certificate_knows_nothing_of_pairs() -> None:
     result = CliRunner().invoke(
         app, ["simulate", "zb-v", "--pp", "2", "-m", "4", OVERLAP, "--certify", "1"]
     )
-    assert "--certify bounds passes that run one after the other" in result.output
+    assert "--certify computes a lower bound for passes that run one" in result.output
 
 
 def test_a_plan_of_a_dense_model_has_no_pairs() -> None:
     model = "layers=8,hidden=64,heads=4,sequence=64,vocabulary=128"
     sizes = f"pp=2,m=8,{model}"
     result = CliRunner().invoke(app, ["plan", sizes, OVERLAP, "--gpu", "h100"])
-    assert f"{OVERLAP}: a model of sizes has no experts, whose messages it hides" in result.output
+    assert f"{OVERLAP}: the model that sizes describe has no experts" in result.output
 
 
 def test_a_plan_compares_with_and_without() -> None:

@@ -217,7 +217,7 @@ def test_what_does_not_go_with_it(changes: dict[str, Any], why: str) -> None:
 
 def test_no_placement_whose_first_stages_share_a_rank() -> None:
     placement = Placement("mine", (0, 0, 1, 1))
-    with pytest.raises(ValueError, match=r"on ranks \(0, 0\)"):
+    with pytest.raises(ValueError, match=r"and are \(0, 0\)"):
         Problem(
             placement, 2, uniform(placement, 1, 1, 1), options=ScheduleOptions(steps_overlap=True)
         )

@@ -170,8 +170,11 @@ def test_texts() -> None:
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
-        ({"recompute": FIT}, "recompute fit has no memory limit .* or write first:2 for all"),
-        ({"recompute": Recompute(first=3)}, "the pipeline has 2 stages; write first:2 for all"),
+        ({"recompute": FIT}, "recompute fit recomputes as much.* or write first:2 for all"),
+        (
+            {"recompute": Recompute(first=3)},
+            "the pipeline has only 2 stages; write first:2 for all",
+        ),
         (
             {"recompute": FIRST_1, "activation_offload": Offload.FULL},
             "offload full does not go with recomp",
@@ -424,7 +427,7 @@ def test_simulate_tells_what_is_made_again(tmp_path: Path) -> None:
 
 
 def test_a_setting_needs_something_to_fit_into() -> None:
-    with pytest.raises(ValueError, match="--pipeline-recompute fit has nothing to fit into"):
+    with pytest.raises(ValueError, match="--pipeline-recompute fit recomputes as much as"):
         PipelineConfig.parse(schedule="zb-v", recompute="fit")
     with pytest.raises(ValueError, match="--pipeline-recompute all: write none, fit"):
         PipelineConfig.parse(schedule="zb-v", recompute="all")

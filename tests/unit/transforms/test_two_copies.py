@@ -142,10 +142,10 @@ def test_what_is_not_symmetric_is_named() -> None:
     assert list(map(str, third[2:4])) == ["0F2", "3F0"]
     third[2], third[3] = third[3], third[2]
     with pytest.raises(
-        ValueError, match=r"pass 3 of rank 0 is 0F2 of copy 0, and of rank 3, .*3F0 of copy 0"
+        ValueError, match=r"pass 3 of rank 0 is 0F2 of copy 0, but .* rank 3 is 3F0 of copy 0"
     ):
         fold(TwoCopies("mine", copies.rank_of, (*copies.rows[:3], tuple(third))))
-    with pytest.raises(ValueError, match=r"pass 18 of rank 1 is \w+ of copy \d, and of .* none;"):
+    with pytest.raises(ValueError, match=r"pass 18 of rank 1 is \w+ of copy \d, but .* none;"):
         fold(
             TwoCopies(
                 "mine", copies.rank_of, (*copies.rows[:2], copies.rows[2][:-1], copies.rows[3])
@@ -194,9 +194,9 @@ def test_which_copy_a_pass_is_of_is_found_again(spec: str) -> None:
     [
         (
             "0F0 1F1 1B1 0B0 0F2 0B2\n1F0 1B0 0F1 0B1 1F2 1B2",
-            r"2 microbatches from one end and 1 .*; send the same",
+            r"2 microbatches to one copy and 1 .*; give both",
         ),
-        ("0F0 2F1\n1F0 1F1\n2F0 0F1", r"twice on 3 ranks"),
+        ("0F0 2F1\n1F0 1F1\n2F0 0F1", r"two copies of every stage on 3 ranks"),
     ],
 )
 def test_what_cannot_be_two_replicas(text: str, expected: str) -> None:

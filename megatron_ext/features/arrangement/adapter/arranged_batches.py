@@ -194,9 +194,10 @@ class _Agreement:
             found = self._store.compare_set(str(key), self._before.get(key, ""), entry).decode()
         if found != entry:
             raise RuntimeError(
-                f"the ranks order microbatches differently: for the step after {consumed} samples "
-                f"the order's digest is {digest} on global rank {rank}, and {found!r} on another "
-                f"rank; start all ranks with the same dataset and the same flags"
+                "the data-parallel ranks order microbatches differently: for the step after "
+                f"{consumed} samples the order's digest is {digest} on global rank {rank}, and "
+                f"{found!r} on another rank; start all ranks with the same dataset and the same "
+                "flags"
             )
         self._before[key] = entry
         self._number += 1

@@ -26,9 +26,9 @@ def squared_lengths(dataset: Any, samples: Ids) -> NDArray[np.float64]:
         return _of_blend(dataset, samples)
     if not isinstance(dataset, GPTDataset):
         raise ValueError(
-            f"--pipeline-microbatch-order, --pipeline-deal-microbatches: the documents in samples "
-            f"of {type(dataset).__name__} are not known; drop the flags, or order the microbatches "
-            f"in the code that makes them"
+            "--pipeline-microbatch-order, --pipeline-deal-microbatches: the lengths of the "
+            f"documents in samples of a {type(dataset).__name__} are not known; drop the flags, "
+            "or order the microbatches in the code that makes them"
         )
     if dataset.shuffle_index is None:  # the dataset is mapped into memory at its first sample
         dataset._query_document_sample_shuffle_indices(0)

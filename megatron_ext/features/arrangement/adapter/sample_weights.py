@@ -28,7 +28,7 @@ def weights_in(file: Path) -> NDArray[Any]:
     try:
         weights: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, EOFError, ValueError) as error:
-        raise ValueError(f"{name} is no numpy array: {error}") from error
+        raise ValueError(f"{name} cannot be read as a numpy array: {error}") from error
     if not isinstance(weights, np.ndarray) or weights.dtype.kind not in "iuf":
         raise ValueError(f"{name} is no array of numbers: save one with numpy.save")
     if weights.ndim != 1:
@@ -62,6 +62,6 @@ class SampleWeights:
         if wrong.any():
             raise ValueError(
                 f"{self._name}: the weight of sample {samples[wrong][0]} is {weights[wrong][0]}, "
-                f"and no positive number"
+                "and every weight must be a positive number"
             )
         return weights

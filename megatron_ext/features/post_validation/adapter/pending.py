@@ -230,7 +230,8 @@ class PostValidation:
         if self._half_done is not None:
             raise RuntimeError(
                 f"the optimizer's step of iteration {self._half_done} has failed halfway: this "
-                f"rank's parameters are of no step, and are not to be saved"
+                "rank's parameters are neither those before nor those after the step, and cannot "
+                "be saved"
             )
         if self._pending is not None:
             assert self._connection is not None

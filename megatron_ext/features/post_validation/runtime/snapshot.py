@@ -134,7 +134,7 @@ class _Copies:
         try:
             return copies_on(self._device).host_buffer(self.size)
         except ValueError as error:
-            raise ValueError(self._short_of_memory("it cannot be pinned")) from error
+            raise ValueError(self._short_of_memory("the memory cannot be pinned")) from error
 
     def _short_of_memory(self, fact: str) -> str:
         return (

@@ -63,9 +63,9 @@ def _refuse_overlap(settings: Any, ours: PipelineConfig) -> None:
     """
     if requests_pairs(settings):
         raise ValueError(
-            f"{FLAG} does not go with {flag('costs')} {ours.costs}: passes are measured one by "
-            "one, and the times of two overlapped passes cannot be told apart; write 'estimate', "
-            "or a costs file"
+            f"{flag('costs')} {ours.costs} measures passes one by one, and with {FLAG} the times "
+            f"of two overlapped passes cannot be told apart; write {flag('costs')} estimate or a "
+            f"costs file, or drop {FLAG}"
         )
 
 

@@ -38,8 +38,9 @@ def attend_to_prompts(
     assert shared is not None
     if attn_mask_type is not AttnMaskType.causal:
         raise ValueError(
-            f"--pipeline-shared-prompts needs causal attention, and this layer's mask is "
-            f"{attn_mask_type.name}: describe sequences apart, or drop --pipeline-shared-prompts"
+            "--pipeline-shared-prompts needs causal attention, and the mask of a layer is "
+            f"{attn_mask_type.name}: pack sequences without sharing prompts, or drop "
+            "--pipeline-shared-prompts"
         )
 
     def kernel(keys: Tensor, values: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class SharedPromptBatch:
         if tensor.is_cuda:
             torch._assert_async(is_same, message)
         elif not is_same:
-            raise ValueError(f"{message}: give sequences with another prompt another group")
+            raise ValueError(f"{message}: give sequences with different prompts different groups")
         return row
 
     def in_sequences(self, output: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ class SharedPromptBatch:
     def _check(self, name: str, tensor: Tensor, tokens: int) -> None:
         if tensor.dim() < 2 or tensor.shape[:2] != (1, tokens):
             raise ValueError(
-                f"share_prompts: {name} was called with a tensor of {list(tensor.shape)}: give one "
-                f"of [1, {tokens}, ...]"
+                f"share_prompts: {name} was called with a tensor of shape {list(tensor.shape)}: "
+                f"give a tensor of shape [1, {tokens}, ...]"
             )
 
 
@@ -98,7 +98,8 @@ def _numbers(given: Any) -> Any:
         return given
     if given.device.type != "cpu":
         raise ValueError(
-            f"share_prompts: lengths, prompts or groups are on {given.device}, for which each pass "
-            f"would wait: give numbers of the host, as the data loader has them"
+            f"share_prompts: lengths, prompts or groups are on {given.device}, and each pass "
+            "would wait for that device to read them: give numbers on the host, as the data "
+            "loader has them"
         )
     return given.tolist()

@@ -65,8 +65,9 @@ class SharedModelCall:
         """
         if any(isinstance(given, SharedPromptParams) for given in (*args, *kwargs.values())):
             raise ValueError(
-                f"{_FLAG} does not go with passes in pairs, whose plans do not have the ends of "
-                f"sequences: drop --overlap-moe-expert-parallel-comm, or {_FLAG}"
+                f"{_FLAG} does not go with overlapped forward and backward passes, since "
+                "Megatron's schedule plans do not have the ends of sequences: drop "
+                f"--overlap-moe-expert-parallel-comm, or {_FLAG}"
             )
         return original(*args, **kwargs)
 
@@ -88,8 +89,8 @@ def _refuse_unknown(model: GPTModel) -> None:
     for layer in mixing_layers(model):
         if (unknown := unknown_mixer(layer, known)) is not None:
             raise ValueError(
-                f"{_FLAG} does not go with {unknown}: answers would not see their prompts; build "
-                f"the model with Transformer Engine's attention, or drop {_FLAG}"
+                f"{_FLAG} does not go with {unknown}: answers would not attend to their prompts; "
+                f"build the model with Transformer Engine's attention, or drop {_FLAG}"
             )
 
 

@@ -90,7 +90,7 @@ def shared_row(
     """
     _check(lengths, prompts, groups)
     if multiple < 1:
-        raise ValueError(f"share_prompts: multiple is {multiple}: give a number from 1 on")
+        raise ValueError(f"share_prompts: multiple is {multiple}: give a number of at least 1")
     begins = [0, *itertools.accumulate(lengths)]
     members: dict[Hashable, list[int]] = {}
     for number, group in enumerate(groups):
@@ -140,6 +140,6 @@ def _check(lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[Hash
         if of_group.setdefault(group, prompt) != prompt:
             raise ValueError(
                 f"share_prompts: sequence {number} of group {group!r} has a prompt of {prompt} "
-                f"tokens, and an earlier one of {of_group[group]}: all sequences of a group have "
-                f"the same prompt"
+                f"tokens, and an earlier sequence of the group has one of {of_group[group]}: all "
+                "sequences of a group have the same prompt"
             )

@@ -119,11 +119,15 @@ class EndStage(ModelStage):
         if given.get("output_processor") is not None:
             raise ValueError(
                 "--pipeline-vocab-parallel does not go with a custom output head "
-                "(output_processor): the logits are made by passes of the schedule"
+                "(output_processor): passes of the schedule compute the logits, without the "
+                "model's output layer; drop --pipeline-vocab-parallel"
             )
         for name in _UNTRIED:
             if given.get(name) is not None:
-                raise ValueError(f"--pipeline-vocab-parallel does not go with {name}: untried")
+                raise ValueError(
+                    f"--pipeline-vocab-parallel does not go with the model's argument {name}: "
+                    "this combination is untested; drop --pipeline-vocab-parallel"
+                )
         return call
 
 

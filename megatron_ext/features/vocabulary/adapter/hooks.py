@@ -55,7 +55,7 @@ class VocabularyHooks(TrainingHooks):
         if call.collect_non_loss_data:
             raise ValueError(
                 "collect_non_loss_data does not go with --pipeline-vocab-parallel "
-                f"{self._config.vocab_parallel}: no rank has whole logits; drop "
+                f"{self._config.vocab_parallel}: each rank has a part of the logits only; drop "
                 "--pipeline-vocab-parallel"
             )
         refuse_varying_shapes(call, "vocab-parallel")

@@ -152,9 +152,10 @@ def _parts(models: Sequence[torch.nn.Module]) -> tuple[EmbeddingPart | OutputPar
     embedding = embedding_part(models[0])
     if embedding is None:
         raise ValueError(
-            "--pipeline-vocab-parallel divides the embedding and the output layer while a GPTModel "
-            "is built, and this model was built without that: install the schedule before the "
-            "model is built; if it is no GPTModel, drop --pipeline-vocab-parallel"
+            "--pipeline-vocab-parallel partitions the embedding and the output layer while a "
+            "GPTModel is built, and this model was built with whole ones: install the schedule "
+            "before the model is built; if the model is no GPTModel, drop "
+            "--pipeline-vocab-parallel"
         )
     parts = embedding, output_part(models[0]) or embedding
     _refuse_changed(models[0])
@@ -204,7 +205,8 @@ def _waits_for_parameters(hook: Any) -> bool:
 def _refuse_with(what: str) -> NoReturn:
     raise ValueError(
         f"--pipeline-vocab-parallel does not go with {what}: each rank computes its part of the "
-        "logits from the weight alone; drop the flag"
+        "logits from the output layer's weight, without calling the layer; drop "
+        "--pipeline-vocab-parallel"
     )
 
 

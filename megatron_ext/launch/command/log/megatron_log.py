@@ -99,8 +99,8 @@ class _Blocks:
             self.characters += len(name) + len(value)
         if self.characters > _LARGEST:
             raise ValueError(
-                f"its blocks of arguments have more than {_LARGEST:,} characters, which none of "
-                f"Megatron's has"
+                f"the blocks of arguments in the log have more than {_LARGEST:,} characters, more "
+                "than Megatron prints"
             )
 
     def end(self, rank: str) -> None:
@@ -185,19 +185,19 @@ def _complete_block(blocks: _Blocks) -> dict[str, str]:
         if _number_of_ranks(blocks.first) is None:
             count = counted(len(blocks.first), "argument")
             raise ValueError(
-                f"the block of arguments has no number as world_size ({count} read), so it is not "
-                f"one of Megatron's; give the log as it was written"
+                f"the log's block of arguments has no number as world_size ({count} read), so "
+                "Megatron did not print it; give the log as it was written"
             )
         return blocks.first
     if blocks.begun is None:
         raise ValueError(
-            "there are no arguments of Megatron in it, which rank 0 prints at the start of a "
-            "training beneath a line '---- arguments ----'; give the whole log of rank 0"
+            "the log has none of the arguments that Megatron's rank 0 prints at the start of a "
+            "training, below a line '---- arguments ----'; give the whole log of rank 0"
         )
     last = next(reversed(blocks.begun), "its first line")
     raise ValueError(
-        f"the block of arguments is cut off after {last}: the line '---- end of arguments ----' "
-        f"is missing; give the log down to that line"
+        f"the log's block of arguments is cut off after {last}: the line '---- end of arguments "
+        "----' is missing; give the log down to that line"
     )
 
 
@@ -238,15 +238,16 @@ def launch_from_log(path: Path, settings: Given | None = None) -> Launch:
                 from megatron_ext.launch.command.log.unparse import unparse
         except ImportError as error:
             raise PatchError(
-                f"a log needs Megatron, which cannot be imported here: {error}; of the working "
-                f"directory nothing is imported for a log, so set PYTHONPATH to a checkout"
+                f"Megatron is needed to read a log, and cannot be imported here: {error}; modules "
+                "in the working directory are not imported for a log, so set PYTHONPATH to a "
+                "checkout of Megatron"
             ) from error
         try:
             unparsed = unparse(printed)
         except ValueError as error:
             raise ValueError(
-                f"log {path}: this Megatron does not take what the log has: {error}; "
-                f"correct it in a copy of the log"
+                f"log {path}: the installed Megatron does not accept the log's arguments: "
+                f"{error}; correct them in a copy of the log"
             ) from error
     words = unparsed.words
     if log.vocabulary is not None and "--padded-vocab-size" not in words:
@@ -288,9 +289,9 @@ def _refuse_program(path: Path, name: str, text: str) -> None:
         file = file_of(spec)
         if file is not None and file.suffix == ".py":
             raise ValueError(
-                f"log {path}: the log has {flag(name)} {shown(text)}, which is a program, and "
-                f"a log runs none: if you trust the file, name it on the command line: "
-                f"{shlex.quote(str(path))} {flag(name)} {shlex.quote(text)}"
+                f"log {path}: the log has {flag(name)} {shown(text)}, a Python file, and code "
+                "that a log names is not run: if you trust the file, name it on the command "
+                f"line: {shlex.quote(str(path))} {flag(name)} {shlex.quote(text)}"
             )
 
 

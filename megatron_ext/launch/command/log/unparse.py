@@ -208,6 +208,6 @@ def _items(name: str, text: str) -> list[str]:
     except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
         items = ["--"]
     if any(item.startswith("-") and not _NUMBER.fullmatch(item) for item in items):
-        # The text would be a flag.
-        raise ValueError(f"{name} {shown(text)} is not understood as a list")
+        # Written into the command, the text would be taken for a flag.
+        raise ValueError(f"{name} {shown(text)} cannot be read as a list")
     return items

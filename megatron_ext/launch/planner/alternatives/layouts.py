@@ -135,7 +135,10 @@ def permits_of(variants: LaunchVariants) -> Permits:
         if family in STOCK:
             return
         if method not in variants.methods:
-            raise ValueError("the vocabulary is not known")
+            raise ValueError(
+                "vocabulary parallelism cannot be compared, since the size of the vocabulary is "
+                "not known"
+            )
         why = refusal(spec, method)
         if why is not None:
             raise ValueError(why)

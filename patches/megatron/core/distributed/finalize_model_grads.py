@@ -27,12 +27,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_MODULE}:_allreduce_word_embedding_grads",
             sum_gradients,
-            reason="a V has both copies of the embedding on one rank, which sums gradients",
+            reason="a V has both copies of the embedding on one rank, which sums their gradients",
             digests={"0.18, 0.19, 0.20": "9ea2c48019e5"},
         ),
         expect(
             f"{_MODULE}:_get_main_grad_attr",
-            reason="this function names the attribute that holds a gradient",
+            reason="this function tells which attribute of a parameter holds its gradient",
             signature="(param)",
         ),
     )

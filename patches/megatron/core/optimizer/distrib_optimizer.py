@@ -29,7 +29,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_OPTIMIZER}.sharded_param_state_fully_reshardable",
             cut_without_padding,
-            reason="Megatron saves the states behind a padded bucket shifted",
+            reason="Megatron saves the optimizer states behind a padded bucket at shifted offsets",
             signature="(self, model_sharded_state_dict, is_loading=False, metadata=None)",
             digests={"0.18": "700ff1c53e47", "0.19": "dfa3ca8dc4d0"},
             needless={"0.20": "e2092978eb68"},
@@ -37,12 +37,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
             with_bits_as_they_were,
-            reason="Megatron gathers the bits that bf16 lacks of main parameters as floats",
+            reason="Megatron gathers the low 16 bits of main parameters as if they were floats",
             signature="(self, model_param, tensors)",
         ),
         expect(
             f"{_OPTIMIZER}.get_parameter_state_dp_zero",
-            reason="this function gathers buffers without their padding",
+            reason="the patches of saving rely on this function, which gathers without padding",
             digests={"0.18": "8439c766e7b1", "0.19, 0.20": "9972fbc0722c"},
         ),
     )

@@ -31,6 +31,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.core.parallel_state:initialize_model_parallel",
             compare_first,
-            reason="ranks that are launched differently end with an error and do not hang",
+            reason="ranks that are launched differently end with an error instead of a hang",
         ),
     )

@@ -21,7 +21,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.core.parallel_state:destroy_model_parallel",
             end_trainings_first,
-            reason="channels, watchdog and programs end with their process groups",
+            reason="channels, watchdog and programs end with Megatron's process groups",
             signature="()",
         ),
     )

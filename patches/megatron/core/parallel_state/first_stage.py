@@ -54,7 +54,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 raise ValueError(
                     f"virtual_pipeline_model_parallel_size is {given}, but schedule "
                     f"{resolved.spec} has {placement.chunks} virtual stages a rank: give that "
-                    f"number, or none"
+                    "number, or none"
                 )
             call.arguments["virtual_pipeline_model_parallel_size"] = placement.chunks
             first = placement.rank_of[0]

@@ -18,7 +18,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     return (
         expect(
             f"{_COMBINED}:combined_forward_backward_step",
-            reason="overlapped passes, and single ones by a plan, call this function",
+            reason="this function runs overlapped passes, and single passes by a schedule plan",
             signature="(forward_step_func, data_iterator, f_model, num_microbatches, input_tensor, "
             "forward_data_store, b_model, b_input_tensor, b_output_tensor, b_output_tensor_grad, "
             "config, f_model_chunk_id=None, pre_forward=None, pre_backward=None, "

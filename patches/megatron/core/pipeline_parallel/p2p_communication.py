@@ -50,7 +50,7 @@ def patches(send: Act, receive: Act) -> tuple[Patch, ...]:
         wrap(
             f"{_P2P}:{name}",
             exchange,
-            reason="the fake backend leaves received tensors uninitialised",
+            reason="torch's fake backend leaves received tensors uninitialised",
             signature=_SIGNATURE,
         )
         for name in ("_batched_p2p_ops", "_p2p_ops")

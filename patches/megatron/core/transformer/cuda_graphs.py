@@ -33,7 +33,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         ),
         expect(
             f"{_GRAPHS}:set_current_microbatch",
-            reason="a layer replays the CUDA graph of the microbatch that is set here",
+            reason="each layer replays the CUDA graph of the microbatch that this function sets",
             signature="(model, microbatch_id)",
         ),
     )

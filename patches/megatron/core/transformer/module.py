@@ -28,7 +28,7 @@ def patches(ours: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.core.transformer.module:MegatronModule.__init__",
             without_what_is_ours,
-            reason="modules do not see settings whose work the schedule does itself",
+            reason="modules must not see the settings whose work the schedule does itself",
             signature="(self, config)",
         ),
     )

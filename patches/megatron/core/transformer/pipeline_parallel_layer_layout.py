@@ -44,7 +44,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         if stages != placement.stages:
             raise ValueError(
                 f"the layout {layout} has {stages} stages, and schedule {resolved.spec} has "
-                f"{placement.stages} on {ranks} pipeline ranks: give it as many segments"
+                f"{placement.stages} on {ranks} pipeline ranks: give the layout "
+                f"{placement.stages} segments"
             )
         segments = [self.layout[stage % ranks][stage // ranks] for stage in range(stages)]
         self.layout = [[segments[stage] for stage in of_rank] for of_rank in placement.stages_of]
@@ -95,13 +96,13 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_LAYOUT}.__init__",
             lay_out,
-            reason="stage i is the i-th segment of a layout, on the rank of its placement",
+            reason="stage i is the i-th segment of a layout, on the rank that has stage i",
             signature="(self, layout, pipeline_model_parallel_size)",
         ),
         wrap(
             f"{_LAYOUT}.get_layer_offset",
             layers_before,
-            reason="a layer's number counts the layers of all stages before",
+            reason="the number of a layer counts the layers of all earlier stages",
             signature="(self, layer_type=<LayerType.decoder: 4>, vp_stage=None, pp_rank=None)",
         ),
         wrap(
@@ -118,7 +119,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         ),
         expect(
             f"{_LAYOUT}.get_num_layers_to_build",
-            reason="the number of layers comes from the rearranged layout",
+            reason="a rank's number of layers comes from the layout, arranged by the placement",
             signature="(self, layer_type=<LayerType.decoder: 4>, vp_stage=None, pp_rank=None)",
         ),
     )

@@ -16,6 +16,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.core.utils:get_batch_on_this_cp_rank",
             cut_by_slices,
-            reason="context-parallel ranks have a part of each slice of a sequence",
+            reason="a context-parallel rank must have a part of each slice of a sequence",
         ),
     )

@@ -54,7 +54,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.checkpointing:_load_base_checkpoint",
             load_same_chunks,
-            reason="Megatron would ignore the weights of a checkpoint with other chunks",
+            reason="Megatron silently ignores the weights of a checkpoint with other chunks",
         ),
     )
 
@@ -82,8 +82,9 @@ def _refuse_other_chunks(
     if chunks is not None and (saved != chunks or moves_stages):
         raise ValueError(
             f"--pipeline-schedule {schedule} puts {counted(chunks, 'stage')} on each rank, and "
-            f"{name} has {counted(saved, 'stage')} for each in the order of Megatron's own "
-            f"ranks: it is of format torch, which only the placement that saved it can load; "
-            f"convert it by --load FOLDER --ckpt-convert-format torch_dist --ckpt-convert-save "
-            f"OTHER, added to the line that wrote it without our flags, and load OTHER"
+            f"{name} has {counted(saved, 'stage')} for each in the order of Megatron's own ranks: "
+            "the checkpoint is of format torch, which only the placement that saved it can load; "
+            "convert it by --load FOLDER --ckpt-convert-format torch_dist --ckpt-convert-save "
+            "OTHER, added to the command that wrote it without --pipeline-... flags, and load "
+            "OTHER"
         )

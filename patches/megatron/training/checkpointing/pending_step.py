@@ -75,9 +75,9 @@ def _refuse_other_placement(
     if then != now:
         raise ValueError(
             f"--pipeline-schedule {schedule} puts {counted(now[1], 'stage')} on each rank, and "
-            f"this checkpoint has a step to be repeated that ran with {then[1]} on "
-            f"{then[0] or 'ranks in order'}: Megatron compares its results rank by rank; resume "
-            f"under the schedule that it was saved under "
+            "this checkpoint has a step that Megatron would repeat to compare its results rank "
+            f"by rank, and that ran with {then[1]} on {then[0] or 'ranks in order'}; resume under "
+            "the schedule of the checkpoint "
             f"({getattr(saved, 'pipeline_schedule', None) or 'none'}), or add --rerun-mode "
-            f"disabled, which ignores the step's results"
+            "disabled, which ignores the step's results"
         )

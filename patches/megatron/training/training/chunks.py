@@ -66,7 +66,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_TRAINING}:dummy_train_step",
             skip_step,
-            reason="a skipped iteration skips the data of every chunk",
+            reason="an iteration that is skipped must skip the data of every chunk of a rank",
             digests={"0.18": "8808da517f8a", "0.19, 0.20": "268bd1644fa5"},
         ),
         wrap(

@@ -32,7 +32,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_TRAINING}:build_train_valid_test_data_loaders",
             ask_all_ranks,
-            reason="global rank 0 decides whether to train, and may have no data loader",
+            reason="global rank 0 decides for all whether to train, and may have no data loader",
             digests={"0.18, 0.19": "f99dfcdf670b", "0.20": "10d65b51e463"},
         ),
         wrap(

@@ -55,17 +55,17 @@ def patches(recorder: ParityRecorder) -> tuple[Patch, ...]:
         wrap(
             f"{_TRAINING}:setup_model_and_optimizer",
             set_up,
-            reason="a recording has the tensors that a training starts from",
+            reason="parity records the tensors that a training starts from",
         ),
         wrap(
             f"{_TRAINING}:training_log",
             log,
-            reason="a recording has losses, norms and digests of tensors",
+            reason="parity records losses, norms and digests of tensors",
         ),
         wrap(
             f"{_TRAINING}:checkpoint_and_decide_exit",
             end,
-            reason="a recording has the tensors after the last iteration",
+            reason="parity records the tensors after the last iteration",
         ),
     )
 
@@ -83,7 +83,7 @@ def reversing_patches() -> tuple[Patch, ...]:
         wrap(
             f"{_TRAINING}:train_step",
             step,
-            reason="a recording with --reversed adds microbatches in another order",
+            reason="parity record --reversed adds microbatches in reverse order",
         ),
     )
 

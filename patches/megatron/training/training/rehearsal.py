@@ -54,7 +54,7 @@ def patches(watcher: StepWatcher) -> tuple[Patch, ...]:
         wrap(
             f"{_TRAINING}:build_train_valid_test_data_loaders",
             always_train,
-            reason="a rehearsed rank lacks rank 0, which decides whether to train",
+            reason="rank 0 decides whether to train, and is absent in a rehearsal",
         ),
         wrap(
             f"{_TRAINING}:setup_model_and_optimizer",

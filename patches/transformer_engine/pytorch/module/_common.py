@@ -53,7 +53,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_MODULES}._common:WeightGradStore.delay_wgrad_compute",
             delays,
-            reason="a module defers its weight gradient while a schedule splits the backward",
+            reason="a module defers its weight gradient while a schedule splits backward passes",
             signature="(self)",
         ),
         wrap(
@@ -65,7 +65,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_MODULES}.base:TransformerEngineBaseModule.prepare_forward",
             remember_module,
-            reason="a store of weight gradients does not know their module",
+            reason="Transformer Engine's store of weight gradients does not know their module",
         ),
     )
 
@@ -78,8 +78,9 @@ def delays(original: Callable[[Any], bool], store: Any) -> bool:
 
     if TEDebugState.debug_enabled:
         raise ValueError(
-            "Transformer Engine's debug mode (nvdlfw_inspect) is on, and cannot defer "
-            "weight gradients: turn it off, or use 1f1b or gpipe"
+            "Transformer Engine's debug mode (nvdlfw_inspect) cannot defer weight gradients: "
+            "turn it off, or use a schedule that does not split backward passes, such as 1f1b or "
+            "gpipe"
         )
     return True
 
@@ -225,8 +226,9 @@ def _owner(store: Any) -> Any:
     module = _remembered(store)
     if module is None:
         raise ValueError(
-            "a layer that is no Linear, LayerNormLinear, LayerNormMLP or GroupedLinear of "
-            "Transformer Engine's defers a weight gradient: use 1f1b or gpipe"
+            "a Transformer Engine layer other than Linear, LayerNormLinear, LayerNormMLP and "
+            "GroupedLinear defers a weight gradient, which is not supported: use a schedule that "
+            "does not split backward passes, such as 1f1b or gpipe"
         )
     return module
 
@@ -325,8 +327,10 @@ def _contribution(parameter: Tensor, gradient: Contribution) -> Contribution:
 def _parameters(module: Any, names: Sequence[str]) -> Weights:
     if any(getattr(module, name, None) is None for name in names):
         raise ValueError(
-            f"{type(module).__name__} has no {', '.join(names)}, but keeps its weights in another "
-            f"way (parameters_split, single_grouped_weight): use 1f1b or gpipe"
+            f"{type(module).__name__} has no {', '.join(names)}, but stores its weights in "
+            "another way (parameters_split, single_grouped_weight), for which weight gradients "
+            "cannot be deferred: use a schedule that does not split backward passes, such as "
+            "1f1b or gpipe"
         )
     return tuple(getattr(module, name) for name in names)
 

@@ -36,20 +36,20 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_GROUP}.start_grad_sync",
             start_once,
-            reason="a gradient reduction may be running without a handle that shows it",
+            reason="a running gradient reduction without a handle must not be started twice",
             signature=_SIGNATURE,
         ),
         wrap(
             f"{_GROUP}.finish_grad_sync",
             finish,
-            reason="a finished gradient reduction lets the next one start",
+            reason="a finished gradient reduction permits the next step to start one",
             signature=_SIGNATURE,
         ),
         wrap(
             "megatron.core.distributed.distributed_data_parallel:"
             "DistributedDataParallel.zero_grad_buffer",
             zero_after_reductions,
-            reason="the next step must not take a failed step's gradient reduction for its own",
+            reason="a reduction that a failed step started must not count as the next step's",
             signature="(self)",
         ),
     )

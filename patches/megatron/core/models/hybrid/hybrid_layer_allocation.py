@@ -43,15 +43,17 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             return original(main_pattern, pp_group, vp_stage, *given, **groups)
         if given != (None, None):
             raise ValueError(
-                f"num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage "
+                "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage "
                 f"({given[0]} and {given[1]}) do not go with schedule {resolved.spec} and the "
-                f"hybrid layer pattern {main_pattern}: say where stages end by {SEGMENT_END} alone"
+                f"hybrid layer pattern {main_pattern}: mark the ends of stages in the pattern by "
+                f"{SEGMENT_END} alone"
             )
         segments = segments_of_stages(main_pattern, placement, resolved.spec)
         if placement.chunks > 1 and vp_stage is None:
             raise ValueError(
                 f"schedule {resolved.spec} has {placement.chunks} stages on each rank, and a "
-                f"HybridModel is made without vp_stage: make one for each stage, with its vp_stage"
+                "HybridModel is built without vp_stage: build one model for each stage, with its "
+                "vp_stage"
             )
         if is_stock_placement(placement):
             return original(SEGMENT_END.join(segments), pp_group, vp_stage, **groups)
@@ -62,7 +64,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
             select,
-            reason="stage i is the i-th segment of a hybrid model's pattern, on any rank",
+            reason="stage i is the i-th segment of a hybrid model's pattern, on any pipeline rank",
             signature=(
                 "(main_pattern, pp_group, vp_stage, first_stage_layers=None, "
                 "last_stage_layers=None)",

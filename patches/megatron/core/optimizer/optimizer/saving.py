@@ -25,7 +25,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             "megatron.core.optimizer.optimizer:"
             "Float16OptimizerWithFloat16Params.sharded_state_dict",
             without_empty_groups,
-            reason="a checkpoint with global rank 0's empty groups cannot be loaded",
+            reason="a checkpoint that has empty parameter groups of global rank 0 cannot be loaded",
             signature="(self, model_sharded_state_dict, is_loading=False, metadata=None)",
         ),
     )

@@ -63,7 +63,7 @@ def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
             wrap(
                 f"{_OPTIMIZER}:{name}.step",
                 step,
-                reason="post-validation takes an optimizer step before all norms are known",
+                reason="post-validation takes a step before the global gradient norm is known",
                 signature="(self)",
                 digests=digests,
             )
@@ -77,7 +77,7 @@ def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
             wrap(
                 f"{name}.zero_grad",
                 zero_grad,
-                reason="an optimizer step that may be redone still needs its gradients",
+                reason="an optimizer step that may be repeated still needs its gradients",
                 signature="(self, set_to_none=True)",
             )
             for name in (
@@ -90,7 +90,7 @@ def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
         wrap(
             f"{_DDP}.zero_grad_buffer",
             zero_grad_buffer,
-            reason="an optimizer step that may be redone still needs its gradients",
+            reason="an optimizer step that may be repeated still needs its gradients",
             signature="(self)",
             digests={"0.18, 0.19, 0.20": "ca0a5853280c"},
         ),

@@ -43,7 +43,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_SCHEDULES}:get_forward_backward_func",
             choose,
-            reason="the training step runs a schedule of ours",
+            reason="the training step runs a schedule of megatron_ext",
             signature=(
                 "(pp_size=None, vp_size=None)",  # 0.18
                 "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
@@ -51,7 +51,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         ),
         expect(
             f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving",
-            reason="a step of ours begins and ends as this step of stock does",
+            reason="a step of megatron_ext must begin and end as this function's steps do",
             digests={"0.18": "da1b3a98c04e", "0.19": "4495c5d6a879", "0.20": "929b12cf6b81"},
         ),
         expect(
@@ -61,7 +61,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         ),
         expect(
             f"{_SCHEDULES}:forward_step_calc_loss",
-            reason="the loss that vocabulary passes compute goes into this function",
+            reason="this function takes the loss that the passes of vocabulary parallelism compute",
             digests={"0.18": "ff5e1acdaba2", "0.19, 0.20": "669c1962e226"},
         ),
         expect(

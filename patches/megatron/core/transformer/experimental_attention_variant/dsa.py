@@ -33,6 +33,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_FOLDER}.dsa_masking:build_dsattention_forward_mask",
             mask_by_places,
-            reason="the queries of a slice do not begin at the first key",
+            reason="the first query of a slice is not at the first key of its sequence",
         ),
     )

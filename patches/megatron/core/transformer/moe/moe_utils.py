@@ -25,7 +25,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function",
             sort_experts,
-            reason="a recomputed pass chooses the same experts both times, to the last bit",
+            reason="a recomputed pass must choose the same experts as its forward pass",
         ),
     )
 

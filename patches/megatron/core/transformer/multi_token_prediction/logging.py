@@ -27,7 +27,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.{name_here()}",
             log_once,
-            reason="multi-token prediction logs its losses once, in the recomputed pass",
+            reason="a recomputed multi-token prediction would log its losses twice",
         ),
     )
 

@@ -22,7 +22,7 @@ def patches() -> tuple[Patch, ...]:
             "megatron.core.models.common.language_module.language_module:"
             "LanguageModule.setup_embeddings_and_output_layer",
             initialise_copy,
-            reason="in a rehearsal no first stage adds its embedding to the last stage's zeros",
+            reason="in a rehearsal no first stage sends the last stage's copy of the embedding",
             signature="(self)",
         ),
     )

@@ -45,9 +45,9 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             return
         if type(model) is not GPTModel:
             raise ValueError(
-                f"--pipeline-vocab-parallel {vocabulary} divides the embedding and the output "
-                f"layer of a GPTModel; {type(model).__name__} is a class of its own, which may use "
-                f"them differently: drop the flag"
+                f"--pipeline-vocab-parallel {vocabulary} partitions the embedding and the output "
+                f"layer of a GPTModel; {type(model).__name__} is a subclass, which may use these "
+                "layers differently: drop --pipeline-vocab-parallel"
             )
         if call.arguments.get("logit_dtype") is not None:  # since Megatron 0.20
             raise ValueError(
@@ -62,7 +62,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_MODEL}.__init__",
             build,
-            reason="each rank holds its part of embedding and output layer",
+            reason="each rank holds a part of the embedding and of the output layer",
             digests={
                 "0.18": "038b34702737",
                 "0.19": "2127a9981edd",
@@ -73,23 +73,23 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_MODEL}.set_input_tensor",
             take_embeddings,
-            reason="the first stage gets embeddings, which the vocabulary's passes look up",
+            reason="the first stage gets its input from the vocabulary's embedding passes",
             signature="(self, input_tensor)",
         ),
         expect(
             f"{_MODEL}._postprocess",
-            reason="_postprocess returns hidden states if the stage has no post_process",
+            reason="this function returns hidden states if the stage has no post_process",
             digests={"0.18": "7dc649b768c7", "0.19, 0.20": "6c489f3a1567"},
         ),
         expect(
             "megatron.core.models.common.embeddings.language_model_embedding:"
             "LanguageModelEmbedding.forward",
-            reason="the embedding calls its table's module, and adds to the result",
+            reason="the embedding adds positions to the result of its table's lookup",
             digests={"0.18, 0.19, 0.20": "53d0b74775ed"},
         ),
         expect(
             "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
-            reason="the vocabulary's lookup ends as this lookup does",
+            reason="embedding passes do after the lookup what this function does",
             digests={"0.18": "8db24043b909", "0.19, 0.20": "8862b2f9d30b"},
         ),
     )

@@ -17,6 +17,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:"
             "YarnRotaryEmbedding.get_cached_cos_sin",
             take_positions,
-            reason="an answer's positions go on behind those of its prompt",
+            reason="positions of an answer continue those of its shared prompt",
         ),
     )
