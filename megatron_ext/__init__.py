@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if sys.version_info < (3, 12):  # noqa: UP036  (older ones run this much of a checkout)
     raise ImportError(
         f"megatron_ext needs Python 3.12 or later; {sys.executable} is {sys.version.split()[0]}",
-        name=__name__,  # this name makes python -m print the version, and no traceback
+        name=__name__,  # with this name python -m prints the version in place of a traceback
     )
 
 from megatron_ext.base import logger  # noqa: F401  (sets it up before anybody logs)
@@ -30,8 +30,8 @@ __all__ = ["__version__", "install", "order_microbatches", "share_prompts"]
 __version__ = "0.2.0"
 
 
-# The keywords, and what the docstring says of them, are those of `PipelineConfig`: they are written
-# by python -m pytest --write-pages tests/unit/house/test_flags_page.py.
+# The keywords and their lines in the docstring are those of `PipelineConfig`. They are written by
+# python -m pytest --write-pages tests/unit/house/test_flags_page.py.
 def install(
     schedule: str | None = None,
     *,

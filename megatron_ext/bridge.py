@@ -164,7 +164,8 @@ def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) 
         handle._set(model, _CHUNKS, chunks if chunks > 1 else None)
     else:
         handle._keep(model, _CHUNKS)
-    # The setting is written to comm_overlap too, which Bridge applies to the model later.
+    # The setting is also written to config.comm_overlap, which Megatron-Bridge later applies to the
+    # model.
     for owner in (model, config.comm_overlap):
         if owner is not None:
             handle._set(owner, "overlap_p2p_comm", chunks > 1)

@@ -33,7 +33,7 @@ class _Commands(typer.Typer):
         try:
             return super().__call__(*args, **kwargs)
         except OSError as error:
-            # Python flushes the rest of its output when it ends, which would fail once more.
+            # Otherwise Python would flush the rest of its output when it ends, and fail once more.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             what = error.filename or "the standard output"
             sys.stderr.write(f"megatron-ext: error: {what}: {error.strerror}\n")

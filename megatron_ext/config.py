@@ -54,13 +54,15 @@ PROFILE = "profile"
 COSTS_FILE = "costs.json"  # default name of the file of measured costs
 
 VARIABLES = "MEGATRON_EXT_"
-PREFIX = "pipeline_"  # prefix of our settings among Megatron's arguments
+PREFIX = "pipeline_"  # prefix of megatron_ext's settings among Megatron's arguments
 
-# Variable that allows patches on a Megatron with unknown sources. It is not a setting of a run.
+# Environment variable that permits patches on a Megatron whose sources are unknown. It is not a
+# setting of a run.
 ALLOW_UNKNOWN = f"{VARIABLES}ALLOW_UNKNOWN"
 
 
-# Megatron's flag for overlapped passes, the one option of a schedule that no setting requests.
+# Megatron's flag for overlapped passes, which is the only schedule option that no setting of
+# megatron_ext requests.
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 
 
@@ -129,7 +131,8 @@ def _rank_speeds(name: str, text: str) -> RankSpeeds:
 
 def _limit(name: str, text: str) -> str:
     try:
-        # Only the job's sizes tell how much a share is, so this checks the form alone.
+        # Only the form of the limit is checked here, as a share of 1F1B's memory depends on the
+        # job's sizes.
         parse_limit(text, 1, 1)
     except ValueError as error:
         raise ValueError(f"{flag(name)}: {error}") from None

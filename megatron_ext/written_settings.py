@@ -49,8 +49,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for setting in fields(PipelineConfig):
         takes: dict[str, Any] = {"action": "store_true"}
         if setting.default is not False:
-            # The value is text, also the default one: a checkpoint stores the arguments, and stock
-            # must be able to read them.
+            # The value of an argument is text, the default too, since a checkpoint stores the
+            # arguments and must be readable without megatron_ext.
             takes = {"default": default_text(setting), "metavar": setting.metadata["metavar"]}
         named = {"dest": PREFIX + setting.name, "help": setting.metadata["help"]}
         group.add_argument(flag(setting.name), **named, **takes)
@@ -220,7 +220,7 @@ def _unknown_variables(env: Mapping[str, str]) -> list[str]:
 def _meant(name: str) -> str:
     """Return a question that names the variable most similar to ``name``; empty if none is
     similar."""
-    # The prefix is removed, as it makes every name of ours resemble every other.
+    # The prefix is removed, since with it every name of a setting resembles every other.
     meant = meant_by(name.removeprefix(VARIABLES), _settings())
     return f"did you mean {' or '.join(map(variable, meant))}?" if meant else ""
 

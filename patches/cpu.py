@@ -41,11 +41,11 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     given environment."""
     ranks = env.get("WORLD_SIZE", "1")
     on_one_node = ranks == "1" or env.get("LOCAL_WORLD_SIZE") == ranks
-    # Otherwise gloo looks up the host's own name, which many machines cannot resolve.
+    # Without this variable gloo looks up the host's own name, which many machines cannot resolve.
     return ENVIRONMENT | ({"GLOO_SOCKET_IFNAME": "lo"} if on_one_node else {})
 
 
-# Flags that a training on the CPU requires: flag -> its value, None for a switch.
+# Flags that a training on the CPU requires, each with its value; None for a switch.
 _NEEDED: dict[str, str | None] = {
     "--transformer-impl": "local",
     "--distributed-backend": "gloo",
@@ -55,8 +55,8 @@ _NEEDED: dict[str, str | None] = {
     "--no-rope-fusion": None,
 }
 
-# Flags that a training on the CPU refuses: flag -> (the one harmless value, why, what to write
-# instead).
+# Flags that a training on the CPU refuses, each with the one harmless value, the reason, and what
+# to write instead.
 _REFUSED: dict[str, tuple[str | None, str, str]] = {
     "--transformer-impl": (
         "local",
@@ -122,7 +122,7 @@ def _cuda_names() -> dict[str, Any]:
             super().__init__()
 
         def record_event(self, event: Any = None) -> Any:
-            return torch.cpu.Event()  # the event's work is done already
+            return torch.cpu.Event()  # on the CPU the work before an event has ended already
 
     class Event(torch.cpu.Event):
         def __init__(self, **unused: object) -> None:
@@ -139,7 +139,7 @@ def _cuda_names() -> dict[str, Any]:
         "current_stream": lambda device=None: current,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
         "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
-        # torch.manual_seed calls the function in torch.cuda, so it cannot replace that function
+        # torch.manual_seed calls torch.cuda.manual_seed, so the stand-in seeds the generator itself
         "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
     }
 
@@ -234,7 +234,7 @@ def _norm(original: Any, cls: Any, config: Any, *args: Any, **kwargs: Any) -> An
     config.sequence_parallel = False
     norm = original(cls, config, *args, **kwargs)
     for parameter in norm.parameters():
-        # Marks that the gradient is summed over the tensor-parallel ranks.
+        # This attribute tells Megatron to sum the gradient over the tensor-parallel ranks.
         parameter.sequence_parallel = True
     return norm
 
@@ -294,7 +294,7 @@ def _begun_states(original: Any, optimizer: Any) -> Any:
             return original(optimizer)
         finally:
             del adam.state[_STEPS]
-    # The dummy step puts the main parameters into the optimizer's states too.
+    # An optimizer's own dummy step also puts the main parameters into its states.
     if hasattr(adam, "dummy_step") and not adam.state:
         adam.dummy_step()
     if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
@@ -321,7 +321,7 @@ def _single_gathers(
         group = group or distributed_c10d._get_default_group()
         collected = distributed_c10d._world.pg_coalesce_state[group]
         if any(entry.dst_tensor is None or entry.redop is not None for entry in collected):
-            return  # reductions
+            return  # the collected collectives are reductions, which stay coalesced
         for entry in collected:
             handle.append(group._allgather_base(entry.dst_tensor, entry.tensor))
         collected.clear()

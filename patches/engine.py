@@ -55,7 +55,7 @@ class Patch:
     target: str
     how: How
     reason: str
-    change: Any  # the substitute or the wrapper
+    change: Any  # the substitute, or the wrapper
     signatures: tuple[str, ...]
     digests: Mapping[str, str]
     needless: Mapping[str, str] = _ANY_SOURCE
@@ -146,7 +146,7 @@ class Target:
 
     owner: Any
     name: str
-    # The attribute that a patch builds on: the plain function of a static or class method.
+    # The object that a patch builds on: of a static or class method its plain function.
     original: Any
     raw: Any  # the attribute as stored in a __dict__, so a staticmethod is restored as one
 
@@ -243,8 +243,8 @@ def mismatch(patch: Patch, original: Any) -> Misfit | None:
     return Misfit(str(unknown), unknown)
 
 
-# Return a number for the identity of any object. `id` would raise an audit event, and hooks in
-# Python slow each event down: with filelock's hook, which torch imports, a scan would take four
+# Return a number that identifies any object. `id` would raise an audit event, and every hook in
+# Python slows each event down: with filelock's hook, which torch imports, a scan would take four
 # times as long.
 identity_of: Callable[[object], int] = object.__hash__
 
@@ -342,7 +342,8 @@ class _Swap:
     was_defined: bool  # whether the owner itself had the attribute, and did not inherit it
     substitute: Any
     importers: frozenset[Alias]  # names that referred to the original
-    holders: frozenset[Alias]  # names that already referred to the substitute, independently
+    # Names that referred to the substitute before it replaced the original.
+    holders: frozenset[Alias]
 
     def undo(self, aliases: Aliases) -> None:
         owner, name = self.target.owner, self.target.name
@@ -367,7 +368,7 @@ class _Swap:
         return {(module, alias) for module, alias in late if alias not in held_as}
 
 
-_handles: list[Handle] = []  # handles with patches in force
+_handles: list[Handle] = []  # handles whose patches are in force
 
 
 def applied() -> list[Patch]:
@@ -417,7 +418,7 @@ def _checked(patches: Sequence[Patch]) -> tuple[list[Patch], list[Any]]:
         try:
             target = resolve(patch.target)
         except PatchError as error:
-            # A missing package is one problem, though several patches need it.
+            # A missing package is reported once, though several patches need it.
             if str(error.__cause__) not in causes:
                 problems.append(str(error))
             causes.add(str(error.__cause__))
@@ -478,7 +479,8 @@ def _swap(patch: Patch, target: Target, handle: Handle, aliases: Aliases) -> Non
         if isinstance(target.raw, kind) and not isinstance(substitute, kind):
             stored = kind(substitute)
     rebinds = target.rebinds
-    in_use = rebinds and patch.how is How.REPLACE and callable(substitute)  # a wrapper is new
+    # Only a substitute can be in use elsewhere, as a wrapper is a new object.
+    in_use = rebinds and patch.how is How.REPLACE and callable(substitute)
     swap = _Swap(
         target,
         was_defined=target.name in vars(target.owner),
@@ -486,7 +488,8 @@ def _swap(patch: Patch, target: Target, handle: Handle, aliases: Aliases) -> Non
         importers=aliases.of(target.original) if rebinds else frozenset(),
         holders=aliases.of(substitute) if in_use else frozenset(),
     )
-    setattr(target.owner, target.name, stored)  # a failure leaves nothing to undo
+    # If setting fails, nothing has been changed that would have to be undone.
+    setattr(target.owner, target.name, stored)
     handle._swaps.append(swap)
     for alias in swap.importers:
         aliases.rebind(alias, substitute)

@@ -72,7 +72,7 @@ def _in_a_folder(
     return Feature(part.name, part.patches, wanted, part.may_be_on)
 
 
-# Features whose patches have work after the last step.
+# Features whose patches act after the last step of a training.
 _FINISHING: tuple[FeatureRefusals, ...] = (
     METRICS_REFUSALS,
     TRACE_REFUSALS,
@@ -185,8 +185,8 @@ FEATURES = (
         None,
         asked_for=lambda config: config.watches_stock,
     ),
-    # This comes after a moved first stage, whose wrapper of the same function is then the inner
-    # one. So no ranks train together before they are compared.
+    # This feature comes after that of a moved first stage, whose wrapper of the same function is
+    # then the inner one. So the ranks are compared before they do anything together.
     Feature(
         "ranks that are launched alike",
         ("megatron.core.parallel_state.agreement",),

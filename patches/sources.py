@@ -24,7 +24,8 @@ from megatron_ext.config import ALLOW_UNKNOWN
 
 _ENTRY = re.compile(r"[\w.]+:[\w.]+@\w+")
 _UPSTREAM = "NVIDIA/Megatron-LM"
-UNTAGGED = {"0.20": "d98e8a64"}  # commit of a version whose sources were read before its release
+# Commit of Megatron whose sources stand for a version that is not released yet.
+UNTAGGED = {"0.20": "d98e8a64"}
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def source_digest(original: Any) -> str:
     """Return 12 hex digits over the source of ``original``: its code, without comments and
     layout."""
     source = textwrap.dedent(inspect.getsource(original))
-    if source[0].isspace():  # dedent fails if a string literal begins at the margin
+    # Dedent fails on sources in which a string literal begins at the margin.
+    if source[0].isspace():
         source = "if True:\n" + source
     return hashlib.sha256(ast.unparse(ast.parse(source)).encode()).hexdigest()[:12]
 

@@ -44,7 +44,7 @@ def prepare(caller: str) -> tuple[Path, str]:
     if ended.returncode:
         shutil.rmtree(arriving, ignore_errors=True)
         return folder, (ended.stderr.strip().splitlines() or ["no message"])[-1]
-    # verl's wheel contains these folders, which would replace ours.
+    # The wheel of verl contains these folders, which would replace those of the checkout.
     for name in ("tests", "scripts"):
         shutil.rmtree(arriving / name, ignore_errors=True)
     try:
@@ -52,7 +52,7 @@ def prepare(caller: str) -> tuple[Path, str]:
     except OSError:
         if not folder.exists():
             raise
-        shutil.rmtree(arriving)  # another process was quicker to install
+        shutil.rmtree(arriving)  # another process has installed the package meanwhile
     return folder, ""
 
 

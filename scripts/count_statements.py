@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("megatron_ext", "patches")
 TOOLS = ("scripts", "benchmarks")
-# Attributes of a node that are blocks of statements.
+# Attributes of an AST node that are blocks of statements.
 _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -27,8 +27,8 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def statements(source: str) -> int:
     """Return the number of statements in ``source``, without docstrings."""
     nodes: list[ast.AST] = [ast.parse(source)]
-    # This list grows while it is read; expressions are not looked at, as they contain no
-    # statements.
+    # The loop also reaches nodes that it appends to this list. Expressions are skipped, as they
+    # contain no statements.
     for node in nodes:
         for name in _BLOCKS:
             nodes += getattr(node, name, ())

@@ -25,12 +25,13 @@ from megatron_ext.viz.page.write import Page, write_page
 SCRIPTS = Path(__file__).resolve().parent
 RANKS = (4, 8, 16)
 MICROBATCHES = (8, 16, 32)
-COSTS = {  # costs of a file, by the part of its name that tells them
+COSTS = {  # costs for the files with this part in their name
     "equal": "f=1,i=1,w=1",
     "usual": "f=10,i=12,w=8,comm=1",
     "vocabulary": "f=10,i=12,w=8,comm=1,output_layer=12/12/12,embedding=8/8",
 }
-# Most passes of a page; most of them belong to schedules that are not unfolded.
+# Largest number of passes on a page. Most of them belong to schedules that are folded when the page
+# opens.
 MOST_PASSES = 40_000
 FIRST = ("1f1b", "zb-h1", "interleaved", "zb-v")  # schedules that are unfolded when a page opens
 

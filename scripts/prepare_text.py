@@ -113,7 +113,8 @@ def write(files: Sequence[Path], prefix: Path, enough: int | None = None) -> Sum
 
 def _builder(data: Path) -> IndexedDatasetBuilder:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron announces each optional package that it misses
+        # Megatron warns about each optional package that is missing.
+        warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     return IndexedDatasetBuilder(str(data), dtype=DType.optimal_dtype(VOCABULARY))
 

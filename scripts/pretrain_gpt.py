@@ -67,7 +67,8 @@ except ImportError:  # Megatron 0.18 builds the model by `model_provider`
         "spec": None,
     }
 
-Batch = dict[str, Any]  # tensors of a microbatch by field, None where the stage needs none
+# Tensors of a microbatch by field; None if the stage does not need the field.
+Batch = dict[str, Any]
 
 
 def refuse_unserved(args: Namespace) -> None:
@@ -127,7 +128,7 @@ def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
     cutting = {}
     if is_packed():
         batch = flatten_batch_for_packed_sequences(batch)
-        # Documents may end anywhere in a packed row, unless it is for SFT.
+        # Documents may end anywhere in a packed row, except in a row for fine-tuning (SFT).
         cutting["use_per_sequence_balancing"] = not args.sft
     if is_inner:
         return dict.fromkeys(fields) | {name: batch.get(name) for name in boundaries}
@@ -164,8 +165,8 @@ def loss_func(
     loss = (output_tensor.view(-1).float() * mask).sum()
     if get_args().check_for_nan_in_loss_and_grad:
         get_rerun_state_machine().validate_result(
-            # The result is a copy: a second run is compared with it, and the schedule frees the
-            # loss.
+            # The result is a copy, since Megatron may compare it with that of a second run, and the
+            # schedule frees the loss.
             result=loss.detach().clone(),
             rejection_func=lambda loss: not torch.isfinite(loss),
             message="the loss of a microbatch is not finite",
@@ -222,7 +223,8 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> Any:
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     masking = {}
-    if getattr(args, "dataloader_inter_document_masking", False):  # since Megatron 0.19
+    # Megatron 0.19 and later have this setting.
+    if getattr(args, "dataloader_inter_document_masking", False):
         masking["inter_document_masking"] = True
     config = GPTDatasetConfig(
         random_seed=args.seed,

@@ -33,7 +33,7 @@ from megatron_ext.viz.draw import draw
 REPOSITORY = Path(__file__).resolve().parents[1]
 RUNS = REPOSITORY / "runs" / "quickstart"
 TEXT = RUNS / "stdlib"
-TOKENS = 4_000_000  # tokens of the text; an iteration reads 2,048
+TOKENS = 4_000_000  # number of tokens of the text; an iteration reads 2,048 tokens
 
 # The model is so small, and learns so fast, that the loss halves within about a minute on two
 # cores.
@@ -66,7 +66,8 @@ ITERATION = re.compile(
     r"iteration +(\d+)/ +(\d+) .*elapsed time per iteration \(ms\): ([\d.]+).*"
     r"global batch size: +(\d+) .*lm loss: ([\d.E+-]+)"
 )
-# The costs of a logged prediction. A range such as 0.1..0.2, of ranks that differ, does not match.
+# Pattern of the costs in a logged prediction. A range such as 0.1..0.2, for ranks that differ, does
+# not match.
 PREDICTION = re.compile(r"megatron_ext: .* (\d+) microbatch(?:es)?: .*: (f=(?!\S*\.\.)\S+)")
 FAILURE = re.compile(
     r"^(\[rank\d+\]: )?[\w.]*(?<!ChildFailed)(Error|Failure)\b"
@@ -123,7 +124,8 @@ def prepare_text() -> None:
                 *("--suffix", ".py", "--tokens", str(TOKENS)),
             ],
             check=True,
-            # This output tells how to train on the text, which the quick start does by itself.
+            # The output of prepare_text says how to train on the text, which the quick start does
+            # itself, so it is hidden.
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONWARNINGS": "ignore"},
         )
@@ -195,7 +197,7 @@ def run(command: list[str], log: Path) -> Iterator[str]:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            # The four ranks use gloo even if the machine has GPUs.
+            # Without a visible GPU the four ranks use gloo, even on a machine with GPUs.
             env={**os.environ, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""},
         )
         assert process.stdout is not None
@@ -205,7 +207,7 @@ def run(command: list[str], log: Path) -> Iterator[str]:
                 yield line.rstrip()
             process.wait()
         except KeyboardInterrupt:
-            process.wait()  # torchrun got the same Ctrl-C and ends its ranks
+            process.wait()  # torchrun gets the same Ctrl-C, and ends its ranks
             raise SystemExit(130) from None
     if process.returncode:
         console.print(f"training failed after {time.monotonic() - started:.0f} s:")
@@ -215,7 +217,7 @@ def run(command: list[str], log: Path) -> Iterator[str]:
 def fail(log: Path) -> None:
     """Print the lines of the log that tell most about an error, and exit."""
     lines = log.read_text(errors="replace").splitlines()
-    # Each error comes with the line before it, as an AssertionError alone says nothing.
+    # The line before each error is shown, too, since an AssertionError alone says nothing.
     errors = [
         line
         for before, error in pairwise(lines)

@@ -361,7 +361,7 @@ def _bubbles() -> Sequence[str]:
 
 
 def _full_recompute() -> Sequence[str]:
-    repeated = "f=10,i=22,w=8,comm=1"  # F once more before I
+    repeated = "f=10,i=22,w=8,comm=1"  # the costs of I contain a second F, the recompute
     steps = (simulated_step(spec, repeated, 8, 32, by_stock=False) for spec in ("zb-v", "1f1b"))
     return [f"{one.makespan:.4g}" for one in steps]
 
@@ -377,7 +377,7 @@ def _copies_over_passes() -> Sequence[str]:
         executed = replace(execution, recompute_modules=frozenset(modules))
         costs = estimate(model, stages, executed, GPUS["h100"].rates())
         assert costs.host is not None
-        stage = 3  # without embedding and output layer
+        stage = 3  # a stage without the embedding and the output layer
         passes = sum(costs.seconds[kind][stage] for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT))
         copies = costs.host.to_host[stage] + costs.host.from_host[stage]
         figures.append(f"{copies / passes:.2g}")
@@ -436,7 +436,8 @@ def _vocabulary_laid_out() -> Sequence[str]:
     return [f"{stock.seconds:.4g}", f"{stock.seconds / ours.makespan:.2f}"]
 
 
-# The rows of the opening table, up to their last two cells: makespan and peak.
+# Rows of the README's opening table, without their last two cells (makespan and peak), which are
+# computed.
 _OPENING_ROW = re.compile(r"^(\| \[`(.+?)`\].*)\| [\d.]+ \| [\d.]+ \|$", re.MULTILINE)
 
 

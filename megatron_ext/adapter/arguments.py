@@ -53,7 +53,8 @@ def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
         return
     chunks = config.resolved_spec.place(ranks).chunks
     if chunks > 1:
-        # Megatron requires overlap of its own messages with several chunks; ours are sent instead.
+        # With several chunks Megatron requires overlap_p2p_comm. The setting is for Megatron's own
+        # messages, which the schedule's messages replace.
         args.overlap_p2p_comm = True
     patterns = [name for name in _PATTERNS if getattr(args, name, None) is not None]
     if patterns:

@@ -16,8 +16,8 @@ REMEDY = (
     "write --dataloader-inter-document-masking, which needs --transformer-impl transformer_engine"
 )
 
-_LONGEST_FUSED = 4096  # tokens
-# Longest sequence in tokens for which a block of the fused kernel has twice as many rows.
+_LONGEST_FUSED = 4096  # longest sequence in tokens that Megatron's fused kernel takes
+# Longest sequence in tokens for which a block of Megatron's fused kernel has twice as many rows.
 _SHORT = 128
 
 

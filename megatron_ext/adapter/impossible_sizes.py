@@ -34,7 +34,7 @@ _FLAGS = {
 def refuse_counts(args: Any) -> None:
     """Raise ValueError if a count in ``args``, which Megatron has not validated yet, is below 1."""
     counts = [*_COUNTS]
-    # A hybrid model's pattern says how many layers there are.
+    # A hybrid model's number of layers comes from its pattern, not from --num-layers.
     if getattr(args, PATTERN, None) is None:
         counts += ["num_layers", "encoder_num_layers", "decoder_num_layers"]
     if getattr(args, "group_query_attention", False):
@@ -75,7 +75,7 @@ def refuse_stock_steps(args: Any) -> None:
     if chunks is None:
         return
     group = args.microbatch_group_size_per_vp_stage or ranks
-    # The training may end before it comes to the later batch sizes of its ramp-up.
+    # Later batch sizes of the ramp-up count only if the training reaches them.
     steps = [(size.microbatches, "a step") for size in step_sizes(args) if size.share]
     evaluated = evaluated_microbatches(args)
     if evaluated is not None:

@@ -32,7 +32,7 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.rank_speeds import RankSpeeds, at_speeds
 
 _REMEDY = "--pipeline-costs profile measures them (of install: costs='profile')"
-_FEW = 0.005  # parts below this share of a stage's parameters are not mentioned
+_FEW = 0.005  # largest share of a stage's parameters that a log line leaves unmentioned
 
 Listener = Callable[[str], object]
 
@@ -195,7 +195,8 @@ def job_costs(
     """
     measured = None if source.file is None else rates_in_file(source.file, job.counts)
     if source.is_estimate or measured is not None:
-        # A training that measures says nothing about the estimate, which it soon replaces.
+        # A training that measures its costs logs nothing about the estimate, since measured costs
+        # soon replace it.
         costs = _estimated(job, slices, measured, None if source.profile else tell)
     else:
         costs = parse_costs(source.text, job.placement)
@@ -276,7 +277,7 @@ def _layers_built(
     # A hybrid model's layer types are unknown to its TransformerConfig.
     if any(size.symbols for size in per_stage):
         symbols = tuple("".join(size.symbols for size in per_stage))
-    # Only a part of the described model was built.
+    # Another number of layers was built than the config describes, and all are of one type.
     elif sum(counts) != len(symbols) and len(set(symbols)) == 1:
         symbols = symbols[:1] * sum(counts)
     if sum(counts) != len(symbols) or not _are_known(symbols):

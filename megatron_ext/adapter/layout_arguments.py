@@ -11,13 +11,13 @@ LAYERS_OF_CHUNK = "num_layers_per_virtual_pipeline_stage"
 LAYOUT = "pipeline_model_parallel_layout"
 ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-# The layers of a hybrid model, which has none of the other arguments.
+# Argument with the layers of a hybrid model, which ignores the other arguments of this file.
 PATTERN = "hybrid_layer_pattern"
 
 VIRTUAL_STAGES = (LAYERS_OF_CHUNK, CHUNKS, LAYOUT)
 PLACING = (*VIRTUAL_STAGES, *ENDS, *_COUNTED)
 
-# Names of these arguments in a TransformerConfig, which does not have all of them.
+# Names of the arguments for stages and layers in a TransformerConfig, which lacks some of them.
 ENDS_IN_CONFIGS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 CHUNKS_IN_CONFIGS = "virtual_pipeline_model_parallel_size"
 LAYOUT_FIELDS = (LAYOUT, *ENDS_IN_CONFIGS, *_COUNTED)

@@ -133,7 +133,7 @@ def chunk_size(chunk: torch.nn.Module) -> ChunkSize:
     model = language_model(chunk)
     output_layer = find_output_layer(chunk)
     rows = getattr(output_layer, "output_size_per_partition", 0)
-    # The divided embedding has as many rows as the output layer.
+    # Without an output layer the rows come from the partitioned embedding, which has as many.
     if rows == 0:
         rows = max(getattr(module, "output_rows", 0) for module in chunk.modules())
     wrapped: Any = chunk
@@ -167,8 +167,8 @@ def _reached(chunk: torch.nn.Module, model: Any | None) -> float:
     layers = [] if model is None else list(model.decoder.layers)
     of_layers = {weight for layer in layers for weight in layer.parameters()}
     if any(weight.requires_grad for weight in chunk.parameters() if weight not in of_layers):
-        # A part before the layers is trained: an embedding or a tower, as later parts are on
-        # another stage.
+        # A trained weight outside the layers belongs to a part before them (embedding or vision
+        # tower), since later parts are on another stage.
         return 1.0
     trained = [_trained(layer.parameters()) > 0 for layer in layers]
     return (len(layers) - trained.index(True)) / len(layers) if any(trained) else 0.0

@@ -56,9 +56,9 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.search.extension import extended, has_middle
 from megatron_ext.search.for_places import program_for_places
 
-KEPT = 64  # programs
+KEPT = 64  # largest number of programs that stay in memory
 
-# Micro-batch size and sequence length; None if they vary by microbatch.
+# Micro-batch size and sequence length of a step; None if they vary by microbatch.
 BatchShape = tuple[int, int] | None
 RequestedOptions = Callable[[Any, int], Mapping[str, Any]]
 
@@ -156,19 +156,23 @@ class Programs:
         self._requested_options = requested_options
         self._is_stock = is_stock
         self.resolved_spec = config.resolved_spec
-        self._programs: dict[StepKey, Program] = {}  # latest last
-        # Programs that replace those in `_programs`, by the same key.
+        self._programs: dict[StepKey, Program] = {}  # the program that was used last is at the end
+        # Programs for unequal microbatches, which replace the programs in `_programs` with the same
+        # key.
         self._for_places: dict[StepKey, Program] = {}
         self._first_trained_stage: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
-        # Number of microbatches that was searched for; None before the first training step.
+        # Number of microbatches for which the schedule was searched; None before the first training
+        # step.
         self._searched_for: int | None = None
-        self._found: dict[tuple[str, str], Schedule] = {}  # by `_but_for_length`
+        # Schedules that searches found, by the key `_but_for_length`.
+        self._found: dict[tuple[str, str], Schedule] = {}
         self._has_told_of_others = False
-        self._run = ""  # a key in the store that no other run has
+        self._run = ""  # prefix of keys in torch's store that no other run uses
         self._has_compared = False  # whether the programs were compared across all ranks
         self._measured: set[BatchShape] = set()  # shapes whose costs were measured
-        self._swapped: set[BatchShape] = set()  # shapes whose new program has not run yet
-        # Number of times that a shape was given costs.
+        # Shapes with new costs whose new program has not run yet.
+        self._swapped: set[BatchShape] = set()
+        # Number of times that costs were set for each shape of a batch.
         self._times_set: Counter[BatchShape] = Counter()
         self.costs: dict[BatchShape, Costs] = {}
         self.bases: dict[BatchShape, Basis | None] = {}
@@ -226,8 +230,8 @@ class Programs:
         if shape not in self.costs:
             self._set_costs(shape, self._told_by_the_first(shape, work))
         if self._config.costs.profile is not None and dist.get_rank() == 0:
-            # This holds even if another rank has searched: rank 0 writes the file of measured
-            # costs.
+            # Rank 0 needs its own description of the job even if another rank has searched, as rank
+            # 0 writes the file of measured costs.
             self.bases[shape] = basis_of(described())
         if not forward_only:
             self._searched_for = self._searched_for or microbatches
@@ -505,7 +509,8 @@ class Programs:
             return
         step = key.shape, key.microbatches, key.forward_only, key.first_trained_stage
         where = "/".join(map(str, [comparison.key, *step]))
-        # A rank that runs another contestant of the race must not go unnoticed.
+        # In a race of several schedules the key names the schedule, so that two ranks which run
+        # different schedules are noticed.
         if len(self._config.resolved_specs) > 1:
             where += f"/{key.schedule}"
         name = f"megatron_ext/programs/{self._run}/{self._times_set[key.shape]}/{where}"
@@ -592,7 +597,8 @@ class Programs:
         program = made_here[0] if made_here else prove_built(schedule, problem)
         refuse_order(config, program.schedule)
         key = self._key_of(program, config, shape)
-        # The digest of the new program is compared under a key of its own.
+        # The count is part of the key under which ranks compare digests, so the new program gets a
+        # new key.
         self._times_set[shape] += 1
         self._compare(program.digest, key, pipeline)
         self._for_places[key] = program

@@ -439,7 +439,7 @@ def _recompute(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) 
     return by_option("recompute")(settings, resolved, options)
 
 
-# Features whose folders have parts in the tables of settings.
+# Features with a folder of their own whose refusals and handled settings are in the tables here.
 FEATURES: tuple[FeatureRefusals, ...] = (
     VOCABULARY_REFUSALS,
     OFFLOAD_REFUSALS,

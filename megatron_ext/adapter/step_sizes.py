@@ -46,7 +46,7 @@ def count_microbatches(args: Any) -> int:
             micro_batch_size=args.micro_batch_size,
             data_parallel_size=replicas,
             decrease_batch_size_if_needed=decreases,
-            rank=1,  # rank 0 would log
+            rank=1,  # with rank 0 Megatron's calculator would log
             **batch,
         )
     except AssertionError as error:
@@ -98,7 +98,7 @@ def _samples_of_batches(args: Any) -> list[tuple[int, float]]:
     for (_, batch), end in zip(entries, ends, strict=True):
         left = max(min(end, most) - trained, 0)
         taken = min(math.inf if left == math.inf else -(-left // batch), steps)
-        # The run has no end in iterations or samples, so the last batch size stays.
+        # A training without an end in iterations or samples runs the last batch size for ever.
         if taken == math.inf:
             return [*((size, 0) for size, _ in found), (batch, 1)]
         found.append((batch, taken * batch))

@@ -13,7 +13,8 @@ from typing import Any
 
 from megatron.core import num_microbatches_calculator
 
-_PACKING = ("sft", "dataloader_inter_document_masking")  # since 0.19
+# Arguments of Megatron 0.19 and later with which a microbatch is packed.
+_PACKING = ("sft", "dataloader_inter_document_masking")
 
 
 def current_iteration() -> int | None:

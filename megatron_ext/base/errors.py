@@ -18,11 +18,12 @@ from typing import NoReturn
 
 from megatron_ext.base.words import shown
 
-# Longest error in characters; a longer one is a mistake of ours, such as a cycle of all actions.
+# Longest error text in characters. A longer error is a mistake of megatron_ext itself, such as a
+# cycle of all actions.
 LONGEST_ERROR = 10_000
-# Seconds that a node's other ranks give its first rank to print the same error.
+# Seconds that the other ranks of a node wait for the first rank to print the same error.
 FIRST_SECONDS = 3.0
-RECENT_SECONDS = 60.0  # seconds within which all ranks of a launch come to the same mistake
+RECENT_SECONDS = 60.0  # seconds within which all ranks of a launch make the same mistake
 
 
 def without_torch(what_needs: str, error: Exception) -> ValueError:
@@ -64,7 +65,7 @@ def exit_for(error: Exception) -> NoReturn:
 def _note_of(text: str) -> Path:
     """Return the file that tells the ranks of this node and launch that ``text`` is printed."""
     env = os.environ
-    launch = f"{os.getppid()}"  # torchrun's agent
+    launch = f"{os.getppid()}"  # process id of torchrun's agent, which all ranks of a node share
     if "SLURM_STEP_ID" in env and "TORCHELASTIC_RUN_ID" not in env:
         launch = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
     words = launch, env.get("TORCHELASTIC_RESTART_COUNT"), text
@@ -94,6 +95,6 @@ def _leave(note: Path) -> bool:
         os.close(os.open(note, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return not _is_recent(note)
-    except OSError:  # without this note file the same line may be printed twice
+    except OSError:  # without the file that notes the error, several ranks may print the same line
         pass
     return True

@@ -33,7 +33,7 @@ class _Standard(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line of the log, or drop it: a training does not end because of its log."""
         stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
-        # The disk is full or the pipe broken, or the stream is closed.
+        # The log line is lost if the disk is full, the pipe is broken, or the stream is closed.
         with contextlib.suppress(OSError, ValueError):
             print(self.format(record), file=stream, flush=True)
 

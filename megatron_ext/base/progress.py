@@ -64,7 +64,7 @@ class Task:
 @dataclass
 class _Listener:
     remark: Say
-    # Running tasks, each of which is a part of the one before.
+    # Stack of running tasks, each of which is a part of the task before.
     tasks: list[Task] = field(default_factory=list)
 
 
@@ -122,8 +122,8 @@ def reporting(
         while not over.wait(_LOOKS):
             tasks, now = tuple(listener.tasks), time.perf_counter()
             if tasks and now >= max(due, tasks[0].started + first):
-                # A progress line that fails is skipped, whatever the error: the next one may be
-                # written.
+                # A progress line that cannot be written is skipped, whatever the error: the next
+                # one may succeed.
                 with suppress(Exception):
                     say(_line(tasks))
                 due = now + every

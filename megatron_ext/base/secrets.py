@@ -15,18 +15,21 @@ from typing import Any
 _NAME = r"(?<![\w./-])((?:--?)?[A-Za-z_][\w.-]*?(?:key|token|secret|password))(?![\w.-])"
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s,;&|\"'()]*)"
 _WORD = re.compile(f"{_NAME}(=.*)?", re.IGNORECASE | re.DOTALL)
-_INSIDE = re.compile(f"{_NAME}(=){_VALUE}", re.IGNORECASE)  # a list, an address
-# Secrets within a shell command, where a flag and its value are parts of one word.
+# Key=value within a word, as in a list or in an address.
+_INSIDE = re.compile(f"{_NAME}(=){_VALUE}", re.IGNORECASE)
+# Pattern of secrets within a shell command, where a flag and its value are parts of one word.
 _IN_SHELL = re.compile(rf"{_NAME}(=|\s+(?!-)){_VALUE}", re.IGNORECASE)
-# Tokens that are no secrets, as a tokenizer puts them into texts: --fim-prefix-token, --eos-token.
+# Flags of tokens that are no secrets, since a tokenizer puts them into texts: --fim-prefix-token,
+# --eos-token.
 _OF_TEXTS = re.compile(
     r"[-_.](?:bos|eos|eod|pad|unk|sep|cls|mask|prefix|middle|suffix|image)[-_]token$",
     re.IGNORECASE,
 )
-# Short option with its value in one word: docker's -eNAME=value.
+# Pattern of a short option with its value in the same word, as docker's -eNAME=value.
 _SHORT = re.compile(r"-[a-z](?=[A-Z_])")
 _SHELL_FLAGS = ("-c", "-lc")
-# Stands for a dollar sign that a shell is to expand; no word of a command has this character.
+# Character that stands for a dollar sign which a shell is to expand; no word of a command has this
+# character.
 _DOLLAR = "\0"
 
 

@@ -19,8 +19,9 @@ Parse = Callable[[str, Any], Any]
 # Metadata of a setting's field: its parser, its help, and the placeholder for its value.
 Metadata = Mapping[str, Any]
 
-ON_STOCK: dict[str, Any] = {"on_stock": True}  # the setting also acts on Megatron's own pipeline
-# Such a setting names schedules itself, and needs no --pipeline-schedule.
+# Metadata of a setting that also acts on Megatron's own schedule.
+ON_STOCK: dict[str, Any] = {"on_stock": True}
+# Metadata of a setting that names schedules itself, and so needs no --pipeline-schedule.
 NAMES_SCHEDULES: dict[str, Any] = {"names_schedules": True}
 
 

@@ -22,13 +22,13 @@ from typing import Any
 
 from megatron_ext.base.words import bytes_text, shown
 
-_CHUNK = 2**16  # bytes
-LARGEST = 2**28  # largest file in bytes; no table comes near it
-LARGEST_SCRIPT = 2**24  # characters of a script that are searched at most
+_CHUNK = 2**16  # bytes that are read at a time
+LARGEST = 2**28  # largest text file in bytes; no table is nearly as large
+LARGEST_SCRIPT = 2**24  # largest number of characters of a script that are searched
 # Largest JSON file in bytes; its parsed values take up to thirty times as much memory.
 LARGEST_JSON = 2**25
 
-# Page that lists renamed keys by version of their file.
+# Documentation page that lists renamed keys of files by file version.
 RENAMED_KEYS = "docs/public.md#renamed-keys"
 
 _STREAMS = {"stdout": 1, "stderr": 2}
@@ -65,7 +65,7 @@ def read_text_file(path: Path, what: str, largest: int = LARGEST) -> str:
         ) from None
     except OSError as error:
         raise ValueError(f"{what} {shown(path, _PATH)} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # the path has a null character
+    except ValueError as error:  # the operating system refuses a path with a null character
         raise ValueError(f"{what} {shown(path)} cannot be read: {error}") from None
     if len(data) > largest:
         raise ValueError(
@@ -139,7 +139,8 @@ def whole_file(path: Path) -> Iterator[Path]:
                 yield (begun := Path(folder, path.name))
                 _print(begun, int(number) if name is None else _STREAMS[name])
             return
-        # A device is written directly, and a folder fails with its own error.
+        # Devices and folders are opened directly: a device is written, and a folder fails with its
+        # own error.
         if path.exists() and not path.is_file():
             yield path
             return

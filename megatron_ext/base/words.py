@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 
 BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
-_ALIKE = 0.75  # least likeness of two words, from 0 (nothing in common) to 1
+_ALIKE = 0.75  # least likeness of two words for a suggestion, from 0 (nothing in common) to 1
 _NEGATIONS = {"no", "not", "non", "disable", "without"}
 
 

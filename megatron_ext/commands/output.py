@@ -34,7 +34,7 @@ def command_line() -> str:
 
 
 _SHORT = 20  # Longest name or figure of a table in characters; longer cells are sentences.
-_GAP = 2  # between columns
+_GAP = 2  # spaces between two columns of a table
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -57,7 +57,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     for heading, size in zip(headings, longest, strict=True):
         table.add_column(heading, overflow="fold", no_wrap=size <= _SHORT)
     for row in cells:
-        table.add_row(*map(Text, row))  # no markup
+        table.add_row(*map(Text, row))  # Text objects, so that rich takes no cell for markup
     least = _width(headings, [min(size, _SHORT) for size in longest])
     Console(width=max(width, least)).print(table)
 

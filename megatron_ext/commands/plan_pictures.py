@@ -16,7 +16,7 @@ from megatron_ext.viz.page.run import Run, simulated_run, title_of
 from megatron_ext.viz.page.write import SECONDS, Page, check_page, write_page
 from megatron_ext.viz.plan_picture import draw_plan
 
-_MOST_SCHEDULES = 6  # on a page
+_MOST_SCHEDULES = 6  # largest number of schedules on a page
 _REFERENCE = "1f1b"
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megatron_ext.base.progress import reporting
 
-_REFRESHED = 0.5  # seconds
+_REFRESHED = 0.5  # seconds between two updates of the line
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def showing_progress() -> Iterator[None]:
     status = Status("", console=console)
 
     def show(line: str) -> None:
-        status.update(Text(line))  # no markup
+        status.update(Text(line))  # a Text object, so that rich takes nothing for markup
         status.start()
 
     try:

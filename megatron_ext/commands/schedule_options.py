@@ -26,13 +26,13 @@ from megatron_ext.config import (
 from megatron_ext.schedule.problem import ScheduleOptions
 
 _PREFIX = "--pipeline-"
-_PAIRS = "pairs"  # the option that no setting of ours requests
+_PAIRS = "pairs"  # name of the schedule option that no setting of megatron_ext requests
 _OVERLAP_HELP = (
     "Overlap the forward pass of one microbatch with the backward pass of another, so that each "
     "hides the other's all-to-all. overlap_saving= in --costs is the time that a pair saves. "
     "Default: it saves none."
 )
-_GIVEN = "schedules"  # the parameter in which a command has its options of schedules
+_GIVEN = "schedules"  # name of the parameter in which a command gets its schedule options
 
 
 def option(name: str) -> str:
@@ -53,7 +53,7 @@ def declared_option(name: str) -> Any:
         option(name),
         metavar=declared.get("metavar"),
         help=without_prefix(declared["help"]),
-        show_default=False,  # the help has it
+        show_default=False,  # the help text contains the default
     )
 
 

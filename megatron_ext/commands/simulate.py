@@ -58,7 +58,7 @@ from megatron_ext.search.certify import certify as certify_program
 from megatron_ext.search.for_places import at_places_of, judged_for_places
 
 LONGEST = 86400.0  # largest time limit that may be requested, in seconds: a day
-MOST_RANKS = 16  # most ranks that are printed with a line each
+MOST_RANKS = 16  # largest number of ranks for which each rank gets a line
 
 _EXACT = "stock Megatron's to the last bit"
 _AMONG_SLICES = (
@@ -289,7 +289,7 @@ class _Request:
         if len(searches) < 2:
             resolved = choose(spec)
             return resolved, self.problem(resolved), ""
-        # Without a common limit each search would choose a limit of its own.
+        # All searches get a common memory limit, as each would choose a limit of its own.
         within = self if self.limit is not None else replace(self, limit=AS_1F1B)
         taken = take(searches, within.problem)
         resolved = choose(taken.spec)
@@ -380,7 +380,7 @@ def _bound(certificate: Certificate, made: ScheduleReport) -> str:
     )
 
 
-# Options that torch.distributed.pipelining has nothing like.
+# Options for which torch.distributed.pipelining has no passes.
 _NOT_TORCHS = ("vocab_parallel", "activation_offload", "recompute", "steps_overlap")
 
 

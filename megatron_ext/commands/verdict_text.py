@@ -24,7 +24,7 @@ from megatron_ext.planner.verdict import (
     shortest_of_others,
 )
 
-_SHOWN = 3  # names of a tie
+_SHOWN = 3  # largest number of tied schedules that are named
 
 
 def verdict_lines(made: JobPlan) -> Iterator[str]:
@@ -175,7 +175,7 @@ def _gain(made: JobPlan, taken: Alternative) -> str:
         return text
     of_stock = found.saving_of(stock)
     text += f": {of_stock:.1%} by Megatron's own flags ({made.of_stock}), "
-    # The time gained is too small, so the schedule was chosen for its memory.
+    # The gain in time is negligible, so the schedule was chosen for its lower memory.
     if taken.seconds > (1 - WORTH) * stock.seconds:
         less = _amount(stock, stock.holds - taken.holds)
         return f"{text}and ours take {less} less in the same time"

@@ -38,7 +38,7 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, Transform
 
-_TRIES = 4  # number of times that the memory of messages is subtracted from that of passes
+_TRIES = 4  # number of tries to subtract the memory of messages from the limit of the passes
 
 
 def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
@@ -52,7 +52,7 @@ def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
         ValueError: this machine has too little memory to build so large a program.
     """
-    # Some requests are refused without a schedule.
+    # These checks refuse a problem before any schedule is made.
     check_size(problem)
     _check_slices(resolved, problem)
     features = build_hooks_of(problem)
@@ -64,11 +64,12 @@ def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
         uncollected(),
         caching_proofs(),
     ):
-        # A feature may construct the program in a way of its own.
+        # A feature may construct the whole program itself, for instance the program of a long step.
         for feature in features:
             if (program := feature.program(construction)) is not None:
                 return program
-        # The schedule is made of the family's passes and the transforms, and then proved.
+        # Usually the family makes the passes, transforms insert the other actions, and the result
+        # is proved.
         passes, schedule = construction.within_limit()
         return _proof(passes, construction.problem, schedule)
 
@@ -108,7 +109,7 @@ class _Construction(Construction):
     @override
     def passes(self, limit: MemoryLimit | None) -> Schedule:
         alone, features = self.problem, build_hooks_of(self.problem)
-        # Features change the problem that the family sees.
+        # Features change the problem that is given to the family, for instance its costs.
         for feature in features:
             alone = feature.for_family(self.resolved, alone)
         alone = replace(alone, memory_limit=limit, first_trained_stage=0)
@@ -188,13 +189,13 @@ class _Construction(Construction):
                 made = self.passes(MemoryLimit(bytes=allowed))
             except ValueError:
                 break
-            if made != smaller:  # not every family can lower its memory
+            if made != smaller:  # a family that cannot lower its memory returns the same passes
                 smaller, schedule = made, _transformed(made, problem)
         return first
 
 
 _PROOFS: ContextVar[deque[tuple[Schedule, Program]] | None] = ContextVar("kept", default=None)
-_PROGRAMS = 2  # number of cached programs, which are large
+_PROGRAMS = 2  # number of programs in the cache; programs are large
 
 
 @contextlib.contextmanager
@@ -276,16 +277,17 @@ def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
     """Return a schedule of compute actions with all inserted actions: messages, waits, copies."""
     features = build_hooks_of(problem)
     transforms: list[Transform] = []
-    # Passes of features.
+    # The first transforms insert the passes of features.
     for feature in features:
         transforms += feature.before_messages(problem)
     if problem.forward_only:
         transforms.append(keep_forward)
-    # This inserts sends and receives into the rows, and the waits for sends.
+    # The next transforms insert sends, receives, and the waits for sends.
     transforms += [communicate, order_messages, await_sends]
     if problem.first_trained_stage and not problem.forward_only:
         transforms.append(drop_frozen_prefix)
-    # This inserts the actions of features: copies to the host, messages once a step.
+    # The last transforms insert features' copies to the host and messages that are sent once a
+    # step.
     for feature in features if not problem.forward_only else ():
         transforms += feature.after_messages(problem)
     for transform in transforms:

@@ -16,7 +16,8 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Family, Schedule, Transform
 
-# Factors by which the memory limit for families is raised at first.
+# Factors by which the memory limit is raised for a family, tried in this order, if transforms lower
+# the memory later.
 _LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)
 
 

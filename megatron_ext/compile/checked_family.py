@@ -24,7 +24,7 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
 
-# Most numbers of a table: stage and kind share one 32-bit number (`columns`).
+# Largest number of stages of a table, since stage and kind of an action share one 32-bit number.
 _MOST = 2**31 // len(KINDS)
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 

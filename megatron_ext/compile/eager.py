@@ -17,7 +17,8 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
 CHOICES = ("auto", "yes", "no")
-_WORTH = 1.001  # an eager schedule must be shorter by this factor to be worth its memory
+# Factor by which an eager schedule must be shorter to be worth its additional memory.
+_WORTH = 1.001
 
 
 def eager_or_not(

@@ -26,7 +26,7 @@ from megatron_ext.features.trace.settings import TRACE_SETTINGS
 from megatron_ext.features.vocabulary.settings import VOCABULARY_SETTINGS
 from megatron_ext.schedule.problem import ScheduleOptions
 
-# Features in the order in which their conflicts are looked for.
+# Features with settings, in the order in which conflicts of their settings are checked.
 FEATURES: tuple[FeatureSettings, ...] = (
     SPLIT_REPORT_SETTINGS,
     METRICS_SETTINGS,
@@ -44,7 +44,7 @@ DECLARED = {name: metadata for feature in FEATURES for name, metadata in feature
 WATCHING = [name for feature in FEATURES if feature.only_watches for name in feature.declared]
 NAMING_SCHEDULES = ["schedule", *(name for name in DECLARED if "names_schedules" in DECLARED[name])]
 WATCHING_STOCK = [name for name in WATCHING if "on_stock" in DECLARED[name]]
-# Settings that have another name than the option of a schedule which they request, by option.
+# Names of settings by the schedule option that they request, if the two names differ.
 _SETTING_OF_OPTION = {
     metadata["option"]: name for name, metadata in DECLARED.items() if "option" in metadata
 }

@@ -37,8 +37,8 @@ class JoinedWeightsBuild(BuildHooks):
                 "such as zb-h1, or drop --pipeline-join-slice-weights"
             )
         options = problem.options
-        # Inputs of weights come back from the host for each W, and all stay until the last. And the
-        # choice of what is recomputed counts on W in other places.
+        # Offload reloads the inputs of weights for each W, and a joined W needs those of all slices
+        # until its end. The choice of recomputed activations assumes that each slice has its own W.
         for is_given, what in (
             (options.activation_offload is not Offload.NONE, "offload of activations"),
             (options.recompute.fit, "recompute fit"),

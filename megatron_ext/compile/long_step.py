@@ -30,11 +30,14 @@ from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
-_PERIODS = 5  # periods of the shortest step that is tried; each further one has about twice as many
+# Number of periods in the shortest step that is tried; each next one has about twice as many.
+_PERIODS = 5
 _RECOMPUTES = by_kind(lambda rule: rule.repeats is not None)
 _REPEATED = {rule.repeats for rule in RULES.values()}
 _MADE = np.array([kind in _REPEATED for kind in KINDS])
-_LONG = 1.5  # Below this multiple of a shorter step's microbatches the long step itself is built.
+# A long step is simulated in full if it has fewer microbatches than this multiple of a shorter
+# step's.
+_LONG = 1.5
 
 
 @dataclass(frozen=True)

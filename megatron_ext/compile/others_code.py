@@ -20,7 +20,7 @@ from megatron_ext.base.progress import duration, task
 from megatron_ext.base.words import shown
 
 _OURS = Path(__file__).parents[1]
-LONGEST = 600.0  # longest time in seconds for code that does not declare itself a search
+LONGEST = 600.0  # longest time in seconds for a user's code that does not declare itself a search
 
 
 @contextlib.contextmanager
@@ -81,7 +81,8 @@ def _line_of(error: BaseException, path: Path) -> str:
     return f", line {lines[-1]}" if lines else ""
 
 
-class _TimeIsUp(BaseException):  # not an Exception, which the interrupted code may catch
+# Derived from BaseException, since the interrupted code may catch every Exception.
+class _TimeIsUp(BaseException):
     pass
 
 
@@ -103,6 +104,6 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if left:  # another timer was already running
+        if left:  # a timer that ran before is started anew with its remaining time
             left = max(left - (time.monotonic() - start), 0.001)
             signal.setitimer(signal.ITIMER_REAL, left, interval)

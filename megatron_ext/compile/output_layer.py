@@ -50,9 +50,12 @@ def better_of(now: Program, before: Program, resolved: ResolvedSpec, problem: Pr
         before: a program of ``resolved`` for other costs, whose order of passes is tried.
     """
     if problem.options.vocab_parallel is not VocabularyParallel.NONE:
-        return now  # the rows of ``before`` include the vocabulary's passes
+        # The rows of ``before`` contain passes of vocabulary parallelism, so its order cannot be
+        # used.
+        return now
     if problem.first_trained_stage:
-        return now  # the rows of ``before`` lack passes
+        # The rows of ``before`` lack the passes of frozen stages, so its order cannot be used.
+        return now
     passes = replace(before.schedule, rows=before.schedule.compute_rows)
     try:
         rebuilt = _better_placed(
@@ -133,13 +136,14 @@ def with_input_gradient(costs: Costs) -> Costs:
 
 
 def _last_plus(figures: tuple[float, ...], more: float) -> tuple[float, ...]:
-    return (*figures[:-1], max(figures[-1] + more, 0.0))  # rounding may leave a figure below 0
+    # Rounding may make the difference slightly negative.
+    return (*figures[:-1], max(figures[-1] + more, 0.0))
 
 
 def _fits(program: Program) -> bool:
     problem = program.problem
     if problem.memory_limit is not None and problem.memory_limit.bytes is not None:
-        return True  # proved
+        return True  # the proof has compared the program's bytes with the limit
     held = peaks(program.schedule, in_bytes(problem.costs))
     with_loss = problem.placement.rank_of[-1]
     return held[with_loss] <= max(held[:with_loss] + held[with_loss + 1 :], default=0.0)

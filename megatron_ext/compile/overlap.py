@@ -11,7 +11,7 @@ from megatron_ext.compile.program.simulate import simulate, step_seconds
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import entries
 
-_LEAST = 1e-3  # least gain as a share of the makespan; a smaller one is not worth it
+_LEAST = 1e-3  # least gain of post-validation as a share of the makespan
 
 
 def is_gain(makespan: float, step: float) -> bool:

@@ -22,8 +22,10 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem, Recompute
 from megatron_ext.schedule.schedule import Schedule, Transform
 
-_TRIES = 4  # number of limits that are tried between one that is enough and one that is not
-_STEP = 0.05  # Least share of the passes' memory that the limit is lowered by at a time.
+# Number of memory limits that are tried between a sufficient limit and an insufficient one.
+_TRIES = 4
+# Least amount by which the limit is lowered at a time, as a share of the passes' memory.
+_STEP = 0.05
 # Lowest limit that is tried, as a share of the memory that a schedule requires.
 _NOT_MUCH_LESS = 0.8
 
@@ -59,7 +61,7 @@ class RecomputeBuild(BuildHooks):
 
 def _is_placed_by(resolved: ResolvedSpec, problem: Problem) -> bool:
     """Return whether the schedule family itself chooses the activations to recompute."""
-    # Searches for sliced microbatches recompute nothing.
+    # Families with a search choose no recomputed activations if microbatches are sliced.
     if problem.forward_only or problem.slices.count > 1:
         return False
     return resolved.traits.fits_recompute and problem.options.recompute.fit
@@ -73,11 +75,12 @@ def _shortest(construction: Construction) -> Program:
     """
     resolved, problem = construction.resolved, construction.problem
     if resolved.traits.searches and problem.slices.count > 1:
-        resolved = resolved.without_search  # the search is not repeated for each limit
+        # Without this line each tried limit would start a search.
+        resolved = resolved.without_search
     programs, refusals = _programs(construction.of(resolved, problem))
     if programs:
         return min(programs, key=lambda program: step_seconds(program, problem.costs))
-    # A family may refuse a limit that recompute would meet, as it does not know of recompute.
+    # A family that knows nothing of recompute may refuse a memory limit that recompute would meet.
     over = [error for error in refusals if isinstance(error, OverLimit)]
     if problem.memory_limit is None or not over:
         raise refusals[-1]
@@ -152,7 +155,7 @@ def _proved_in_bytes(passes: Schedule, construction: Construction) -> Program:
         over = max(peaks(schedule, in_bytes(problem.costs))) - limit.bytes
         if over <= 0:
             break
-        # The limit falls in large steps, since recompute frees large pieces.
+        # The limit is lowered in large steps, since each recomputed activation frees much memory.
         allowed -= math.ceil(max(over, _STEP * allowed))
         if allowed <= 0:
             break

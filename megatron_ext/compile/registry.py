@@ -97,8 +97,9 @@ class FamilyEntry:
     at_once: Callable[..., Schedule] | None = None
 
 
-# Lists to which `family` adds: ours, and above it the families of a user's file while the file is
-# being imported, so that they never join ours.
+# Stack of lists to which the decorator `family` adds. The first list has the families of
+# megatron_ext; while a user's file is imported, its families go into a list above, so that they
+# never join the first.
 _REGISTERED: list[list[FamilyEntry]] = [[]]
 
 
@@ -166,10 +167,11 @@ class ResolvedSpec:
     build: Family
     traits: Traits
     ranks: int | None = None  # number of ranks for which a table is made; None: any number
-    microbatches: int | None = None  # the same
+    # Number of microbatches for which a table is made; None: any number.
+    microbatches: int | None = None
     slices: int | None = None  # number of slices of a microbatch in a table; None: any number
-    recomputes: bool = False  # whether it is a table with passes that recompute activations
-    has_pairs: bool = False  # whether it is a table with passes that run as one
+    recomputes: bool = False  # whether the schedule is a table that contains recompute passes
+    has_pairs: bool = False  # whether the schedule is a table that contains overlapped passes
     at_once: Family | None = None
 
     @property
@@ -297,8 +299,8 @@ def with_option(spec: str, key: str, value: object) -> str:
     return f"{spec}{',' if ':' in spec else ':'}{key}={value}"
 
 
-# Schedules with two copies of the model, by published name, with the family that equals each after
-# folding.
+# Published names of schedules with two copies of the model, each with the family that is the same
+# schedule with one copy on half the ranks.
 _TWO_COPIES = {"dualpipe": "dualpipe-v", "ScheduleDualPipe": "dualpipe-v", "DualPipe": "dualpipe-v"}
 
 
@@ -325,7 +327,8 @@ def _remarking(build: Callable[..., Schedule], text: str) -> Callable[..., Sched
     """Return the schedule family's function ``build``, changed to log ``text`` when it is
     called."""
 
-    @functools.wraps(build)  # the wrapper keeps the signature, from which options are read
+    # The wrapper keeps the signature, from which the family's options are read.
+    @functools.wraps(build)
     def remarking(problem: Problem, **options: Any) -> Schedule:
         remark(text)
         return build(problem, **options)
@@ -434,7 +437,7 @@ def _from_python_file(path: Path) -> FamilyEntry:
     return _import_family(resolved)
 
 
-@functools.cache  # failures are not cached: a corrected file is read afresh
+@functools.cache  # errors are not cached, so a corrected file is read afresh
 def _import_family(path: Path) -> FamilyEntry:
     """Return the only schedule family that the user's Python file at ``path`` registers."""
     added = _families_in(path)
@@ -471,7 +474,8 @@ def _import_family(path: Path) -> FamilyEntry:
 
 
 def _families_in(path: Path) -> list[FamilyEntry]:
-    entries()  # our own families are registered first, so that they do not count as the file's
+    # Registers the families of megatron_ext first, so that they do not count as the file's.
+    entries()
     # Dataclasses and pickle need a module in which to find the file's classes.
     module = types.ModuleType(str(path))
     module.__file__ = str(path)

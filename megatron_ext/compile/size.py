@@ -14,7 +14,7 @@ from megatron_ext.base.words import bytes_text, counted
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
 
-_WORTH_A_WORD = 500_000  # passes
+_WORTH_A_WORD = 500_000  # number of passes from which building a program is announced in the log
 # Seconds and bytes to build, prove and simulate one microbatch on one stage (about eight actions,
 # with messages and waits), measured for 1f1b, interleaved, zb-h1 and zb-v on 8 to 128 ranks. The
 # seconds grow with the ranks, since the progress of every rank is computed for each pass (`waits`).
@@ -30,7 +30,8 @@ def problem_size(problem: Problem) -> str:
     text = _counts(problem)
     if problem.options.vocab_parallel is not VocabularyParallel.NONE:
         text += f", vocabulary parallelism {problem.options.vocab_parallel}"
-    passes = 3 * _stage_microbatches(problem)  # F, I and W
+    # Three passes for each microbatch and stage: F, I and W.
+    passes = 3 * _stage_microbatches(problem)
     if passes < _WORTH_A_WORD:
         return text
     takes = (

@@ -15,7 +15,8 @@ from megatron_ext.base.words import meant_by, shown
 
 Parameters = Mapping[str, inspect.Parameter]
 
-_BOOLEANS = {"true": True, "false": False}  # words for booleans, since bool("false") is True
+# The words for booleans in a spec, since bool("false") is True.
+_BOOLEANS = {"true": True, "false": False}
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 

@@ -83,12 +83,13 @@ def held_by_component(
     split = execution.split_tokens * model.hidden_size * size
     if stage.depths:
         # Multi-token prediction stores the input of its projection (of twice the width), and what
-        # its three norms (of embeddings, of hidden states, and behind the layer) store. If the rest
-        # is recomputed, it stores only the embeddings.
+        # its three norms store (of embeddings, of hidden states, and behind the layer). If its
+        # layer is recomputed, it stores only the embeddings.
         of_norms = 3 * (_norms(model, execution) - 1)
         projection = boundary if execution.recompute else (2 + of_norms) * split
         yield DEPTH, stage.depths * projection, stage.depths * 3 * split
-    # The inputs of the output layer and of the final norm are stored.
+    # The stored activation of the last stage includes the inputs of the output layer and of the
+    # final norm.
     if stage.output_layer or stage.final_norm:
         of_norm = stage.final_norm * (_norms(model, execution) - 1)
         yield OUTPUT_LAYER, (stage.output_runs + of_norm) * split, 0.0
@@ -222,9 +223,10 @@ def _attention(model: Model, execution: Execution) -> Kept:
         if model.qk_layernorm and execution.transformer_engine:
             made = output + model.key_value_width
     if model.attention_output_gate:
-        made += 2 * output  # the gate and the gated output are stored
+        made += 2 * output  # the gate of attention and the gated output are stored, too
     matrix, masks = _attention_matrix(model, execution)
-    # Transformer Engine's attention stores its own output.
+    # Transformer Engine's attention itself stores its output, so the output stays stored even if
+    # linear_proj's input is recomputed.
     is_forgotten = "linear_proj" in execution.unkept and not execution.transformer_engine
     kept = Kept(
         elements=inside_kept + (0 if is_forgotten else output) + made + matrix,
@@ -261,10 +263,11 @@ def _queries_keys_values(model: Model, execution: Execution) -> int:
     elif is_new:
         kept += keys
     if model.qk_layernorm:
-        # The norms' stored values without their outputs, which are counted already.
+        # Values that the norms of queries and keys store, without their outputs, which are counted
+        # already.
         of_norms = _norms(model, execution) - 1
         if model.normalization != "RMSNorm" or execution.element_bytes == _FP32:
-            of_norms -= 1  # the inputs of the norms are these views, and already counted
+            of_norms -= 1  # the norms' inputs are views of a tensor that is counted already
             has_joint = True
             kept += query if is_copied else 0
         kept += of_norms * (query + keys)
@@ -282,7 +285,7 @@ def _attention_matrix(model: Model, execution: Execution) -> tuple[float, float]
     if execution.transformer_engine:
         return 0, 0 if is_recomputed else 4 * heads
     looked_at = heads * execution.sequence
-    # Elements of queries and keys that are rotated by the cosines and sines of positions.
+    # Elements of queries and keys that rotary embeddings rotate by cosines and sines of positions.
     turned = 0.0
     if model.is_rotary:
         width = model.qk_pos_emb_head_dim if model.multi_latent_attention else model.kv_channels
@@ -295,11 +298,11 @@ def _attention_matrix(model: Model, execution: Execution) -> tuple[float, float]
 
 
 def _mlp(model: Model, execution: Execution) -> Kept:
-    # The input and the output of the activation function.
+    # The MLP stores the input and the output of its activation function.
     activation = _matrices(model) * model.ffn_hidden_size
     kept = activation - ("linear_fc2" in execution.unkept) * model.ffn_hidden_size
     if execution.framework is Framework.PYTORCH and model.gated_linear_unit:
-        kept += model.ffn_hidden_size  # the input of the product with the gate
+        kept += model.ffn_hidden_size  # the input of the product with the gate is stored, too
     if "mlp" in execution.recompute_modules:
         kept = 0
     inside = Kept(elements=kept, widths=2 * model.hidden_size + activation)

@@ -92,7 +92,7 @@ def assumptions(settings: Any, share: Callable[[], str]) -> str | None:
     return ". ".join(parts) or None
 
 
-_NODE = 8  # GPUs
+_NODE = 8  # number of GPUs in a node
 
 
 def not_checked(execution: Execution) -> str | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from megatron_ext.cost_model.execution import Execution
 
-# CUDA's context of a process with PyTorch and Transformer Engine on an H200
-# (docs/estimated-costs.md). Kernels are loaded into it when they are first used.
+# Bytes of CUDA's context of a process with PyTorch and Transformer Engine on an H200
+# (docs/estimated-costs.md). CUDA loads kernels into it when they are first used.
 CONTEXT = 0.66e9
 # cuBLAS' workspaces: 32 MiB each of PyTorch and of Transformer Engine on Hopper, less before
 # (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp, and
@@ -22,7 +22,7 @@ WORKSPACES = 64 * 2**20
 # (https://github.com/NVIDIA/nccl/issues/1685).
 CHANNEL = 12 * 2**20
 RING_CHANNELS, EXCHANGE_CHANNELS = 24, 32
-_PEERS = 7  # peers of a GPU in a node of eight
+_PEERS = 7  # number of peers of a GPU in a node of eight
 
 
 def context_bytes(

@@ -15,14 +15,14 @@ from megatron_ext.cost_model.model import SYMBOLS, Model
 from megatron_ext.cost_model.tower import Tower, TowerTraining, tower_of
 
 _Get = Callable[..., Any]
-# These characters separate parts of a hybrid model's pattern.
+# Characters that separate parts of a hybrid model's pattern, such as its stages.
 _BEFORE_DEPTHS, _SEGMENT_END = "/", "|"
 _ROTARY = ("rope", "mrope", "yarn")
-# Sizes of multi-latent attention. Megatron's arguments have defaults for them with other attention
-# too.
+# Arguments for the sizes of multi-latent attention. Megatron gives them default values even if the
+# attention is another one.
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-# Settings that change what a layer does and that the cost model does not know, with a name for
-# users.
+# Settings that change what a layer does but that the cost model does not know, each with a name to
+# show users.
 _NOT_DESCRIBED = {
     "enable_hyper_connections": "hyper connections",
     "head_wise_attn_gate": "gates of attention's heads",
@@ -39,8 +39,8 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
     get = _reader(settings)
     hidden_size, heads = settings.hidden_size, settings.num_attention_heads
     ffn = get("ffn_hidden_size") or 4 * hidden_size
-    # If this flag is off, Megatron's arguments have 1 group and mean none. A TransformerConfig
-    # lacks it.
+    # Without the flag for query groups, Megatron's arguments have 1 group and mean none. A
+    # TransformerConfig lacks the flag.
     grouped = get("group_query_attention", True)
     layers = layers_of(settings)
     number = get("num_experts") or get("num_moe_experts") or 0
@@ -117,8 +117,8 @@ def layers_of(settings: Any) -> tuple[str, ...]:
     )
 
 
-# Share of the time of experts' messages that overlaps within pairs, unless the GPU reaches less
-# (`Rates.overlap`). An assumption: published shares differ threefold.
+# Assumed share of the time of experts' messages that overlapped passes hide, unless the GPU reaches
+# less (`Rates.overlap`). Published shares differ by a factor of three.
 OVERLAP = 1 / 2
 
 

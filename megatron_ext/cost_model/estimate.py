@@ -98,7 +98,8 @@ def _of_microbatch(
         ),
         origin="estimated from the model's dimensions" if measured is None else measured.origin,
     )
-    # Measured seconds already contain the time that ranks waited, neither more nor less.
+    # Measured seconds of passes contain what ranks waited for tensor-parallel exchanges, so no part
+    # of the exchanges is subtracted.
     hides = execution.framework is Framework.MEGATRON and measured is None
     if hides and any(stage.forward.get(Group.TENSOR) for stage in layers):
         costs = _with_hidden_exchanges(costs, layers, execution)
@@ -113,9 +114,9 @@ def _of_microbatch(
     return costs.with_host(copies, copies)
 
 
-# Shares by which F, and the backward pass, of Megatron's layers take longer beside the collectives
-# of a divided vocabulary: stage times of the authors of vocabulary parallelism on eight A100s
-# (measured.csv of scripts/evaluation, rows 578 to 593, in view: 6.5 to 8.9 % and 4.6 to 7.2 %).
+# Shares by which F, and the backward pass, of Megatron's layers take longer while collectives of
+# vocabulary parallelism run: from stage times of its authors on eight A100s (measured.csv of
+# scripts/evaluation, rows 578 to 593, in view: 6.5 to 8.9 % and 4.6 to 7.2 %).
 CONTENTION = 0.077, 0.060
 # Bytes of a logit that a shard reads and writes to correct its softmax by the sums of other shards
 # (megatron/core/tensor_parallel/vocab_output.py of the same authors).

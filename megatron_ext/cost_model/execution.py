@@ -17,7 +17,7 @@ class Precision(StrEnum):
     FP32 = "fp32"
     BF16 = "bf16"
     FP8 = "fp8"
-    MXFP8 = "mxfp8"  # with a scale for each 32 elements
+    MXFP8 = "mxfp8"  # 8-bit floats with a scale for each 32 elements
     FP4 = "fp4"
 
     @property

@@ -53,7 +53,8 @@ def without_frozen(
         shared(layers.passes.fused_backward_saving) if layers.passes.fused_backward_saving else ()
     )
     overlap_saving = dict(costs.overlap.savings)
-    # B may have become so short that it hides no more than I does.
+    # B has become shorter by the frozen weights' W, and may hide no more of a forward pass than I
+    # does.
     overlap_saving.pop(Kind.FULL_BACKWARD, None)
     changed = replace(
         layers.with_passes(

@@ -257,7 +257,8 @@ def _of_shards(
     """Return the costs of embedding and output layer, summed over the shards of all ranks."""
     totals = {kind: sum(figures) for kind, figures in seconds.items()}
     forward, input_gradient = totals[Kind.LOGITS], totals[Kind.LOGITS_INPUT]
-    if program.problem.options.vocab_parallel is VocabularyParallel.TWO:  # both are in one pass
+    # With method 2 one pass computes the logits and the input gradient.
+    if program.problem.options.vocab_parallel is VocabularyParallel.TWO:
         both = forward + input_gradient
         forward = both * estimate.output_layer[0] / (sum(estimate.output_layer[:2]) or 1.0)
         input_gradient = both - forward

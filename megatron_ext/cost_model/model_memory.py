@@ -97,7 +97,8 @@ class TrainingState:
     large_buckets: bool = False
 
 
-# Megatron's sizes of a bucket, in elements: the least, and per data-parallel rank.
+# Megatron's sizes of a gradient bucket in elements: the least size, and the size per data-parallel
+# rank.
 _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
 
 

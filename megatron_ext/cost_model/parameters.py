@@ -66,8 +66,9 @@ def _of_language_model(model: Model, stage: Stage, execution: Execution) -> Iter
     for _ in range(min(stage.depths, 1) if model.mtp_use_repeated_layer else stage.depths):
         yield from _of_depth(model, execution)
     if stage.output_layer and not (is_tied and has_both):
-        # If multi-token prediction on this stage is tied, the output layer uses that table of
-        # look-ups; Megatron still allocates a table for the output layer, which is unused.
+        # If a stage with multi-token prediction has tied embeddings, its output layer uses the
+        # prediction's embedding table. Megatron still allocates a table for the output layer, which
+        # is unused.
         yield replace(table, is_alone=is_tied and not stage.depths)
 
 
@@ -146,7 +147,7 @@ def _attention(model: Model, execution: Execution) -> Iterator[Parameter]:
 
 def _latent_attention(model: Model, execution: Execution) -> Iterator[Parameter]:
     ranks, heads = execution.tensor_parallel, model.num_attention_heads
-    # Transformer Engine's projections down are whole on every rank.
+    # Transformer Engine's down projections are not split over the tensor-parallel ranks.
     down = 1 if execution.transformer_engine else ranks
     query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
     yield from _linear(
@@ -178,7 +179,7 @@ def _mlp(model: Model, width: int, ranks: int, hidden_size: int = 0) -> Iterator
 
 def _experts(model: Model, execution: Execution) -> Iterator[Parameter]:
     hidden_size, latent = model.hidden_size, model.moe_latent_size
-    yield Parameter(hidden_size * model.num_experts)  # the router
+    yield Parameter(hidden_size * model.num_experts)  # the matrix of the router
     if model.add_bias_linear:
         yield Parameter(model.num_experts)
     if latent:

@@ -203,7 +203,7 @@ class Rates:
         of_ranks = _distinct(ranks, choices) if choices else 1
         of_nodes = _distinct(nodes, choices) if choices else 1
         most, groups = exchange.groups
-        if choices and most and groups:  # each group is on so many nodes
+        if choices and most and groups:  # each group of ranks lies on this number of nodes
             of_nodes = min(of_nodes, most * max(nodes / groups, 1))
         within = (near - 1) / (near if choices else ranks)
         to_peers = of_ranks * within / self.peers
@@ -227,7 +227,8 @@ class Rates:
         if exchange.group is Group.TENSOR:
             return self.factors.of_gather(moved / exchange.ring_passes)
         if exchange.group is Group.EXPERT and not exchange.choices:
-            return self.factors.of_exchange(moved / 2)  # there and back
+            # The bytes count both directions of the exchange.
+            return self.factors.of_exchange(moved / 2)
         return 1.0
 
 
@@ -236,5 +237,5 @@ def _distinct(places: float, choices: int) -> float:
     return places * (1 - (1 - 1 / places) ** choices)
 
 
-# Rates of one core of a CPU, with gloo over the loopback interface.
+# Rates of one CPU core, with messages by gloo over the loopback interface.
 CPU = Rates.from_training_speed(operations=20e9, network=1e9, host=5e9, peers=1e9)

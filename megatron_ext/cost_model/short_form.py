@@ -71,7 +71,8 @@ class Described:
             "sequence": self.sequence,
             "vocabulary": self.vocabulary,
         }
-        # Otherwise the query groups divide the tensor-parallel ranks, which then share them.
+        # If the query groups divide the tensor-parallel ranks, several ranks share a group;
+        # otherwise the ranks have to divide the groups.
         if self.kv_heads and tensor_parallel % self.kv_heads:
             divided["kv-heads"] = self.kv_heads
         for name, size in divided.items():
@@ -90,7 +91,7 @@ class Described:
         )
 
 
-# The number of layers is limited further, as each one takes memory in the description.
+# The limit of layers is lower than other limits, as each layer takes memory in the description.
 _MOST_LAYERS, _MOST = 100_000, 10**12
 
 _BOOLEANS = {"true": True, "false": False}

@@ -60,7 +60,7 @@ class Tower:
         return -(-self.patches // self.images)
 
 
-# Tokens of an image by default: 448 x 448 pixels in patches of 14 x 14.
+# Default number of tokens of an image: 448 x 448 pixels in patches of 14 x 14.
 IMAGE = 1024
 
 # Sizes of a tower by the value of --vision-model-type, from examples/multimodal/config.py of

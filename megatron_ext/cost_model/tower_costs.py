@@ -26,12 +26,13 @@ def tower_costs(tower: Tower, execution: Execution, rates: Rates) -> TowerCosts:
     Frozen layers have neither I nor W and store nothing.
     """
     run = tower_execution(tower, execution)
-    # The measured rates are of the language model's layers, and are not used for the tower.
+    # Measured rates are not used for the tower, as they were measured with the language model's
+    # layers.
     rates = replace(rates, measured=None)
     model, trained = tower_layers(tower), tower.trained
     totals = [0.0, 0.0, 0.0]
     for name, seconds in seconds_by_component(model, Stage(model.layers), run, rates):
-        # The tower is a part of the first stage's pass, whose overhead counts once.
+        # The tower runs within the first stage's pass, so it adds no overhead of a pass.
         if name != PASS:
             of_layer = seconds.totals if trained is TowerTraining.ALL else (seconds.totals[0], 0, 0)
             totals = [total + more for total, more in zip(totals, of_layer, strict=True)]
@@ -41,7 +42,8 @@ def tower_costs(tower: Tower, execution: Execution, rates: Rates) -> TowerCosts:
         if trained is TowerTraining.NOTHING:
             backward = weights = 0.0
         elif trained is TowerTraining.PROJECTOR and operation is first:
-            backward = 0.0  # no layer before the projector is trained
+            # No layer before the projector is trained, so it computes no input gradient.
+            backward = 0.0
         for at, more in enumerate((forward, backward, weights)):
             totals[at] += tower.projectors * more
     held = 0.0

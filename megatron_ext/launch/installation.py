@@ -48,7 +48,8 @@ def install(config: PipelineConfig) -> Handle:
     patches = wanted_patches(config)
     problem = _too_late(patches)
     if problem is not None:
-        # Frames of an unreferenced exception may still refer to the functions to patch.
+        # An exception that nothing refers to may still hold frames that refer to functions to be
+        # patched, so garbage is collected first.
         gc.collect()
         problem = _too_late(patches)
     if problem is not None:
@@ -80,7 +81,7 @@ def _existing_model() -> str | None:
     if module is None:
         return None
     for candidate in gc.get_objects():
-        # The type is compared directly, as isinstance may run code of the object.
+        # `type` is compared, since isinstance may run code of the object.
         if issubclass(type(candidate), module.MegatronModule):
             return type(candidate).__name__
     return None

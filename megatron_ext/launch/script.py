@@ -74,10 +74,10 @@ class Chosen:
     dropped: tuple[str, ...] = ()
 
 
-# Function of the words after the script, the settings and the world size.
+# Type of a function that gets the words after the script, the settings and the world size.
 ChoosePlan = Callable[[Sequence[str], PipelineConfig, int], Chosen]
-# Function that applies the patches of one rank's rehearsal under the settings and returns the words
-# to add.
+# Type of a function that applies the patches of a rehearsed rank and returns the words to add to
+# the command.
 PrepareRehearsal = Callable[[PipelineConfig], Sequence[str]]
 
 
@@ -135,8 +135,8 @@ def launch(
             words, dropped = [*words, *chosen.flags], chosen.dropped
             config = PipelineConfig.parse(**(given | added | given_in(chosen.flags)))
         if recorded is not None:
-            # The recording patches come first, so actions that our patches defer are recorded when
-            # they run.
+            # The patches that record a run are applied first, so that actions which other patches
+            # defer are recorded when they run.
             _record(recorded)
         if prepare_rehearsal is not None:
             words = [*words, *prepare_rehearsal(config)]
@@ -249,7 +249,7 @@ def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": partial(_of_slurm, env, "SLURM_LOCALID"),
         "LOCAL_WORLD_SIZE": partial(_tasks_on_first_node, env),
         "MASTER_ADDR": partial(_first_host_of, env),
-        # Each job has a port of its own, so that jobs that share a node do not meet.
+        # Each SLURM job gets a port of its own, so that jobs on one node do not meet.
         "MASTER_PORT": lambda: str(20000 + int(_of_slurm(env, "SLURM_JOB_ID", "0")) % 20000),
     }
     return {name: find() for name, find in wanted.items() if name not in env}

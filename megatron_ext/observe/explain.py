@@ -18,8 +18,8 @@ from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.timeline import Event, Timeline
 
 TOP = 3
-WORTH_NAMING = 0.005  # least cause that is named, as a share of the makespan
-SLOW = 1.5  # a pass that takes this many times the median of its stage and kind
+WORTH_NAMING = 0.005  # least cause of a bubble that is named, as a share of the makespan
+SLOW = 1.5  # a pass is slow if it takes this multiple of the median of its stage and kind
 SLOW_PASSES_TRIED = 10
 
 
@@ -70,7 +70,7 @@ def explain(measured: Timeline, predicted: Timeline) -> Explanation:
     work = sum(map(step.at_par, step.events)) / len(measured.compute)
     costs = {e.action: e.end - e.start for row in predicted.compute for e in row}
     scale = work / predicted.work
-    # Makespan that remains when one cause after the other is replaced by its ideal.
+    # Makespans that remain when causes are replaced by their ideal, one after the other.
     left = {
         MakespanPart.MESSAGES: step.makespan(step.seconds, step.delay_without_messages),
         MakespanPart.BETWEEN: step.makespan(step.seconds, _no_delay),
@@ -105,7 +105,7 @@ class _Step:
         self.events = {event.action: event for row in measured.compute for event in row}
         ready = self.replay.ready(self.events)
         self.delays = {a: event.start - max(ready[a]) for a, event in self.events.items()}
-        # The sender of the message that a pass waits for, if there is one.
+        # Rank that sends the message which a pass waits for, if there is one.
         self.sender: dict[Action, int] = {}
         for action, event in self.events.items():
             makers = [self.events[maker] for maker in self.replay.inputs[action]]
@@ -201,7 +201,8 @@ class _Step:
             def at_once(action: Action, blocked: set[Action] = blocked) -> float:
                 return 0.0 if action in blocked else self.delays[action]
 
-            worst = max(actions, key=self.delay)  # the first of equal delays, in every process
+            # The first of equal delays is taken, so that every process names the same action.
+            worst = max(actions, key=self.delay)
             total = _ms(sum(map(self.delay, actions)))
             amounts = f"{total} in all, most before {worst}: {_ms(self.delays[worst])}"
             if sender is None:

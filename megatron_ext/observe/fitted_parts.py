@@ -17,15 +17,17 @@ from numpy.typing import NDArray
 
 from megatron_ext.cost_model.measured.scale import DEPTH
 
-FORWARD, BACKWARD, WEIGHT = slice(0, 1), slice(1, 3), slice(2, 3)  # passes of a triple
+# Positions of passes in a triple of F, I and W.
+FORWARD, BACKWARD, WEIGHT = slice(0, 1), slice(1, 3), slice(2, 3)
 PassTriple = tuple[float, float, float]  # seconds of F, I and W
 
 _EACH = "each pass"
-_DISTINGUISHABLE = 0.02  # singular values below this share of the largest one are noise
-# The estimate of a part is in doubt if no stage sees more than this share of its scale.
+_DISTINGUISHABLE = 0.02  # singular values below this share of the largest one are taken for noise
+# The estimate of a model part is in doubt if every stage depends on it by less than this share of
+# its scale.
 _UNSEEN = 0.05
-_COUNTS = 0.01  # parts below this share of all stages are not in doubt
-DOUBT = 2.0  # factor of doubt about a part that no stage tells apart from others
+_COUNTS = 0.01  # model parts below this share of all stages are not reported as in doubt
+DOUBT = 2.0  # factor by which a part that no stage tells apart from other parts may differ
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,8 @@ class ModelParts:
         expected *= sums.sum() / max(expected.sum(), 1e-30)
         scales = 1 + np.linalg.pinv(expected, rcond=_DISTINGUISHABLE) @ (sums - expected.sum(1))
         fitted = expected * np.maximum(scales, 0.0)
-        # What is left is due to a slower rank or to noise: each part keeps its share of a stage.
+        # The remaining difference is due to a slower rank or to noise: each part keeps its share of
+        # the stage.
         fitted *= (sums / np.maximum(fitted.sum(1), 1e-30))[:, None]
         of_one = fitted.sum(0) / np.maximum(table.sum(0), 1.0)
         return self.counts(stages) * of_one

@@ -20,8 +20,8 @@ from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Timeline
 
-POINTS = 0.05  # largest difference of a measured bubble share from the predicted one
-PATIENCE = 100  # iterations after which a remark is logged
+POINTS = 0.05  # largest accepted difference between measured and predicted bubble share
+PATIENCE = 100  # number of iterations with a larger difference after which a remark is logged
 
 
 def telling_passes(program: Program, rank: int) -> list[int]:
@@ -211,7 +211,7 @@ def _begins(schedule: Schedule, ranks: Sequence[RankSums]) -> list[float]:
         for chunk, stage in enumerate(stages):
             sums = rank.times[4 * chunk : 4 * chunk + 4]
             times[stage] = [time / rank.steps for time in sums]
-    # The least offset of the second rank of each two neighbours.
+    # Least clock offset of the second rank for each two neighbouring ranks.
     least: dict[tuple[int, int], list[float]] = {}
     pairs = []
     for stage in range(placement.last):
@@ -253,7 +253,7 @@ class Departure:
     """
 
     def __init__(self) -> None:
-        self._iterations = 0  # number of iterations in which the bubble has differed, up to now
+        self._iterations = 0  # number of iterations so far in which the bubble has differed
         self._has_told = False
 
     def see(self, metrics: Metrics, iterations: int) -> str | None:

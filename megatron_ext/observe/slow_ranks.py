@@ -21,8 +21,8 @@ from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.rank_speeds import RankSpeeds
 from megatron_ext.schedule.timeline import Timeline
 
-SLOW = 0.05  # a rank is slow if it takes this share more than the others; less is noise
-PATIENCE = 100  # iterations of slowness after which a line is logged, since somebody should look
+SLOW = 0.05  # share of time by which a slow rank exceeds the others; less is noise
+PATIENCE = 100  # number of slow iterations of a rank after which the log names the rank
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class SlowRanks:
     """Watcher that remarks, once, that the same ranks have been slow for `PATIENCE` iterations."""
 
     def __init__(self) -> None:
-        # Number of iterations that each rank has been slow, up to now.
+        # Number of iterations so far in which each rank has been slow.
         self._iterations: dict[int, int] = {}
         self._told: set[int] = set()
 

@@ -45,21 +45,23 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.stock_executor import StockExecutor
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
 
-NAME = "trace.json"  # name of the file in the folder that a training run is given
+NAME = "trace.json"  # name of a trace in the folder that a training run is given
 _VERSION = 3
 _BEGIN = f'{{"displayTimeUnit": "ms", "version": {_VERSION}, "traceEvents": ['
 _END = "\n]}\n"
 _LARGEST = 2**31  # largest trace in bytes that is read
-LARGEST_WRITTEN = 2**30  # by a training
+LARGEST_WRITTEN = 2**30  # largest trace in bytes that a training writes
 TRACED_OF_RUN = range(5, 8)  # iterations of a run that are traced by default
 
 
-_PASS, _PREDICTED_PASS, _REDUCTION = "compute", "predicted compute", "reduction"  # categories
-_STOCK = "a step of Megatron's own"  # event whose presence marks a step of stock
+# Categories of events in a trace.
+_PASS, _PREDICTED_PASS, _REDUCTION = "compute", "predicted compute", "reduction"
+# Name of an event that only steps of Megatron's own schedule have.
+_STOCK = "a step of Megatron's own"
 _PARTS = "parts of the model"  # event that holds the parts of the model
 _RESERVED = "reserved beyond allocated"  # event that holds the reserved bytes
 
-# `weight_shares` and `executor` of a step of stock.
+# The entries `weight_shares` and `executor` of a step of Megatron's own schedule.
 _OfStock = tuple[tuple[float, ...], StockExecutor]
 
 
@@ -141,7 +143,7 @@ class TraceFile:
         write_text_file(path, _BEGIN + _END)
         self._path = path
         self._is_empty = True
-        self._origin: float | None = None  # clock time that is 0 in the trace
+        self._origin: float | None = None  # seconds of the clock that are time 0 in the trace
         self._tracks: dict[tuple[int, str], int] = {}  # numbers of tracks by rank and title
 
     def add(self, step: TracedStep) -> None:
@@ -188,9 +190,10 @@ class TraceFile:
                 )
             try:
                 _write_all(file, text.encode())
-            except OSError as error:  # a full disk, perhaps
+            except OSError as error:  # for instance, the disk is full
                 file.seek(end)
-                # The file had these bytes before, so a full disk has room for them.
+                # The old end is written back. The file had these bytes before, so even a full disk
+                # has room for them.
                 file.write(_END.encode())
                 file.truncate()
                 raise OSError(error.errno, error.strerror, str(self._path)) from error
@@ -212,7 +215,7 @@ def bytes_of_step(simulated: Timeline) -> int:
     passes = tuple(event for row in simulated.compute for event in row)
     step = traced_step(1000, replace(simulated, events=passes), simulated, 1e-5)
     about = {"iteration": 1000, "schedule": simulated.schedule.name, "cost_factor": 1 / 3}
-    digits = 16  # digits of a measured time, more than a simulated one has
+    digits = 16  # digits of a measured time in the file
     return sum(
         len(json.dumps(event)) + digits * ("dur" in event) for event in _events_of(step, about)
     )
@@ -270,7 +273,7 @@ def read_trace(path: Path) -> list[TracedStep]:
             f"write a new trace with --pipeline-trace DIR"
         )
     iterations: dict[int, list[_Slice]] = {}
-    of_stock: dict[int, _OfStock] = {}  # by iteration
+    of_stock: dict[int, _OfStock] = {}  # entries of steps of Megatron's own schedule, by iteration
     parts: dict[int, ModelParts] = {}
     reserved: dict[int, tuple[float, ...]] = {}
     for number, event in enumerate(events):
@@ -442,7 +445,7 @@ def track_of(action: Action, placement: Placement) -> str | None:
     if rule.lane is Lane.COMPUTE:
         return "passes"
     if rule.where is Where.RANK:
-        return None  # messages of a few bytes and marks have no track
+        return None  # marks and messages of a few bytes take no time, so they have no track
     if rule.lane is Lane.SEND:
         return f"{action.kind} to rank {channel_of(action, placement).receiver}"
     if rule.lane is Lane.COLLECTIVE:

@@ -18,7 +18,8 @@ from megatron_ext.observe.what_if import TracedCosts
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.timeline import Timeline
 
-# A message is charged the first quartile of its delays, as longer ones include other waiting.
+# The seconds of a message are the first quartile of its delays, as longer delays contain other
+# waiting.
 _QUICK = 4
 
 

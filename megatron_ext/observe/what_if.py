@@ -31,11 +31,11 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.stock_executor import StockExecutor
 
-SHARES = (0.3, 0.5)  # least and largest share of B that is W
+SHARES = (0.3, 0.5)  # least and largest plausible share of W in B
 SECONDS = 60.0
 _WORTH = 0.001  # least gain, as a share of the time, for which a schedule may take more memory
-# Factors on `seconds_to_build` for families that ignore costs and for those that use them, with and
-# without a limit, measured on 8 ranks.
+# Factors on `seconds_to_build` of a schedule that is built with and without a memory limit, for
+# families that ignore costs and for families that use them; measured on 8 ranks.
 _BUILT, _FITTED = 2, 12
 
 
@@ -47,7 +47,8 @@ def weight_shares(costs: Costs) -> tuple[float, ...]:
     return tuple(w / (i + w) if i + w else 0.5 for i, w in pairs)
 
 
-_Passes = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]  # F, B, and W in B
+# Seconds of F and of B, and of W within B, by stage.
+_Passes = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,8 @@ def _tried(
     """
     resolved = choose(spec)
     if resolved.traits.searches:
-        # The time does not allow a search, and its result would take no longer.
+        # There is no time for a search; a schedule that a search finds takes no longer than this
+        # one.
         resolved = resolved.without_search
     placement = resolved.place(traced.schedule.placement.ranks)
     costs = traced.costs(placement.stages)
@@ -269,7 +271,7 @@ def _tried(
     limited = Problem(placement, traced.microbatches, costs, MemoryLimit(microbatches=stock.peak))
     try:
         within = _prospect(spec, build_program(resolved, limited), traced, stock)
-    except ValueError:  # the schedule needs more memory
+    except ValueError:  # the schedule does not fit into Megatron's memory
         within = None
     if within is not None:
         yield within

@@ -85,7 +85,7 @@ def read_run_command(words: Sequence[str]) -> RunCommand:
 def _split(words: Sequence[str], launch: Launch) -> RunCommand:
     launcher = list(words[: len(words) - len(launch.arguments) - 1])
     if launch.is_module:
-        launcher.pop()  # -m
+        launcher.pop()  # drops the -m before the module's name
     if launch.installs:
         place = len(launcher) - 1 - launcher[::-1].index("megatron_ext")
         del launcher[place - 1 : place + 1]

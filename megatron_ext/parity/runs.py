@@ -28,18 +28,19 @@ from megatron_ext.parity.run_command import RunCommand, recorded, saving
 from megatron_ext.recordings.comparable import refusal
 
 _LATEST = "latest_checkpointed_iteration.txt"
-_SHOWN = 12  # lines shown of the output of a failed run
+_SHOWN = 12  # number of lines that are shown of a failed run's output
 _LONGEST = 10_000  # longest line shown of that output, in characters
-# Errors that end a rank: ours and argparse's, the last line of a traceback, C++'s. torchrun's own
-# report follows them and names no reason.
+# Patterns of errors that end a rank: of megatron_ext, of argparse, the last line of a Python
+# traceback, and of C++. torchrun's own report follows them and names no reason.
 _REASON = re.compile(
     r"\berror\b[^:]*: |^(\[rank\d+\]:\s*)?(\w+\.)*\w*(Error|Exception)(:|$)|^\s+what\(\): "
 )
-# Lines that do not continue an error: of torch's log, of another traceback, an empty line.
+# Patterns of lines that do not continue an error: lines of torch's log, of another traceback, and
+# empty lines.
 _UNRELATED = re.compile(r"[IWE]\d{4} |(\[rank\d+\]:\s*)?(Traceback|$)")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
-# Function that receives the text at the start of a run, and at its end, with a newline.
+# Function that receives text when a run starts, and when it ends, with a newline.
 TellRun = Callable[[str], None]
 
 
@@ -260,7 +261,8 @@ def check_comparable(a: RunCommand, b: RunCommand) -> None:
     """
     parsed = [_arguments(command, name) for command, name in ((a, "A"), (b, "B"))]
     if any(arguments is None for arguments in parsed):
-        # Without Megatron on this machine the commands are not compared; the recordings are, later.
+        # Without Megatron on this machine the two commands cannot be compared in advance; their
+        # recordings are compared later.
         return
     one, other = (arguments or {} for arguments in parsed)
     both = {name for name in one if one[name] is not None and other.get(name) is not None}

@@ -28,18 +28,20 @@ from megatron_ext.schedule.problem import (
 )
 from megatron_ext.schedule.slices import Slices
 
-# Two estimates are a tie if they differ by less than this share of a step, or of a rank's bytes.
+# Largest difference of two estimates that counts as a tie, as a share of a step or of a rank's
+# bytes.
 ALIKE = 0.01
 
 
 class VocabMethod(enum.StrEnum):
     """How a plan treats embedding and output layer: as they are, with fewer layers, or split."""
 
-    # Nothing is done: embedding and output layer are on the first and the last stage.
+    # Embedding and output layer are whole, on the first and the last stage, as in Megatron's
+    # default.
     NAIVE = "naive"
     # The stages with the embedding and the output layer have fewer layers.
     REDISTRIBUTED = "redistributed"
-    ONE = VocabularyParallel.ONE.value  # embedding and output layer are divided over all ranks
+    ONE = VocabularyParallel.ONE.value  # embedding and output layer are split over all ranks
     TWO = VocabularyParallel.TWO.value
 
     @property

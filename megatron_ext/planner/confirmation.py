@@ -19,8 +19,8 @@ from megatron_ext.planner.planning_time import WHOLE_STEPS, until_end
 from megatron_ext.planner.verdict import Alternative, Verdict, Written, eligible, verdict_of
 from megatron_ext.schedule.problem import Offload
 
-# Share of the shortest step by which an alternative may be slower and is still built whole, since
-# it may prove to be shorter.
+# An alternative is built as a whole program, too, if its estimate is slower than the shortest step
+# by at most this share, since the program may prove to be shorter.
 CLOSE = 0.02
 _LIMIT = "--pipeline-memory-limit"
 
@@ -54,7 +54,7 @@ def confirmed_verdict(
         found = verdict_of(confirmation.baseline, confirmation.pool, free)
         recommended = [one for one in (found.taken, found.stock) if one is not None]
         if confirmation.judge_next(recommended) or confirmation.build_next():
-            continue  # the verdict may have changed, so it is found once more
+            continue  # the plan's recommendation may have changed, so it is looked for once more
         return found, confirmation.plan
 
 
@@ -177,9 +177,10 @@ def without_idle_limit(one: Alternative) -> Alternative:
     if made.limit is None or _LIMIT not in written.added:
         return one
     options = made.variant.problem.options
-    if options.recompute.fit or options.activation_offload is Offload.FIT:  # fit into the limit
+    # Recompute fit and offload fit need a memory limit.
+    if options.recompute.fit or options.activation_offload is Offload.FIT:
         return one
-    # If the user gives no limit, searches stay within 1F1B's memory.
+    # Without a limit from the user searches stay within the memory of 1F1B.
     if made.variant.resolved.traits.searches and made.report.peak > made.report.pp:
         return one
     problem = replace(made.variant.problem, memory_limit=None)

@@ -20,9 +20,9 @@ from megatron_ext.planner.limits import limit_left
 from megatron_ext.planner.planner import VariantOf
 from megatron_ext.schedule.limit import MemoryLimit
 
-LIMITS = 12  # most memory limits of a curve
+LIMITS = 12  # largest number of memory limits on a curve
 MICROBATCHES_PER_RANK = (0.5, 1, 2, 4, 8)
-MOST_LINES = 6  # most schedules in the curves by microbatches
+MOST_LINES = 6  # largest number of schedules in the picture of time by number of microbatches
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ def curves_of(plan: Plan, variant_of: VariantOf, allowed_bytes: float | None = N
         for candidate in searched:
             front = by_limit.setdefault(candidate.schedule, [])
             for within in _limited(_variant(candidate, variant_of), allowed_bytes):
-                # A limit too low for a single microbatch is skipped.
+                # A limit below the memory of a single microbatch is skipped.
                 with contextlib.suppress(ValueError):
                     made = consider(within, candidate.method, allowed_bytes)
                     if not front or made.step < front[-1].step:
-                        # A schedule may store no less despite its lower limit.
+                        # A lower limit may give a schedule that stores no less memory.
                         while front and front[-1].holds >= made.holds:
                             front.pop()
                         front.append(made)
@@ -75,7 +75,7 @@ def curves_of(plan: Plan, variant_of: VariantOf, allowed_bytes: float | None = N
 
 def _variant(candidate: Candidate, variant_of: VariantOf) -> Variant:
     variant = variant_of(candidate.schedule, candidate.method)
-    assert variant is not None  # each candidate was made from a variant
+    assert variant is not None  # every candidate was made from a variant
     return replace(variant, may_recompute=False)
 
 
@@ -117,7 +117,8 @@ def _by_microbatches(
         {math.ceil(times * ranks) for times in MICROBATCHES_PER_RANK} | {microbatches}
     ):
         problem = replace(variant.problem, microbatches=number)
-        # A schedule that refuses the number of microbatches, or does not fit, is skipped.
+        # A schedule that refuses this number of microbatches, or exceeds the memory, has no point
+        # on the curve.
         with contextlib.suppress(ValueError):
             other = replace(variant, resolved=resolved, problem=problem)
             yield number, consider(other, candidate.method, allowed_bytes).step

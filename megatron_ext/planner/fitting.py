@@ -66,7 +66,8 @@ def consider(
                 0, _consider(without_overlap, method, allowed_bytes, may_offload, at_most)
             )
         except ValueError:
-            # Without this alternative, overlapped passes have another order, which may still fit.
+            # If the program without overlap cannot be made, the program with overlapped passes may
+            # still fit, since its order differs.
             if not candidates:
                 raise
         return min(candidates, key=by_time)
@@ -104,14 +105,15 @@ def _consider(
     return min(candidates, key=by_time)
 
 
-# Factor between a step and the lower bound without a limit, from which the memory limit counts as
-# slowing the step.
+# Factor between a step and its lower bound without a memory limit. From this factor on the limit
+# counts as slowing the step.
 SLOWED = 1.1
 
 
 def _is_slowed_by_memory(variant: Variant, candidate: Candidate) -> bool:
     """Return whether the step of a schedule would probably be shorter with more memory."""
-    # Recompute and offload may need a limit to fit into, and by themselves shorten no step.
+    # Recompute and offload are left aside here: they may need a memory limit, and by themselves
+    # shorten no step.
     stays = variant.problem.with_options(recompute=Recompute(), activation_offload=Offload.NONE)
     unlimited = replace(stays, memory_limit=None)
     return candidate.step > SLOWED * least_time(unlimited, variant.resolved.traits.splits_backward)
@@ -135,9 +137,9 @@ def _as_requested(variant: Variant, method: VocabMethod, allowed_bytes: float | 
     """
     left = limit_left(variant, allowed_bytes)
     if left is not None and variant.problem.memory_limit is None:
-        # A limit holds for all ranks, and is what the model leaves on its fullest rank. If no
-        # schedule meets the limit, a schedule without one may still fit: the rank with the largest
-        # model may store the fewest activations.
+        # A schedule's memory limit holds for all ranks, and is what the model leaves free on its
+        # fullest rank. If no schedule meets this limit, a schedule without one may still fit, since
+        # the rank with the largest part of the model may store the fewest activations.
         with contextlib.suppress(ValueError):
             return _candidate(
                 replace(variant, problem=replace(variant.problem, memory_limit=left)), method

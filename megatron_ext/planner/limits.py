@@ -14,7 +14,8 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem, Recompute, VocabularyParallel
 from megatron_ext.search.bounds import lower_bound
 
-# A long step this close to the lower bound is not searched for, as little can be gained.
+# A long step is not searched for if it exceeds the lower bound by no more than this share, since
+# little could be gained.
 CLOSE = 0.02
 
 
@@ -49,7 +50,8 @@ def least_time(problem: Problem, splits_backward: bool) -> float:
 
     ``splits_backward`` says whether the backward pass may be split into I and W.
     """
-    # Recompute may meet the limit in its own way, so the bound ignores both.
+    # Recompute may free as much memory as the limit requires, so the bound ignores the limit and
+    # recompute.
     if problem.options.recompute != Recompute():
         options = replace(problem.options, recompute=Recompute())
         problem = replace(problem, memory_limit=None, options=options)

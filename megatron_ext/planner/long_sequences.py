@@ -30,21 +30,23 @@ from megatron_ext.planner.training import TrainedModel, Training
 from megatron_ext.planner.verdict import NOTHING, Written
 from megatron_ext.schedule.slices import UNCUT, Lengths, Slices
 
-LONG = 8192  # tokens of a sequence from which context parallelism is compared too
+LONG = 8192  # length of a sequence in tokens from which context parallelism is also compared
 COUNTS = (2, 4, 8)
-# Schedules that are compared with slices. SlimPipe's order equals interleaved's if slices are a
-# multiple of ranks.
+# Schedules that are compared with slices of sequences. SlimPipe's order is not among them, since it
+# equals interleaved's if the number of slices is a multiple of the ranks.
 SPECS = (
     *("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-auto"),
     *("zb-v", "v-half", "v-min"),
 )
 WHOLE_SEQUENCES, FULL_RECOMPUTE = "whole sequences", "--recompute-granularity full"
-# Least gain, as a share of a step, for which slices are recommended; no GPU has measured their
-# price.
+# Least gain for which slices are recommended, as a share of a step. No GPU has measured what slices
+# cost.
 WORTH_SLICES = 0.03
-# Schedules for one chunk a rank, and for two with both ends on one rank.
+# Schedules for one chunk per rank, and for two chunks with the first and the last stage on one
+# rank.
 _PLACED = ("zb-h1", "zb-v")
-# Longest time in seconds to build a program that is compared here; longer ones are only named.
+# Longest time in seconds to build a program that is compared here. Schedules that take longer are
+# only named.
 _SECONDS = 0.3
 _IF_RECOMPUTED = "it fits if some activations are recomputed"
 

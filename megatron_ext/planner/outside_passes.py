@@ -16,7 +16,7 @@ from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.reductions import seconds_of_a_byte
 from megatron_ext.schedule.action import Kind
 
-_FP32 = 4  # bytes
+_FP32 = 4  # bytes of an fp32 number
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,13 @@ def seconds_outside_passes(
     assert passes is not None
 
     def overlappable(dense: float, experts: float, element: float) -> float:
-        # The last bucket is always exposed, and counted elsewhere.
+        # The reduction of the last bucket never overlaps a pass, and is counted elsewhere.
         rest = max(dense - state.bucket * element, 0.0)
         return rest * each_dense + experts * each_of_experts
 
     reduction = overlappable(dense[1], experts[1], state.gradient_bytes)
-    if not state.distributed:  # an all-reduce sends the bytes twice
+    # An all-reduce sends the bytes twice, once to sum and once to distribute.
+    if not state.distributed:
         return seconds + max(2 * reduction - passes.backward, 0.0)
     gather = overlappable(dense[0], experts[0], state.weight_bytes)
     return seconds + max(reduction - passes.backward, 0.0) + max(gather - passes.forward, 0.0)
@@ -92,9 +93,11 @@ def seconds_outside_passes(
 def _exposed_bytes(
     weights: float, gradients: float, state: TrainingState, framework: Framework
 ) -> float:
-    if framework is Framework.PYTORCH:  # gradients are summed in fp32, whole, and weights gathered
+    # Plain PyTorch sums all gradients in fp32 after the passes, and gathers weights.
+    if framework is Framework.PYTORCH:
         return 2 * gradients * _FP32 / state.gradient_bytes + weights * state.distributed
-    exposed = gradients + (weights if state.distributed else gradients)  # a sum sends bytes twice
+    # An all-reduce of gradients sends their bytes twice.
+    exposed = gradients + (weights if state.distributed else gradients)
     if state.bucket:
         of_bucket = state.bucket * (state.gradient_bytes + state.weight_bytes)
         exposed = min(exposed, of_bucket)

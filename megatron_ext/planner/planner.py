@@ -33,11 +33,11 @@ from megatron_ext.schedule.limit import MemoryLimit
 # Function from a spec and a vocabulary method to the problem to solve; None if the two are not
 # compared. It raises ValueError if no problem exists.
 VariantOf = Callable[[str, VocabMethod], Variant | None]
-SpecWithMethod = tuple[str, VocabMethod]  # a spec, and its method for the vocabulary
+SpecWithMethod = tuple[str, VocabMethod]  # spec of a schedule, and method for its vocabulary
 
 _MATURITIES = tuple(Maturity)  # maturities in the order of comparison: stable schedules come first
-SEARCHED = 2  # number of searches that run with each vocabulary method
-_WHATEVER = ", whatever its order"  # end of a refusal if a bound proves that any order takes longer
+SEARCHED = 2  # number of searches that are run for each vocabulary method
+_WHATEVER = ", whatever its order"  # end of a refusal whose bound holds for every order of passes
 NO_TIME = "not compared: the time of the plan was over"
 
 
@@ -270,7 +270,7 @@ def _check_promising(
         )
     if problem.options.pairs:  # no lower bound of steps with overlapped passes is known
         return
-    # Recompute makes a step longer and loosens any limit, so the bound ignores both.
+    # Recompute may meet any memory limit and makes a step longer, so the lower bound ignores both.
     if variant.may_recompute:
         problem = replace(problem, memory_limit=None)
     elif allowed_bytes is not None and variant.model is not None and problem.memory_limit is None:

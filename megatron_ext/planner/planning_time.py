@@ -18,17 +18,19 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
 
-# Kinds of alternatives that a plan compares, as its text names those that it left out.
+# Kinds of alternatives that a plan compares. Its text names the kinds for which time was too short.
 SCHEDULES, LAYOUTS = "schedules", "layouts of the layers"
 RECOMPUTE, PAIRS, SLICES = "other recompute", "passes in pairs", "slices"
 WHOLE_STEPS = "whole steps of long ones"
 
-LIMIT = 50.0  # limit in CPU seconds of the comparison; the winner is built whole after it
-# CPU seconds after which an exception is raised once more, if a destructor swallowed it.
+LIMIT = 50.0  # CPU seconds for comparisons; the winner is built as a whole program after them
+# CPU seconds after which the exception that ends a comparison is raised once more, if a destructor
+# has swallowed it.
 _REPEAT = 0.5
-# An exception in a callback from numba's compiler, which is C++, would only be printed.
+# The exception is not raised in callbacks from numba's compiler (C++), where it would only be
+# printed; it is tried again soon.
 _COMPILER = "llvmlite"
-_SOON = 0.01  # CPU seconds
+_SOON = 0.01  # CPU seconds until the exception is tried again
 
 
 class PlanningEnd(BaseException):

@@ -24,7 +24,7 @@ from megatron_ext.planner.spread import ComparisonKind, GainSpread
 from megatron_ext.schedule.problem import Recompute
 from megatron_ext.schedule.stock_executor import STOCK
 
-WORTH = 0.02  # least gain, as a share of a step, that an estimate can tell
+WORTH = 0.02  # least gain that an estimate can show, as a share of a step
 
 
 @dataclass(frozen=True)

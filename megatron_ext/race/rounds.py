@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 TURNS = 2  # turns of each schedule in a round
-WARM_UP = 1  # first iterations of a turn, right after a switch, which are not timed
-TIMED = 4  # iterations of a turn that are timed
+WARM_UP = 1  # first iterations of a turn, right after the schedule was changed, which are not timed
+TIMED = 4  # number of timed iterations of a turn
 ROUNDS = 5
-ROUNDS_TO_DROP = 2  # rounds after which a candidate can first be dropped
-SLOWER = 0.02  # a candidate is dropped if even its upper quartile is slower by more than this
+ROUNDS_TO_DROP = 2  # number of rounds after which a schedule can first be dropped from the race
+# A schedule is dropped if even its upper quartile is slower than the baseline by this share.
+SLOWER = 0.02
 
 Round = Mapping[str, Sequence[float]]  # seconds of an iteration in each turn, by schedule
 
@@ -71,7 +72,7 @@ class Race:
         self.candidates = list(candidates)
         self.dropped: dict[str, str] = {}
         self.rounds: list[Round] = []
-        # Turns of the current round: schedule and seconds.
+        # Turns of the current round: schedule, and seconds of an iteration.
         self._turns: list[tuple[str, float]] = []
 
     @property

@@ -145,11 +145,11 @@ def argument_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str
     }
 
 
-# Defaults of our flags, which stand for their values in runs of Megatron's own.
+# Defaults of megatron_ext's flags, which stand for the flags in runs that have none.
 _OURS = vars(add_flags(argparse.ArgumentParser(add_help=False)).parse_args([]))
 
 
-# Settings of ours that by design add the terms of some sum in another order.
+# Settings of megatron_ext that by design add the terms of some sum in another order.
 _ORDER_OF_SUMS = (
     *_SLICES,
     "pipeline_vocab_parallel",

@@ -41,7 +41,8 @@ from megatron_ext.recordings.scalars import (
 # Relative size of the last bit of a single-precision loss: a sum with another order of terms may
 # differ by it.
 _LAST_BIT = 2.0**-23
-NORM_ULPS = 8  # most ulps between norms whose squares were summed in another order
+# Largest difference in ulps between two norms whose squares were summed in different orders.
+NORM_ULPS = 8
 
 
 class ParityVerdict(enum.StrEnum):

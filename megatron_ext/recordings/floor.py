@@ -16,9 +16,9 @@ from statistics import median
 from megatron_ext.recordings.run_recording import RunRecording, Tensor
 from megatron_ext.recordings.ulps import Difference, bits_difference
 
-CHANCE = 2.0  # largest factor between the differences of two pairs of runs of one command
-# Largest factor between the differences of two orders of sums from a third order: slices split each
-# sum over tokens, and reversed microbatches only the sum over microbatches.
+CHANCE = 2.0  # largest factor between the noise of one pair of runs and that of another pair
+# Largest factor between what two changes of the order of sums change: slices split each sum over
+# tokens, and reversed microbatches change only the sum over microbatches.
 ORDERS = 32.0
 
 

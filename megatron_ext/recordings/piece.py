@@ -31,7 +31,7 @@ STORED_AS: Mapping[str, str] = {
 
 STATES = "optimizer.state."  # prefix of names of optimizer states
 
-# Offset, shape, start and stop of a piece.
+# Offset, shape, start and stop of a piece of a tensor.
 Place = tuple[tuple[int, ...], tuple[int, ...], int, int]
 
 

@@ -20,7 +20,8 @@ from megatron_ext.recordings.writing import FORMAT, bytes_file, lines_file
 
 PieceDigests = Mapping[Piece, int]
 _DIGESTS = 1 << 63  # bound of digests, which are signed integers of 64 bits
-# Longest line in bytes; the line of an iteration has a figure for each piece of a rank.
+# Longest line of a recording in bytes. The line of an iteration has a number for each piece of a
+# tensor on a rank.
 _LONGEST = 2**26
 _SHOWN = 60  # longest value in characters that an error shows
 
@@ -225,7 +226,7 @@ def _contents(file: Path) -> tuple[list[tuple[_Line, RankIteration]], _Line | No
 
 
 def _lines(file: Path) -> Iterator[_Line]:
-    # The bytes of a long run may be larger than this machine's memory.
+    # Lines are read one by one, as a long recording may be larger than this machine's memory.
     with file.open("rb") as opened:
         for number, text in enumerate(iter(partial(opened.readline, _LONGEST + 1), b""), 1):
             if len(text) > _LONGEST:

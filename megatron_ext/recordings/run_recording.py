@@ -21,9 +21,9 @@ from megatron_ext.recordings.ulps import Bits
 from megatron_ext.recordings.writing import bytes_file, lines_file
 
 Tensor = tuple[str, tuple[int, ...]]  # a tensor's name in torch_dist, and its index there
-# The copies of a tensor: rank and digest for each place.
+# Copies of a tensor's piece: rank and digest of each copy.
 Copies = Mapping[Place, Sequence[tuple[int, int]]]
-_SUM = 1 << 64  # modulus of digests: those of a tensor's pieces add up to the tensor's
+_SUM = 1 << 64  # modulus of digests; the digests of a tensor's pieces add up to the tensor's digest
 
 
 def readable_name(tensor: Tensor) -> str:

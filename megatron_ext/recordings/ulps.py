@@ -14,7 +14,7 @@ import numpy as np
 from megatron_ext.recordings.piece import STORED_AS
 
 Bits = np.ndarray  # array of the signed integers in `STORED_AS`
-_BLOCK = 1 << 22  # elements that are compared at once
+_BLOCK = 1 << 22  # number of elements that are compared at a time
 _INFINITY = {
     "float64": 0x7FF0 << 48,
     "float32": 0x7F80 << 16,
@@ -97,7 +97,7 @@ def as_numbers(bits: Bits, dtype: str) -> np.ndarray:
         wide = bits.view(np.uint16).astype(np.uint32) << 16
         return wide.view(np.float32).astype(np.float64)
     if dtype.startswith("float8"):
-        # The distance in ulps is good enough to compare sizes by.
+        # The distance in ulps is exact enough to tell which of two differences is larger.
         return _ordered(bits, dtype).astype(np.float64)
     real = {"bool": "uint8"}.get(dtype, dtype)
     return bits.view(np.dtype(real)).astype(np.float64)

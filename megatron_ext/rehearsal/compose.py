@@ -24,7 +24,7 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.timeline import Event, Timeline
 
-_Place = tuple[int, Kind, int]  # a rank's chunk, the kind and the microbatch of a pass
+_Place = tuple[int, Kind, int]  # key of a pass on a rank: chunk, kind and microbatch
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def compose(
             moved[rank][str(action.kind)].append(end)
     return ComposedStep(
         Timeline(program.schedule, tuple(passes)),
-        # A replayed step begins with the wait for the rank's first message, which is in the
-        # composition already.
+        # In a replay a step begins with the wait for the rank's first message. The composition
+        # contains this wait already.
         max(map(seconds_outside, records.values())),
         tuple({name: tuple(ends) for name, ends in of_rank.items()} for of_rank in moved),
     )

@@ -16,7 +16,7 @@ import torch
 
 def load_kernels(text: str, names: Iterable[str]) -> dict[str, ctypes.c_void_p]:
     """Load the kernels in the PTX ``text`` into the current CUDA context. Return them by name."""
-    torch.zeros(1, device="cuda")  # makes the context current
+    torch.zeros(1, device="cuda")  # a first use of the device makes its CUDA context current
     module = ctypes.c_void_p()
     driver_call("cuModuleLoadData", ctypes.byref(module), text.encode())
     loaded = {}

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from megatron_ext.rehearsal.cuda_driver import load_kernels, start_kernel
 
-THREADS = 640  # threads of a block of NCCL's kernels
-# Registers of a thread that live while the kernel waits; with all others, rounded up, 96.
+THREADS = 640  # number of threads in a block of NCCL's kernels
+# Registers of a thread that stay in use while the kernel waits; with the other registers, rounded
+# up, there are 96.
 _REGISTERS = 84
 _WARP = 32
 
-# began: two numbers on the GPU, the first of which is the time of the device's clock in nanoseconds
-# at the begin of a step. moved: nanoseconds from then on.
+# Arguments of the kernel. began: two numbers on the GPU, the first of which is the device's clock
+# in nanoseconds at the start of a step. moved: nanoseconds from that time on.
 _HOLD = """
 .visible .entry {name}(.param .u64 began, .param .u64 moved)
 .reqntid {threads}, 1, 1

@@ -26,7 +26,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.problem import VocabularyParallel
 
-COSTS, TRACE = "costs.json", NAME  # names of files in the folder of a schedule
+COSTS, TRACE = "costs.json", NAME  # names of files in the folder of a rehearsed schedule
 
 
 def write_costs(
@@ -46,7 +46,7 @@ def write_costs(
         OSError: the file cannot be written.
     """
     program = prepared.program
-    # The estimate before the vocabulary was partitioned.
+    # The estimate is that of the costs before the vocabulary was partitioned.
     estimate = prepared.costs.unpartitioned or prepared.costs
     ranks = [
         figures

@@ -137,7 +137,7 @@ class _DeviceClock:
     """Clock of a GPU. Each channel has a CUDA stream of its own, as each NCCL communicator has."""
 
     def __init__(self) -> None:
-        holding_kernel()  # loaded before anything holds blocks
+        holding_kernel()  # loads the kernel before any kernel occupies thread blocks
         self._began = torch.zeros(2, dtype=torch.int64, device="cuda")
         self._streams: dict[str, torch.cuda.Stream] = {}
 
@@ -148,7 +148,7 @@ class _DeviceClock:
         if name not in self._streams:
             self._streams[name] = torch.cuda.Stream()
         stream = self._streams[name]
-        # As a kernel of NCCL's does, it begins behind all work that was launched before it.
+        # The kernel starts after all work that was launched before it, as NCCL's kernels do.
         stream.wait_stream(torch.cuda.current_stream())
         hold(stream, self._began, moved, blocks)
         return _StreamWait(stream.record_event())

@@ -239,7 +239,8 @@ def _schedule(
         path = folder / ESTIMATE
         path.parent.mkdir(parents=True, exist_ok=True)
         save_costs(_costs_of(parsed, spec), path)
-        # A file rounds costs, so the program is made from the file, as each rank makes it.
+        # The costs file has rounded costs, so the program is made with costs from the file, as each
+        # rank makes it.
         source = CostsSource(str(path))
         parsed = replace(
             parsed, variants=replace(variants, config=replace(variants.config, costs=source))
@@ -272,8 +273,8 @@ def _tables(judged: Judgement) -> Iterator[Schedule]:
     if judged.problem.options.vocab_parallel is VocabularyParallel.NONE:
         yield judged.program.schedule
         return
-    # Vocabulary passes have moved the program's other passes, so the family builds the schedule
-    # once more.
+    # The passes of vocabulary parallelism have moved the program's other passes, so the family
+    # builds the schedule anew.
     made: list[Schedule] = []
 
     def build(problem: Problem) -> Schedule:
@@ -300,7 +301,7 @@ def _written(request: LaunchRequest, parsed: ParsedLaunch, spec: str) -> Written
     return Written((flag("schedule"), spec, *words_of(options), *changed.added), changed.dropped)
 
 
-# Options of the launch command's schedule that are kept for each rehearsed schedule.
+# Options of the launch command's schedule that every rehearsed schedule keeps.
 _OPTIONS = (
     *("memory_limit", "vocab_parallel", "activation_offload", "recompute"),
     *("slices", "slice_lengths", "join_slice_weights", "post_validation"),

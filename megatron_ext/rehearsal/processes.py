@@ -21,8 +21,8 @@ from megatron_ext.rehearsal.request import FAILURE, RECORD, RankRequest, save_re
 from megatron_ext.rehearsal.server import LOG
 
 _SERVER = ("-m", "megatron_ext.rehearsal.server")
-_LAST_SECONDS = 5.0  # seconds for a process to end by itself before it is killed
-_SHOWN = 2**12  # bytes at the end of a log that are shown
+_LAST_SECONDS = 5.0  # seconds that a process has to end by itself before it is killed
+_SHOWN = 2**12  # number of bytes at the end of a log that are shown
 
 
 class RunsRanks(Protocol):

@@ -58,8 +58,8 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import DeviceClock, HostClock, Recording
 from megatron_ext.schedule.action import Kind
 
-# Loss scale for which gradients of 16 bits neither overflow nor vanish. Megatron begins with 2 **
-# 32, and skips steps until the scale fits.
+# Loss scale with which 16-bit gradients neither overflow nor vanish. Megatron begins with 2 ** 32,
+# and skips steps until the scale fits.
 LOSS_SCALE = 2.0**12
 
 
@@ -88,7 +88,7 @@ def rehearse_rank(request: RankRequest) -> RankRecord:
         record = rehearsed.record()
         save_rank_record(record, request.folder / RECORD)
         return record
-    except SystemExit as end:  # the launch has printed the user's mistake already
+    except SystemExit as end:  # megatron_ext has printed the user's mistake already
         why = end.__cause__ or RuntimeError(f"its script exits with {end.code}, see its output")
         raise rehearsed.failed(why) from end.__cause__
     except Exception as error:
@@ -189,8 +189,9 @@ class _RehearsedRank(StepObserver[ObservedStep]):
             received={name: torch.load(path) for name, path in request.received.items()},
         )
         self._times = MessageTimes(request.replay, is_on_gpu=not request.is_cpu)
-        self._begun = self._trained = 0  # training steps
-        self._timed: _TimedStep | None = None  # the step that runs
+        # Numbers of training steps that have begun, and that have ended.
+        self._begun = self._trained = 0
+        self._timed: _TimedStep | None = None  # the running step, if it is timed
         self._recorder: Recorder | None = None
         self._steps: list[RehearsedStep] = []
         self._pipeline_rank, self._pipeline_ranks = 0, 1
@@ -205,7 +206,7 @@ class _RehearsedRank(StepObserver[ObservedStep]):
         """
         _refuse(config)
         if config.schedule is None:
-            # These patches make the passes of Megatron's own schedule seen.
+            # These patches record the passes of Megatron's own schedule.
             apply(stock.patches(config))
         apply(p2p_communication.patches(self._send, self._receive))
         apply(last_copy.patches())
@@ -238,7 +239,7 @@ class _RehearsedRank(StepObserver[ObservedStep]):
             sent=self._values.sent(),
         )
 
-    # ---- Megatron's training loop (`rehearsal.StepWatcher`)
+    # ---- Calls from Megatron's training loop (`rehearsal.StepWatcher`)
 
     def set_up(self, model: Any) -> None:
         """Check the weights of ``model``, and note the loss scale for the gradients of peers.
@@ -255,7 +256,7 @@ class _RehearsedRank(StepObserver[ObservedStep]):
                 "models with frozen weights cannot be rehearsed: which stages need no backward "
                 "pass depends on the weights of other ranks"
             )
-        # Process groups other than the pipeline's have absent peers too.
+        # The peers of other process groups than the pipeline's are absent, too.
         if args.world_size > args.pipeline_model_parallel_size:
             _refuse_uninitialised()
 
@@ -297,7 +298,7 @@ class _RehearsedRank(StepObserver[ObservedStep]):
             self._allocated = max(self._allocated, torch.cuda.max_memory_allocated())
             self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
 
-    # ---- Passes
+    # ---- Passes of the rehearsed rank
 
     def begin(self, step: ObservedStep) -> None:
         self._pipeline_rank, self._pipeline_ranks = step.pipeline.rank(), step.pipeline.size()

@@ -32,12 +32,12 @@ _FILES = (
     *("--tensorboard-dir", "--wandb-project", "--exit-duration-in-mins"),
 )
 _LENGTH = ("--rampup-batch-size", "--exit-interval", "--eval-iters")
-# Settings that are dropped for a rank alone: they watch other ranks, search, or write.
+# Settings that a rehearsed rank drops, since they watch other ranks, search, or write files.
 _OURS = ("costs", *WATCHING)
 _UNTRIED = "is not tried in a rehearsal"
 
 
-# Megatron's switches that are not rehearsed, with what each one brings along.
+# Megatron's flags that cannot be rehearsed, each with what it brings along.
 _SWITCHES = {
     "use_sharp": "SHARP",
     "use_nccl_ub": "NCCL's user buffers",

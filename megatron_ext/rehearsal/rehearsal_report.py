@@ -209,7 +209,7 @@ def rank_result(
         estimated[action.kind].append(prepared.costs.of(action))
     if prepared.memory is not None:
         bytes_of = prepared.memory[rank_class.rank]
-        # No tensor takes CUDA's context, so it is subtracted.
+        # CUDA's context is subtracted from the memory, as no tensor can use it.
         predicted = bytes_of.total - bytes_of.model.context
         activations = bytes_of.activations
     return RankResult(

@@ -55,21 +55,21 @@ from megatron_ext.rehearsal.request import (
     sent_file,
 )
 
-# Rough seconds to import everything once, and to build a rank in a forked process. A process
-# without a fork takes both.
+# Rough seconds to import all packages once, and to build a rank in a forked process. A rank in a
+# process that is not forked takes both times.
 _IMPORTS, _FORK = 20.0, 9.0
 
-# CTAs that NCCL 2.28 takes for a message between two ranks, without a limit: over a network two
-# (ncclTopoGetNchannels in its src/graph/paths.cc); over NVLink of Hopper twice its 18 links, but at
+# CTAs that NCCL 2.28 uses without a limit for a message between two ranks: two over a network
+# (ncclTopoGetNchannels in its src/graph/paths.cc); over Hopper's NVLink twice its 18 links, but at
 # most the 32 of its collectives (ncclTopoComputeP2pChannels). The slowest link of a communicator
-# counts for all of its ranks. Read, not measured.
+# counts for all its ranks. These numbers were read in NCCL's source, and not measured.
 CTAS_BETWEEN_NODES, CTAS_OF_NVLINK = 2, 32
 
 _ENVIRONMENT = {
-    # torchrun sets this value for several ranks of a node, unless the user has set one.
+    # Value that torchrun sets if a node has several ranks, unless the user has set the variable.
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    # While Megatron is imported, it asks torch for a GPU. With this setting torch asks NVML and not
-    # the driver, after which no process could be forked.
+    # Megatron's import makes torch look for a GPU. With this setting torch uses NVML for that, not
+    # the CUDA driver, after which no process could be forked.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
@@ -326,7 +326,7 @@ class _Ranks:
         self.results: list[RankResult] = []
         self._request, self._prepared, self._folder = request, prepared, folder
         self._run, self._work = run, work
-        self._ran: set[Path] = set()  # folders of ranks that have run
+        self._ran: set[Path] = set()  # folders of the ranks that have been rehearsed
 
     def run(
         self, schedule: PreparedSchedule, step: ComposedStep | None = None

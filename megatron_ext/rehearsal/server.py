@@ -24,7 +24,7 @@ from megatron_ext.base.text_file import write_text_file
 from megatron_ext.base.words import shown
 from megatron_ext.rehearsal.request import FAILURE, load_request
 
-# Modules that together import torch, Megatron and Transformer Engine as a training does.
+# Modules whose import loads torch, Megatron and Transformer Engine as a training does.
 _RANK = "megatron_ext.rehearsal.rank"
 _EVERYTHING = (
     _RANK,
@@ -34,7 +34,7 @@ _EVERYTHING = (
 LOG = "log.txt"  # name of the file with a rank's output, in its folder
 _DEVICES, _DRIVER = "/dev/nvidia", "libcuda.so.1"
 _NOT_BEGUN = 3  # value of CUDA_ERROR_NOT_INITIALIZED
-_LONGEST = 2000  # longest failure in characters
+_LONGEST = 2000  # longest description of a failure in characters
 
 
 def serve() -> None:
@@ -43,7 +43,7 @@ def serve() -> None:
     for name in _EVERYTHING:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # otherwise each rank would copy the pages of all imported objects
+    gc.freeze()  # without this call each forked rank would copy the memory of all imported objects
     _reply(replies, {"used_cuda": cuda_use()})
     for line in sys.stdin:
         _reply(replies, {"status": _in_fork(Path(line.rstrip("\n")))})
@@ -73,7 +73,7 @@ def cuda_use(open_files: Path = Path("/proc/self/fd")) -> str:
     for link in sorted(open_files.iterdir()) if open_files.is_dir() else ():
         try:
             device = os.readlink(link)
-        except OSError:  # the file was closed meanwhile
+        except OSError:  # the file was closed between listing and reading
             continue
         if device.startswith(_DEVICES):
             return f"{device} is open" if _has_driver_begun() else ""
@@ -84,7 +84,7 @@ def _has_driver_begun() -> bool:
     try:
         driver = ctypes.CDLL(_DRIVER)
     except OSError:
-        return True  # a library other than CUDA's driver has opened the device
+        return True  # another library than CUDA's driver has opened the device
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_BEGUN)
 
 

@@ -20,9 +20,9 @@ from megatron_ext.rehearsal.record import SentValues
 from megatron_ext.rehearsal.request import BACKWARD, FORWARD
 from megatron_ext.schedule.action import Kind
 
-# Guessed size of the values in a message, as small models have them in their first step: outputs of
-# stages; gradients; outputs of the last stage, which its norm has scaled; gradients of the loss of
-# one of some thousand tokens.
+# Assumed root mean square of the values in a message, as small models have in their first step:
+# outputs of stages; gradients; outputs of the last stage, which its norm has scaled; gradients of
+# the loss of one of some thousand tokens.
 _GUESSES = {
     FORWARD: 0.03,
     BACKWARD: 1e-3,
@@ -34,9 +34,9 @@ _GUESSES = {
 }
 # Messages whose values grow with the loss scale.
 _GRADIENTS = (BACKWARD, str(Kind.BCAST_SW), str(Kind.BCAST_EW))
-_SLACK = 1 << 16  # numbers in a pool in addition to the largest tensor's
-_SHIFTED_ROWS = 64  # number of rows with which a real tensor may begin
-_SHIFT = 64 * 17  # numbers between the starts of two successive tensors in a pool
+_SLACK = 1 << 16  # numbers in a pool of random values beyond those of the largest tensor
+_SHIFTED_ROWS = 64  # number of rows, with each of which a copy of a real tensor may begin
+_SHIFT = 64 * 17  # numbers between the starts of two successive tensors in the pool
 
 
 class Values:
@@ -70,11 +70,11 @@ class Values:
         self._neighbours = neighbours
         self._are_zeros = are_zeros
         self._received = received or {}
-        # Rows of real values on the device, by direction.
+        # Rows of real values on the device, by direction of the message.
         self._real: dict[str, Tensor] = {}
-        # Tensors that this rank sends, by direction.
+        # Copies of the tensors that this rank sends, by direction of the message.
         self._kept: dict[str, Tensor] | None = None
-        # Squares of messages in the first step.
+        # Mean squares of the messages that were sent in the first step.
         self._squares: dict[str, list[float]] = defaultdict(list)
         self._sent: dict[str, SentValues] = {}
         self._is_first = True

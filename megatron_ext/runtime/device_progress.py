@@ -22,8 +22,8 @@ import torch
 from megatron_ext.runtime.position import Position
 from megatron_ext.schedule.action import Action, OverlappedPasses
 
-# Number of passes that the host is ahead of its device: enough to keep the device busy while the
-# host is briefly delayed, and no more, since the messages of each pass ahead still take memory.
+# Number of passes that the host may be ahead of its device. Two aims conflict: the device must stay
+# busy while the host is briefly delayed, and the messages of each pass ahead take memory.
 PASSES_AHEAD = 4
 
 
@@ -44,8 +44,8 @@ def record_event() -> DeviceEvent | None:
     """
     if not torch.cuda.is_initialized():
         return None
-    # A blocking event lets the waiting host sleep: the wait lasts for passes, and data loaders need
-    # the core.
+    # With a blocking event the waiting host sleeps. The wait lasts as long as passes, and data
+    # loaders need the CPU core.
     event = torch.cuda.Event(blocking=True)
     event.record()
     return event
@@ -87,11 +87,11 @@ class DeviceProgress:
     def __init__(self, record: Callable[[], DeviceEvent | None] = record_event) -> None:
         self.position: DevicePosition | None = None
         self._record = record
-        # Events after passes which no later pass has waited for yet.
+        # Events after passes for which the host has not waited yet.
         self._passes: deque[DeviceEvent] = deque()
-        # Positions whose event was not yet seen to have finished.
+        # Positions in the row whose event had not finished when it was last queried.
         self._given: deque[tuple[Position, DeviceEvent]] = deque()
-        # Newest position in `_given` at the latest look.
+        # Newest position in `_given` at the latest call of `look`.
         self._newest: tuple[Position, DeviceEvent] | None = None
         self._ended: Action | OverlappedPasses | str | None = None
         self._lock = threading.Lock()

@@ -15,7 +15,7 @@ from megatron_ext.runtime.stage_passes import PassContext, StagePasses
 from megatron_ext.schedule.action import Action, Kind, OverlappedPasses
 from megatron_ext.schedule.kinds import RULES
 
-NEIGHBOURS = 4  # actions shown on each side of a failing one
+NEIGHBOURS = 4  # actions that an error message shows before and after a failing action
 
 
 def execute(
@@ -87,7 +87,7 @@ class _Execution:
         for owner in owners:
             self.handlers |= owner.handlers()
         self.run_overlapped = run_overlapped
-        self.place, self.action = 0, self.row[0]  # the one that runs
+        self.place, self.action = 0, self.row[0]  # position in the row, and the action that runs
         self.last_gradient = {
             action.stage: action for action in row if RULES[action.kind].adds_to_gradients
         }
@@ -124,8 +124,9 @@ class _Execution:
         self.run_row()
 
     def run_row(self) -> None:
-        # A chunk's reduction starts after that of the chunk behind it in the model, whatever the
-        # program: data-parallel ranks may run different ones, and must reduce in one order.
+        # A chunk's gradient reduction starts after that of the next chunk of the model, whatever
+        # the program's order: data-parallel ranks may run different programs, and must start
+        # reductions in one order.
         unreduced, complete = sorted(self.last_gradient), set[int]()
         for place, action in enumerate(self.row):
             self.place, self.action = place, action

@@ -66,7 +66,8 @@ class SavedTensors:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = {parameter.untyped_storage()._cdata for parameter in parameters}
-        # A weak reference to a storage keeps the storage's address, so no other storage gets it.
+        # The weak reference keeps the address of a freed storage reserved, so that no other storage
+        # gets the address.
         self._references: dict[int, StorageWeakRef] = {}
         self._microbatches: dict[int, set[int]] = defaultdict(set)
         self._held: dict[tuple[Held, _Microbatch], dict[int, int]] = {}
@@ -98,7 +99,8 @@ class SavedTensors:
     def _look(self, whose: _Microbatch) -> Callable[[Tensor], Tensor]:
         def pack(tensor: Tensor) -> Tensor:
             self._note(tensor, Held.ACTIVATION, whose)
-            # The same memory without its graph, which would keep the tensor itself alive.
+            # A detached tensor refers to the same memory, and does not keep the autograd graph
+            # alive.
             return tensor.detach()
 
         return pack
@@ -137,7 +139,7 @@ class Allocated:
         gained = torch.cuda.memory_allocated() - before
         stage, kind, microbatch = action
         if _makes_activation(action):
-            # The output of R is sent nowhere, and is freed within the pass.
+            # R frees its output at once, since the output of F has been sent already.
             leaves = kind is Kind.FORWARD and stage < self._last
             gained += ((stage > 0) - leaves) * self._message_bytes
             self._gained[stage, Held.ACTIVATION][microbatch] = gained

@@ -63,10 +63,11 @@ def _report_uncaught_errors() -> None:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # Ctrl-C is sent to each rank that is to end, so it is not passed on.
+        # Ctrl-C reaches every rank of a launch that is to end, so other ranks need not be told.
         if isinstance(error, Exception):
             for recorder in list(_listening):
-                with contextlib.suppress(Exception):  # the error is shown even if this fails
+                # The rank's error is shown even if the report to others fails.
+                with contextlib.suppress(Exception):
                     recorder.failed_between_steps(error)
         show(kind, error, trace)
 
@@ -112,11 +113,12 @@ class Interruption:
             return  # this rank has failed too, and shows its own error
         where = recorder.report()
         recorder.interruption = words
-        # An interruption aborts messages only within a step. Between steps the device could take
-        # what an aborted message has left behind for gradients. Within a step the host notices the
-        # interruption before it leaves the step.
+        # Messages are aborted only within a step. Between steps the device could take the
+        # incomplete data of an aborted message for gradients; within a step the host notices the
+        # interruption before the step ends.
         if recorder.in_step:
-            for connection in recorder.connections():  # aborting a communicator may take long
+            # Each connection has a thread, as aborting a communicator may take long.
+            for connection in recorder.connections():
                 threading.Thread(target=connection.close, daemon=True).start()
         watchdog.say(f"{where}: it ends, as another rank has failed: {words}")
         end = time.monotonic() + watchdog.GRACE_SECONDS

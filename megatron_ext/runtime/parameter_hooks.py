@@ -21,10 +21,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 Hook = Callable[..., Any]
-# Hooks by the numbers of their handles, in the order in which they run.
+# Hooks by the numbers of torch's removable handles, in the order in which the hooks run.
 HooksByNumber = dict[int, Hook]
 
-# Qualified name of the hook's maker, in the class DistributedDataParallel.
+# Qualified name of the method that makes the hooks of Megatron's data-parallel wrapper.
 _WRAPPERS_HOOK = "DistributedDataParallel._make_backward_post_hook."
 
 
@@ -47,8 +47,8 @@ def hand_over(gradients: Mapping[Tensor, Tensor]) -> None:
     A tensor that is computed from others passes its gradient on to them.
     """
     with torch.enable_grad():
-        # Hooks of a tensor itself run only if an operation that has read the tensor passes the
-        # gradient on.
+        # Hooks of a tensor run only if an operation that has read the tensor passes a gradient
+        # back, so an operation (a view) is added.
         views = [tensor.expand_as(tensor) for tensor in gradients]
     torch.autograd.backward(views, list(gradients.values()))
 
@@ -113,7 +113,7 @@ def _tables(parameter: Tensor) -> Sequence[HooksByNumber]:
     return [*(table for table in tables if table), *_tables_of_node(parameter)]
 
 
-# Tables of hooks of each parameter's autograd node. They live as long as the node.
+# Tables of the hooks on the autograd node of each parameter; a table lives as long as its node.
 _of_nodes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -130,7 +130,7 @@ def _tables_of_node(parameter: Tensor) -> list[HooksByNumber]:
     for register in (node.register_prehook, node.register_hook):
         handle = register(_nothing)
         table = handle.hooks_dict_ref()
-        assert table is not None  # the node has it
+        assert table is not None  # the node keeps its table alive
         tables.append(table)
         handle.remove()
     _of_nodes[parameter] = [weakref.ref(table) for table in tables]

@@ -71,8 +71,8 @@ class Recorder:
         self._has_begun = False  # whether the first step has begun
         # `time.monotonic` seconds at the end of the latest step; None within a step.
         self._left: float | None = None
-        # The references are weak: threads that may close connections must not keep unused ones
-        # alive.
+        # The references are weak, so that a thread which may have to close connections does not
+        # keep unused ones alive.
         self._connections: list[weakref.ref[Closable]] = []
 
     @classmethod

@@ -76,7 +76,8 @@ class RecordedReduction:
     def __init__(self, stage: int, clock: Clock) -> None:
         self.stage = stage
         self.began = clock.record_event()
-        self.ends: list[Any] = []  # an event at the end of each work; the latest one counts
+        # Events at the ends of the recorded work; the latest event counts.
+        self.ends: list[Any] = []
         self.is_exact = True
         self._clock = clock
         self._futures: list[torch.futures.Future[None]] = []
@@ -104,7 +105,7 @@ class RecordedReduction:
             future.wait()
 
     def _mark_end(self, future: torch.futures.Future[Any]) -> None:
-        # With NCCL this call returns at once, and a stream waits for the work.
+        # With NCCL `wait` returns at once, and the current stream waits for the collective.
         self.ends.append(self._clock.record_event())
 
 

@@ -101,8 +101,8 @@ class StageIO(Owner):
             x = given
         elif self._placement.is_remote(stage, Neighbour.PREVIOUS):
             x = self._transport.received(Action(stage, Kind.RECV_F, microbatch))
-        # The input comes from a stage on this rank: the same memory, detached from that stage's
-        # graph.
+        # The input is the output of a stage on this rank: no copy is made, and the tensor is
+        # detached from that stage's autograd graph.
         else:
             x = self.outputs.pop((before, microbatch)).detach()
             self._stages[before].output_sent(microbatch)

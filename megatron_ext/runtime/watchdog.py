@@ -26,10 +26,11 @@ import torch
 
 from megatron_ext.runtime.recorder import Recorder
 
-GRACE_SECONDS = 3.0  # seconds that the main thread has to end by itself
+# Seconds that the main thread has to end after a signal, before the process is ended.
+GRACE_SECONDS = 3.0
 STUCK_SECONDS = 60.0
 LOOK_SECONDS = 1.0
-SAY_SECONDS = 1.0  # longest time in seconds that writing a line may take
+SAY_SECONDS = 1.0  # longest time in seconds that writing a line to stderr may take
 
 _Handler = Callable[[int, FrameType | None], None]
 _DEFAULTS: dict[int, _Handler | signal.Handlers] = {
@@ -52,7 +53,7 @@ class Watchdog:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorders = [recorder]
-        # Start of each position that was reported.
+        # Start times of the stuck actions that were reported, so that each is reported once.
         self._reported: dict[tuple[Recorder, str], float] = {}
         self._interrupted = False  # whether the main thread has handled Ctrl-C
         self._has_signals = False
@@ -88,7 +89,8 @@ class Watchdog:
         """Stop watching ``recorder``, whose training has ended."""
         if (running := cls._running) is None:
             return
-        # The containers are new, as the threads iterate over the old ones meanwhile.
+        # New containers replace the old ones, since the watching threads may be iterating over
+        # those.
         running._recorders = [other for other in running._recorders if other is not recorder]
         running._reported = {
             key: since for key, since in running._reported.items() if key[0] is not recorder
@@ -156,11 +158,11 @@ class Watchdog:
     def _signalled(self, signum: int) -> None:
         if not self._is_ours(signum):
             return  # another package's handler decides what the signal means
-        with contextlib.suppress(Exception):  # the process must end even if the report fails
+        with contextlib.suppress(Exception):  # the process must end even if its report fails
             say(f"got {signal.Signals(signum).name}: {self._report()}")
         time.sleep(GRACE_SECONDS)
         if signum == signal.SIGINT and self._interrupted:
-            return  # the main thread handles the KeyboardInterrupt, which may take long
+            return  # the main thread handles the KeyboardInterrupt, and may take long
         os._exit(128 + signum)
 
     def _report(self) -> str:
@@ -172,14 +174,15 @@ class Watchdog:
 
     def _watch_device(self, device: int | None) -> None:
         if device is not None:
-            # Otherwise a query would create a context on another device.
+            # Without this call queries from the thread would create a CUDA context on another
+            # device.
             torch.cuda.set_device(device)
         while True:
             for recorder in self._recorders:
                 try:
                     recorder.device.look()
                 except RuntimeError:
-                    return  # the device has failed, and whoever uses it gets the error
+                    return  # the device has failed, and the thread that uses it gets the error
             time.sleep(LOOK_SECONDS)
 
     def _report_if_stuck(self) -> None:
@@ -276,7 +279,7 @@ def _is_stderr(descriptor: int) -> bool:
 def _is_writable(descriptor: int) -> bool:
     """Return whether a write of up to `select.PIPE_BUF` bytes to ``descriptor`` returns at once."""
     try:
-        poll = select.poll()  # poll supports descriptors of any number, select only small ones
+        poll = select.poll()  # poll supports any file descriptor, select only small numbers
         poll.register(descriptor, select.POLLOUT)
         return any(event & select.POLLOUT for _, event in poll.poll(0))
     except OSError:

@@ -23,7 +23,7 @@ from megatron_ext.runtime.parameter_hooks import hand_over
 
 PassKey = tuple[int, int]  # stage, microbatch
 Weights = tuple[Tensor, ...]
-# Gradient of a weight; None if there is none, or if it was added already.
+# Gradient of a weight in one pass; None if the pass has none, or has added it to main_grad.
 Contribution = Tensor | None
 Contributions = tuple[Contribution, ...]
 Accumulate = Callable[[Weights, Contributions], None]
@@ -149,7 +149,7 @@ class WeightGradients:
         self._key: PassKey | None = None
         self._pending: dict[PassKey, dict[tuple[Weights, int], _Uses]] = {}
         self.w_is_next = False
-        # Weights used once in each backward pass of this step so far.
+        # Weights that every backward pass of this step so far has used only once.
         self._used_once: set[Weights] = set()
 
     def splits(self, weight: Tensor) -> bool:
@@ -283,7 +283,7 @@ class WeightGradients:
         """
         alike: dict[tuple[Weights, int], list[_Uses]] = {}
         for number in slices:
-            times = Counter[Weights]()  # a pass that recomputes has several for some weights
+            times = Counter[Weights]()  # a pass with recompute uses some weights several times
             for (weights, _), uses in self._pending.pop((stage, number)).items():
                 alike.setdefault((weights, times[weights]), []).append(uses)
                 times[weights] += 1

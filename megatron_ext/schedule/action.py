@@ -30,7 +30,8 @@ class Kind(enum.StrEnum):
     RECV_B = "RECV_B"
     WAIT_F = "WAIT_F"
     WAIT_B = "WAIT_B"
-    # Vocabulary parallelism: passes of a first stage for its shard.
+    # Vocabulary parallelism: passes for a rank's shard of the embedding and of the output layer.
+    # Their stage is the rank's first stage.
     LOGITS = "S"
     LOGITS_INPUT = "SI"
     LOGITS_WEIGHT = "SW"
@@ -54,7 +55,7 @@ class Kind(enum.StrEnum):
     OFFLOAD_I = "OFFLOAD_I"
     FREE_I = "FREE_I"
     RELOAD_I = "RELOAD_I"
-    # Post-validation: once a step on each rank's first stage.
+    # Post-validation: actions that occur once a step, on each rank's first stage.
     RECV_P = "RECV_P"
     STEP = "STEP"
     SEND_P = "SEND_P"
@@ -62,7 +63,7 @@ class Kind(enum.StrEnum):
     SETTLE = "SETTLE"
     SEND_V = "SEND_V"
 
-    __hash__ = str.__hash__  # Enum's own hash is Python code, and slow in dictionaries of actions
+    __hash__ = str.__hash__  # the hash of strings, since Enum's own hash is slow Python code
 
 
 class Slice(int):
@@ -190,7 +191,7 @@ class Action(NamedTuple):
 
 
 Row = tuple[Action, ...]  # actions of a rank, in order
-Rows = tuple[Row, ...]  # by rank
+Rows = tuple[Row, ...]  # rows of all ranks, by rank
 
 
 class OverlappedPasses(NamedTuple):
@@ -208,10 +209,10 @@ class OverlappedPasses(NamedTuple):
 
 
 _TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)(?:\.(\d{1,9}))?")
-_SLICE = re.compile(r"[A-Z_]\d+\.(\d{1,9})")  # microbatch and slice behind the end of a kind
+_SLICE = re.compile(r"[A-Z_]\d+\.(\d{1,9})")  # microbatch and slice after the last letter of a kind
 COMPOUND = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _BACKWARD = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)
-_LONGEST = 40  # characters of an invalid action that an error shows at most
+_LONGEST = 40  # largest number of characters of an invalid action that an error shows
 
 
 def parse_action(text: str, slices: int = 1) -> Action:

@@ -100,7 +100,7 @@ def _summed(value: Any, rows: Sequence[Sequence[int]]) -> Any:
         return {key: _summed(figures, rows) for key, figures in value.items()}
     if isinstance(value, tuple) and value:
         return tuple(sum(value[stage] for stage in row) for row in rows)
-    return value  # the value has no figure per stage
+    return value  # other values have no figure per stage and stay as they are
 
 
 @dataclass(frozen=True)
@@ -442,8 +442,8 @@ class Costs:
         tokens, attended = token_share(part), part.end**2 - part.begin**2
         if self.slices.joined_weights and action.kind is Kind.BACKWARD_WEIGHT and not part.is_first:
             return (rest - fixed) * tokens
-        # The last of the ranks that share a slice attends to most tokens, and the others wait for
-        # it.
+        # The last of the context-parallel ranks that share a slice attends to most tokens, and the
+        # other ranks wait for it.
         attended += tokens**2 * (1 - 1 / self.slices.sharing)
         return fixed + (rest - fixed) * tokens + squared * attended
 
@@ -667,7 +667,8 @@ class Costs:
 
     def _with_first_stage(self, tower: TowerCosts, sign: int) -> Costs:
         def added(figures: tuple[float, ...], more: float) -> tuple[float, ...]:
-            return (max(figures[0] + sign * more, 0.0), *figures[1:])  # may round below 0
+            # Rounding may make the difference slightly negative.
+            return (max(figures[0] + sign * more, 0.0), *figures[1:])
 
         kinds = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
         more = dict(zip(kinds, tower.seconds, strict=True))
@@ -677,13 +678,13 @@ class Costs:
         held = self.held_bytes
         if held is not None:
             activation = added(held[Held.ACTIVATION], tower.activation)
-            # Inputs of W, which grow by the same factor as the activation.
+            # The stored inputs of W grow by the same factor as the activation.
             inputs = held[Held.WEIGHT_INPUTS]
             growth = activation[0] / (held[Held.ACTIVATION][0] or 1.0)
             inputs = (inputs[0] * growth, *inputs[1:])
             held = {**held, Held.ACTIVATION: activation, Held.WEIGHT_INPUTS: inputs}
         recompute = self.passes.recompute
-        # R repeats the encoder's forward pass too.
+        # A recompute pass (R) on the first stage repeats the encoder's forward pass, too.
         recompute = recompute and added(recompute, tower.seconds[0])
         changed = self.with_passes(seconds=seconds, held_bytes=held, recompute=recompute)
         attention = self.slices.attention
@@ -778,7 +779,7 @@ class Costs:
             more = [0.0] * len(figures)
             more[0] += sign * first
             more[-1] += sign * last
-            # Rounding may make a difference less than 0.
+            # Rounding may make the difference slightly negative.
             return tuple(max(a + b, 0.0) for a, b in zip(figures, more, strict=True))
 
         held = self.held_bytes

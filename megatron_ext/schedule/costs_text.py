@@ -37,31 +37,33 @@ from megatron_ext.schedule.placement import Placement
 
 FILE_VERSION = 2
 
-# Keys of an entry: passes, parts of the vocabulary (with the passes of their figures), copies to
-# the host and back, and the link that copies take.
+# Keys of costs: passes, layers of the vocabulary (each with the passes that its numbers are for),
+# copies to the host and back, and the link that copies use.
 _PASSES = {"f": Kind.FORWARD, "i": Kind.BACKWARD_INPUT, "w": Kind.BACKWARD_WEIGHT}
-_RECOMPUTE = "r"  # key of the seconds of R, if they differ from those of F
+_RECOMPUTE = "r"  # key of the seconds of a recompute pass, if they differ from the forward pass's
 _PARTS = {"output_layer": "F, I and W", "embedding": "the lookup and the weight gradient"}
-# Key of the seconds of F, I and W of an encoder on the first stage; a file has its bytes too.
+# Key of the seconds of F, I and W of an encoder on the first stage. A costs file also has the
+# encoder's bytes.
 _TOWER = "tower"
 _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
-# Keys that a measuring training adds; cost_model/measured/file.py reads them.
+# Keys that only a training which measures its costs writes; cost_model/measured/file.py reads them.
 _MEASURED = ("links", "reserved", "layers", "machine")
-# Keys of figures that slices need: attention's share of passes, and the parts of a message and of a
-# pass that do not shrink with the slice.
+# Keys of figures for slices of sequences: attention's share of the passes, and the parts of a
+# message's and of a pass's time that do not shrink with the slice.
 _FIXED = {f"fixed_{key}": kind for key, kind in _PASSES.items()}
 _SLICES = ("attention", "latency", *_FIXED)
 
-# Key of the seconds that overlapped passes save; in a file it may have a table by kind of backward
-# pass.
+# Key of the seconds that two overlapped passes save. In a file the value may be a table for each
+# kind of backward pass.
 _SAVINGS = "overlap_saving"
 _TABLES = {"i": Kind.BACKWARD_INPUT, "b": Kind.FULL_BACKWARD}
 
-_MOST_RANKS = 1_000_000  # largest number of ranks that share a link
-LEAST, MOST = 1e-18, 1e18  # bounds of any figure, so that no sum or share of figures is infinite
+_MOST_RANKS = 1_000_000  # largest number of ranks that may share a link to the host
+# Bounds of all figures, so that no sum or quotient of figures is infinite.
+LEAST, MOST = 1e-18, 1e18
 
-# Entries of bytes that have a single figure instead of one per stage.
+# Entries among the bytes that have a single figure, not one per stage.
 _DEFERRED = "output weight inputs"
 _SINGLE = (Held.LOGITS.value, _DEFERRED, Held.MESSAGE.value, _TOWER)
 

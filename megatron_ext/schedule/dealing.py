@@ -57,7 +57,8 @@ def arranged(
     if deal:
         numbers = np.argsort(-costs, kind="stable").reshape(-1, replicas)
         numbers[1::2] = numbers[1::2, ::-1].copy()
-        numbers = np.sort(numbers, axis=0)  # each replica has its microbatches in order of arrival
+        # Each replica runs its microbatches in the order of their arrival.
+        numbers = np.sort(numbers, axis=0)
     rows = numbers.T
     if order is MicrobatchOrder.SMALL_ENDS:
         rows = np.stack([row[small_ends(costs[row])] for row in rows])

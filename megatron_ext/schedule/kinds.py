@@ -61,30 +61,34 @@ class Held(enum.Enum):
     """Kinds of memory that one action allocates and a later action frees."""
 
     ACTIVATION = "activation"  # stored tensors that the backward pass of a stage needs
-    # Stored tensors that only W still needs, once the input gradient is done.
+    # Stored tensors that W still needs after the input gradient is computed.
     WEIGHT_INPUTS = "weight inputs"
     INPUT = "input"  # input of a stage, stored instead of an activation that is recomputed
-    LOGITS = "logits"  # logits of a shard, and the hidden states that they are computed from
-    # Keys and values of a microbatch; their gradients take the same bytes.
+    # Logits of a rank's part of the vocabulary, and the hidden states that give them.
+    LOGITS = "logits"
+    # Keys and values of a sliced microbatch. Their gradients take the same bytes.
     KEYS_VALUES = "keys and values"
-    # A message's memory, from its receive to the pass that uses it, or from the pass to the wait
-    # for its send.
+    # Memory of a message: from its receive to the pass that uses it, or from the pass that makes it
+    # to the wait for its send.
     MESSAGE = "message"
 
 
 class Source(enum.Enum):
     """Stages among which the dependency of an action is looked for."""
 
-    SAME = "same"  # stage, always
-    LOCAL = "local"  # the neighbouring stage, when it is on this rank
-    REMOTE = "remote"  # the same stage, when the neighbouring stage is on another rank
-    # First stage of the rank that has the first stage of the model, for its shard of the embedding.
+    SAME = "same"  # needed is an action of the same stage
+    # Needed is an action of the neighbouring stage, if that stage is on the same rank.
+    LOCAL = "local"
+    # Needed is an action of the same stage, if the neighbouring stage is on another rank.
+    REMOTE = "remote"
+    # Needed is an action of the first stage on the rank with the model's first stage, for its shard
+    # of the embedding.
     INPUT_SHARD = "input shard"
-    # First stage of the rank that has the last stage of the model, for its shard of the output
-    # layer.
+    # Needed is an action of the first stage on the rank with the model's last stage, for its shard
+    # of the output layer.
     OUTPUT_SHARD = "output shard"
-    FIRST = "first"  # the first stage, when it is on this rank
-    LAST = "last"  # the last stage, when it is on this rank
+    FIRST = "first"  # needed is an action of the model's first stage, if it is on the same rank
+    LAST = "last"  # needed is an action of the model's last stage, if it is on the same rank
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,10 @@ class Need:
 
     kinds: tuple[Kind, ...]
     source: Source = Source.SAME
-    # A stage at an end of the pipeline, without such a neighbour, needs nothing.
+    # Stage whose action is needed; a stage at an end of the pipeline has no such neighbour, and
+    # needs nothing.
     neighbour: Neighbour | None = None
-    # The slice before or after this one, if the microbatch is sliced and has such a slice.
+    # Needed slice, relative to the action's own: the slice before or after it, if there is one.
     slice: Neighbour | None = None
 
 
@@ -200,7 +205,8 @@ _BACKWARD_NEEDS = (
     Need((Kind.RECV_B,), Source.REMOTE, Neighbour.NEXT),
     Need((Kind.REDUCE_SI,), Source.OUTPUT_SHARD),
     Need((Kind.LOSS,), Source.OUTPUT_SHARD),
-    # Later slices return gradients for the keys and values that they attended to.
+    # Backward passes of later slices return gradients of the keys and values that those slices
+    # attended to.
     Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), slice=Neighbour.NEXT),
 )
 
@@ -213,7 +219,7 @@ _ROWS = (
             Need((Kind.FORWARD,), Source.LOCAL, Neighbour.PREVIOUS),
             Need((Kind.RECV_F,), Source.REMOTE, Neighbour.PREVIOUS),
             Need((Kind.REDUCE_E,), Source.INPUT_SHARD),
-            # A slice needs the keys and values of the one before.
+            # The forward pass of a slice needs the keys and values of the previous slice.
             Need((Kind.FORWARD,), slice=Neighbour.PREVIOUS),
         ),
         acquires=(Held.ACTIVATION,),
@@ -413,7 +419,7 @@ _ROWS = (
         Lane.COLLECTIVE,
         where=Where.SHARD,
         in_evaluation=True,
-        reads_data=True,  # the pass replaces the first stage's F, which reads data
+        reads_data=True,  # this pass reads the data in place of the first stage's F
         cost=Cost.COLLECTIVE,
         option="vocab_parallel",
     ),

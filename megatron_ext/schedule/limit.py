@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_ext.base.words import BYTES, bytes_text, counted, shown, unit_for
 
-_LARGEST = 1e15  # in whatever unit
+_LARGEST = 1e15  # largest limit, in microbatches or in bytes
 _TEXT = re.compile(r"(\d+(?:\.\d+)?)(x|[KMGT]iB|B)?")
 
 
@@ -74,7 +74,8 @@ class MemoryLimit:
             return _round_up(self.microbatches)
         unit = unit_for(self.bytes)
         thousandths = math.floor(self.bytes / BYTES[unit] * 1000)
-        # `parse_limit` rounds down, so one of both numbers is exact.
+        # `parse_limit` rounds bytes down, so one of the two neighbouring numbers with three
+        # decimals may be read back as the same bytes, and is used.
         for number in (thousandths, thousandths + 1):
             if int(number / 1000 * BYTES[unit]) == self.bytes:
                 thousandths = number
@@ -96,7 +97,7 @@ def fits(held: float, allowed: float) -> bool:
     return held <= with_rounding(allowed)
 
 
-# Factor for comparisons, as a sum of shares may be too large in its last digit.
+# Tolerance of comparisons, as a sum of shares may be too large in its last digits.
 _SLIGHTLY_LESS = 1 - 1e-12
 
 

@@ -164,7 +164,7 @@ def _drawn(text: str, per_step: int) -> Floats:
     return lognormal(np.random.default_rng(0), deviation, (DRAWN_STEPS, per_step))
 
 
-# Length of a document; or of a prompt, with the lengths of its answers.
+# Length of a document, or of a prompt together with the lengths of its answers (PROMPT+ANSWER).
 _Document = tuple[float, ...]
 
 

@@ -125,7 +125,7 @@ def is_line_or_v(placement: Placement) -> bool:
     return placement.rank_of in (line(placement.ranks).rank_of, v(placement.ranks).rank_of)
 
 
-_MOST_STAGES = 10**6  # more than any model has layers: a larger number is a mistake
+_MOST_STAGES = 10**6  # a larger number of stages is a mistake, since no model has so many layers
 
 
 def _check(number: int, what: str, stages: int = 1) -> None:

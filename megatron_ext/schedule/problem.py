@@ -35,9 +35,11 @@ class VocabularyParallel(enum.StrEnum):
     """How embedding and output layer are partitioned over ranks (Yeung et al. 2024, section 4)."""
 
     NONE = "none"  # embedding and output layer are whole, on the first and the last stage
-    # The vocabulary is split over all ranks; the input gradient is computed after all statistics.
+    # The vocabulary is split over all ranks, and the input gradient is computed once the softmax
+    # statistics of all ranks are known.
     ONE = "1"
-    # The input gradient is computed before all statistics are there, which saves one exchange.
+    # The vocabulary is split over all ranks, and the input gradient is computed before the softmax
+    # statistics of all ranks are known, which saves one exchange.
     TWO = "2"
 
 
@@ -45,9 +47,10 @@ class Offload(enum.StrEnum):
     """Choices of the activations that are offloaded to host memory (Wan et al. 2025)."""
 
     NONE = "none"
-    HALF = "half"  # the longer-lived half of a rank's chunks is offloaded
-    FULL = "full"  # as many activations are offloaded as host copies are quick enough for
-    FIT = "fit"  # the fewest activations are offloaded with which each rank meets the memory limit
+    # Activations of the half of a rank's chunks that stores them longer are offloaded.
+    HALF = "half"
+    FULL = "full"  # as many activations are offloaded as the host link carries without delay
+    FIT = "fit"  # as few activations are offloaded as the memory limit permits
 
 
 @dataclass(frozen=True)
@@ -258,7 +261,8 @@ class Problem:
         lengths = {self.microbatches, *map(len, self.costs.at_places.values())}
         assert len(lengths) == 1 and not (self.costs.at_places and self.slices.count > 1)
         assert 0 <= self.first_trained_stage <= self.placement.last
-        # A partitioned embedding gets gradients from the first stage, which must be trained.
+        # With a partitioned embedding the first stage has to compute gradients, so it counts as
+        # trained.
         assert (
             not self.first_trained_stage or self.options.vocab_parallel is VocabularyParallel.NONE
         )

@@ -155,8 +155,9 @@ KINDS_IN_FILES = {
 _KINDS = ", ".join(f"{kind} ({does})" for kind, does in KINDS_IN_FILES.items())
 
 
-# Actions that torch's runtime adds to a schedule, and that its dumps contain by default: messages,
-# and gathered or released parameters of FSDP. They are dropped, as our runtime adds its own.
+# Actions that the runtime of torch.distributed.pipelining adds, and that its dumps contain by
+# default: messages, and FSDP's gathered or released parameters. They are dropped, as the runtime
+# here adds its own.
 _OF_TORCHS_RUNTIME = re.compile(r"\d+((SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 

@@ -20,7 +20,7 @@ class Lengths(enum.StrEnum):
     """Rules for the lengths of the slices into which the sequence of a microbatch is cut."""
 
     EVEN = "even"  # all slices have the same number of tokens
-    # All slices have equal work: later ones attend to more tokens, and are shorter.
+    # All slices take equal work: later slices attend to more tokens, and are shorter.
     BALANCED = "balanced"
 
 
@@ -97,7 +97,8 @@ class Slices:
             return tuple(end / sum(self.lengths) for end in accumulate(self.lengths))
         shares = even_ends(self.count)
         if self.lengths is Lengths.BALANCED and attention:
-            # The first share x of a sequence takes the share (1 - a) x + a x^2 of its time.
+            # With attention's share a, the first share x of a sequence takes the share (1 - a) x +
+            # a x^2 of its time.
             linear = 1 - attention
             return tuple(
                 2 * share / (linear + math.sqrt(linear**2 + 4 * attention * share))
@@ -125,7 +126,7 @@ def lengths_of(ends: Sequence[float], tokens: int, multiple_of: int = 1) -> tupl
             f"are multiples of {multiple_of} tokens: take fewer slices"
         )
     cuts = [round(end * units) for end in ends]
-    # No slice is empty, and every later slice gets at least one token.
+    # Every slice gets at least one multiple of tokens, also the later slices.
     for number in range(len(cuts)):
         least = cuts[number - 1] + 1 if number else 1
         cuts[number] = min(max(cuts[number], least), units - (len(cuts) - 1 - number))

@@ -147,7 +147,8 @@ def _units(problem: Problem, u: int, backward: Kind) -> Rows:
             for kind, directed, ks in (
                 # Forward passes run from the first chunk to the last.
                 (Kind.FORWARD, stages, there),
-                (backward, stages[::-1], back),  # and back
+                # Backward passes run from the last chunk to the first.
+                (backward, stages[::-1], back),
             )
             for stage in directed
             for k in ks
@@ -289,8 +290,8 @@ def _interleaved(name: str, problem: Problem, group: int, backward: Kind) -> Row
         )
     _check_group(name, problem, group, least)
     group = min(group, problem.pieces)
-    # Each rank starts with Megatron's warm-up and one more forward pass. Backward passes of a
-    # microbatch start with its last slice.
+    # Each rank starts with the forward passes of Megatron's warm-up and one more. The backward
+    # passes of a sliced microbatch start with its last slice.
     before = (problem.placement.chunks - 1) * group + slices - 1
     ahead = [before + 2 * (p - rank) - 1 for rank in range(p)]
     return _rows(name, problem, group, ahead, backward)
@@ -327,7 +328,8 @@ def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: K
         forwards = [Action(s, Kind.FORWARD, k) for ks in there for s in stages for k in ks]
         backwards = [Action(s, backward, k) for ks in back for s in reversed(stages) for k in ks]
         row = forwards[:lead]  # warm-up
-        # First the steady state, then the cool-down without forward passes.
+        # After the warm-up a backward pass alternates with a forward pass; at the end (the
+        # cool-down) no forward passes are left.
         for n, action in enumerate(backwards):
             row += [action, *forwards[lead + n : lead + n + 1]]
         rows.append(tuple(row))
@@ -376,6 +378,7 @@ def _filled(name: str, problem: Problem, order: Rows, microbatches: float) -> Ti
                     f"{name}: the order of rank {rank} does not fit into the memory limit of "
                     f"{limit}; the least feasible limit for it is {limit.at_least(max(least))}"
                 )
-    # In bytes, the chunks that a rank stores most of may be larger than the others.
+    # A limit in bytes is raised to what the order needs, since the chunks that a rank stores most
+    # of may be larger than its other chunks.
     memory = replace(memory, allowed=tuple(map(max, memory.allowed, least)))
     return fill_best(order, problem, memory, by_span=problem.options.steps_overlap)

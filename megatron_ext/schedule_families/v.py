@@ -22,7 +22,7 @@ from megatron_ext.search.building_block import BuildingBlock, squeeze
 
 _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD
 _CONTROLLABLE_MEMORY = "Qi et al. 2024, arXiv:2405.15362"
-_INTERVAL = 6  # length of an interval in slots: F, I and W of two chunks
+_INTERVAL = 6  # slots of an interval, which has F, I and W of both chunks
 
 Pass = tuple[int, Kind]  # chunk, kind
 
@@ -65,7 +65,7 @@ def zb_v(problem: Problem) -> Schedule:
         # The steady state runs F, I and W of each chunk, at its end without F of chunk 0.
         yield from [(0, _F), *backward_0, (1, _F), *backward_1] * (m - least + device)
         yield from [*backward_0, (1, _F), *backward_1] * (p - device - 1)
-        # Backward passes of the warm-up's additional slices.
+        # Backward passes of the slices by which the warm-up is longer.
         yield from [*backward_0, *backward_1] * more
         # The cool-down runs I first, then the W that fill its gaps.
         yield from [(0, _I), (1, _I)] * device
@@ -155,7 +155,8 @@ def one_forward_one_backward_v(problem: Problem) -> Schedule:
     """
     p = problem.ranks
     first = 2 * p + (3 if p % 3 == 0 else 0)
-    # A delay that keeps the last rank's backward passes apart from its forward passes.
+    # Slots by which backward passes are delayed, so that those of the last rank do not collide with
+    # its forward passes.
     delayed = (1 - p) % 3
 
     def backward(stage: int) -> int:
@@ -199,24 +200,25 @@ def dualpipe_v(problem: Problem) -> Schedule:
         cool_down = [(1, _I), (0, _I)] * turns
         split = [*cool_down[turns:], *[(0, _I)] * ahead]
         weights = [(chunk, _W) for chunk, _ in split]
-        # Step 1: nF0.
+        # DualPipe's step 1: nF0 (n times F of chunk 0).
         yield from [(0, _F)] * (2 * ahead)
-        # Step 2: nF0F1.
+        # DualPipe's step 2: nF0F1 (F of both chunks).
         yield from [(0, _F), (1, _F)] * (turns + more)
-        # Step 3: nB1W1F1 (zb).
+        # DualPipe's step 3: nB1W1F1, with backward passes split into I and W (zb).
         yield from [(1, _I), (1, _W), (1, _F)] * ahead
-        # Step 4, the main step: nF0B1F1B0.
+        # DualPipe's step 4, the steady state: nF0B1F1B0.
         yield from [(0, _F), (1, _B), (1, _F), (0, _B)] * (m - least + turns)
-        # Step 5: nB1F1B0.
+        # DualPipe's step 5: nB1F1B0 (no F of chunk 0 is left).
         yield from [(1, _B), (1, _F), (0, _B)] * ahead
-        yield from [(1, _B), (0, _B)] * more  # backward passes of the additional slices of step 2
-        # Step 6: nB1B0, the second half zb.
+        # Backward passes of the slices by which step 2 is longer.
+        yield from [(1, _B), (0, _B)] * more
+        # DualPipe's step 6: nB1B0, the second half with split backward passes (zb).
         yield from [(chunk, _B) for chunk, _ in cool_down[:turns]]
         yield from split[:turns]
-        # Step 7: nWB0 (zb).
+        # DualPipe's step 7: nWB0, with split backward passes (zb).
         for weight, backward in zip(weights, split[turns:], strict=False):
             yield from (weight, backward)
-        # Step 8: nW.
+        # DualPipe's step 8: nW (the remaining W).
         yield from weights[ahead:]
 
     return _from_device_passes("dualpipe-v", problem, passes, least)

@@ -46,21 +46,21 @@ def hanayo(problem: Problem) -> Schedule:
     rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
     ready: list[dict[Kind, list[tuple[int, int]]]] = [{kind: [] for kind in _SLOTS} for _ in rows]
     turn = [Kind.FORWARD for _ in rows]
-    # Running passes: end, action, and its number among those of its kind.
+    # Heap of the running passes: the end, the action, and its number among the passes of its kind.
     running: list[tuple[int, Action, int]] = []
     now, idle = 0, set(range(placement.ranks))
 
     def make_ready(stage: int, kind: Kind, n: int) -> None:
         heapq.heappush(ready[rank_of[stage]][kind], (n, stage))
 
-    # The first microbatches start on stage 0.
+    # The first microbatches are ready to start on stage 0.
     slices = problem.slices.count
     in_flight = 2 * placement.ranks + slices - 1
     for n in range(min(in_flight, problem.pieces)):
         make_ready(0, Kind.FORWARD, n)
     while True:
-        # An idle rank runs its oldest possible pass of the kind whose turn it is, else of the other
-        # kind.
+        # Forward and backward passes take turns on a rank. An idle rank runs its oldest possible
+        # pass of the kind whose turn it is; if there is none, of the other kind.
         for rank in sorted(idle):
             other = _other_kind(turn[rank])
             kind = turn[rank] if ready[rank][turn[rank]] else other
@@ -73,7 +73,7 @@ def hanayo(problem: Problem) -> Schedule:
                 turn[rank] = _other_kind(kind)
         if not running:
             return Schedule("hanayo", placement, tuple(map(tuple, rows)))
-        # Passes that end here make the passes possible that need them.
+        # Each pass that ends now makes the pass possible that needs its output.
         now = running[0][0]
         while running and running[0][0] == now:
             _, (stage, kind, _), n = heapq.heappop(running)
@@ -82,12 +82,12 @@ def hanayo(problem: Problem) -> Schedule:
             to = placement.next(stage) if is_forward else placement.previous(stage)
             if to is not None:
                 make_ready(to, kind, n)
-            # The forward pass of a whole microbatch has ended, so its slices start their backward
-            # passes.
+            # All slices of the microbatch have ended their forward passes on the last stage, so the
+            # slices start their backward passes.
             elif is_forward and n % slices == slices - 1:
                 for turned in range(n - slices + 1, n + 1):
                     make_ready(stage, Kind.FULL_BACKWARD, turned)
-            # A microbatch has ended, so the next one starts.
+            # A microbatch has left the pipeline, so the next one starts.
             elif not is_forward and n + in_flight < problem.pieces:
                 make_ready(0, Kind.FORWARD, n + in_flight)
 

@@ -36,9 +36,9 @@ from megatron_ext.search.weight_gradient_filling import (
 from megatron_ext.search.weight_gradient_filling import time as time_rows
 
 _SOURCE = "Qi et al. 2024, arXiv:2401.10241, section 3"
-# Number of microbatches by which a rank is ahead of the next one.
+# Leads to try: the number of microbatches by which a rank is ahead of the next rank.
 _LEADS = (1, 2, 1.75, 1.5, 2.25, 1.25)
-# Actions that all trials together place: the number of trials depends on nothing else.
+# Largest number of actions that all trials together place, which alone limits the number of trials.
 _ACTIONS = 100_000
 
 
@@ -224,7 +224,7 @@ def _best(
     def seconds(filled: TimedOrder) -> tuple[float, float]:
         return filled.order(True) if by_span else (makespan(schedule(filled), problem), filled.span)
 
-    # Families that ignore costs get no limit, which is checked below.
+    # A family that ignores costs gets no memory limit; its peaks are compared with the limit below.
     unlimited = replace(problem, memory_limit=None)
     tried = itertools.islice(_trials(problem, memory, by_span), trials)
     best = min(tried, key=lambda filled: filled.order(by_span))
@@ -234,7 +234,7 @@ def _best(
         rows = entry.build(problem if entry.traits.uses_costs else unlimited).rows
         held = peaks(Schedule(other, problem.placement, rows), memory.amount)
         if all(memory.fits(rank, peak) for rank, peak in enumerate(held)):
-            # The times are no longer than those of `makespan`, and found faster.
+            # These times are no longer than those of `makespan`, and are computed faster.
             filled = time_rows(rows, problem)
             if filled.order(by_span) < figures and seconds(filled) < figures:
                 best, figures = filled, seconds(filled)
@@ -246,12 +246,12 @@ def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[TimedOr
     affordable = max(_ACTIONS // (3 * p * m), 2)
     seconds = problem.costs.seconds
     forward, gradient = max(seconds[Kind.FORWARD]), max(seconds[Kind.BACKWARD_INPUT])
-    # The message of a slice takes the latency and its share of the rest. The mean over all links
-    # suffices here, as it only sets where trials begin; a trial is timed with each link's own
-    # seconds.
+    # A slice's message takes the latency and a share of the other seconds. The mean over all links
+    # is enough here, since it only decides which leads are tried; each trial is timed with the
+    # seconds of each link.
     p2p_seconds = slices * problem.costs.p2p_seconds_of(problem.forwards[0])
     # The first trials run as many forward passes as fit in before the first gradient comes back;
-    # then come the published leads.
+    # the following trials use the leads of the paper.
     there_and_back = (forward + gradient + 2 * p2p_seconds) / forward if forward else m
     trials = max(affordable // (2 * len(_LEADS)), 2)
     tried: set[tuple[int, ...]] = set()
@@ -278,8 +278,8 @@ class _GreedyOrder:
         p, m, parts, of = problem.ranks, problem.pieces, problem.parts(0), problem.costs.of
         self._forwards, self._backwards = problem.forwards, problem.backwards
         kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        # Seconds of passes by kind, rank and slice; seconds of messages by the rank before the
-        # link, and slice; numbers of microbatches by number of pieces.
+        # Seconds of passes by kind, rank and slice; seconds of messages by sending rank and slice;
+        # and, for each number of pieces, the number of microbatches that they make up.
         self._seconds = {
             kind: [[of(Action(rank, kind, part)) for part in parts] for rank in range(p)]
             for kind in kinds
@@ -297,7 +297,7 @@ class _GreedyOrder:
         self._gradient_at = [[math.inf] * m for _ in range(p)]
         self._left = [memory.amount(Held.WEIGHT_INPUTS, rank) for rank in range(p)]
         self._full = [memory.of(rank) for rank in range(p)]
-        # Times at which a rank may have something to do.
+        # Heap of the times at which a rank may have something to do.
         self._events = [(0.0, rank) for rank in range(p)]
 
     def rows(self) -> list[list[Action]]:
@@ -329,16 +329,18 @@ class _GreedyOrder:
         fits_another = may_start and self._memory.fits(
             rank, (there[f + 1] - back[i]) * full + (back[i] - back[w]) * self._left[rank]
         )
-        # Pieces run forward in their order.
+        # Pieces (microbatches or their slices) run forward in their order.
         forward = self._forward_at[rank][f] if may_start else math.inf
         gradient = self._gradient_at[rank][self._backwards[i]] if i < m else math.inf
         coming = min(gradient, forward if fits_another else math.inf)
-        # I runs as soon as its gradient has come, otherwise F, if the memory allows one more.
+        # The rank runs I as soon as its gradient has come, otherwise F if the memory allows one
+        # more.
         if gradient <= now:
             return Kind.BACKWARD_INPUT
         if forward <= now and fits_another:
             return Kind.FORWARD
-        # W runs if the memory is full, or if the gap before the next F or I is long enough.
+        # The rank runs W if the memory is full, or if the gap before its next F or I is long
+        # enough.
         if w < i:
             k = self._backwards[w]
             seconds = self._seconds[Kind.BACKWARD_WEIGHT][rank][k % self._slices]

@@ -92,5 +92,5 @@ def _row(problem: Problem, rank: int, *, ahead: int, late: int) -> Iterator[Acti
         yield Action(rank, Kind.BACKWARD_INPUT, k)
         if n >= late:
             yield Action(rank, Kind.BACKWARD_WEIGHT, backwards[n - late])
-    # The deferred W fill the end of the step.
+    # The W that were deferred fill the end of the step.
     yield from (Action(rank, Kind.BACKWARD_WEIGHT, k) for k in backwards[max(n + 1 - late, 0) :])

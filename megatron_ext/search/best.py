@@ -57,7 +57,8 @@ def best_schedule(name: str, problem: Problem) -> Schedule:
     """
     problem = _limited(problem)
     _check_limit(name, problem)
-    # The stored result of a search with numba is better, as such a search tries more.
+    # A stored result of a search with numba is used first, since such a search tries more and so is
+    # better.
     stored = _stored(name, problem, LARGE)
     if stored is not None:
         return stored
@@ -88,7 +89,7 @@ def best_known(name: str, problem: Problem) -> Schedule:
             candidates += _packed_candidates(first_plans(shop, starts), shop, problem)
             candidates.sort(key=lambda candidate: candidate.seconds)
     best = _best_of(name, candidates, problem)
-    assert best is not None  # a step of one microbatch after the other always fits
+    assert best is not None  # a step that runs one microbatch after the other always fits
     return _passes(name, best.program)
 
 
@@ -128,7 +129,8 @@ class _Candidate:
     The seconds assume that messages do not block ranks.
     """
 
-    # Makes the rows on demand: this is slow for a long step, and few are needed.
+    # Function that makes the rows. It is called on demand, as it is slow for a long step and few
+    # candidates need their rows.
     rows: Callable[[], Rows]
     seconds: float
 
@@ -137,7 +139,7 @@ class _Candidate:
 class _Chosen:
     program: Program
     seconds: float  # simulated seconds of a step
-    place: int  # among the candidates
+    place: int  # position of the schedule among the candidates
 
 
 def searched(name: str, problem: Problem, how: Effort) -> Schedule:
@@ -167,12 +169,12 @@ def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
     if shop.fits:
         enough, of_shorter = int(least / shop.tick) + max(shop.tails), None
         if problem.microbatches > with_middle(problem) and not problem.costs.at_places:
-            how = how.halved  # the other half of the effort is spent on the shorter step
+            how = how.halved  # the other half of the effort is spent on a shorter step
             of_shorter = partial(_plans_of_shorter_step, problem, how)
         packed = search(shop, starts, enough, how, of_shorter)
         candidates += _packed_candidates(packed, shop, problem)
     best = _best_of(name, candidates, problem)
-    assert best is not None  # a step of one microbatch after the other always fits
+    assert best is not None  # a step that runs one microbatch after the other always fits
     return best
 
 
@@ -187,7 +189,7 @@ def _searched_with_recompute(
     known = list(dict.fromkeys([passes, *_known_with_recompute(problem)]))
     found = search_with_recompute(problem, known, least, how) if shop.fits else []
     best = _best_of(name, _recompute_candidates([*known, *found], problem), problem)
-    assert best is not None  # a step of one microbatch after the other always fits
+    assert best is not None  # a step that runs one microbatch after the other always fits
     return best
 
 
@@ -200,7 +202,7 @@ def _at_most(
     return [candidate for candidate in candidates if candidate.seconds <= seconds * _ROUNDED]
 
 
-_ROUNDED = 1.001  # largest factor by which rounding to whole ticks changes costs
+_ROUNDED = 1.001  # largest factor by which rounding of costs to whole ticks may change a makespan
 
 
 def _plans_of_shorter_step(problem: Problem, how: Effort) -> Iterator[Starts]:
@@ -235,8 +237,8 @@ def _known(problem: Problem) -> list[Rows]:
         if problem.slices.count > 1 and not resolved.traits.takes_slices:
             continue
         if problem.costs.at_places and resolved.traits.uses_costs:
-            # Such a family takes longer than all others, and sees the costs of a mean microbatch
-            # only.
+            # A family that uses costs takes longer than all others, and knows the costs of a mean
+            # microbatch only.
             continue
         for variant in (problem, replace(problem, memory_limit=None)):
             try:

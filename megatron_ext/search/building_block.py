@@ -32,7 +32,7 @@ class BuildingBlock:
     """
 
     interval: int
-    starts: Mapping[Kind, tuple[int, ...]]  # per stage
+    starts: Mapping[Kind, tuple[int, ...]]  # start of each kind of pass, one per stage
 
     def with_weight_gradients(self, placement: Placement) -> BuildingBlock:
         """Return the building block with a W for each I, in the next free slot of the rank."""
@@ -121,8 +121,8 @@ class _Ranks:
         self.operations, self.slices = _operations(starts, placement), slices
         self.moved: list[list[tuple[int, Action]]] = [[] for _ in range(placement.ranks)]
         self.latest = [-1] * placement.ranks  # slot of the latest moved pass, by rank
-        # There are twice the necessary slots, so that every pass finds idle slots after the last
-        # pass.
+        # There are twice as many slots as necessary, so that every pass finds idle slots behind the
+        # last pass.
         slots = 2 * (max(starts.values()) + 2)
         self.idle = [bytearray(_IDLE * slots) for _ in range(placement.ranks)]
         changes = [[0] * slots for _ in range(placement.ranks)]
@@ -143,7 +143,7 @@ class _Ranks:
     def advance(self, action: Action, slot: int, chunks_held: int) -> None:
         """Move ``action`` from time slot ``slot`` to the earliest slot that inputs and memory
         allow."""
-        # Long steps spend most of their time in this function, so it makes few calls.
+        # The time of long steps is mostly spent in this function, so it calls few others.
         stage, kind, k = action
         rank, width, ends, needs, needs_last_slice = self.operations[stage, kind]
         idle, held = self.idle[rank], self.held[rank]
@@ -217,7 +217,7 @@ def _operations(starts: StartByAction, placement: Placement) -> dict[tuple[int, 
     return {
         (stage, kind): _Operation(
             placement.rank_of[stage],
-            len(RULES[kind].covers),  # a slot for each kind
+            len(RULES[kind].covers),  # a B, which covers I and W, takes two slots
             ends[stage, kind],
             ends.get(needs(stage, kind), nothing),
             needs_last_slice=stage == placement.last and kind in _BACKWARD,

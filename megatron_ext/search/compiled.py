@@ -23,14 +23,15 @@ from megatron_ext.search.pack import MAX_GAPS, Pack, Packed
 
 Int64s = npt.NDArray[np.int64]
 
-_BITS = 16  # lowest bits of a heap's entry, which hold the operation; the bits above hold its start
+_BITS = 16  # lowest bits of a heap's entry, which are the operation; the bits above are its start
 _MASK = (1 << _BITS) - 1
 if numba.config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set")
 
 _NONE = -1
 _UNBOUNDED = 1 << 62
-_OPENS, _CLOSES, _PEAK = range(3)  # columns of a gap
+# Indices of a gap's start, its end, and the peak memory from its start on.
+_OPENS, _CLOSES, _PEAK = range(3)
 
 
 def compiled_packer(shop: JobShop) -> Pack:
@@ -51,7 +52,8 @@ def compiled_packer(shop: JobShop) -> Pack:
 def _tables(shop: JobShop) -> tuple[Int64s, ...]:
     assert shop.operation_count <= _MASK
     rank_of = np.repeat(np.arange(shop.placement.ranks), shop.operations_per_rank)
-    # Equal columns are stored once, as the tables of a long step would not fit into a CPU's caches.
+    # Equal columns are stored only once, since full tables of a long step would exceed a CPU's
+    # caches.
     width = shop.column_period if shop.recompute_deltas is None else shop.columns
     place = np.arange(shop.columns) % width
     columns = (
@@ -67,12 +69,12 @@ def _tables(shop: JobShop) -> tuple[Int64s, ...]:
     )
 
 
-# Types of `_pack`'s arguments: the plan, the starts, the tables, and three numbers.
+# Types of the arguments of `_pack`: the plan, the starts, the tables, and three numbers.
 _LIST, _TABLE = numba.int64[::1], numba.int64[:, ::1]
 _SIGNATURE = (_TABLE, _TABLE, *(_LIST,) * 9, *(_TABLE,) * 8, *(numba.int64,) * 3)
 
 
-# Cached, as a search makes many job shops that differ in other figures.
+# The result is cached, since a search makes many job shops with the same precedences.
 @functools.lru_cache(maxsize=8)
 def _precedences(
     predecessors: Precedences, successors: Precedences
@@ -458,7 +460,8 @@ def _pop(heap: Int64s, entries: int) -> int:
     """Remove the first entry of the heap of ready passes; return the new number of entries."""
     entries -= 1
     place, below = 0, 2
-    while below < entries:  # the last entry mostly belongs far below, so a gap is moved there first
+    # The last entry mostly belongs far below, so the hole is moved down first.
+    while below < entries:
         below -= heap[below - 1] < heap[below]
         heap[place] = heap[below]
         place, below = below, 2 * below + 2

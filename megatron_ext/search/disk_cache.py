@@ -17,7 +17,8 @@ from pathlib import Path
 from megatron_ext.base.progress import remark
 from megatron_ext.base.text_file import LARGEST
 
-_WRITABLE, _REACHABLE = 0o022, 0o011  # for others
+# Permission bits of group and others: to write, and to enter a folder.
+_WRITABLE, _REACHABLE = 0o022, 0o011
 
 
 def directory() -> Path | None:
@@ -42,8 +43,8 @@ def is_private(folder: Path) -> bool:
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
-        path.mkdir(0o700, exist_ok=True)  # another rank may have made the folder
-        path.chmod(0o700)  # whatever the umask
+        path.mkdir(0o700, exist_ok=True)  # another rank may make the folder at the same time
+        path.chmod(0o700)  # sets the mode regardless of the umask
     status = folder.stat()
     if status.st_uid != os.geteuid():
         _remark(f"{folder} is not used: it belongs to user {status.st_uid}, not {os.geteuid()}")
@@ -80,8 +81,9 @@ def foreign_file(folder: Path) -> Path | None:
     return None
 
 
-# Packages of megatron_ext whose code decides what a search finds, with the parts of features that
-# change programs. A test compares them with the imports of searches.
+# Packages of megatron_ext whose code decides what a search finds, and the parts of features that
+# change programs. A change of their sources invalidates the cache. A test compares the list with
+# the imports of searches.
 PACKAGES = ("compile", "schedule", "schedule_families", "search")
 _PARTS = ("schedule.py", "schedule/**/*.py")
 
@@ -120,7 +122,8 @@ def load(name: str, inputs: str) -> str | None:
 
 def _read(path: Path) -> str | None:
     """Return the text of the file ``path``; None if it is no regular file, or too large."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:  # a pipe would block
+    # Without O_NONBLOCK the call would block on a pipe.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         is_entry = stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST
         return file.read() if is_entry else None

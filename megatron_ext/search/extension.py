@@ -27,11 +27,11 @@ from megatron_ext.search.job_shop import Starts, job_shop_of, recomputed_in, row
 from megatron_ext.search.pack import Packed, packer
 from megatron_ext.search.v_patterns import pattern_plans
 
-_MIDDLE = 4  # a step is long if its microbatches are this multiple of those that 1F1B stores
-_GROUPS = (4, 3, 6, 8, 2, 1)  # numbers of microbatches of a period, the most promising first
-_SEAM = 4  # microbatches after the seam of a shortened step whose order is compared
-_PASSES = 100_000  # passes that are packed, which takes about half a second
-_PATTERNS = 1  # number of patterns tried, as others differ by at most 1 %
+_MIDDLE = 4  # a step is long if it has this multiple of the microbatches that 1F1B stores
+_GROUPS = (4, 3, 6, 8, 2, 1)  # tried numbers of microbatches in a period, the most promising first
+_SEAM = 4  # number of microbatches after a shortened step's seam whose order is compared
+_PASSES = 100_000  # number of passes that are packed, which takes about half a second
+_PATTERNS = 1  # number of patterns that are tried; others differ by at most 1 %
 _ROUNDS = 3
 
 
@@ -75,7 +75,7 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
 
     def packed(columns: Starts, later: Starts) -> tuple[Packers, Packed]:
         shop = job_shop_of(problem, None if recomputed is None else recomputed[:, columns])
-        # Packers that are available before numba has been loaded.
+        # Packers that need no numba, which may not be loaded yet.
         packers = packers_of(shop, packer)
         return packers, packers.justified(starts[:, columns] + later)
 

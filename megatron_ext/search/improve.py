@@ -23,15 +23,18 @@ from megatron_ext.search.job_shop import F, I, JobShop, R, Starts, W
 from megatron_ext.search.pack import Pack, Packed
 from megatron_ext.search.v_patterns import pattern_plans
 
-_PERIODS = (35, 42, 50, 57, 65, 73, 80, 90, 100, 120, 150, 200)  # % of a rank's work
-_WEIGHTS = (100, 55, 75, 135, 180)  # work of backward passes relative to forward passes, in %
-_MAX_GRID_PASSES = 15_000_000  # most passes that are packed for the grid of periods and weights
+# Tried periods of plans, in % of a rank's work for a microbatch.
+_PERIODS = (35, 42, 50, 57, 65, 73, 80, 90, 100, 120, 150, 200)
+# Tried weights of backward passes relative to forward passes, in %.
+_WEIGHTS = (100, 55, 75, 135, 180)
+# Largest number of passes that are packed for all periods and weights together.
+_MAX_GRID_PASSES = 15_000_000
 _PROMISING = 8  # number of plans that are packed more than once
-_ROUNDS = 5  # most times that a promising plan is packed
+_ROUNDS = 5  # largest number of times that a promising plan is packed
 _MIN_STEPS = 100
-_HISTORY = 20  # late acceptance compares with the makespan of so many steps before
-_RESULTS = 4  # schedules returned
-_FIRST_PASSES = 100_000  # about so many passes are packed by `first_plans`
+_HISTORY = 20  # late acceptance compares a plan with the makespan of this many steps before
+_RESULTS = 4  # number of schedules that a search returns
+_FIRST_PASSES = 100_000  # approximate number of passes that `first_plans` packs
 _MIN_FIRST_PLANS = 4
 _SLACK = 8  # a rank counts as busy if it idles for less than 1 / _SLACK of a microbatch's work
 
@@ -49,7 +52,7 @@ class Packers:
 
     shop: JobShop
     left: Pack
-    right: Pack  # packs the mirrored problem
+    right: Pack  # packer of the mirrored problem, in which time runs backwards
 
     def justified(self, plan: Starts, rounds: int = 1) -> Packed:
         """Return ``plan`` packed to the left, then to the right (double justification).
@@ -301,11 +304,11 @@ def shifted(packed: Packed, shop: JobShop, rng: RandomIntegers) -> Starts:
     far = max(shop.work * rng.pick((1, 2, 4, 8)) // 10, 1)
     draw = rng.below(100)
     if draw < 35:
-        # The time window opens between -0.1 and 1 makespan.
+        # The time window of moved passes opens at a random time between -0.1 and 1 makespan.
         opens = rng.around(makespan * 11 // 20) + makespan * 9 // 20
         closes = opens + makespan * rng.pick((1, 2, 4)) // 10
         inside = (opens < plan) & (plan < closes)
-        if rng.below(2):  # the change concerns a few neighbouring ranks only
+        if rng.below(2):  # half of the changes concern only a few neighbouring ranks
             ranks, size = shop.placement.ranks, shop.operations_per_rank
             lowest, number = rng.below(ranks), max(ranks // rng.pick((2, 4, 8)), 1)
             inside[: lowest * size] = False

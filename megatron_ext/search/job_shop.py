@@ -32,11 +32,11 @@ from megatron_ext.search.ticks import common_tick
 
 Starts = npt.NDArray[np.int64]  # starts of passes, shape (operations, columns)
 Operations = tuple[tuple[int, Kind], ...]  # stage and kind of each operation
-# Predecessors (or successors) of each operation, each with the ticks of the message between the
-# two.
+# Predecessors (or successors) of each operation: the number of the other operation, and the ticks
+# of the message between the two.
 Precedences = tuple[tuple[tuple[int, int], ...], ...]
-# The same precedences by column: the other operation, the ticks of the messages, and the columns
-# there.
+# The same precedences with one entry per column (microbatch): the other operation, the ticks of its
+# messages, and its columns.
 ColumnPrecedences = list[list[tuple[int, list[int], list[int]]]]
 
 F, R, I, W = (  # noqa: E741 (the field's letters)
@@ -47,11 +47,13 @@ F, R, I, W = (  # noqa: E741 (the field's letters)
 )
 KINDS = (F, I, W)
 _NOT_YET = _NONE = -1
-# Most ticks of the messages of all stages together, as starts are integers of 32 bits.
+# Largest sum of the ticks of all stages' messages, since starts are integers of 32 bits.
 _MOST_TICKS = 2**29
-# Least number of ticks of a rank's work for a microbatch, since searches shift passes by 1 % of it.
+# Least number of ticks of a rank's work for a microbatch, since searches move passes by 1 % of that
+# work.
 _MIN_TICKS = 1_000
-_SLICE_SHARES = 1 << 40  # units of memory that a chunk is counted in, as slices may have any length
+# Units that the memory of a chunk is counted in; slices of any length are whole units.
+_SLICE_SHARES = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -346,8 +348,7 @@ class JobShop:
         )
 
 
-# The table is cached, as it depends on the placement alone: a search makes many job shops that
-# differ in what is recomputed.
+# The result is cached, since a search makes many job shops of one placement.
 @lru_cache(maxsize=8)
 def _operation_order(placement: Placement) -> tuple[int, ...]:
     """Return the order of a rank's operations for one microbatch alone (`JobShop.operation_order`).
@@ -430,7 +431,7 @@ def job_shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = Non
             "microbatch on a rank, and no search can count so long a time in its ticks: write "
             "all costs in one unit"
         )
-    # A pass that costs nothing takes one tick, so that it still has its place in the order.
+    # A pass that costs nothing still takes one tick, so that its place in the order is defined.
     durations = [[max(round(figure / tick), 1) for figure in row] for row in seconds]
     activation, rest, stored, limit = _memory(problem, recomputed is not None)
     slices = problem.slices.count
@@ -521,7 +522,8 @@ def _pass_differences(
     return PassDifferences(problem.slices.count, *tables)
 
 
-# Sign of the additional memory that a pass allocates if its activation is recomputed.
+# Signs of the memory that a pass allocates in addition if its activation is recomputed: F allocates
+# less, R more.
 _RECOMPUTE_SIGN = {F: -1, R: 1}
 
 
@@ -698,7 +700,7 @@ def _by_start(starts: Starts) -> npt.NDArray[np.intp]:
     return np.argsort(starts, axis=None, kind="stable")
 
 
-# For each rank, the operation and column of each of its passes.
+# Order of each rank: operation and column (microbatch) of each of its passes.
 Orders = list[list[tuple[int, int]]]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_ext.search.job_shop import JobShop, Starts
 
-MAX_GAPS = 12  # gaps recorded for each rank, the latest ones, as passes rarely fit into older gaps
+MAX_GAPS = 12  # number of gaps that are remembered for each rank; older gaps rarely fit a pass
 
 
 class Packed(NamedTuple):
@@ -34,7 +34,7 @@ class Packed(NamedTuple):
 
 
 Pack = Callable[[Starts], Packed]
-# Start and end of a gap, and the rank's peak memory from its start to the end of the row.
+# A gap: its start, its end, and the rank's peak memory from its start to the end of the row.
 Gap = list[int]
 
 
@@ -59,7 +59,8 @@ def pack(shop: JobShop, plan: Starts) -> Packed:
         if shop.recompute_deltas is None
         else _RecomputeRule(shop).may_acquire
     )
-    count, op_end = [0 for _ in operations], [0 for _ in operations]  # count: passes placed
+    # Number of placed passes of each operation, and the end of its latest one.
+    count, op_end = [0 for _ in operations], [0 for _ in operations]
     missing = [[len(row)] * m for row in shop.predecessors]
     ready, starts = ([[0] * m for _ in operations] for _ in range(2))
     rank_end, held = list(shop.release_times), [0] * shop.placement.ranks
@@ -121,7 +122,7 @@ class _BankersRule:
                 self.acquiring[rank].append(op)
             if of_microbatch:
                 self.changing[rank].append((op, held))
-        # Memory that is free for microbatches after the first incomplete one.
+        # Memory of each rank that is free for the microbatches after the first incomplete one.
         self.free = [shop.limit - memory for memory in shop.microbatch_memory]
         self.slices = shop.slices
 
@@ -133,7 +134,8 @@ class _BankersRule:
         """
         count[op] += 1
         first = min([count[other] for other in self.acquiring[rank]])
-        first += self.slices - first % self.slices  # first slice of the next microbatch
+        # Number of the first slice of the next microbatch.
+        first += self.slices - first % self.slices
         behind = 0
         for other, held in self.changing[rank]:
             if count[other] > first:

@@ -17,17 +17,17 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-OPERATIONS = 6  # operations of a rank, in the order of a `JobShop`
+OPERATIONS = 6  # number of operations of a rank, in the order of a `JobShop`
 F_OUTER, F_INNER, I_INNER, I_OUTER, W_INNER, W_OUTER = range(OPERATIONS)
 
-# Starts of the first microbatch's passes in ticks, by rank and operation.
+# Pattern: start in ticks of each pass of the first microbatch, by rank and operation.
 Pattern = tuple[tuple[int, ...], ...]
-# Ticks of a message of the outer chunk, and of one of the inner chunk.
+# Ticks of a message of the outer chunk, and of a message of the inner chunk.
 MessageTicks = tuple[int, int]
 
 _Ints = NDArray[np.int32]
-_IMPOSSIBLE = -(1 << 20)  # number of periods that stands for a pattern which does not exist
-_UNLIMITED = 1 << 16  # number of periods that no trip takes
+_IMPOSSIBLE = -(1 << 20)  # stands for the number of periods of a pattern that does not exist
+_UNLIMITED = 1 << 16  # more periods than any trip of a microbatch takes
 _TINY = 1e-9
 
 
@@ -39,7 +39,7 @@ class Arrangements(enum.Enum):
     are tried if they are few (`EACH`); otherwise all idle time is in one gap.
     """
 
-    EACH = enum.auto()  # in whole ticks
+    EACH = enum.auto()  # all distributions of the idle time in whole ticks are tried
     ONE_GAP = enum.auto()
 
 
@@ -94,8 +94,9 @@ def patterns(
     return list(chosen)
 
 
-_VARIANTS = 3  # patterns for each end, of possibly many that take equally long
-_PRIME = 7919  # prime number that spreads the choice of variants
+# Number of patterns that are returned for each end, of possibly many with equal times.
+_VARIANTS = 3
+_PRIME = 7919  # prime number that spreads the choice among equally good patterns
 
 
 def exists(ranks: Sequence[RankWork], p2p_ticks: Sequence[MessageTicks], period: int) -> bool:
@@ -169,7 +170,7 @@ def _placed(ticks: Sequence[int], period: int, spread: Arrangements) -> Iterator
     idle = period - sum(ticks)
     if spread is Arrangements.EACH:
         cuts = itertools.combinations(range(idle + 3), 3)
-        # The remaining idle time comes at the end of the period.
+        # Idle time that is in none of the three gaps comes at the end of the period.
         gaps = [(a, b - a - 1, c - b - 1) for a, b, c in cuts]
     else:
         gaps = list({(0, 0, 0), (idle, 0, 0), (0, idle, 0), (0, 0, idle)})
@@ -193,7 +194,7 @@ def _least_held(rank: RankWork, starts: _Ints, period: int) -> NDArray[np.float6
 
     Each pass is assumed to come within a period of the pass it waits for.
     """
-    # For each stored tensor: start, duration and amount.
+    # Start, duration and amount of each stored tensor.
     holds: list[tuple[_Ints, _Ints, float]] = []
     for chunk, (forward, backward, weight) in enumerate(_CHUNKS):
         active = (starts[backward] - starts[forward]) % period + rank.ticks[backward]
@@ -211,8 +212,8 @@ def _least_held(rank: RankWork, starts: _Ints, period: int) -> NDArray[np.float6
     return most
 
 
-# Number of unused whole periods of the end trip, arrangement of the next rank, and number of
-# periods by which the turn trip is longer than on that rank.
+# How a pattern goes on at the next rank: number of whole periods that the end trip does not use,
+# arrangement of the next rank, and periods by which the turn trip is longer than there.
 _Continuation = tuple[int, int, int]
 
 
@@ -256,7 +257,8 @@ class _PatternProgram:
         self.ranks, self.p2p_ticks, self.period = ranks, p2p_ticks, period
         arrangements_by_rank = {rank: _arrangements(rank, period, spread) for rank in set(ranks)}
         self.arrangements = [arrangements_by_rank[rank] for rank in ranks]
-        # The most periods of the end trip, by rank, arrangement and periods of the turn trip.
+        # Largest number of periods of the end trip, by rank, arrangement and periods of the turn
+        # trip.
         self.most: list[_Ints] = [self._first_rank()]
         self.transitions: list[dict[int, _Ints]] = [{}]
         made: dict[tuple[RankWork, RankWork, MessageTicks], dict[int, _Ints]] = {}

@@ -32,19 +32,21 @@ from megatron_ext.search.improve import (
 from megatron_ext.search.job_shop import job_shop_of, recomputed_in, rows_of, starts_of
 from megatron_ext.search.pack import Packed
 
-# Whether each activation is recomputed, shape (stages, microbatches).
+# Flags of shape (stages, microbatches): whether each activation is recomputed.
 Recomputed = npt.NDArray[np.bool_]
 
-# Factor whose multiples modulo 1 are a low-discrepancy sequence: those of consecutive numbers are
-# spread evenly over 0 to 1 (the golden ratio).
+# The golden ratio. Its multiples modulo 1 are a low-discrepancy sequence: those of consecutive
+# numbers are spread evenly between 0 and 1.
 _GOLDEN = (5**0.5 - 1) / 2
-_SHARES_OF_CHUNK = 4  # number of shares of a chunk by which the first choices differ
-_PERIODS = (80, 90, 100, 110, 120, 140)  # periods of the first plans, in % of a rank's work
-_WEIGHTS = (100, 55, 160)  # work of backward passes relative to forward passes, in %
-_PROMISING = 4  # number of choices that are improved
-_HISTORY = 20  # late acceptance compares with the makespan of so many steps before
-# In 100 steps of the search, this many change only the plan and only the choice of recomputed
-# activations; the other 25 change both.
+# The first choices recompute between none and all of each chunk, in this many shares.
+_SHARES_OF_CHUNK = 4
+# Tried periods of the first plans, in % of a rank's work for a microbatch.
+_PERIODS = (80, 90, 100, 110, 120, 140)
+_WEIGHTS = (100, 55, 160)  # tried weights of backward passes relative to forward passes, in %
+_PROMISING = 4  # number of choices of recomputed activations that are improved
+_HISTORY = 20  # late acceptance compares a plan with the makespan of this many steps before
+# In 100 steps of the search the first number changes the plan only, the second one the choice of
+# recomputed activations only; the other 25 steps change both.
 _PLAN_ONLY, _CHOICE_ONLY = 60, 15
 
 
@@ -74,8 +76,8 @@ def search_with_recompute(
         least: a lower bound in seconds; the search ends if it finds a schedule that reaches it.
     """
     choices = _Choices(problem, how)
-    # A search with recompute has twice the effort of one without: half is spent on several choices
-    # of recomputed activations, and half on the best of them.
+    # A search with recompute has twice the effort of a search without: half goes to several choices
+    # of recomputed activations, and half to the best of them.
     steps = steps_of(how, problem.ranks, choices.passes)
     shares = range(_SHARES_OF_CHUNK * problem.placement.chunks + 1)
     plans = len(known) + len(shares) * len(_PERIODS) * len(_WEIGHTS)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from fractions import Fraction
 
-TICKS = 100_000  # ticks of ``total`` if the figures have no common unit
+TICKS = 100_000  # number of ticks in ``total`` if the times have no common unit
 
 
 def common_tick(figures: Iterable[float], total: float) -> float:

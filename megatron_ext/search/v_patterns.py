@@ -32,9 +32,11 @@ from megatron_ext.search.patterns import (
 )
 
 _PLANS = 24
-_MORE_CHUNKS = 4  # chunks above the limit that a plan may store before it is packed
-_MOST_ARRANGEMENTS = 3_400  # most arrangements of a rank, ...
-# Most combinations of two neighbours' arrangements, times the ranks: some seconds.
+# Number of chunks above the memory limit that a plan may store before it is packed.
+_MORE_CHUNKS = 4
+_MOST_ARRANGEMENTS = 3_400  # largest number of arrangements of a rank's passes that are tried
+# Largest number of combinations of two neighbouring ranks' arrangements, times the ranks; that many
+# take some seconds.
 _MOST_PAIRS = 2_000_000_000
 
 
@@ -47,7 +49,8 @@ def pattern_plans(shop: JobShop) -> list[Starts]:
     if not is_v(shop.placement):
         return []
     works, p2p_ticks = _ranks_of(shop), _p2p_ticks_of(shop)
-    # With slices activations live longer, until the later slices have come back.
+    # With slices an activation lives longer, until the backward passes of later slices have run, so
+    # less of the limit is left.
     works = [replace(w, limit=w.limit - (shop.slices - 1) * sum(w.activations)) for w in works]
     period = max(sum(rank.ticks) for rank in works)
     turns = period * shop.period_offsets

@@ -71,7 +71,8 @@ class Memory:
     def of(self, stage: int) -> float:
         """Return the memory of a microbatch on ``stage`` from F to I, or from I to W if that is
         more."""
-        # If the inputs of W are larger than the activation, so much memory must be free at I.
+        # If the inputs of W take more memory than the activation, that memory must be free when I
+        # runs.
         return max(self.amount(held, stage) for held in (Held.ACTIVATION, Held.WEIGHT_INPUTS))
 
 
@@ -276,7 +277,7 @@ class _Filled:
 class _WeightGradient(NamedTuple):
     action: Action
     seconds: float
-    memory: float  # memory that is held until the weight gradient has run
+    memory: float  # memory that stays allocated until the weight gradient has run
 
 
 class _Pass(NamedTuple):
@@ -290,13 +291,13 @@ class _Pass(NamedTuple):
     seconds: float
     input: int
     output: int
-    to: int  # rank of the neighbouring stage; -1: none
+    to: int  # rank of the neighbouring stage; -1 if there is none
     # Channel to the neighbouring stage; None if that stage is on the same rank.
     link: tuple[int, int, Kind] | None
-    p2p_seconds: float  # seconds of the message
+    p2p_seconds: float  # seconds of the message to the neighbouring stage
     needs: float  # memory that must be free when the pass starts
-    change: float  # memory held after the pass, less the memory held before it
-    weight_gradient: _WeightGradient | None  # the W that the pass defers
+    change: float  # memory allocated after the pass, less the memory allocated before it
+    weight_gradient: _WeightGradient | None  # the weight gradient that the pass leaves to a later W
 
 
 class _Orders:
@@ -312,8 +313,8 @@ class _Orders:
     def _prepare(self, orders: Sequence[Sequence[Action]]) -> list[list[_Pass]]:
         placement, of = self.problem.placement, self.problem.costs.of
         parts, stages = self.problem.examples, range(placement.stages)
-        # Seconds of passes by kind, stage and example; seconds of messages by the stage before the
-        # link, and example.
+        # Seconds of passes by kind, stage and slice of an example microbatch; seconds of messages
+        # by the sending stage and slice.
         seconds = {
             kind: [[of(Action(s, kind, part)) for part in parts] for s in stages]
             for kind in _COMPUTE
@@ -404,12 +405,12 @@ class _Filling:
         memory = orders.memory
         allowed = memory.allowed if memory else (math.inf,) * len(orders.work)
         self.ranks = list(map(_Rank, orders.work, allowed))
-        # Time when the input of each pass is ready: microbatches and their losses are ready at the
-        # start.
+        # Times when the inputs of passes are ready: microbatches, and the gradients of their
+        # losses, are ready at the start.
         stages, pieces = orders.problem.placement.stages, orders.problem.pieces
         self.ready: list[float | None] = [None] * (2 * stages * pieces)
         self.ready[:pieces] = self.ready[-pieces:] = [0.0] * pieces
-        # Arrival of the latest message of each link.
+        # Arrival of the latest message of each channel.
         self.arrived: dict[tuple[int, int, Kind], float] = {}
         self.ends, self.spans = _Bounds(), _Bounds()
 

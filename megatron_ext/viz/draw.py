@@ -36,7 +36,7 @@ BUBBLE = "#E8E8E8"
 WIDTH = 12  # width of the figure with the timelines, in inches
 LABEL = 7  # size of a pass' label in points
 
-# Box of a pass: middle (a rank), half of its height, start, end.
+# Box of a pass in the picture: its middle (a rank), half of its height, its start and its end.
 PassBox = tuple[float, float, float, float]
 _HALF = 0.43  # half of a box's height
 
@@ -220,7 +220,8 @@ def _add_boxes(axes: Axes, boxes: Sequence[PassBox], **look: Any) -> None:
         for y, half, start, end in boxes
     ]
     shape = path.Path.make_compound_path_from_polys(np.array(corners))
-    with matplotlib.rc_context({"hatch.linewidth": 0.5}):  # numbers stand on it
+    # Thin lines, since numbers stand on the hatching.
+    with matplotlib.rc_context({"hatch.linewidth": 0.5}):
         axes.add_patch(patches.PathPatch(shape, clip_on=False, **look))
 
 

@@ -21,9 +21,9 @@ Frame = tuple[float, float, float, float]  # frame of a text in pixels: left, lo
 SIZE = 8  # size of letters in points
 # Distances between a point and its label that are tried, in points.
 _DISTANCES = (5, 12, 20, 30, 42, 56, 72)
-_NEAR = 12  # largest distance at which it is plain whose label it is; beyond it a line is drawn
+_NEAR = 12  # distance in points beyond which a line connects a label with its point
 _MARKER = 4  # pixels around a point that stay free
-# Alignment of a label by the direction in which it lies: 1, 0, -1.
+# Text alignment of a label by its direction from the point: 1, 0, -1.
 _SIDES = ("left", "center", "right")
 _ENDS = ("bottom", "center", "top")
 

@@ -27,16 +27,16 @@ OTHERS = "#999999"
 LINES = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D31", "#7F3C8D")
 MARKERS = "osD^vPX*"
 
-# Marker of a plan's points, and its words in the legend.
+# Marker of each vocabulary method's points, and its words in the legend.
 _METHODS = {
     VocabMethod.NAIVE: ("o", "output layer on its stage"),
     VocabMethod.REDISTRIBUTED: ("s", "layers moved away from it"),
     VocabMethod.ONE: ("^", "vocabulary parallelism 1"),
     VocabMethod.TWO: ("v", "vocabulary parallelism 2"),
 }
-_ALIKE = 0.01  # points this close, as a share of an axis, share a label
+_ALIKE = 0.01  # points closer than this share of an axis have one common label
 _FAR = 1.5  # a point beyond this multiple of an axis' end is drawn at that end
-_SLOW = 2.5  # the second panel ends at this multiple of the quickest microbatch
+_SLOW = 2.5  # end of the second panel, as a multiple of the least seconds per microbatch
 
 
 def draw_plan(plan: Plan, curves: Curves, path: Path) -> None:

@@ -97,20 +97,20 @@ def shortened_path(path: str) -> str:
 
 
 def _tenths(number: str) -> str:
-    return f"{round(float(number), 1) + 0.0:g}"  # + 0.0: not -0
+    return f"{round(float(number), 1) + 0.0:g}"  # adding 0.0 turns -0 into 0
 
 
 def _shorten(element: Element) -> None:
     """Shorten the attributes of the SVG ``element`` itself."""
     if element.tag == GROUP:
-        element.attrib.pop("id", None)  # no element refers to the id of a group
+        element.attrib.pop("id", None)  # nothing refers to the id of a group
     for name in element.attrib.keys() & {"x", "y"}:
         element.set(name, _tenths(element.attrib[name]))
     if "d" in element.attrib:
         element.set("d", shortened_path(element.attrib["d"]))
     if "transform" in element.attrib:
         transform = element.attrib.pop("transform")
-        # This transformation rotates by nothing, and is dropped.
+        # A rotation by an angle of 0 is dropped.
         if not transform.startswith("rotate(-0 "):
             element.set("transform", re.sub(r"-?\d+\.\d+", lambda n: _tenths(n[0]), transform))
 

@@ -87,7 +87,8 @@ class EmulatedStage:
 
     def __init__(self, number: int, chunk: EmulatedChunk, has_loss: bool) -> None:
         self.number = number
-        self.between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F
+        # Input and output of F by microbatch, until the backward pass.
+        self.between: dict[int, tuple[Tensor | None, Tensor]] = {}
         self._chunk = chunk
         self._has_loss = has_loss
 
@@ -224,7 +225,7 @@ def _torch_contenders(
 ) -> Contender:
     rank = dist.get_rank()
     one_stage = name == "1F1B"
-    # These schedules have a V that opens on rank 0.
+    # Schedules whose V begins and ends on rank 0, not on the last rank.
     goes_back = name in ("ZBVZeroBubble", "DualPipeV")
     numbers: Sequence[int] = [rank] if one_stage else [rank, rank + ranks]
     if goes_back:

@@ -74,7 +74,7 @@ def _in_seconds(ms: Any) -> Any:
     return tuple(map(_in_seconds, ms)) if isinstance(ms, tuple) else ms / 1000
 
 
-WAKES_LATE = 0.0003  # seconds, about, by which a system lets a sleeping process oversleep
+WAKES_LATE = 0.0003  # seconds by which a system wakes a sleeping process late, about
 
 
 def take(seconds: float) -> None:
@@ -92,7 +92,7 @@ def take(seconds: float) -> None:
     _clock.ended = time.monotonic()
 
 
-WAIT = 0.002  # seconds between two passes from which the rank counts as waiting
+WAIT = 0.002  # least seconds between two passes that count as waiting
 
 
 @dataclass
@@ -221,7 +221,8 @@ def data() -> Tensor:
 
 # ---- Vocabulary parallelism: emulated passes that take what they cost, and real collectives
 
-_TOKENS = (1, 1)  # batch and sequence of tokens: as many as `SHAPE` has hidden states
+# Batch size and sequence length of the tokens: as many as `SHAPE` has hidden states.
+_TOKENS = (1, 1)
 
 
 class _Ends:

@@ -32,17 +32,18 @@ from megatron_ext.cost_model.rates import Rates
 from megatron_ext.runtime.measure.operation_time import sustained_seconds
 from scripts.benchmarks.harness import arguments, print_table
 
-TIMED = 0.25  # seconds that each kernel is timed
+TIMED = 0.25  # seconds for which each kernel is timed
 TOKENS = 8192
-# Hidden size of a model, width of queries, keys and values, and width of its MLP.
+# Sizes of a model: hidden size, width of queries, keys and values together, and width of the MLP.
 MODELS = {"Llama-3 8B": (4096, 6144, 14336), "Llama-3 70B": (8192, 10240, 28672)}
 TENSOR_PARALLEL = (1, 2, 4, 8)
-# Number of experts on a rank, rows of all of them, hidden size, width of an expert.
+# Sizes of experts: number of experts on a rank, rows of all of them, hidden size, width of an
+# expert.
 EXPERTS = {
     "DeepSeek-V3, EP 32": (8, 32768, 7168, 2048),
     "Qwen3-235B, EP 32": (4, 16384, 4096, 1536),
 }
-# Number of heads, their width, tokens.
+# Sizes of attention: number of heads, their width, tokens.
 ATTENTION = ((32, 128, 4096), (32, 128, 8192), (8, 128, 32768))
 PASSES = ("F", "I", "W")
 

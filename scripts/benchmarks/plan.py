@@ -73,8 +73,8 @@ EXAMPLES = {
         for ranks in (2, 4)
     },
 }
-FIRST, LAST = 10.0, 60.0  # CPU seconds that the first and the last answer may take
-COUNT = 30  # recipes
+FIRST, LAST = 10.0, 60.0  # CPU seconds in which the first and the final result of a plan must come
+COUNT = 30  # number of recipes that are planned
 
 
 @dataclass(frozen=True)

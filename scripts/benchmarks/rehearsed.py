@@ -59,14 +59,14 @@ from scripts.benchmarks.unequal_clocks import UnequalStage
 
 SCHEDULES = "1f1b zb-h1 zb-v v-half interleaved-zb gis"
 RANKS, MICROBATCHES, STEPS = 4, 8, 3
-SECONDS = {  # seconds of a pass for a mean microbatch
+SECONDS = {  # seconds of each kind of pass for a mean microbatch
     Kind.FORWARD: 0.040,
     Kind.BACKWARD_INPUT: 0.050,
     Kind.BACKWARD_WEIGHT: 0.030,
 }
-ENDS = 0.9, 1.25  # seconds of the first and the last stage relative to another one
+ENDS = 0.9, 1.25  # seconds of the first and of the last stage, relative to other stages
 UNEQUAL = 0.1  # largest relative difference between microbatches
-VOCABULARY = 8  # number of tokens of a vocabulary that no stage computes with
+VOCABULARY = 8  # number of tokens of a vocabulary, with which no stage computes
 
 Moved = Mapping[str, tuple[float, ...]]  # `ComposedStep.moved` of a rank
 
@@ -197,7 +197,8 @@ def _steps(
     made = []
     for _ in range(STEPS + 1):
         dist.barrier()
-        time.sleep(2 * WAIT)  # a rank alone, too, has the optimizer's step between two steps
+        # A rank that runs alone also has the optimizer's step between two steps.
+        time.sleep(2 * WAIT)
         if times is not None:
             times.begin_step(is_timed=True)
             times.begin_time()

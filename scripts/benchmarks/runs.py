@@ -39,13 +39,13 @@ from scripts.benchmarks.emulated import (
     take,
 )
 
-STEPS = 3  # timed steps, after one that is not timed
-STEPS_IN_A_ROW = 10  # timed steps in a row, where steps may overlap
+STEPS = 3  # number of timed steps, after one that is not timed
+STEPS_IN_A_ROW = 10  # number of timed consecutive steps, if steps may overlap
 # Number of sleeps of 20 ms, which measure how late a rank wakes up and how slow it is then.
 SLEEPS = 25
-NOISY = 0.03  # share of spread, or of lateness of passes, beyond which figures are too noisy
+NOISY = 0.03  # share of spread, or of late passes, from which figures count as too noisy
 
-# Costs in milliseconds of passes that take no time, to measure an executor's own time.
+# Costs in milliseconds of passes that take almost no time, to measure the executor's own time.
 _FREE = "f=1e-6,i=1e-6,w=1e-6"
 
 DEFAULT_SCHEDULES = "1f1b zb-h1 zb-auto interleaved gis zb-v v-half v-min v-auto dualpipe-v"
@@ -164,7 +164,7 @@ class _Steps:
     ideal: float
     passes: int
     seconds: float
-    host_seconds: float = 0.0  # host seconds, which are measured last
+    host_seconds: float = 0.0  # seconds that the host needs without passes, which are measured last
 
 
 @dataclass(frozen=True)
@@ -184,9 +184,10 @@ def measure(setting: Setting, progress: Callable[[str], None]) -> BenchReport:
         ValueError: a schedule does not allow these sizes.
     """
     sizes = setting.ranks, setting.microbatches, setting.costs
-    for spec, options in setting.ours:  # mistakes are reported here, not by a rank
+    # Builds all schedules, so that mistakes are reported here and not by a rank.
+    for spec, options in setting.ours:
         program_of(choose(spec), *sizes, options)
-    importlib.import_module("scripts.benchmarks.stock")  # once, before forking
+    importlib.import_module("scripts.benchmarks.stock")  # imported once, before ranks are forked
     launches = []
     for number in range(setting.launches):
         progress(f"launch {number + 1} of {setting.launches}")

@@ -31,10 +31,10 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
 from scripts.benchmarks.harness import arguments, print_table
 
-COSTS = (10, 12, 8, 1)  # f, i, w, comm
+COSTS = (10, 12, 8, 1)  # costs of F, I, W and of a message
 RANKS = (8, 16, 32, 64)
 MICROBATCHES = (16, 32, 64, 128, 256, 512)
-AT_LEAST = 0.05  # least seconds of a figure that counts in a fit
+AT_LEAST = 0.05  # least seconds of a measurement that counts in the fit
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = ("generation", "communication", "proof", "simulation", "total", "us per action")
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
     title = f"costs {COSTS}, {machine}, Python {platform.python_version()}"
-    # The cache is empty, as a search would find what it stored before.
+    # The cache is empty here, so that a search does not find an earlier result.
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
         print_table(("family", "p", "m", "actions", *columns), rows(), title)

@@ -36,7 +36,7 @@ from megatron_ext.search.pack import Pack, Packed
 from megatron_ext.search.v_patterns import excluded_period
 from scripts.benchmarks.harness import arguments, print_table
 
-COSTS = (10, 12, 8, 1)  # f, i, w, comm
+COSTS = (10, 12, 8, 1)  # costs of F, I, W and of a message
 CELLS = ("8:4", "8:5", "8:6", "8:8", "16:8", "16:9", "16:12", "16:16", "32:16", "32:18", "32:32")
 MILLIONS = (10, 30, 100)
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pattern_seconds=(3.0, "in which a shorter period is looked for"),
     )
     how = effort()
-    how.packer(job_shop_of(problem_of(2, 2, 2.0)))  # compiled here
+    how.packer(job_shop_of(problem_of(2, 2, 2.0)))  # compiles the packer before it is timed
     title = (
         f"costs {COSTS}, {how.name} effort's packer, {platform.machine()}, {os.cpu_count()} CPUs, "
         f"load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, numpy {np.__version__}"

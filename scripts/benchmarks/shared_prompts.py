@@ -33,11 +33,11 @@ PACK, RANKS, TENSOR, ANSWERS, PROMPTS = 16384, 4, 8, 8, 16
 MODEL = (
     "layers=80,hidden=8192,heads=64,kv-heads=8,ffn=28672,gated=true,vocabulary=128256,sequence={}"
 )
-# Tokens of a prompt and of an answer, and the gain that is expected at least.
+# Cases: tokens of a prompt, tokens of an answer, and least expected gain.
 CASES = ((1024, 1024, 1.6), (4096, 1024, 2.7), (6144, 512, 3.5), (256, 2048, 1.05))
-_ELEMENT = 2  # bytes, of bf16
-# Reads and writes of an attended key and value: gathered in F, and again in I, where its gradient
-# is read, and an fp32 sum is read and written.
+_ELEMENT = 2  # bytes of a bf16 element
+# Reads and writes of an attended key and value: they are gathered in F and once more in I, where
+# their gradient is read, and an fp32 sum is read and written.
 _MOVED_FORWARD, _MOVED_BACKWARD = 2, 2 + 1 + 2 * 2
 
 

@@ -64,7 +64,7 @@ def keep_memory() -> None:
 
     It may not allocate by mmap either, as such memory is returned to the system.
     """
-    trim_threshold, mmap_max = -1, -4  # malloc.h
+    trim_threshold, mmap_max = -1, -4  # parameters of malloc (malloc.h)
     libc = ctypes.CDLL(None)
     assert libc.mallopt(trim_threshold, 2**31 - 1) and libc.mallopt(mmap_max, 0)
 

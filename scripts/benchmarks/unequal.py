@@ -43,9 +43,9 @@ F, I, W, MESSAGE = 10.0, 12.0, 8.0, 1.0  # noqa: E741
 SIZES = ((4, 8), (8, 16), (8, 32), (16, 64))
 SPECS = ("1f1b", "zb-h1", "v-auto")
 
-# Results of an earlier trial with another simulator, by load and schedule, for each of `SIZES`:
-# steps with all three measures, relative to steps in order of arrival. No cell may be worse by more
-# than `POINTS`.
+# Results of an earlier trial with another simulator, by load and schedule, for each of `SIZES`: the
+# time of a step with all three measures, relative to a step in order of arrival. No result may be
+# worse by more than `POINTS`.
 TRIAL: dict[tuple[str, str], tuple[float | None, ...]] = {
     ("long-128k", "zb-h1"): (0.835, 0.769, 0.784, 0.714),
     ("long-128k", "v-auto"): (0.868, 0.779, 0.764, 0.745),
@@ -56,7 +56,7 @@ TRIAL: dict[tuple[str, str], tuple[float | None, ...]] = {
     ("full-8k", "v-auto"): (None, 0.965, None, None),
 }
 POINTS = 0.02
-# CPU seconds to find and prove a program for the microbatches' places.
+# Largest CPU seconds to find and prove a program for unequal microbatches.
 SECONDS = {(8, 32): 2.0, (16, 64): 5.0}
 
 
@@ -158,7 +158,8 @@ def gain(spec: str, ranks: int, microbatches: int, name: str, *, tied: bool = Fa
         variants.append((placed, True, True))
     shared = REPLICAS if tied else 1
     under = {id(program): UnequalSteps(program, shared) for program, _, _ in variants}
-    taken = np.empty((2, STEPS, len(variants)))  # seconds of each step, without noise and with it
+    # Seconds of each step and variant, without and with noise.
+    taken = np.empty((2, STEPS, len(variants)))
     rng = np.random.default_rng(1)
     for number, costs in enumerate(_steps(name, microbatches, FIRST_SEED)):
         for column, (program, order, deal) in enumerate(variants):

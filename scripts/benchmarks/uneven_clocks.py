@@ -23,7 +23,7 @@ from scripts.benchmarks.prediction import measure
 from scripts.benchmarks.uneven import best_layout
 
 RANKS, MICROBATCHES, LAYERS, SLOW = 4, 8, 40, 1.3
-PER_LAYER = {"f": 4.0, "i": 4.8, "w": 3.2}  # milliseconds
+PER_LAYER = {"f": 4.0, "i": 4.8, "w": 3.2}  # milliseconds of F, I and W of a layer
 SPECS = ("1f1b", "zb-h1", "zb-v")
 
 

@@ -60,13 +60,13 @@ def main(words: Sequence[str]) -> int:
     data: object
     try:
         if given.what == "recipes":
-            # This module imports Megatron.
+            # Imported here, since the module imports Megatron.
             from scripts.evaluation.recipes.evaluated import evaluate_recipes
 
             lines, data, status = evaluate_recipes(given.file, console, plans=not given.keep_plans)
             print("\n".join(lines))
         elif given.what == "slices":
-            # This module imports Megatron.
+            # Imported here, since the module imports Megatron.
             from scripts.evaluation.recipes.evaluated import evaluate_slices
 
             lines, data, status = evaluate_slices(console)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron_ext.planner.verdict import WORTH
 from scripts.evaluation.predictions import PredictedStep
 
-LAYERS_MOVED = "1f1b, layers moved"  # to other stages
+LAYERS_MOVED = "1f1b, layers moved"  # 1F1B with layers moved to other stages
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 from megatron_ext.cost_model.model import Model
 
 MEASURED = Path(__file__).with_name("measured.csv")
-PASSES = "passes, "  # a row's job begins like this if the row measures passes without a step
+PASSES = "passes, "  # beginning of a row's job if the row measures passes without a step
 GB = 2**30  # bytes of a GB: torch.cuda's figures are divided by it in the sources
 
 

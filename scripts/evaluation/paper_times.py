@@ -46,7 +46,7 @@ def simulated(
 
 def _training(step: PublishedStep, times: PublishedStage, launch: float) -> DescribedTraining:
     stages = step.pipeline * step.chunks
-    # The ends count as many layers, which an embedding or an output layer replaces.
+    # Embedding and output layer each replace a layer, so all stages count as many layers.
     layers = times.layers * step.pipeline
     model: Model = replace(times.model, layers=times.model.layers[:1] * layers)
 

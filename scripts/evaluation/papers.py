@@ -119,7 +119,7 @@ class PaperTraining:
     schedule: str
 
 
-# Trainings by the job of their rows.
+# Trainings of papers, by the job that their rows name.
 PAPERS = {
     "korthikanti GPT-3 175B": PaperTraining(
         _gpt3(96, 12288, 96), _SELECTIVE, "a100", 8, (4,) * 24, "interleaved:vpp=3"
@@ -141,8 +141,8 @@ PAPERS = {
         (1,) * 96,
         "interleaved:vpp=8",
     ),
-    # DualPipe on 16 ranks, which hold two copies of the model, is folded onto 8 ranks with twice
-    # the data parallelism. Multi-token prediction is on the last stage.
+    # DualPipe runs on 16 ranks, which hold two copies of the model; it is described here as one
+    # copy on 8 ranks with twice the data parallelism. Multi-token prediction is on the last stage.
     "dsv3 h800": PaperTraining(_DEEPSEEK, _IN_PAIRS, "h800", 8, (*[4] * 15, 1), "dualpipe-v"),
 }
 
@@ -155,7 +155,7 @@ def work_of(paper: PaperTraining, step: PublishedStep) -> Work:
         distributed=True,
         data_parallel=copies,
         expert_data_parallel=copies // experts,
-        # All these trainings overlap reductions, or have one replica.
+        # In all these trainings gradient reductions overlap passes, or there is one replica.
         bucket=default_bucket(copies),
     )
     work = estimated_work(

@@ -61,7 +61,7 @@ class Percentiles:
         return cls(median, p10, p90, len(figures))
 
 
-# Version of the container from which on Bridge's figures are those of today's software.
+# First version of the container whose published figures are of today's software.
 _NEW_SOFTWARE = 26.06
 _JOBS = {
     "zb": "zero bubble, A100",

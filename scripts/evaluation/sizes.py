@@ -31,8 +31,11 @@ from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from scripts.evaluation.measured import PublishedStep, dense_model
 
-OF_SIZES = "sizes "  # a row's job begins like this if the row compares sizes; the set follows
-TIE = 0.02  # predictions this close, as a share, are equal: of those that ran, the best is chosen
+# Beginning of a row's job if the row compares sizes; the name of the set follows.
+OF_SIZES = "sizes "
+# Predictions that differ by less than this share are equal: of those that ran, the best one is
+# chosen.
+TIE = 0.02
 _GPU = GPUS["a100"]
 
 
@@ -81,7 +84,8 @@ def predict_sizes(step: PublishedStep) -> SizesPrediction:
         distributed=True,
         data_parallel=step.size("dp"),
         expert_data_parallel=step.size("dp"),
-        # Gradients have the weights' 2 bytes, as 13B would not fit on one pipeline rank otherwise.
+        # Gradients have 2 bytes, as weights have, since 13B parameters would not fit on one
+        # pipeline rank otherwise.
         gradient_bytes=2,
     )
     stages = evenly(len(model.layers), step.pipeline).of(model)

@@ -122,7 +122,7 @@ def recipe_of(step: PublishedStep) -> Recipe:
             f"row {step.number} of the measured steps: {name!r} is not a recipe of {RECIPES}"
         )
     given = _with_sizes_of(step, flat(recipes[name]))
-    # A recipe's name contains the number of GPUs and the precision.
+    # The name of a recipe contains its number of GPUs and its precision.
     model, _, rest = name.partition("gpu_")
     gpu = rest.partition("_")[0]
     precision = _PRECISIONS[cells["precision"]]
@@ -181,9 +181,9 @@ def _experts(step: PublishedStep) -> dict[str, Any]:
     if step.cells["a2a_overlap"]:
         is_on = step.cells["a2a_overlap"] == "1"
         changes["comm_overlap.overlap_moe_expert_parallel_comm"] = is_on or None
-        if is_on:  # Megatron refuses both overlaps together
+        if is_on:  # Megatron refuses this overlap together with the overlap of the shared expert
             changes["model.moe_shared_expert_overlap"] = None
-    if step.chunks == 1:  # there are no pairs
+    if step.chunks == 1:  # with one chunk per rank no passes can overlap
         changes["comm_overlap.overlap_moe_expert_parallel_comm"] = None
         changes["comm_overlap.delay_wgrad_compute"] = None
     return changes
@@ -207,7 +207,8 @@ def _recompute(step: PublishedStep) -> dict[str, Any]:
 
 
 _STAGES = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
-# Number of layers of the model in Megatron-LM #6311: DeepSeek-V3's shape, three of them dense.
+# Number of layers of the model in Megatron-LM #6311, which has DeepSeek-V3's shape; three layers
+# are dense.
 _SHORT = 14
 # Megatron's own defaults instead of the recipe's: optimizer states and gradients in fp32.
 _SHORT_MODEL: Mapping[str, Any] = {
@@ -241,7 +242,8 @@ def _of_recipe(step: PublishedStep) -> DescribedTraining:
         warnings.simplefilter("ignore")
         configuration = configuration_of(recipe)
     execution = configuration.execution
-    if execution.overlap:  # by a row's own variable, not that of this process
+    # The row has a variable for this, and that of this process does not count.
+    if execution.overlap:
         is_required = max(execution.tensor_parallel, execution.context_parallel) > 1
         is_one = "connections 1;" in step.cells["note"] or is_required
         execution = replace(execution, has_one_queue=is_one)

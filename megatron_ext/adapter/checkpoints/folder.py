@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_MOST_BYTES = 50  # most bytes of the file that names the latest iteration
+_MOST_BYTES = 50  # largest size in bytes of the file that names the latest iteration
 
 
 def folder_name(iteration: str) -> str:

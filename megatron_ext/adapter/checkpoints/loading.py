@@ -33,7 +33,8 @@ from megatron_ext.cost_model.model_memory import default_bucket
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
-# Key in a checkpoint's metadata, unless its placement is Megatron's own.
+# Keys in a checkpoint's metadata. The rank of each stage is written only if the placement differs
+# from Megatron's own.
 RANK_OF_STAGE = "pipeline_rank_of_stage"
 DIVIDED = "pipeline_vocabulary_is_divided"
 

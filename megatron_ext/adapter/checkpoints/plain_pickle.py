@@ -23,7 +23,7 @@ from megatron_ext.base.words import bytes_text
 # Limits for reading one pickle. A checkpoint with a larger or slower one is not judged. The index
 # of a trillion parameters on thousands of ranks has some hundred MiB.
 SECONDS = 20.0
-LARGEST = 2**30  # bytes
+LARGEST = 2**30  # largest pickle in bytes
 
 _CONTAINERS: dict[tuple[str, str], Any] = {
     ("argparse", "Namespace"): Namespace,

@@ -79,8 +79,8 @@ def only_torch_dist(
 
 _NO_OPTIONS = ScheduleOptions()
 
-# Function that returns the flags that request a feature, or None if the feature is off. Its
-# arguments are the settings, the resolved spec and the schedule options.
+# Function that returns the flags which request a feature; None if the feature is off. Its arguments
+# are Megatron's settings, the resolved spec of the schedule, and the schedule options.
 Requested = Callable[[Any, ResolvedSpec, ScheduleOptions], str | None]
 
 

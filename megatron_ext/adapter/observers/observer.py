@@ -85,5 +85,6 @@ class StepObserver[Seen: ObservedStep]:
         """Observe that the training has ended with ``iteration``."""
 
 
-# Observers of every training step of this process, ours or Megatron's own. A rehearsal adds one.
+# Observers of every training step of this process, under a schedule of megatron_ext or Megatron's
+# own. A rehearsal adds an observer.
 of_all_steps: list[StepObserver[ObservedStep]] = []

@@ -32,8 +32,8 @@ class OverlapHooks(TrainingHooks):
     @override
     @classmethod
     def requested_options(cls, settings: Any, microbatches: int | None) -> Mapping[str, Any]:
-        # A step of one microbatch is refused, since its passes depend on each other. A caller whose
-        # batches vary may have such a step.
+        # A step of one microbatch gets no overlapped passes, since a pass can only overlap a pass
+        # of another microbatch. Callers whose batches vary may have such steps.
         return {"pairs": True} if microbatches != 1 else {}
 
     @override

@@ -22,7 +22,8 @@ from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 
-_Arguments = dict[str, Any]  # arguments of Megatron's function for a forward or backward pass
+# Arguments of Megatron's function that runs a forward and a backward pass.
+_Arguments = dict[str, Any]
 
 _NO_FORWARD: _Arguments = {
     "forward_step_func": None,
@@ -91,8 +92,9 @@ class PlannedStage(ModelStage):
     ) -> Tensor | None:
         if not self._is_planned:
             return super()._backward_input(microbatch, dy, w_is_next=w_is_next)
-        # `compute_meanwhile` is not used, though W may be next: a product's operands would be freed
-        # before it is noted that this stream reads them (`_used_here`).
+        # `compute_meanwhile` is not used here, even if W comes next: the operands of a
+        # weight-gradient product would be freed before they are marked as in use by this stream
+        # (`_used_here`).
         with queue.collecting(self._number, microbatch):
             *_, dx = self._step(_NO_FORWARD, self._backward_of(microbatch, dy))
         return self._end_backward(microbatch, dx)

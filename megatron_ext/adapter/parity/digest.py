@@ -11,9 +11,9 @@ import torch
 
 from megatron_ext.recordings.piece import STORED_AS, Piece
 
-_BLOCK = 1 << 22  # elements that are hashed at once; they take 64 MiB
+_BLOCK = 1 << 22  # elements that are hashed together; their temporary arrays take 64 MiB
 _BITS = {"i1": torch.int8, "i2": torch.int16, "i4": torch.int32, "i8": torch.int64}
-# The odd multipliers of splitmix64, as signed 64-bit integers.
+# The odd multipliers of the hash function splitmix64, as signed 64-bit integers.
 _PLACE, _MIX = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 
 

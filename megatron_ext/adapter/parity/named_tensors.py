@@ -40,7 +40,8 @@ class _Part:
     start: int
     stop: int
     piece: Piece
-    is_main_without_dp: bool  # the piece is the main replica if the data-parallel rank is ignored
+    # Whether the piece is the main replica if data-parallel ranks are ignored.
+    is_main_without_dp: bool
 
 
 class NamedTensors:
@@ -136,7 +137,7 @@ def _steppers(
     A copied state is one that another rank has, too.
     """
     if isinstance(optimizer, LayerWiseDistributedOptimizer):
-        # The optimizer states of a parameter are on one data-parallel rank.
+        # The layer-wise optimizer has the states of a parameter on one data-parallel rank only.
         is_copy = _is_copy_without_dp
     chain = getattr(optimizer, "chained_optimizers", None)
     if chain is not None:
@@ -145,8 +146,8 @@ def _steppers(
     elif optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
         instance = getattr(optimizer, "distributed_optimizer_instance_id", None)
         if instance is not None:
-            # Each instance of the distributed optimizer has all states; only those of the first are
-            # used.
+            # Every instance of the distributed optimizer has the same states, so only those of the
+            # first instance are recorded.
             is_copy = _is_copy_without_dp if instance == 0 else lambda part: True
         yield optimizer, is_copy
 
@@ -256,7 +257,8 @@ _State = tuple[torch.nn.Parameter, str, torch.Tensor, int]
 
 
 def _whole_states(optimizer: Any, parameters: Iterable[torch.nn.Parameter]) -> Iterator[_State]:
-    # The layer-wise optimizer has a bare torch optimizer for fp32 parameters.
+    # The layer-wise optimizer has plain torch optimizers for fp32 parameters, without a wrapper
+    # that has an attribute "optimizer".
     inner = getattr(optimizer, "optimizer", optimizer)
     optimized = {id(main) for group in inner.param_groups for main in group["params"]}
     for parameter in parameters:

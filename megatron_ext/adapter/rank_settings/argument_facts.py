@@ -24,7 +24,7 @@ from megatron_ext.base.words import argument_flag
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.runtime.store.agreement import Fact
 
-_LONGEST = 120  # longest value in characters that is shown whole
+_LONGEST = 120  # longest value in characters that a message shows whole
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 

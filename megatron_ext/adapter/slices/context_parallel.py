@@ -26,11 +26,12 @@ PACKED = (
     f"drop {_FLAG}"
 )
 
-# Entries of a batch without an element per token.
+# Entries of a batch that do not have one element per token.
 _ABOUT_PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _OF_ALL = (*_ABOUT_PACKED, "local_cp_size", "hybrid_cp_group")
 
-# Marks per microbatch, set when our code has split the batch over the context-parallel ranks.
+# List of the running microbatch that is not empty once `cut_by_slices` has split its batch over the
+# context-parallel ranks.
 _cuts = partial(running_slice.kept, "cuts of the batch", list[None])
 
 

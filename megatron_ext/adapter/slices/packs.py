@@ -170,7 +170,7 @@ def _attended(span: Span, pack: PackedDocuments, params: PackedSeqParams) -> Att
     first = bisect_right(pack.borders, span.begin) - 1
     documents = slice(first, bisect_left(pack.borders, span.end))
     begin = pack.borders[first]
-    # The slice begins in the padding behind a document.
+    # If the slice begins in the padding behind a document, it attends to no token of that document.
     if begin + pack.lengths[first] <= span.begin:
         begin = span.begin
     queries, keys = (pack.part(documents, start, span.end) for start in (span.begin, begin))

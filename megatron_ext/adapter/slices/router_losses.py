@@ -185,7 +185,8 @@ def z_loss(
         return loss
     share = (span.end - span.begin) / span.length
     router, _ = _router.now
-    # The gradient is scaled later by the number of the slice's tokens.
+    # With a loss per token the gradient is scaled later by the number of the slice's tokens, so
+    # only the loss's value is scaled here.
     if router.calculate_per_token_loss:
         return loss + (share - 1) * loss.detach()
     return share * loss

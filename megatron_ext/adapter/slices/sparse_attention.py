@@ -52,7 +52,7 @@ def attend_sparsely(
             "--pipeline-slices does not go with sparse attention (dsa) over packed sequences: "
             "this combination is untested; drop --pipeline-slices"
         )
-    if value is None:  # the value is a part of the key
+    if value is None:  # latent attention has no value tensor: the value is a part of the key
         (key,) = running_slice.attended(layer, (key,))
     else:
         key, value = running_slice.attended(layer, (key, value))

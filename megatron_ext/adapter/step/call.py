@@ -198,8 +198,8 @@ def groups_of(
     """
     if p2p_communicator is not None:
         return p2p_communicator.pp_group, pg_collection
-    # Megatron 0.18 lacks `_build_default_pg_collection`; all groups of parallel_state serve as
-    # well.
+    # Megatron 0.18 lacks `_build_default_pg_collection`, so a collection of all groups of
+    # parallel_state replaces it.
     all_groups = ProcessGroupCollection.use_mpu_process_groups
     groups = getattr(schedules, "_build_default_pg_collection", all_groups)()
     return parallel_state.get_pipeline_model_parallel_group(), groups

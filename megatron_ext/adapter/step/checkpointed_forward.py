@@ -123,8 +123,8 @@ def _around_layers_of(name: str, module: torch.nn.Module) -> Iterator[tuple[str,
             yield from _around_layers_of(f"{name}.{child}", within)
 
 
-# Packages whose hooks take part in the passes themselves. Those of megatron.training, such as a
-# teacher's recorder of logits, are a caller's.
+# Packages whose hooks on modules take part in the passes themselves. Hooks of megatron.training,
+# such as one that records a teacher's logits, count as a caller's.
 _OF_PASSES = ("megatron.core", "megatron_ext", "transformer_engine", "torch")
 
 

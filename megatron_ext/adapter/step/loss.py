@@ -38,12 +38,13 @@ def loss_with_gradient(
         The gradient of the scaled loss by ``output`` (None in an evaluation), and the number of
         tokens.
     """
-    if config.timers is not None:  # forward_step_calc_loss stops this timer
+    # Megatron's forward_step_calc_loss stops this timer, so it must run.
+    if config.timers is not None:
         config.timers("forward-compute", log_level=2).start()
     leaf = output.detach().requires_grad_(not call.forward_only)
     loss, tokens = schedules.forward_step_calc_loss(
         model,
-        leaf.clone(),  # loss functions may write to their input
+        leaf.clone(),  # a copy, since loss functions may write to their input
         loss_func,
         config,
         None,

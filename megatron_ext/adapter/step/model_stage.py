@@ -83,7 +83,8 @@ class ModelStage:
         self._recomputed = recomputed
         self._has_loss = has_loss
         self._has_backward = not call.forward_only and number >= first_trained_stage
-        # The input of the first trained stage requires no gradient, as no earlier stage is trained.
+        # The first trained stage gets an input that requires no gradient. With Megatron's recompute
+        # its weights would then get no gradients, so the stage makes its input require one.
         self._asks_gradient = number == first_trained_stage and may_lose_gradients(model)
         self._is_quantised = any(getattr(config, name, None) for name in ("fp8", "fp4"))
         # For each microbatch, the input and output of F, or of R, until its backward pass.
@@ -91,11 +92,12 @@ class ModelStage:
         # For each microbatch between F and R: the input, the inputs of the recompute, and the
         # loss's index.
         self._checkpointed: dict[int, tuple[Tensor | None, RecomputeInputs, int]] = {}
-        self._decoder: Any = None  # set if the stage recomputes its decoder alone
+        self._decoder: Any = None  # decoder of the model, if R recomputes only the decoder
         if recomputed and not has_loss:
             takes_slices = self._takes_slices
             self._decoder = decoder_to_recompute(number, model, config, takes_slices=takes_slices)
-        self._decoders: dict[int, RecomputedDecoder] = {}  # from F to R
+        # Decoders of microbatches between their F and their R.
+        self._decoders: dict[int, RecomputedDecoder] = {}
         self._has_begun = False  # whether a forward pass of this step has run
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
@@ -110,7 +112,7 @@ class ModelStage:
             output, _ = self._run(first, microbatch, x, [], is_first=is_first, has_loss=False)
             self._checkpointed[microbatch] = x, first.recompute_inputs, len(self.losses)
             if self._has_loss:
-                self.losses.append(None)  # R computes it
+                self.losses.append(None)  # R computes the loss and replaces this entry
             return output
         output, tokens = self._run(
             run, microbatch, x, self.losses, is_first=is_first, has_loss=self._has_loss
@@ -153,7 +155,7 @@ class ModelStage:
         if self._has_loss:
             (self.losses[place],) = losses
         else:
-            self._free(output)  # the output of F has been sent already
+            self._free(output)  # the output of R is not needed, as the equal output of F was sent
         self._between[microbatch] = (x, output)
 
     def _begin_forward(self, x: Tensor | None) -> bool:
@@ -235,14 +237,15 @@ class ModelStage:
         if self._has_loss:
             self._free(output)
         with queue.collecting(self._number, microbatch, w_is_next=w_is_next):
-            # Megatron would call retain_grad on an input that requires no gradient.
+            # Megatron's backward_step calls retain_grad on its input, which fails if the input
+            # requires no gradient.
             given = None if x is None or not x.requires_grad else x
             dx = schedules.backward_step(given, output, dy, self._config)
         return None if dx is None else queue.keep(dx)
 
     def backward_weight(self, microbatch: int) -> None:
         timers = self._config.timers
-        if timers is not None:  # Megatron's backward_step runs the same timer
+        if timers is not None:  # Megatron's backward_step runs this timer for its backward passes
             timers("backward-compute", log_level=2).start()
         self._run_weight_gradients(microbatch)
         if timers is not None:

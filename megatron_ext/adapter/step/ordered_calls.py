@@ -43,12 +43,12 @@ def order_microbatches(
         microbatches = next((items for items in read if items is not None), None)
         costs = None if microbatches is None else [float(cost(item)) for item in microbatches]
         agreed = _of_first(costs, keywords.get("pg_collection"))
-        if agreed is None:  # no rank has read any data
+        if agreed is None:  # no rank has read a batch, so nothing can be ordered
             return forward_backward(**keywords)
         order = small_ends(np.array(agreed)).tolist()
         results = forward_backward(**_arranged(keywords, read, order))
         if not isinstance(results, list) or len(results) != number:
-            return results  # the results of a stage without loss are not one per microbatch
+            return results  # a stage without loss returns no list with one result per microbatch
         by_arrival = dict(zip(order, results, strict=True))
         return [by_arrival[place] for place in range(number)]
 

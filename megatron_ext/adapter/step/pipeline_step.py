@@ -70,7 +70,7 @@ class PipelineStep:
             pg_collection,
         )
         pipeline, groups = groups_of(p2p_communicator, pg_collection)
-        # The microbatch becomes one row, whose shape Megatron's own messages do not have.
+        # Packed microbatches are a single row, a shape that Megatron's arguments do not give.
         if packs_microbatches():
             seq_length, micro_batch_size = seq_length * micro_batch_size, 1
         call = Call(

@@ -48,11 +48,13 @@ class PipelineTraining:
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
         self._programs = Programs(config, partial(requested_options, config))
-        self._hooks: dict[type[TrainingHooks], TrainingHooks] = {}  # features that were ever on
+        # Hooks of all features that were on in some step.
+        self._hooks: dict[type[TrainingHooks], TrainingHooks] = {}
         self._observers: list[StepObserver[Step]] = [*of_all_steps]
         self._recorder: Recorder | None = None  # None before the first step
         self._connections: Connections | None = None
-        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()  # checked models' first chunks
+        # First chunks of the models that were checked.
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._calls = 0
         self._world = dist.group.WORLD
         self._has_ended = False
@@ -206,7 +208,7 @@ class PipelineTraining:
             assert self._recorder is not None
             with heard_if_it_fails(self._recorder, "the connecting of the ranks"):
                 self._connections = self._connect(call, program, self._recorder, hooks)
-        else:  # the refusal may concern a few ranks, which must tell the others
+        else:  # a program may be refused on a few ranks only, which must tell the others
             with self._heard_if_it_fails("the making of a program", RuntimeError):
                 program = self._programs.make(call.pipeline, call.config, key)
         if not call.forward_only:
@@ -232,7 +234,8 @@ class PipelineTraining:
         with self._heard_if_it_fails("the check of a model"):
             for feature in hooks:
                 feature.check_models(call)
-            if self._connections is not None:  # the first model's shifts were connected before
+            # Token shifts of the first model were connected with the ranks.
+            if self._connections is not None:
                 connect_token_shifts(call.models, call.groups.cp)
         self._checked.add(call.models[0])
 
@@ -252,7 +255,7 @@ class PipelineTraining:
         """
         recorder = self._recorder = Recorder.before_exchange(pipeline)
         Watchdog(recorder).start()
-        if not restarts_in_process():  # otherwise the restarting wrapper reports failures
+        if not restarts_in_process():  # with in-process restarts, their wrapper reports failures
             report = listen(recorder)
             if report is not None:
                 weakref.finalize(self, report.stop)

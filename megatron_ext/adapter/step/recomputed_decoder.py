@@ -84,7 +84,7 @@ class RecomputedDecoder:
     def first(self) -> Tensor:
         """Return the decoder's output in F, computed without gradients."""
         with checkpointing(self._is_quantised) as self._random_states:
-            # A decoder without layers returns its input itself.
+            # The input is detached because a decoder without layers returns its input itself.
             return self._run(self._input.detach())
 
     def backward(self, dy: Tensor) -> Tensor | None:
@@ -98,8 +98,8 @@ class RecomputedDecoder:
         given = hidden_states if decoder.pre_process else decoder.input_tensor
         self._call = args, kwargs
         self._input = given.detach().requires_grad_(given.requires_grad)
-        # The empty tensor makes the output require a gradient, which the input may not require but
-        # the weights do.
+        # The decoder's input may require no gradient although its weights do. The additional empty
+        # tensor makes autograd run the backward function in any case.
         output: Tensor = _Decoder.apply(self, given, torch.empty(0, requires_grad=True))
         return output
 

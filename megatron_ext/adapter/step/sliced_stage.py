@@ -49,13 +49,14 @@ class SlicedStage(ModelStage):
         self._spans = spans
         self._joins_weights = joins_weights
         self._is_last = has_loss
-        # Calls by microbatch, while their first slice runs.
+        # Recorded calls of the model by microbatch, while the microbatch's first slice runs.
         self._noted: dict[int, RepeatableCall] = {}
-        # Calls by microbatch, until their last slice has run.
+        # Calls of the model by microbatch, until the microbatch's last slice has run.
         self._calls: dict[int, ModelCall] = {}
-        # The last stage's outputs of each slice, by microbatch.
+        # Outputs of the last stage for each slice, by microbatch.
         self._outputs: dict[int, list[Tensor]] = {}
-        self._gradients: dict[int, Tensor] = {}  # gradients of the whole outputs, by microbatch
+        # Gradients of whole microbatches' outputs, by microbatch.
+        self._gradients: dict[int, Tensor] = {}
         self._summed = SummedGradients(p for p in self._model.parameters() if p in hooked)
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
@@ -82,7 +83,7 @@ class SlicedStage(ModelStage):
         running_slice.clear()
 
     def _make_loss(self, microbatch: int, call: ModelCall) -> None:
-        # Shape [b, s], or [b, s, v] if these are logits.
+        # The model's output is losses per token of shape [b, s], or logits of shape [b, s, v].
         output = torch.cat(self._outputs.pop(microbatch), dim=1)
         gradient, tokens = loss_with_gradient(
             output, call.loss_func, self._model, self._config, self._call, self.losses
@@ -115,7 +116,8 @@ class SlicedStage(ModelStage):
             output, tokens = super()._run(
                 forward_step_func, piece.microbatch, *args, is_first=is_first, **more
             )
-        if self._is_last:  # a slice's losses may be a view, whose memory could not be freed
+        # A slice's losses may be a view of a larger tensor, which would stay in memory.
+        if self._is_last:
             output = make_viewless_tensor(output, output.requires_grad, keep_graph=True)
         return output, tokens
 

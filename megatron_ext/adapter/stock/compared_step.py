@@ -38,7 +38,9 @@ from megatron_ext.runtime.messages.peers import are_rehearsed
 from megatron_ext.runtime.world import gather_from_all
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
-_VARIATION = 10  # Largest difference from stock, as a multiple of that between two runs of stock.
+# Accepted difference from Megatron's step, as a multiple of the difference between two runs of
+# Megatron's step.
+_VARIATION = 10
 
 
 class FirstStep:
@@ -159,7 +161,8 @@ def _compared(
     given: Any = [None if replayed.is_empty else replayed for replayed in iterators]
     known = inspect.signature(stock).parameters
     arguments = {name: value for name, value in arguments.items() if name in known}
-    # The caller's sizes are used, as a microbatch packed into one row has another shape.
+    # Megatron's function gets the caller's sizes, since `call` may have packed a microbatch into
+    # one row.
     arguments |= {"seq_length": call.seq_length, "micro_batch_size": call.micro_batch_size}
     arguments["data_iterator"] = given if isinstance(arguments["data_iterator"], list) else given[0]
     state = _State(call.models)
@@ -264,14 +267,15 @@ class _State:
     def restore(self) -> None:
         """Restore the state, zero the gradients, and drop values that Megatron would log."""
         on_host, on_device, tracked = self._random
-        # Megatron changes this dictionary in place, so a copy is restored.
+        # A copy of the saved states is restored, since Megatron changes the dictionary in place.
         random._set_all_rng_states(on_host, on_device, dict(tracked))
         for buffer, value in self._buffers:
             buffer.copy_(value)
         for model in self._models:
             model.zero_grad_buffer()  # type: ignore[operator]  # DistributedDataParallel's
             for group in _bucket_groups(model):
-                group.is_first_batch = True  # otherwise Megatron expects the counts of its own step
+                # For any later batch Megatron expects the counts of gradients of its own step.
+                group.is_first_batch = True
         get_moe_metrics_tracker().clear()
         MTPLossLoggingHelper.tracker.clear()
         DSAIndexerLossLoggingHelper.tracker.clear()

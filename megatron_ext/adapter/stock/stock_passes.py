@@ -24,7 +24,7 @@ class StockPasses:
     def __init__(self, recorder: Recorder, placement: Placement) -> None:
         self._recorder = recorder
         self._stages = placement.stages_of[recorder.rank]
-        # Forward passes whose backward pass has not run, by the id of their output.
+        # Forward passes whose backward pass has not run yet, by the id() of their output tensor.
         self._forwards: dict[int, Action] = {}
 
     def forward(self, run: Callable[[], Any], chunk: int, microbatch: int) -> Any:

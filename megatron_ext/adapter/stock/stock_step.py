@@ -84,7 +84,7 @@ class StockTraining:
         self._observers: list[StepObserver[ObservedStep]] = [*of_all_steps]
         for feature in FEATURES:
             self._observers += feature.stock_observers(config)
-        # Programs by the spec that has Megatron's own order.
+        # Programs with the order of Megatron's own schedules, by the spec of the schedule.
         self._programs: dict[str, Programs] = {}
         self._parts_by_spec: dict[str, ModelParts | None] = {}
         self._parts: ModelParts | None = None  # model parts of the stages in the running step
@@ -116,7 +116,7 @@ class StockTraining:
 
     def finish(self, iteration: int) -> None:
         """Tell the observers that the training ends after ``iteration``."""
-        if self._recorder is None:  # no step was observed, and the log says why
+        if self._recorder is None:  # no step was observed, and a log line has said why
             return
         for observer in self._observers:
             observer.finish(iteration)
@@ -139,11 +139,11 @@ class StockTraining:
             return None
         try:
             program = self._program(function, config, pipeline, models, arguments)
-        except ValueError as error:  # Megatron may refuse this step too; if not, it runs unobserved
+        except ValueError as error:  # unless Megatron refuses this step too, it runs unobserved
             self._say(str(error))
             return None
         if self._recorder is None:
-            # Observing a step leaves the host as far ahead of its device as Megatron lets it be.
+            # An observed step does not limit how far the host runs ahead of its device.
             unhindered = DeviceProgress(lambda: None)
             self._recorder = Recorder(pipeline.rank(), rank_identity(pipeline), unhindered)
         return StocksStep(pipeline, program, self._recorder, self._parts)

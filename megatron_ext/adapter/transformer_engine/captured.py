@@ -31,7 +31,7 @@ def captured_parts(settings: Any) -> frozenset[str]:
     if not captures(settings):
         return frozenset()
     named = getattr(settings, "cuda_graph_modules", None)
-    if named is None:  # 0.18's name
+    if named is None:  # Megatron 0.18 has the setting under another name
         named = getattr(settings, "cuda_graph_scope", None)
     parts = frozenset(_names(named))
     return parts - {"full"} or _WHOLE_LAYERS
@@ -50,7 +50,7 @@ def left_to_w(settings: Any) -> str:
     parts = captured_parts(settings)
     routed = getattr(settings, "num_experts", None) or getattr(settings, "num_moe_experts", None)
     left = [] if "attn" in parts else ["attention"]
-    # Some layers are dense, others have experts.
+    # With a list of frequencies some layers have a dense MLP, and others have experts.
     if not routed or isinstance(settings.moe_layer_freq, list):
         left += [] if "mlp" in parts else ["dense MLPs"]
     if routed and "moe" not in parts:

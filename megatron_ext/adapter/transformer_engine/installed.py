@@ -10,7 +10,8 @@ import importlib
 import importlib.metadata
 import re
 
-OLDEST = (2, 8)  # oldest version whose own delayed weight gradients fit these patches
+# Oldest Transformer Engine version whose delayed weight gradients fit these patches.
+OLDEST = (2, 8)
 
 
 def can_split() -> bool:

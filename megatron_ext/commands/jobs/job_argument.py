@@ -63,7 +63,7 @@ JobWord = Annotated[
 
 _RECIPE = re.compile(r"[A-Za-z_][\w.]*:\w*")
 _SIZES = re.compile(r"[a-z-]+=")
-_FLAGS, _COMMAND = "flags of ours", "launch command"  # in a context's meta
+_FLAGS, _COMMAND = "flags of ours", "launch command"  # keys in the meta of a typer context
 
 
 class JobCommand(CliCommand):

@@ -17,12 +17,12 @@ from megatron_ext.written_settings import given_in
 
 _NUMBERS = ("pp", "m", "tp", "dp")
 _DISTRIBUTED = "distributed-optimizer"
-_MOST = 10_000_000  # ranks, or microbatches of a step
+_MOST = 10_000_000  # largest number of ranks, or of microbatches in a step
 _EXAMPLE = (
     "write pp=8,m=64 (pipeline ranks, and microbatches of one pipeline in a step), and what "
     f"differs of tp=1,dp=1,{_DISTRIBUTED}=false"
 )
-# Options that a plan chooses by itself, or that its verdict would not write.
+# Options that a plan of sizes chooses itself, or that its recommendation could not contain.
 _CHOSEN = ("p2p", "vocab_parallel", "activation_offload", "recompute")
 _TAKEN = tuple(name for name in SCHEDULE_SETTINGS if name not in _CHOSEN)
 

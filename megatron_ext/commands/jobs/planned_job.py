@@ -90,7 +90,7 @@ def launch_request(checked: CheckedPlan) -> LaunchRequest:
     launch, file, values = None, None, dict[str, Any]()
     if job.kind is JobKind.ARGUMENTS:
         ours = [word for word in job.words if word != OVERLAP]
-        from_argv(ours)  # refuses flags that act on no schedule
+        from_argv(ours)  # refuses flags that have no effect on any schedule
         file = read_arguments_file(Path(job.word))
         values = dict(file.values)
         if OVERLAP in job.words:

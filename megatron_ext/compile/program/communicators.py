@@ -25,10 +25,11 @@ COLLECTIVES: tuple[Kind, ...] = tuple(
 # A message or collective that has been posted is a running kernel. Its CTAs (NCCL's channels) keep
 # their multiprocessors until the other end has come, so all communicators that may be in use at
 # once have to leave most of a device to the passes.
-SHARE_OF_DEVICE = 4  # the CTAs of all communicators stay below 1 / SHARE_OF_DEVICE of a device
+SHARE_OF_DEVICE = 4  # all communicators together use less than 1 / SHARE_OF_DEVICE of a device
 
-# Bytes that NCCL allocates for each CTA of an incoming connection over NVLink, one buffer a
-# protocol: LL, LL128 and Simple (sizes of NCCL 2.30, unless NCCL_BUFFSIZE and the like set others).
+# Bytes that NCCL allocates for each CTA of an incoming connection over NVLink: one buffer for each
+# protocol (LL, LL128 and Simple), with the sizes of NCCL 2.30 unless NCCL_BUFFSIZE and similar
+# variables set others.
 BUFFER_BYTES = 2**19 + 8 * 8 * 120 * 640 + 2**22
 
 
@@ -111,7 +112,7 @@ def waves(pairs: Iterable[Collection[int]]) -> list[list[tuple[int, int]]]:
     number of ranks.
     """
     rounds: list[list[tuple[int, int]]] = []
-    busy: list[set[int]] = []  # the ranks that are busy in each round
+    busy: list[set[int]] = []  # for each round of connecting, the ranks that are busy in it
     for peers in sorted({(min(peers), max(peers)) for peers in pairs}):
         number = next((n for n, ranks in enumerate(busy) if ranks.isdisjoint(peers)), len(rounds))
         if number == len(rounds):

@@ -48,7 +48,8 @@ class Device(enum.Enum):
     # Messages, collectives and copies run in parallel to passes and waits.
     PARALLEL = "passes and waits"
     WAITS_AT_PASSES = "passes and waits, which all that was posted before holds up too"
-    # Actions run one by one, as on one hardware queue or if every call waited for the device.
+    # All actions run one after the other, as if the device had a single hardware queue or if every
+    # host call waited for the device.
     ONE_QUEUE = "everything"
 
 
@@ -106,7 +107,7 @@ def partner_of(action: Action, placement: Placement) -> Action:
 def batches_of(row: Sequence[Action]) -> Iterator[range]:
     """Yield the positions in a rank's ``row`` of messages that move in one batch, batch after
     batch."""
-    receives = 0  # number of receives directly before this position
+    receives = 0  # number of receives that directly precede this position
     for position, action in enumerate(row):
         lane = RULES[action.kind].lane
         if lane is Lane.RECEIVE:
@@ -249,7 +250,8 @@ class Needs(dict[tuple[int, Kind], list[tuple[int, Kind, Neighbour | None]]]):
         return self[key]
 
 
-# A lower number suffices, as the graphs of programs are made one after the other.
+# A cache of few entries suffices, as the graphs of one schedule are made directly after one
+# another.
 _needs_on = lru_cache(maxsize=8)(Needs)
 
 
@@ -364,13 +366,14 @@ def build_graph(
     blockers = blocking_actions(arrays, device)
     waits.add(nodes, blockers)
     if device is not Device.ONE_QUEUE:
-        # On one queue these actions have ended already, because they come before in the row.
+        # With a single queue these dependencies hold already, since the needed actions come earlier
+        # in the row.
         waits.add(nodes, _before_in_queue(arrays, placement))
         if device is Device.WAITS_AT_PASSES:
             waits.add(*_waited_for_at_passes(arrays))
         for earlier in needed_numbers(arrays, placement):
             waits.add(nodes, earlier)
-            # Overlapped passes begin when the needs of both are done.
+            # Two overlapped passes begin once the needs of both passes are fulfilled.
             waits.add(schedule.paired, earlier[schedule.paired + 1])
     partners = partners_of(arrays, placement)
     sends, receives = (nodes[flags[arrays.kind]] for flags in (IS_SEND, IS_RECEIVE))

@@ -44,10 +44,11 @@ class Precedence:
             return self.known_order
         waiting: list[int] = np.diff(self.before.bounds).tolist()
         after = self.before.inverse
-        # These are views: lists of the numbers would take as much memory as all actions.
+        # memoryview objects are used, since lists of these numbers would take as much memory as all
+        # actions.
         bounds, later = memoryview(after.bounds), memoryview(after.nodes)
         order = [node for node, count in enumerate(waiting) if not count]
-        for node in order:  # the list grows while it is read
+        for node in order:  # the loop also reaches the nodes that it appends to this list
             for follower in later[bounds[node] : bounds[node + 1]]:
                 waiting[follower] -= 1
                 if not waiting[follower]:
@@ -107,8 +108,9 @@ class BatchedTimes:
         self.place = np.empty_like(self.order)
         self.place[self.order] = np.arange(len(level))
         bounds = np.searchsorted(level[self.order], np.arange(1, level.max() + 2))
-        # For each level after the first: its first position, its end, and arrays of the positions
-        # that its first nodes wait for (one position a node and array), with lags if there are any.
+        # Entries for each level (depth in the graph) after the first: its first position and its
+        # end, and arrays of the positions that its nodes wait for, with lags if there are any. The
+        # n-th array has the n-th dependency of the nodes that have so many.
         self._levels: list[tuple[int, int, list[tuple[_Places, Floats | None]]]] = [
             (first, last, []) for first, last in pairwise(bounds.tolist())
         ]

@@ -20,16 +20,16 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Offload, Problem, Recompute
 from megatron_ext.schedule.schedule import Schedule, is_compute
 
-# Amount of memory as a function of the kind of memory and the stage.
+# Function that returns the memory of one kind (such as activations) on one stage.
 Amount = Callable[[Held, int], float]
 
-INPUT_SHARE = 0.1  # share of an activation that is its stage's input, if bytes are not known
+INPUT_SHARE = 0.1  # assumed share of a stage's input in its activation, if bytes are not known
 
-# Kind of pass that a recompute pass repeats.
+# Kind of pass that each kind of recompute pass repeats.
 _RECOMPUTES = {kind: rule.repeats for kind, rule in RULES.items() if rule.repeats is not None}
 _MADE = frozenset(_RECOMPUTES.values())
 
-# Kind of message that a pass uses.
+# Kind of message that each kind of pass uses as its input.
 _USES = {
     kind: need.kinds[0]
     for kind, rule in RULES.items()
@@ -70,7 +70,7 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
         recomputed = {(stage, _RECOMPUTES[kind], k) for stage, kind, k in made}
 
     held = 0.0
-    received: set[tuple[int, Kind, int]] = set()  # and not used
+    received: set[tuple[int, Kind, int]] = set()  # messages that were received and are not used yet
     for stage, kind, microbatch in row:
         gained, lost, message, receives, gathered = changes[stage, kind]
         tokens, taken, given_back = 1.0, 0.0, 0.0
@@ -92,9 +92,9 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
         held += (gained - lost) * tokens - given_back
 
 
-# For each action: the memory that it allocates and frees, the kind of message that it uses, whether
-# it receives one, and what its first or last slice allocates or frees for the microbatch
-# (`Rule.gathers`).
+# Changes of an action: the memory that it allocates and that it frees, the kind of message that it
+# uses, whether it receives a message, and what the microbatch's first or last slice allocates or
+# frees in addition (`Rule.gathers`).
 _Change = tuple[float, float, Kind | None, bool, float]
 
 
@@ -113,7 +113,7 @@ def _changes(
             if held is Held.MESSAGE or (stage, held) in used
         )
         lost = sum(amount(held, stage) for held in rule.releases)
-        # The action is a copy to or from the host, of a sliced microbatch.
+        # A copy of a sliced microbatch to the host or back leaves keys and values on the device.
         if are_cut and rule.all_or_none is Held.ACTIVATION:
             stays = amount(Held.KEYS_VALUES, stage)
             gained, lost = (max(a - stays, 0.0) if a else a for a in (gained, lost))
@@ -155,7 +155,7 @@ def in_bytes(costs: Costs) -> Amount:
         return links.states_behind(behind) * links.message_bytes
 
     def amount(held: Held, stage: int) -> float:
-        if held is Held.MESSAGE:  # the message goes to the stage before or to the next
+        if held is Held.MESSAGE:  # the larger of the messages to the previous and to the next stage
             return max(message(stage - 1), message(stage))
         if held is Held.KEYS_VALUES:
             return costs.slices.keys_values[stage] if costs.slices.keys_values else 0.0
@@ -218,7 +218,8 @@ def without_reserved(limit: MemoryLimit, microbatches: int, problem: Problem) ->
         held = bytes_for(limit, problem.costs)
         ranks = problem.placement.stages_of
         microbatch = max(sum(held[Held.ACTIVATION][stage] for stage in row) for row in ranks)
-        # Logits count for one microbatch more, as they are stored beyond its SI.
+        # The logits of one more microbatch count, as logits stay in memory until their SI has
+        # ended.
         logits = max(held[Held.LOGITS])
         more, allowed = microbatches * microbatch + (microbatches + 1) * logits, float(limit.bytes)
     left = allowed - more

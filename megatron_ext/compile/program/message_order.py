@@ -34,14 +34,15 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 
 _TICKS = 10**6  # number of ticks of the longest pass
 
-# Least seconds of a message, as a share of the longest pass. Messages that cost nothing in the plan
-# do take some time, and a pass that depends on one should not come before others without need.
+# Least assumed seconds of a message, as a share of the longest pass. A message that costs nothing
+# in the plan takes some time in fact, so a pass that depends on a message should not come before
+# other passes without need.
 _LEAST_P2P_SHARE = 1 / 32
 
 # The position of each kind of action in alphabetical order.
 _BY_NAME = np.argsort(np.argsort(KINDS))
 
-# Sort keys by node: time, order of classes at that time, position within the class.
+# Sort keys of the actions: time, class of the action at equal times, and position within its class.
 _Keys = tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.generic]]
 
 
@@ -149,7 +150,8 @@ def _times(
     costs = costs.with_links(
         p2p_seconds=max(costs.links.p2p_seconds, least), p2p_seconds_by_stage=p2p_seconds
     )
-    tick = longest / _TICKS or 1.0  # the passes of an evaluation may all cost nothing
+    # An evaluation's passes may all cost nothing, and a tick must not be zero.
+    tick = longest / _TICKS or 1.0
     ticks = arrays.of_each(
         lambda a: max(round(costs.of(a) / tick), int(is_compute(a))), bool(costs.at_places)
     )

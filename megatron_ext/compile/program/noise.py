@@ -23,7 +23,7 @@ from megatron_ext.schedule.microbatch_costs import lognormal
 
 SAMPLES = 1000
 _QUANTILES = (0.5, 0.9)
-_TIMES = 2**23  # numbers in memory at once: 64 MiB of times
+_TIMES = 2**23  # numbers that are in memory at a time: 64 MiB of times
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ class RankTimes:
         seconds = self._seconds * factors
         first, last = self._passes[self._first], self._passes[self._last]
         starting = seconds[:, first]
-        if self._times is None:  # a link's order of messages depends on the sample
+        # With random times a link's order of messages depends on the sample.
+        if self._times is None:
             zeros = [0.0] * seconds.shape[1]
             runs = (take_turns(self._graph, row, self._links, zeros) for row in seconds.tolist())
             ends = np.array([end for _, end in runs])

@@ -23,7 +23,7 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.action_arrays import IS_PASS, KINDS, Flags, Ints
 
-SAME = 1e-9  # difference due to rounding, as a share of the step's seconds
+SAME = 1e-9  # largest difference that counts as rounding, as a share of the step's seconds
 _FORWARD = KINDS.index(Kind.FORWARD)
 
 
@@ -96,7 +96,8 @@ class _Cuts:
         """
         arrays, numbers = self._arrays, self._arrays.table
         microbatches, first = period, microbatch * arrays.slices
-        period = microbatches * arrays.slices  # the period in slices, if microbatches are sliced
+        # From here on the period counts slices, of which a microbatch has one or more.
+        period = microbatches * arrays.slices
         begins = numbers[self._first_forwards, first]
         ends = numbers[self._first_forwards, first + period]
         is_early = arrays.numbers < begins[arrays.rank]

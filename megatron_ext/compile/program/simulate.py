@@ -27,8 +27,10 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, right_behind_own_input
 from megatron_ext.schedule.timeline import Event, Timeline
 
-_STEPS = 16  # Number of simulated steps; after half of them the time of a step is constant.
-_SAME = 1e-9  # rounding error, as a share of a time
+# Largest number of consecutive steps that are simulated; after half of them the step time is
+# constant.
+_STEPS = 16
+_SAME = 1e-9  # largest difference that counts as rounding, as a share of a time
 
 
 def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -> Timeline:
@@ -69,7 +71,8 @@ def step_seconds(program: Program, costs: Costs) -> float:
     for timeline, free in islice(_one_after_the_other(program, costs), _STEPS):
         later = [now - then for now, then in zip(free, before, strict=True)]
         if max(later) - min(later) <= _SAME * max(later):
-            # Every later step takes the same time, as ranks are free in the same pattern.
+            # Every later step takes equally long, since this step has moved the free times of all
+            # ranks by the same amount.
             return max(later)
         before = free
         ends.append(max(row[-1].end for row in timeline.compute))
@@ -154,7 +157,8 @@ def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
     return lasts
 
 
-# This does the same as `Event._make`, which would take most of a simulation's time in Python.
+# Function that makes an Event from a tuple without checks. `Event._make` does the same, and would
+# take most of a simulation's time.
 _event: Callable[[tuple[int, Action, float, float]], Event] = partial(tuple.__new__, Event)
 
 

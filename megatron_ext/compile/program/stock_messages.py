@@ -111,7 +111,7 @@ class _Program:
     actions: list[Action] = field(default_factory=list)
     waits: list[tuple[int, ...]] = field(default_factory=list)
     posts: dict[Action, int] = field(default_factory=dict)
-    # Nodes that the next action of the rank waits for.
+    # Nodes of the graph that the rank's next action waits for.
     _holding: list[int] = field(default_factory=list)
 
     def run(self, *passes: Action) -> None:
@@ -173,7 +173,8 @@ class _Passes:
         forwards, backwards = _parted(rows[rank])
         warmup = rows[rank].index(backwards[0]) - 1
         if _full_warmup(rank, forwards, schedule.placement) >= len(forwards):
-            # All forward passes are warm-up, so none is followed by a backward pass.
+            # All forward passes of this rank are warm-up, so Megatron runs no forward pass together
+            # with a backward pass.
             warmup = len(forwards)
         return cls(
             schedule.placement,
@@ -421,7 +422,8 @@ def _graph(schedule: Schedule, programs: Sequence[_Program], *, are_posted_alone
                 queues[rank, queue].append(node)
     for nodes in queues.values():
         for previous, node in pairwise(nodes):
-            # A message is sent at the node of its send, and its receive ends at the same time.
+            # In this graph a send's node is the moment when the message is sent, and its receive
+            # ends at the same time.
             add(node if is_send[node] else int(partners[node]), [previous])
     before = NodeLists.of(
         np.array(later, dtype=np.int32), np.array(earlier, dtype=np.int32), len(arrays)

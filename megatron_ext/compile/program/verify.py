@@ -94,7 +94,8 @@ class Program:
 
     schedule: Schedule
     problem: Problem
-    seal: InitVar[object]  # not a field: `dataclasses.replace` would copy it and skip the proof
+    # An InitVar, since `dataclasses.replace` would copy a field and so skip the proof.
+    seal: InitVar[object]
     known_order: Ints | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self, seal: object) -> None:
@@ -213,11 +214,13 @@ def _check_acyclic(schedule: Schedule, p2p: P2P) -> Ints | None:
     """
     known_order, where = None, ""
     if p2p is P2P.BATCHED:
-        # One queue adds no waits: an action that needs something later of this rank needs a message
-        # of that pass, and the message waits for all earlier batches anyway.
+        # With batched messages a single hardware queue adds no waits: an action that needs a later
+        # action of its own rank needs a message of that action, and every message waits for all
+        # earlier batches anyway.
         cycle = build_graph(schedule, p2p).cycle()
     else:
-        # Whatever blocks a device with parallel streams also blocks one with a single queue.
+        # A wait that blocks a device with parallel streams also blocks a device with one queue, so
+        # the graph of one queue is checked first.
         one_queue = build_graph(schedule, p2p, Device.ONE_QUEUE)
         known_order, cycle = one_queue.order, one_queue.cycle()
         if cycle and (side_by_side := build_graph(schedule, p2p).cycle()):
@@ -359,7 +362,7 @@ def _why_not(kind: Kind, stage: int, problem: Problem) -> str:
     return f"is on a stage that is not {rule.where.value}"
 
 
-# Flags by stage and kind: whether the pass of each microbatch is done.
+# Flags by stage and kind, which tell for each microbatch whether its pass has been seen.
 _Done = dict[tuple[int, Kind], Flags]
 
 
@@ -415,7 +418,8 @@ def _is_missing(stage: int, kind: Kind, microbatch: int, done: _Done) -> bool:
     if done[stage, kind][microbatch]:
         return False
     if RULES[kind].where is Where.RANK:
-        return microbatch == 0  # once a step
+        # An action that occurs once a step has the number 0 as its microbatch.
+        return microbatch == 0
     group = RULES[kind].all_or_none
     return group is None or any(
         done[stage, other][microbatch] for other, rule in RULES.items() if rule.all_or_none is group
@@ -481,7 +485,8 @@ def _check_pairs(schedule: Schedule, problem: Problem) -> None:
 
 
 def _check_channels(schedule: Schedule, p2p: P2P) -> None:
-    # On one communicator, activations and gradients from one rank to another share a channel.
+    # With one communicator the activations and the gradients that one rank sends to another share a
+    # channel.
     ends = 2 if p2p is P2P.BATCHED else 3
     if _ends_meet(schedule, ends):
         return

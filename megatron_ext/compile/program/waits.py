@@ -155,7 +155,8 @@ def _known_by_batches(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
     is_used = IS_PASS[arrays.kind[graph.before.owners]] & batched[graph.before.nodes]
     used = np.full(len(arrays), -1, dtype=np.int32)
     np.maximum.at(used, graph.before.owners[is_used], graph.before.nodes[is_used])
-    used = np.maximum.accumulate(used)  # nodes of earlier ranks have lower numbers than this rank's
+    # The running maximum stays within a rank, since nodes of earlier ranks have lower numbers.
+    used = np.maximum.accumulate(used)
     passes = arrays.numbers[IS_PASS[arrays.kind]]
     known_at = np.full(len(arrays), len(arrays), dtype=np.int32)
     known_at[given] = _first(used[passes], given, passes, len(arrays))
@@ -227,7 +228,7 @@ def _clocks(schedule: Schedule, graph: Graph, others: list[Ints]) -> list[tuple[
     ranks, is_pass, holds = arrays.rank.tolist(), IS_PASS[kind].tolist(), is_blocking.tolist()
 
     clocks = list(np.full((len(others), len(others)), -1, dtype=np.int32))
-    left: dict[int, Ints] = {}  # the vector clocks that later actions will read
+    left: dict[int, Ints] = {}  # vector clocks that later actions still have to read
     known: list[tuple[list[int], list[Ints]]] = [([], []) for _ in others]
     for node in graph.order[hears[graph.order]].tolist():
         rank = ranks[node]

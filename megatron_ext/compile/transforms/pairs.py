@@ -27,10 +27,10 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
 _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD
-# Share of the shorter of two overlapped passes that is hidden, if the costs do not say it.
+# Share of the shorter of two overlapped passes that the overlap saves, if the costs do not give it.
 _ASSUMED = 0.25
 _TOLERANCE = 1e-9  # relative rounding error of a sum of costs
-_TOLD_BY = 4  # microbatches a rank that are enough for a step to have all phases
+_TOLD_BY = 4  # number of microbatches per rank with which a step has all its phases
 
 
 class _Policy(NamedTuple):
@@ -168,7 +168,7 @@ class _Playing:
             )
         )
         amount, allowed = _allowed_memory(schedule, problem, policy)
-        # Memory that a pass allocates and frees.
+        # Memory that a pass of a stage and kind allocates, and memory that it frees.
         self.held_by = cache(
             lambda stage, kind: (
                 sum(amount(held, stage) for held in RULES[kind].acquires),
@@ -180,7 +180,7 @@ class _Playing:
             for row, most in zip(schedule.rows, allowed, strict=True)
         ]
         self.pairs: set[OverlappedPasses] = set()
-        # Time when the inputs of a pass have arrived from other stages. Backward passes are listed
+        # Times when the inputs of passes have arrived from other stages. Backward passes are listed
         # as I.
         self.there = {Action(0, _F, k): 0.0 for k in problem.forwards}
         self.there |= {Action(self.placement.last, _I, k): 0.0 for k in problem.forwards}
@@ -200,7 +200,8 @@ class _Playing:
                 continue
             at, number = heapq.heappop(self.turns)
             start, passes = self.turn_of(number)
-            if start == at:  # Otherwise the turn has changed since, and is queued at its new time.
+            # Other entries are outdated: the rank's turn was queued anew at another time.
+            if start == at:
                 self.play(number, start, passes)
         for rank in self.ranks:
             while rank.pending:

@@ -141,7 +141,7 @@ def _with_w_in_time(
     """Return a rank's ``row`` with some W moved before a pass that otherwise has too little
     memory."""
     later = [action for action in row if action.kind is Kind.BACKWARD_WEIGHT]
-    done: dict[Action, None] = {}  # in order
+    done: dict[Action, None] = {}  # actions that were placed, in their order
     held = 0.0
 
     def do(action: Action, takes: float, gives: float) -> None:

@@ -30,7 +30,8 @@ def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel
         part / slowness[-1] for part in vocabulary.output_layer
     )
     lookup, table_gradient = (part / slowness[0] for part in vocabulary.embedding)
-    early = how is VocabularyParallel.TWO  # the input gradient is computed with the logits
+    # With method 2 the input gradient is computed together with the logits.
+    early = how is VocabularyParallel.TWO
     launch = vocabulary.launch * placement.ranks
     shards = {
         Kind.LOGITS: forward + (input_gradient if early else 0.0) + launch,

@@ -30,7 +30,7 @@ def fold(copies: TwoCopies) -> Schedule:
     for rank in range(half):
         _check_opposite(copies, rank)
     folded_rank = tuple(min(rank, copies.ranks - 1 - rank) for rank in copies.rank_of)
-    # As in our V's and waves, the first stage is on the last rank.
+    # The first stage is put on the last rank, as in the V and wave schedules of megatron_ext.
     placement = Placement(copies.name, tuple(half - 1 - rank for rank in folded_rank))
     return Schedule(copies.name, placement, flip_rows(copies.rows[:half]))
 

@@ -95,7 +95,8 @@ def from_rows(rows: Rows, name: str) -> TwoCopies:
         )
     rank_of = _ranks_of_first_copy(rows)
     copies = TwoCopies(name, rank_of, rows)
-    sent: list[set[int]] = [set(), set()]  # microbatches of each of the two copies of the model
+    # Microbatches that each of the two copies of the model processes.
+    sent: list[set[int]] = [set(), set()]
     for rank, row in enumerate(rows):
         for action in row:
             sent[copies.copy_of(rank, action.stage)].add(action.microbatch)

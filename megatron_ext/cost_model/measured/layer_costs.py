@@ -34,7 +34,8 @@ from megatron_ext.schedule.costs import Costs, TowerCosts
 from megatron_ext.schedule.kinds import Held
 
 MeasuredFigure = Kind | Held
-FIGURES: tuple[MeasuredFigure, ...] = (  # measured figures of a layer in the order of `Scale`
+# Measured figures of a layer, in the order of the fields of `Scale`.
+FIGURES: tuple[MeasuredFigure, ...] = (
     Kind.FORWARD,
     Kind.BACKWARD_INPUT,
     Kind.BACKWARD_WEIGHT,
@@ -132,8 +133,8 @@ def layer_costs(costs: Costs, basis: Basis, *, is_divided: bool) -> LayerCosts:
         names = [name for name, figures in totals.items() if figures[figure]]
         rows, sums = _sums_of(costs, stages, totals, figure, is_divided)
         columns = [[row[name][figure] if name in row else 0.0 for name in names] for row in rows]
-        # If the first stage runs an encoder, its sums tell nothing about its layers, and are not
-        # fitted.
+        # If the first stage runs an encoder, its sums include the encoder's time and tell nothing
+        # about its layers, so they are not fitted.
         first = int(basis.has_tower)
         fit = fit_scales(np.array(columns[first:]), np.array(sums[first:]))
         if basis.has_tower:
@@ -179,7 +180,7 @@ _IN_WORDS = {
 }
 
 
-_Expected = dict[str, dict[MeasuredFigure, float]]  # by component
+_Expected = dict[str, dict[MeasuredFigure, float]]  # expected figures by component of the model
 
 
 def _expected(stage: Stage, basis: Basis) -> _Expected:

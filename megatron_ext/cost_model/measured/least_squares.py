@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-_LEAST_SINGULAR_VALUE = 0.02  # singular values below this share of the largest one are noise
-# Least entry of a part in a direction that no sum sees; parts with smaller entries do not belong to
-# it.
+# Singular values below this share of the largest one are taken for noise.
+_LEAST_SINGULAR_VALUE = 0.02
+# Least entry of a part in a direction that no measured sum depends on; parts with smaller entries
+# do not belong to the direction.
 _TOGETHER = 0.05
-_LEAST_SHARE = 0.01  # least share of a part in some sum; a smaller part is not seen
-# Largest factor between a part's scale and that of all; a larger one shows noise in the sums.
+# Least share of a part in some measured sum; the sums tell nothing about smaller parts.
+_LEAST_SHARE = 0.01
+# Largest factor between a part's scale and the scale of all parts; a larger factor shows that the
+# sums are noisy.
 _FARTHEST = 4.0
 
 
@@ -84,7 +87,7 @@ def _least_spread(matrix: Array, sums: Array) -> tuple[Array, list[list[int]]]:
     solution: Array = np.linalg.lstsq(matrix / sizes, sums, rcond=_LEAST_SINGULAR_VALUE)[0] / sizes
     if rank == matrix.shape[1]:
         return solution, []
-    unseen = directions[rank:].T  # columns: changes of the solution that no row sees
+    unseen = directions[rank:].T  # columns: changes of the solution that change no measured sum
     groups = _connected(np.abs(unseen @ unseen.T) > _TOGETHER)
     changes = unseen / sizes[:, None]
     # Matrix of each part's deviation from the mean of its group.

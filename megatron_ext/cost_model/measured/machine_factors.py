@@ -20,8 +20,9 @@ from megatron_ext.base.words import shown
 
 FORMAT = 2
 
-ProductShape = tuple[float, float, float]  # rows, columns, depth
-# Shape of an experts' product: rows, columns and depth of each one, and the number of experts.
+ProductShape = tuple[float, float, float]  # rows, columns and depth of a matrix product
+# Shape of the experts' grouped product: rows, columns and depth of each single product, and the
+# number of experts.
 GroupedShape = tuple[float, float, float, float]
 
 
@@ -157,7 +158,7 @@ class MachineFactors:
         )
 
 
-# Timed kernels, and the number of dimensions of their shapes.
+# Timed kernels of a costs file, with the number of dimensions of their shapes.
 _KERNELS = {"products": 3, "grouped": 4, "attention": 2, "attention_backward": 2}
 _COLLECTIVES = "gathers", "exchanges"
 

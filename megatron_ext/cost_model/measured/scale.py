@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from megatron_ext.schedule.costs import TowerCosts
 
-DEPTH = "depth"  # name of a layer of multi-token prediction: its projection and its layer
+DEPTH = "depth"  # name for a layer of multi-token prediction with its projection
 EMBEDDING = "embedding"
 OUTPUT_LAYER = "output layer"  # name of one run of the output layer, with the loss
-PASS = "pass"  # name of the time of a pass that none of its layers takes
+PASS = "pass"  # name for the time of a pass that belongs to none of its layers
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Links:
     A figure is None if no neighbours were measured for it.
     """
 
-    within: float | None = None  # a node
-    between: float | None = None  # nodes
+    within: float | None = None  # scale of messages within a node; None if not measured
+    between: float | None = None  # scale of messages between nodes; None if not measured
     ranks_of_node: int | None = None
 
 

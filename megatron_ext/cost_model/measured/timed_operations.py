@@ -29,9 +29,10 @@ from megatron_ext.cost_model.operations.parts import part_of
 from megatron_ext.cost_model.rates import Rates
 
 TENSOR_PARALLEL = (1, 2, 4, 8)  # sizes of tensor parallelism whose kernels are timed
-# Bytes of a timed collective, of all its ranks together: 256 KiB to 64 MiB.
+# Bytes of a timed collective, summed over its ranks: 256 KiB to 64 MiB.
 GATHERED = tuple(4**power * 2**18 for power in range(5))
-# Shape of attention: samples, tokens of a sample, heads, query groups, and the width of a head.
+# Shape of a timed attention: samples, tokens of a sample, heads, query groups, and the width of a
+# head.
 AttentionShape = tuple[int, int, int, int, int]
 
 

@@ -6,8 +6,8 @@ many (NVIDIA, NCCL, src/graph/tuning.cc, ``ncclTopoTuneModel``).
 
 from __future__ import annotations
 
-# Seconds in NCCL's protocol for large messages: to begin, for a step over NVLink, and for a step
-# over the network (baseLat and hwLat of Ring and Simple).
+# Seconds that NCCL's protocol for large messages takes: to begin, for a step over NVLink, and for a
+# step over the network (baseLat and hwLat of Ring and Simple in NCCL's tuning).
 BEGIN, NEAR_STEP, FAR_STEP = 8.4e-6, 3.4e-6, 14.0e-6
 
 

@@ -20,7 +20,8 @@ from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.stage_seconds import PassSeconds, seconds_by_component
 from megatron_ext.schedule.action import Kind
 
-# Seconds saved, by the stage of F, then by the stage of the other pass.
+# Seconds that overlapped passes save, by the stage of the forward pass and then by the stage of the
+# backward pass.
 SecondsByStages = tuple[tuple[float, ...], ...]
 
 
@@ -45,7 +46,7 @@ class PairedLayer:
         weights = other.weight_gradient if with_weights else 0.0
         in_forward = min(share * self.forward_messages, other.input_gradient + weights)
         in_backward = min(share * other.input_gradient_messages, self.forward + weights)
-        # W is in both terms, so their sum is bounded by the computation of both passes.
+        # W counts in both terms, so their sum is bounded by the computation of both passes.
         return min(in_forward + in_backward, self.forward + other.input_gradient + weights)
 
 
@@ -95,7 +96,7 @@ def hidden_by_pairs(
 
     @cache
     def saving(forward: int, backward: int, with_weights: bool) -> float:
-        # The other layers of the stage with more layers run without overlap.
+        # The layers that the stage with more layers has in addition run without overlap.
         side_by_side = zip(layers[forward], reversed(layers[backward]), strict=False)
         return sum(f.saving_with(b, share, with_weights=with_weights) for f, b in side_by_side)
 

@@ -47,7 +47,8 @@ def attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
         ),
     ]
     if model.is_rotary:
-        # Unfused rotary embeddings negate and swap halves, concatenate, multiply twice and add.
+        # Unfused rotary embeddings negate and swap halves, concatenate them, multiply twice, and
+        # add.
         times = (10, 10) if execution.framework is Framework.PYTORCH else (2, 2)
         operations.append(passing_over("rotary", turned, times, execution))
     if model.qk_layernorm:
@@ -145,7 +146,7 @@ def _attention(
     recomputed_flops = 2 * tokens * attended * query if execution.transformer_engine else 0.0
     squared = squared_share(execution.sequence, window)
     matrix = _matrix_bytes(model, execution)
-    # Both products of F write or read the matrix, and so do the four of I.
+    # Both products of F write or read the matrix of scores, and so do the four products of I.
     moved = (size + 2 * matrix, 2 * size + 4 * matrix)
     return attention_operation(
         "attention",
@@ -205,9 +206,9 @@ def _local_kernels(
     return operations
 
 
-# Share of a rank's tokens that a later step of ring attention computes with on average: causal
-# attention uses all of them with keys of earlier ranks, and the second half of them with keys of
-# later ranks.
+# Average share of a rank's tokens that a later step of ring attention computes with. Causal
+# attention uses all tokens for the keys of earlier ranks, and the second half of them for the keys
+# of later ranks.
 _MET = 0.75
 
 
@@ -248,7 +249,7 @@ def _of_samples(execution: Execution, query: float, key_value: float) -> list[Ex
         passes = Passes(moved, moved)
     else:
         moved = size * key_value * ranks
-        # The gradients of keys and values go round the ring with them.
+        # The gradients of keys and values go round the ring together with the keys and values.
         passes = Passes(moved, 2 * moved)
     return [
         Exchange(

@@ -22,19 +22,20 @@ from megatron_ext.cost_model.operations.operation import (
 )
 
 # Bytes that the loss reads and writes for each logit, in F and in I. The fused loss computes the
-# gradient in place; the other one works step by step in fp32.
+# gradient in place; the unfused loss works in several steps, in fp32.
 _FUSED_LOSS = (4.0, 4.0)
 _LOSS = (22.0, 14.0)
-# Scaling's loss (transformer/model/losses/cross_entropy.py): in F a cast to fp32 (6 bytes), the
-# softmax's logarithm, which reads three times and writes once (16), and the best token (4); in I an
-# empty gradient (4), the logarithm's backward pass, with three reads and a write (16), and a cast
-# (6). Reads and writes are those of cunn_SoftMaxForward and cunn_SoftMaxBackward in PyTorch's
-# ATen/native/cuda/SoftMax.cu.
+# Bytes per logit of the loss in Scaling (transformer/model/losses/cross_entropy.py). F casts to
+# fp32 (6 bytes), computes the logarithm of the softmax, with three reads and one write (16), and
+# finds the best token (4). I makes an empty gradient (4), runs the logarithm's backward pass, with
+# three reads and a write (16), and casts (6). Reads and writes are those of cunn_SoftMaxForward and
+# cunn_SoftMaxBackward in PyTorch's ATen/native/cuda/SoftMax.cu.
 _PYTORCH_LOSS = (26.0, 26.0)
-# Bytes for each gathered logit: a copy from NCCL's buffer into tensors, and from these into one.
+# Bytes for each gathered logit: one copy from NCCL's buffer into tensors, and one from the tensors
+# into one tensor.
 _GATHERED_BYTES = 8.0
-# Bytes for each element of the embedding's gradient, which is cleared, then added to the fp32
-# gradient.
+# Bytes for each element of the embedding's gradient, which is set to zero and then added to the
+# fp32 gradient.
 _EMBEDDING_GRADIENT_BYTES = 12.0
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# Rows and columns of cuBLAS' output tiles, the most efficient tile first (section 2.3).
+# Rows and columns of cuBLAS' output tiles, the most efficient tile first (section 2.3 of NVIDIA's
+# guide).
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
 
 

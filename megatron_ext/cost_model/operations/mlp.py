@@ -25,7 +25,8 @@ from megatron_ext.cost_model.operations.operation import (
     tensor_parallel_part,
 )
 
-# Bytes moved for the score of a token for an expert, in fp32: softmax, the best scores, their map.
+# Bytes that the router moves for the score of a token for an expert, in fp32: the softmax, the best
+# scores, and the map of them.
 _ROUTING_BYTES = 16
 
 
@@ -44,7 +45,8 @@ def mlp(model: Model, execution: Execution) -> Part:
             ("fc2's bias", execution.split_tokens * model.hidden_size),
         ):
             operations.append(local_bias(name, elements, execution, is_added=False))
-    # Scaling's gate is a layer of its own, which all-reduces its input's gradient on its own.
+    # In Scaling the gate's matrix is a separate layer, which all-reduces the gradient of its input
+    # separately.
     is_separate = execution.framework is Framework.PYTORCH and model.gated_linear_unit
     return tensor_parallel_part(
         operations,
@@ -123,7 +125,7 @@ def _activation(
 ) -> Operation:
     times = (3, 5) if model.gated_linear_unit else (2, 3)
     if execution.framework is Framework.PYTORCH and model.gated_linear_unit:
-        times = (5, 9)  # silu and its product with the gate are two kernels
+        times = (5, 9)  # two kernels: silu, and its product with the gate
     return passing_over("activation", elements, times, execution, modules)
 
 
@@ -141,8 +143,8 @@ def _routed(model: Model, execution: Execution) -> list[Operation]:
     local = model.num_experts / execution.expert_parallel
     gates = 2 if model.gated_linear_unit else 1
     modules = ["moe"]
-    # Tokens are sorted for the ranks and back. If several ranks send tokens to a rank with several
-    # experts, tokens are sorted once more, for the experts.
+    # Tokens are sorted by the ranks of their experts, and back. If several ranks send tokens to a
+    # rank with several experts, tokens are sorted once more, by experts.
     copies = 2 * (1 + routed)
     if execution.dispatcher == "alltoall" and local > 1 and execution.expert_parallel > 1:
         copies += 4 * routed

@@ -14,12 +14,12 @@ from enum import StrEnum
 from megatron_ext.cost_model.execution import Execution, Precision
 from megatron_ext.cost_model.operations.matrix_products import MatrixProduct
 
-_QUANTIZED_BYTES = {  # bytes of an element in low precision
+_QUANTIZED_BYTES = {  # bytes of an element in low precision, with its scales
     Precision.FP8: 1.0,
     Precision.MXFP8: 1.0,
     Precision.FP4: 0.5,
 }
-# Bytes moved for an element of a weight's fp32 gradient, which is read and written.
+# Bytes that are moved for an element of a weight's fp32 gradient: one read and one write.
 _GRADIENT_BYTES = 8
 
 
@@ -30,7 +30,7 @@ class Engine(StrEnum):
     MATRIX = "other matrices"  # the router and the output layer, multiplied in 16 bits
     GROUPED = "experts' matrices"
     ATTENTION = "attention"  # attention and the recurrences that replace it
-    MEMORY = "memory"  # element by element
+    MEMORY = "memory"  # operations that move memory, element by element
 
 
 @dataclass(frozen=True)
@@ -173,11 +173,11 @@ def linear(
     )
     if not is_cast:
         return [product]
-    # An operand is read once, and written twice in low precision, as one of two products takes it
-    # transposed.
+    # A cast to low precision reads an operand once and writes it twice, since one of the two
+    # products takes it transposed.
     cast = size + 2 * operand
-    # With sequence parallelism a tensor is cast before it is gathered: the input of the first
-    # product of a pair, and the gradient of the last one's output (Transformer Engine's
+    # With sequence parallelism a tensor is cast before it is gathered: the input of the first of
+    # two products, and the output gradient of the second one (Transformer Engine's
     # module/layernorm_linear.py, and grad_output_preprocess in module/base.py).
     share = execution.split_tokens / execution.tokens
     entering *= share if is_column else 1.0

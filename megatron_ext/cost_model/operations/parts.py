@@ -36,7 +36,7 @@ def part_of(symbol: str, model: Model, execution: Execution) -> Part:
             part = experts(model, execution)
     if _CAPTURED.get(symbol, "attn") in execution.captured:
         return part.with_whole_backward()
-    # The graph of the router contains the shared expert.
+    # A CUDA graph of the router contains the shared expert, too.
     if symbol == "E" and "moe_router" in execution.captured:
         kept = [
             replace(o, is_unsplit=o.is_unsplit or "shared_experts" in o.modules)

@@ -63,13 +63,14 @@ def _inside(part: str, model: Model, execution: Execution) -> float:
     tokens = float(execution.tokens)
     if part in ATTENTION:
         query, keys, values = _attention_widths(model)
-        # Elements of attention's output.
+        # Elements of the output of attention.
         elements = values if model.multi_latent_attention else query
         elements += 2 * (query + keys + values)
         if is_pytorch and keys < query:
             elements += 2 * query
         if not execution.transformer_engine and not is_pytorch:
-            elements += 2 * model.num_attention_heads * execution.sequence  # scores, and softmax
+            # Elements of the scores, and of their softmax.
+            elements += 2 * model.num_attention_heads * execution.sequence
         return tokens / divides * (elements * size + query * _FP32)
     if part == "E":
         inner = model.moe_latent_size or model.hidden_size
@@ -78,7 +79,8 @@ def _inside(part: str, model: Model, execution: Execution) -> float:
     if part in "GM":
         return tokens / divides * 2 * _recurrent_width(part, model) * size
     of_pass = tokens / divides * (gates + 1) * model.ffn_hidden_size * size
-    if is_pytorch:  # plain PyTorch makes a weight gradient a tensor of its own before it is added
+    # Plain PyTorch computes a weight gradient into a separate tensor before it is added.
+    if is_pytorch:
         of_pass += model.hidden_size * model.ffn_hidden_size / divides * size
     return of_pass
 

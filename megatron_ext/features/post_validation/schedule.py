@@ -49,7 +49,8 @@ def validate_afterwards(schedule: Schedule, problem: Problem) -> Schedule:
         def of_rank(*kinds: Kind, stage: int = stages[0]) -> list[Action]:
             return [Action(stage, kind, 0) for kind in kinds if has_place(kind, stage, placement)]
 
-        # A message that is sent after the other rank's verdict is received after this rank's.
+        # Receives whose send comes after the other rank's verdict are moved behind this rank's
+        # verdict.
         later = [
             action
             for action in row[:length]

@@ -23,7 +23,8 @@ from megatron_ext.compile.contestants import Contestants, RaceThen, family_name
 from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.placement import Placement
 
-# The plainest schedule of each placement; the baseline is the first on the same placement.
+# Plain schedules, one for each placement. The baseline of a race is the first with the placement of
+# the raced schedules.
 _BASELINES = ("1f1b", "interleaved", "interleaved:vpp={chunks}", "1f1b-v", "hanayo:waves={waves}")
 
 

@@ -53,11 +53,12 @@ class SplitReport(StepObserver[Step]):
     def __init__(self, *, splits: bool) -> None:
         self._splits = splits
         self._is_done = False
-        self._begun = 0  # steps
+        self._begun = 0  # number of steps that have begun
 
     def begin(self, step: Step) -> None:
         is_wanted = not self._is_done and step.split.waits == self._splits
-        # The condition is the same on all ranks, even on one without layers.
+        # The condition depends on settings only, so that all ranks report the same step, even a
+        # rank without layers.
         if captures(step.call.config):
             is_wanted = is_wanted and self._begun >= step.call.config.cuda_graph_warmup_steps
         self._begun += 1

@@ -10,7 +10,7 @@ from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.observe.launch_remark import JudgedLaunch, LaunchRemark
 from megatron_ext.observe.trace import LARGEST_WRITTEN, TRACED_OF_RUN, bytes_of_step
 
-_LARGE = 2**28  # bytes from which a browser takes long to show a page
+_LARGE = 2**28  # size of a trace in bytes from which a browser takes long to show it
 
 
 def trace_remarks(launch: JudgedLaunch) -> Iterator[LaunchRemark]:

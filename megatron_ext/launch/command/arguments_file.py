@@ -18,14 +18,14 @@ from megatron_ext.launch.command.launch_words import Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.written_settings import given_in
 
-# Settings of a vision tower, which are no arguments of Megatron's.
+# Settings of a vision tower, which Megatron's parser does not have.
 VISION = (
     *("vision", "vision_tokens"),
     *("freeze_vision_model", "freeze_vision_projection", "freeze_language_model"),
 )
 _WORLD_SIZE = "world_size"  # key of the world size in a file of arguments
 _MOST_RANKS = 10_000_000
-_SCRIPT = "pretrain_gpt.py"  # the script is assumed, as the file names none
+_SCRIPT = "pretrain_gpt.py"  # assumed script, since a file of arguments names none
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,15 @@ from megatron_ext.written_settings import given_in
 # Parts of a Bridge config whose fields are also Megatron's arguments; a later part overrides an
 # earlier one.
 _PARTS = ("dist", "scheduler", "validation", "train", "optimizer", "ddp")
-# Megatron's argument for fields of these parts that have another name.
+# Megatron's arguments for those fields of these parts that have other names.
 _NAMES = {
     "average_in_collective": "ddp_average_in_collective",
     "bucket_size": "ddp_bucket_size",
     "num_buckets": "ddp_num_buckets",
     "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
 }
-# Fields that share their name with an argument of Megatron but mean something else, or nothing
-# without another field.
+# Fields of a Bridge config that have the name of a Megatron argument, but mean something else, or
+# mean nothing without another field.
 _IGNORED = frozenset({"attention_backend", "max_position_embeddings", "vocab_size"})
 _WITHOUT_FP8 = ("fp8", "num_layers_at_", "first_last_layers_bf16")
 # Bridge pads a tokenizer's vocabulary to a multiple of this, times the tensor-parallel size.
@@ -162,7 +162,7 @@ def _arguments(config: Any) -> _Arguments:
     for part in _PARTS:
         if (settings := getattr(config, part, None)) is not None:
             arguments.take(part, vars(settings), _NAMES)
-    # Bridge requires the setting in one of both parts.
+    # Megatron-Bridge requires this setting in one of the two parts.
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
         parts = (config.optimizer, config.ddp)
         arguments.values[name] = any(getattr(part, name, False) for part in parts)
@@ -176,18 +176,20 @@ def _arguments(config: Any) -> _Arguments:
     values = arguments.values
     if values.get(LAYOUT) is not None:
         values[LAYOUT] = _layout_text(values[LAYOUT])
-        values[CHUNKS] = None  # the layout says it
+        values[CHUNKS] = None  # the layout gives the number of chunks
     virtual = values.get(CHUNKS)
     values[CHUNKS_IN_CONFIGS] = virtual  # `unparse` recognises virtual stages by this argument
     if values.get(PATTERN) is not None:
-        values["num_layers"] = None  # Megatron counts the layers of the pattern
+        values["num_layers"] = None  # Megatron counts the layers in the hybrid pattern
     if values.get("cuda_graph_impl") in (None, "none"):
         values.pop("cuda_graph_modules", None)
     values |= _derived(config, values)
-    if not torch.cuda.is_available():  # Bridge switches a fusion off without its kernels
+    # Without a GPU Bridge switches off a fusion whose kernels are missing.
+    if not torch.cuda.is_available():
         values.pop("gradient_accumulation_fusion", None)
     if values.get("cross_entropy_fusion_impl") == "te":
-        # pretrain_gpt.py refuses this setting; without it the same is computed in as much memory.
+        # pretrain_gpt.py refuses this setting. Without it the model computes the same in as much
+        # memory.
         values["cross_entropy_fusion_impl"] = "native"
     parser = megatron_arguments.parser()
     known = {action.dest: action for action in parser._actions}
@@ -234,7 +236,8 @@ def _take_overlap(arguments: _Arguments, overlap: Any) -> None:
         arguments.fields[_NAMES.get(name, name)] = f"comm_overlap.{name}"
     if values.get("tensor_model_parallel_size", 1) < 2 or not values.get("sequence_parallel"):
         values["tp_comm_overlap"] = False
-    values.pop("tp_comm_overlap_cfg", None)  # Megatron's argument is the path of a file instead
+    # In Megatron's arguments this name is the path of a file.
+    values.pop("tp_comm_overlap_cfg", None)
 
 
 def _derived(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def quickly() -> Iterator[None]:
         if _LOGGER not in sys.modules:
             sys.modules[_LOGGER] = None  # type: ignore[assignment]  # importing it fails
             stack.callback(sys.modules.pop, _LOGGER)
-        # An OSError: the package's libraries are not found.
+        # An OSError is raised if torch is installed but libraries of it are not found.
         with contextlib.suppress(ImportError, OSError):
             import torch
 

@@ -246,7 +246,8 @@ def _read_torchrun(words: Sequence[str], started: Started) -> Launch:
     launch = replace(launch, installs=bool(launch.installs), max_restarts=parsed.max_restarts)
     try:
         _, nodes = parse_min_max_nnodes(parsed.nnodes)
-    # The number of nodes is a shell variable, and one torchrun runs on each node.
+    # If the number of nodes is a shell variable, the number of torchrun processes that an outer
+    # launcher starts is taken, one per node.
     except ValueError:
         nodes = started.processes or started.nodes
     # The number of processes may also be "gpu" or "auto" (as many as the node has GPUs), or a shell

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-_JOINED = re.compile(r"(-[A-Za-z])(\d+)")  # -n16
-# A comma before a key separates entries, as values may have commas too.
+_JOINED = re.compile(r"(-[A-Za-z])(\d+)")  # a short option with its number, as -n16
+# Separators of entries: a comma counts only before a key, as values may contain commas.
 _SEPARATOR = re.compile(r",(?=[A-Za-z_]\w*(?:=|,|$))")
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
@@ -48,7 +48,8 @@ class _Launcher:
     rank_variable: str = ""
 
 
-SLURM_RANK, MPI_RANK = "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"  # Open MPI's
+# Variables with the rank of a process, of SLURM and of Open MPI.
+SLURM_RANK, MPI_RANK = "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"
 _SLURM = _Launcher(
     processes=frozenset({"-n", "--ntasks"}),
     nodes=frozenset({"-N", "--nodes"}),
@@ -81,7 +82,7 @@ _LAUNCHERS: Mapping[str, _Launcher] = {
         is_python=True,
     ),
 }
-# Modules that do the same as these programs.
+# Python modules that do the same as the launcher programs above.
 OF_MODULES = {
     "accelerate.commands.launch": ("accelerate", "launch"),
     "deepspeed.launcher.runner": ("deepspeed",),

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ext.base.words import shown
 
-_MOST = 10**6  # most items of a list, and the largest number in one
+_MOST = 10**6  # largest number of items in a list, and largest number in a list expression
 _Value = int | list[Any]
 
 

@@ -40,14 +40,14 @@ from megatron_ext.patches.engine import Patch, apply, replace
 from megatron_ext.patches.megatron.core.transformer import transformer_config
 from megatron_ext.written_settings import add_flags
 
-# Fusions whose kernels Megatron looks for in Transformer Engine.
+# Fusions for whose kernels Megatron searches Transformer Engine.
 _LOOKED_FOR = ("apply_rope_fusion", "moe_permute_fusion")
 
-# Types of arguments that Megatron evaluates as Python.
+# Types of arguments whose text Megatron evaluates as a Python expression.
 _LISTS = {f"{name}_freq_type" for name in ("moe", "la", "no_rope")}
 
-_MOST = 1e30  # largest number in a file
-# Function from a precision to the rates that a rank reaches in it.
+_MOST = 1e30  # largest number that a file of arguments may contain
+# Function that returns the rates which a rank reaches in a precision.
 RatesOf = Callable[[Precision], Rates]
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -181,7 +181,8 @@ def parse_values(values: Mapping[str, Any]) -> ParsedArguments:
         if value is not None:
             setattr(args, name, _converted(actions[name], value))
     if values.get("num_query_groups") and "group_query_attention" not in values:
-        # A Bridge config does not have this flag.
+        # A Bridge config lacks the flag for query groups, so it is set if the config has query
+        # groups.
         args.group_query_attention = not args.multi_latent_attention
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
@@ -332,7 +333,7 @@ def _counting_course(args: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _counting_microbatches(args: Any) -> Iterator[None]:
     num_microbatches_calculator.init_num_microbatches_calculator(
-        rank=1,  # rank 0 would log
+        rank=1,  # with rank 0 Megatron would log
         global_batch_size=args.global_batch_size,
         micro_batch_size=args.micro_batch_size,
         data_parallel_size=args.data_parallel_size,
@@ -469,6 +470,7 @@ def _as_value_error() -> Iterator[None]:
             if missing := _MISSING.fullmatch(line or ""):
                 text = f"{argument_flag(missing[1])} is missing, add it with its value: {text}"
         elif not isinstance(error, AssertionError | ValueError | RuntimeError):
-            # The error is not meant for users and names no setting, so its source line is shown.
+            # An assertion of Megatron's is not meant for users and names no setting, so its source
+            # line is shown.
             text = f"{text}, in: {line}"
         raise ValueError(text) from error

@@ -62,7 +62,7 @@ _PROGRAMS = (
 )
 _MEGATRONS_SCRIPT = re.compile(r"(.*[/.])?pretrain_\w+(\.py)?")
 _MEGATRONS_TEXT = re.compile(r"\bmegatron[._]training\b|\bmegatron_ext\b|\bimport pretrain\b")
-# One of these arguments says where the sizes of the model come from.
+# A command must have one of these arguments, which tell where the model's sizes come from.
 _SIZES = frozenset(
     {
         "--num-layers",

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_ext.base.text_file import LARGEST_SCRIPT
 from megatron_ext.launch.command.launch_words import Launch
 
-_MOST = 100  # most modules that are read
+_MOST = 100  # largest number of modules that are read
 _NOT_READ = {"megatron", "megatron_ext", *sys.stdlib_module_names}
 
 

@@ -33,7 +33,8 @@ RENAMED = {
     "--moe-num-experts": "--num-experts",
     "--use-flash-attn-v2": "--use-flash-attn",
 }
-# Likeness (of difflib) from which an unknown flag is taken for a misspelt flag of Megatron's.
+# Least likeness (difflib's ratio) with which an unknown flag is taken for a misspelt flag of
+# Megatron.
 SURELY_MEANT = 0.9
 
 

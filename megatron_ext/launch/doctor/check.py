@@ -91,7 +91,7 @@ def check_launch(launch: Launch, world_size: int | None, gpu: Gpu | None) -> Rep
     _report_remarks(report, launch)
     folder = Path(launch.script).parent if launch.installs is False else Path()
     folder = Path() if launch.is_module else folder
-    # A check of a launch fetches nothing from the network.
+    # These variables keep a check from fetching anything over the network.
     environment = {"HF_HUB_OFFLINE": "1"} | dict(launch.environment)
     with silently(), as_on(None if launch.log else folder.absolute(), environment):
         script = _check_script(report, launch)
@@ -341,7 +341,8 @@ def _check_arguments(
             text = "--rampup-batch-size: Megatron ignores it, and all steps have one batch size"
             report.add(Severity.REMARK, "batch size", text, "write --step-batch-size-schedule")
         is_stocks = config.schedule is None or config.resolved_spec.example.chunks == 1
-        if is_stocks and (why := why_documents_mix(args)) is not None:  # else it is refused
+        # With a schedule of megatron_ext such a mask is refused.
+        if is_stocks and (why := why_documents_mix(args)) is not None:
             report.add(Severity.REMARK, "masks", why, REMEDY)
         return needed, partial(megatron_arguments.judge_checkpoint, args, config)
 
@@ -481,7 +482,7 @@ def _say_what_slices_give(
     from megatron_ext.launch.planner.variants import LaunchVariants
 
     predicted, args = report.prediction, made.args
-    # Slices do not go with a divided vocabulary.
+    # Slices of sequences do not go with vocabulary parallelism.
     is_divided = config.options.vocab_parallel is not VocabularyParallel.NONE
     if predicted is None or not predicted.ranks or is_divided:
         return

@@ -24,7 +24,7 @@ from megatron_ext.launch.doctor.launch_report import Finding, Severity
 from megatron_ext.schedule.problem import P2P
 
 SETTINGS = "--nccl-communicator-config-path"
-NEGLIGIBLE = 0.0005  # share of a step that would be printed as 0.0 %
+NEGLIGIBLE = 0.0005  # share of a step below which it would be printed as 0.0 %
 
 
 def check_communicators(

@@ -23,7 +23,7 @@ from megatron_ext.patches.features import FEATURES
 from megatron_ext.patches.sources import UnknownSource, allowance
 
 PACKAGES = ("transformer-engine", "torch", "numpy")
-# Optional packages of our extras, and what is missing without them.
+# Optional packages of megatron_ext's extras, each with what is missing without it.
 _OPTIONAL_PACKAGES = {
     "numba": ("search", "searches are about 30 times slower, and try fewer plans"),
     "ortools": ("certify", "nothing can be certified"),
@@ -143,7 +143,7 @@ def _environment() -> dict[str, str]:
             versions[package] = f"not installed: {lacking}; pip install 'megatron_ext[{extra}]'"
     try:
         import torch
-    except (ImportError, OSError):  # an OSError: the package's libraries are not found
+    except (ImportError, OSError):  # torch raises an OSError if its libraries are not found
         return versions
     versions["CUDA"] = torch.version.cuda or "none in this torch"
     versions["ROCm"] = (
@@ -168,7 +168,7 @@ def _megatron() -> str:
         pass
     else:
         folder = Path(version.owner.__file__).parent
-        # The commit of the repository stands behind the plus sign.
+        # A version has the commit of its git repository after the plus sign.
         number = version.original.partition("+")[0]
         text = f"{number} ({folder})"
     if here.is_dir() and here.resolve() != (folder and folder.resolve()):

@@ -97,7 +97,7 @@ def check_checkpoints(
             not valid, and the checkpoint is only looked for.
     """
     findings = []
-    # This checkpoint is loaded if there is none to resume.
+    # The pretrained checkpoint is loaded if there is no checkpoint to resume from.
     if args.pretrained_checkpoint is not None:
         flag = "--pretrained-checkpoint"
         pretrained = _check_load(flag, args.pretrained_checkpoint, None)

@@ -45,9 +45,9 @@ from megatron_ext.schedule.problem import Offload, Recompute
 if TYPE_CHECKING:
     from megatron_ext.launch.planner.variants import LaunchVariants
 
-LIMIT = 60.0  # CPU seconds from the validated command to the last answer
+LIMIT = 60.0  # CPU seconds from the validated command to the final result
 
-_NAMES = {  # Megatron's arguments for `Sizes`
+_NAMES = {  # Megatron's arguments for the fields of `Sizes`
     "tensor_model_parallel_size": "tensor",
     "pipeline_model_parallel_size": "pipeline",
     "context_parallel_size": "context",
@@ -92,7 +92,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
 
     def judged(one: Alternative) -> Alternative:
         """Return the alternative ``one`` with the figures of the launch that is changed to it."""
-        if one.write() == NOTHING:  # the launch stays as it is, and was judged already
+        if one.write() == NOTHING:  # the launch's own settings were judged before
             return one
         one = without_idle_limit(one)
         made = judged_alternative(judgement_of(request, parsed, one.write()), one.write)
@@ -107,7 +107,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
 
     def best_of(steps: Sequence[SizedStep]) -> SizedAlternative | None:
         pool = [launch.alternative(step) for step in steps]
-        # With sizes that have more of the model on a rank, the allocator reserves less.
+        # With sizes that put more of the model on a rank, the allocator has less to reserve.
         limits = [job.memory_of(step.made.candidate.variant.model or ()) for step in steps]
         widest = free if excess else max(filter(None, [free, *limits]), default=None)
         verdict, _ = confirmed_verdict(Plan((), {}), baseline, pool, judged, widest)
@@ -350,7 +350,8 @@ class SizedLaunch:
         if sizes == self._job.sizes:
             before = own_layout(self._parsed.validated, str(variants.launch_schedule))
         else:
-            # A layout of another pipeline size never equals the launch's, so all of it is written.
+            # A layout for another pipeline size differs from the launch's in all stages, so it is
+            # written as a whole.
             before = "1f1b", Layout(())
             added += self._size_words(sizes)
             if self._job.sizes.sequence_parallel and not sizes.sequence_parallel:

@@ -21,13 +21,15 @@ from megatron_ext.planner.verdict import Written
 from megatron_ext.written_settings import says
 
 _OURS = {flag(setting.name) for setting in fields(PipelineConfig)}
-# Options that a plan's choice sets: those of an earlier choice are dropped.
+# Flags that a plan's recommendation sets; values of an earlier recommendation are dropped from the
+# command.
 _CHOSEN = (
     *("schedule", "memory_limit", "vocab_parallel", "activation_offload", "recompute"),
     *("slices", "slice_lengths", "join_slice_weights", "post_validation"),
 )
 
-# Options that act only on a schedule of ours: they are dropped with the schedule.
+# Flags that act only on a schedule of megatron_ext; they are dropped together with
+# --pipeline-schedule.
 _FOR_A_SCHEDULE = tuple(
     flag(setting.name) for setting in fields(PipelineConfig) if not is_on_stock(setting)
 )
@@ -50,7 +52,8 @@ def command_with(launch: Launch, written: Written) -> str:
 
 def _rewritten(words: Sequence[str], launch: Launch, written: Written, installs: bool) -> list[str]:
     count = len(words) - len(launch.arguments)
-    if tuple(words[count:]) != launch.arguments:  # bash -c 'COMMAND'
+    # The words of the launch are within a text for a shell: bash -c 'COMMAND'.
+    if tuple(words[count:]) != launch.arguments:
         at = next(i for i in range(1, len(words)) if words[i - 1] in ("-c", "-lc"))
         inner = _rewritten(shlex.split(words[at]), launch, written, installs)
         return [*words[:at], masked(inner), *words[at + 1 :]]

@@ -47,8 +47,8 @@ from megatron_ext.planner.verdict import (
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.written_settings import says
 
-# Switches of Megatron that only save time, and that some schedules refuse. The training is the same
-# without them.
+# Flags of Megatron that only save time, and that some schedules refuse. Without them the training
+# computes the same.
 FOR_SPEED = (
     "fp8_output_proj",
     "moe_single_grouped_bias",
@@ -56,7 +56,7 @@ FOR_SPEED = (
     "use_grouped_gemm_for_shared_expert",
     "use_transformer_engine_op_fuser",
 )
-WORTH_A_WORD = 0.005  # least gain that is mentioned, as a share of a step
+WORTH_A_WORD = 0.005  # least gain that the text mentions, as a share of a step
 
 
 def choose_for(
@@ -97,7 +97,8 @@ def choose_for(
     with silently():  # Megatron repeats its messages when arguments are validated again
         tokens = megatron_arguments.count_tokens(args, may_run_code=may_run_code)
         if not given and tokens is None and args.padded_vocab_size is None:
-            # The tokens are unknown, so nothing tells whether dividing the vocabulary saves time.
+            # The number of tokens is unknown, so nothing tells whether vocabulary parallelism saves
+            # time.
             methods &= {VocabMethod.NAIVE}
         variants = LaunchVariants(
             args,
@@ -229,7 +230,7 @@ class LaunchChoice(PlannedJob):
         """
         args, config = self._validated(one.candidate)
         config = replace(config, recompute=one.candidate.recompute)
-        # The vocabulary's size is settled by now, so nothing pads it.
+        # The size of the vocabulary is known by now, so nothing pads it later.
         check_batches(args, config, lambda: None)
         check_schedule(args, config, search_for_first)
         return with_whole_step(one, self.allowed_bytes)
@@ -328,7 +329,7 @@ def _jobs(
     The first bound within which any schedule is possible counts.
     """
     usable, on_gpu, too_large = None, "", ""
-    # A launch is not planned against a time limit.
+    # The planning of a launch that is starting has no time limit.
     job = LaunchChoice(variants=variants, specs=specs, confirms_all=False)
     spec, is_limited = stock_schedule(variants.args), variants.config.memory_limit is not None
     baseline = None if is_limited and gpu_memory is None else _as_it_is(variants, spec)

@@ -64,8 +64,8 @@ from megatron_ext.planner.verdict import NOTHING, WORTH, Alternative, Verdict, W
 from megatron_ext.schedule.microbatch_costs import BatchSize
 from megatron_ext.written_settings import from_argv
 
-# Shares of the planning time after which the comparison of schedules, layouts and changes ends. The
-# rest is for building the best alternatives whole.
+# Shares of the planning time after which the comparison of schedules, of layouts and of other
+# changes ends. In the remaining time whole programs of the best alternatives are built.
 _SCHEDULES, _LAYOUTS, _CHANGES = 0.5, 0.75, 0.9
 
 
@@ -137,7 +137,7 @@ class LaunchJob(PlannedJob):
         return Others(tuple(made), slices, tuple(_on_not_permitted(layouts)))
 
     def judged(self, one: Alternative) -> Alternative:
-        if one.write() == NOTHING:  # the launch stays as it is, and was judged already
+        if one.write() == NOTHING:  # the launch's own settings were judged before
             return one
         if self.parsed.variants.config.memory_limit is None:
             one = without_idle_limit(one)
@@ -249,7 +249,8 @@ def judgement_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written)
     """
     args, config, recipe = _command_with(request, parsed, written)
     variants = parsed.variants
-    with megatron_arguments.one_connection(args):  # doctor remarks on the number of connections
+    # Doctor, not plan, remarks on CUDA_DEVICE_MAX_CONNECTIONS.
+    with megatron_arguments.one_connection(args):
         return judged(
             args,
             config,
@@ -273,7 +274,7 @@ def _command_with(
         if request.launch.recipe is not None:
             recipe = RecipeChanges(request.launch.recipe, written, words)
     vars(args).update(parsed.untold)
-    # Costs and rank speeds may come from the plan's own options or from a trace.
+    # Costs and rank speeds may come from the options of plan or from a trace.
     ours = variants.config
     config = replace(from_argv(words), costs=ours.costs, rank_speeds=ours.rank_speeds)
     return args, config, recipe
@@ -314,7 +315,7 @@ def _layouts(parsed: ParsedLaunch) -> LayoutComparison | None:
             parsed.allowed_bytes,
             tries_recompute=parsed.measured is None,
         )
-    except ValueError:  # the command itself cannot train, and its own row of the plan says why
+    except ValueError:  # the launch command itself cannot train, and its row in the plan says why
         return None
 
 

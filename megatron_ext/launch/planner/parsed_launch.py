@@ -57,8 +57,8 @@ ONE_RANK = (
     "there is one pipeline rank, so no schedule can be chosen: --any-sizes compares other sizes, "
     "or write --pipeline-model-parallel-size 2 or more"
 )
-# Tokens of an unknown vocabulary, about as many as tokenizers of 2024 and later have, and the least
-# and the most that are usual.
+# Number of tokens to assume for an unknown vocabulary, about that of tokenizers since 2024, and the
+# smallest and largest usual numbers.
 ASSUMED_TOKENS, USUAL_TOKENS = 128_000, (32_000, 256_000)
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
 
@@ -229,7 +229,7 @@ def _absent(launch: Launch | None, args: Any, megatron_arguments: Any) -> Iterat
     if launch is None or launch.log is not None or launch.recipe is not None:
         return
     prefixes: list[str] = []
-    # A list of datasets cannot be read on this machine either.
+    # The file with the list of datasets may be missing on this machine, too.
     with contextlib.suppress(ValueError):
         prefixes = [name for name in megatron_arguments.data_prefixes(args) if "://" not in name]
     names = [] if launch.is_module else [launch.script]
@@ -273,17 +273,18 @@ def _read(
     remarks = [] if request.launch is None else list(request.launch.remarks)
     remarks += _assumed(request, ranks, is_measured=measured is not None)
     ranks = ranks or megatron_arguments.least_world_size(args)
-    # A launch given as data, which runs no code.
+    # This launch was given as data (a log or a file of arguments), for which no code is run.
     is_data = request.launch is None or request.launch.log is not None
     tokens = megatron_arguments.count_tokens(args, may_run_code=not is_data) or args.vocab_size
     is_assumed = tokens is None and args.padded_vocab_size is None
     if is_assumed:
         tokens = ASSUMED_TOKENS
-    # The schedule `plan` has settings that Megatron's own schedule shares.
+    # With the schedule `plan` the settings are read as with Megatron's own schedule.
     if config.schedule == PLAN:
         config = replace(config, schedule=None)
     launch_schedule = config.schedule or stock_schedule(args)
-    if measured is not None:  # all layouts are estimated by the factors that the log's figures gave
+    # The factors from the log's figures apply to the estimates of all layouts.
+    if measured is not None:
         config = replace(config, costs=CostsSource(ESTIMATE))
     variants = LaunchVariants(
         args,
@@ -300,7 +301,7 @@ def _read(
     if reserved is None and measured is not None:
         reserved = measured.reserved
     with _naming(request.config):
-        validated = variants.checked()  # raises ValueError: no schedule helps
+        validated = variants.checked()  # raises ValueError if no schedule helps
     free = _free(request, validated, launch_schedule, reserved)
     remarks += _on_costs(validated, given, measured)
     remarks += _absent(request.launch, validated, megatron_arguments)

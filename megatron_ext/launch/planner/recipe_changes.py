@@ -47,7 +47,7 @@ class RecipeChanges:
         for word in written.words:
             if (option := options.get(word.split("=")[0])) is not None:
                 values[option.dest] = getattr(changed, option.dest)
-        # The recipe itself may have virtual stages.
+        # The recipe itself may set virtual stages, which the schedule's own replace.
         if not self.settings and getattr(args, CHUNKS) is None:
             values.setdefault(CHUNKS, None)
         self.fields = {

@@ -77,11 +77,13 @@ class LaunchVariants:
         is_stock = self.config.schedule is None and spec == self.launch_schedule
         if not is_stock or method is not VocabMethod.NAIVE or is_cut:
             check_settings(args, config)
-        # Stock's settings are read here, since validation changes the flags.
+        # The settings for Megatron's own schedule are read before the validation, which changes
+        # flags.
         stock = stock_executor(self.args)
         problem = run_by_stock(problems(args, config)[0], spec, stock)
         if is_cut:
-            lengths_in(problem, args, args.seq_length)  # raises ValueError
+            # Raises ValueError if the sequence cannot be cut.
+            lengths_in(problem, args, args.seq_length)
         model = None
         if problem.costs.held_bytes is not None:
             model = model_bytes.model_bytes_of_ranks(args, problem.placement, method.vocabulary)
@@ -111,7 +113,7 @@ class LaunchVariants:
                     describes_training=self.describes_training,
                 )
         except ValueError:
-            self.judgement()  # this raises the first reason with which the launch would end
+            self.judgement()  # raises the first error with which the launch would end
             raise
         return args
 
@@ -142,7 +144,8 @@ class LaunchVariants:
             slices=slices.count,
             slice_lengths=slices.lengths,
             join_slice_weights=slices.joined_weights,
-            vocab_parallel=VocabularyParallel.NONE,  # `validated` sets the vocabulary by the method
+            # `validated` sets vocabulary parallelism for each method.
+            vocab_parallel=VocabularyParallel.NONE,
         )
         return replace(self, config=config)
 
@@ -154,7 +157,8 @@ class LaunchVariants:
         if not self.tries_recompute or is_given or options.conflict is not None:
             return False
         try:
-            # This also checks settings of the launch's own schedule, if that is Megatron's.
+            # This call also checks settings of Megatron's own schedule, if the launch runs under
+            # it.
             check_settings(args, config)
             refuse(args, config.resolved_spec, options)
         except ValueError:
@@ -170,7 +174,8 @@ class LaunchVariants:
             self.config, schedule=spec, vocab_parallel=method.vocabulary, memory_limit=limit
         )
         args = rewritten(self.args, spec).args
-        # The launch need not have set the variable if it has no tensor or context parallelism.
+        # A launch without tensor and context parallelism need not have set
+        # CUDA_DEVICE_MAX_CONNECTIONS.
         with megatron_arguments.one_connection(args):
             megatron_arguments.validate(args, config, self.world_size)
         settle_vocabulary(args, config, self.tokens)

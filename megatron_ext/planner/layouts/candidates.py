@@ -32,19 +32,21 @@ from megatron_ext.planner.layouts.work import LONG_STEP, STEADY, Evaluated, Work
 from megatron_ext.planner.limits import least_step
 from megatron_ext.schedule.placement import Placement, is_line_or_v
 
-# Number of placements whose layouts are improved: those with the shortest steps before.
+# Number of placements whose layouts are improved: those with the shortest steps before the
+# improvement.
 _PLACEMENTS = 3
-_EXACTLY = 2  # number of improved layouts that are simulated exactly as they would run
-_NEAR = 0.02  # share of a step by which a layout may be slower, as a search may well make up for it
-_NEARLY = 1.05  # factor on the memory limit within which layouts are still improved
-_TIGHTER = 0.98  # factor on the memory limit if an estimate was too low
-_ROOMY = 0.9  # a layout below this share of the memory limit is not slowed by it
-_PLAIN = 0.005  # least gain, as a share of a step, for which a layout is written
-_WORTH = 0.01  # least possible gain, as a share of a step, for which a divided vocabulary is tried
+_EXACTLY = 2  # number of improved layouts whose exact programs are simulated
+_NEAR = 0.02  # share of a step by which a layout may be slower, which a search often makes up for
+_NEARLY = 1.05  # layouts that exceed the memory limit by up to this factor are still improved
+_TIGHTER = 0.98  # factor on the memory limit for another try if the estimated memory was too low
+_ROOMY = 0.9  # the memory limit does not slow a layout that needs less than this share of the limit
+_PLAIN = 0.005  # least gain for which a layout is recommended, as a share of a step
+_WORTH = 0.01  # least possible gain for which vocabulary parallelism is tried, as a share of a step
 
-# Function from the number of stages to their layout; raises ValueError.
+# Function that returns a layout for a number of stages, or raises ValueError.
 LayoutRule = Callable[[int], Layout]
-Permits = Callable[[str, VocabMethod], None]  # raises ValueError
+# Function that raises ValueError for a schedule the launch cannot run.
+Permits = Callable[[str, VocabMethod], None]
 
 
 Layouts = Callable[[Placement, StageFigures], list[Layout]]
@@ -208,7 +210,7 @@ class Candidates:
             return []
         try:
             return [self._rule(placement.stages)]
-        except ValueError:  # the number of layers is not divisible
+        except ValueError:  # the layers cannot be split evenly
             return []
 
     def _divided(self, spec: str, recompute: LayerRecompute, best: float) -> list[Evaluated]:
@@ -324,7 +326,7 @@ class Candidates:
                 of_plain = make(plain).best_of([plain])
                 if of_plain.fits and of_plain.seconds < (1 + _PLAIN) * made.seconds:
                     return of_plain
-        except ValueError:  # the order was made for another layout
+        except ValueError:  # the order of passes was made for another layout
             return start
         return made
 
@@ -335,7 +337,7 @@ class Candidates:
             if not start.fits or len(made) == number or self._is_far(start, made):
                 break
             of_start = self._of_start(start)
-            if not of_start:  # messages take more memory than was estimated
+            if not of_start:  # the messages of the program take more memory than was estimated
                 tighter = self._descended(start, _TIGHTER)
                 if tighter.fits:
                     of_start = self._of_start(tighter)

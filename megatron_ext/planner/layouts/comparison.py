@@ -20,7 +20,9 @@ from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.planner.planning_time import LAYOUTS, until_end
 
 _MOST_CHUNKS = 8
-_LOOPS = 3  # numbers of chunks that are tried with our schedules: the fastest for stock's
+# Largest number of chunk counts that are tried with schedules of megatron_ext: the fastest ones of
+# Megatron's schedule.
+_LOOPS = 3
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def compare_layouts(
 
 def _best_by_rule(candidates: Candidates, specs: Sequence[str], baseline: Evaluated) -> Evaluated:
     """Return the best of ``baseline`` and the schedules ``specs`` with Megatron's own layouts."""
-    # The call keeps what it has evaluated in `made`.
+    # The call adds each evaluated layout to `made`.
     until_end(partial(candidates.by_rule, specs), None, LAYOUTS)
     return _best(baseline, *candidates.made)
 
@@ -177,8 +179,8 @@ def _with_chunks(name: str, work: Work, baseline: Evaluated) -> list[str]:
     ]
 
 
-# Schedules of a placement that take no search, from the most memory to the least. Of two with equal
-# memory the one with the shorter step.
+# Schedules without a search for each placement, from the most memory to the least. Of two with
+# equal memory the one with the shorter step comes first.
 _ON_LINE = ("zb-2p", "zb-1p")
 _ON_V = ("zb-v", "v-half")
 _ON_LOOP = ("interleaved-zb", "gis", "gis-h")

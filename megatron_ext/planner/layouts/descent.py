@@ -28,16 +28,17 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
-_TOO_FULL = 1e12  # seconds of a step that does not fit; no real step takes as long
-# Number of times that a schedule is made for the layout that was best for the one before.
+# Seconds that stand for a step which exceeds the memory; no real step takes so long.
+_TOO_FULL = 1e12
+# Number of times that a schedule is made anew for the best layout of the previous schedule.
 _ORDERS = 3
-_STEPS = 24  # most moves of layers under one order
-_TIMED = 160  # number of all moves that are simulated: the most promising ones
-_TOGETHER = 10  # number of simulated moves that are also tried two at a time
-_AT_ONCE = 64  # layouts
-_PERIODS = 3  # microbatches a rank of a short step that stands for a longer one
+_STEPS = 24  # largest number of moves of layers under one order of passes
+_TIMED = 160  # number of possible moves that are simulated, the most promising ones
+_TOGETHER = 10  # number of simulated moves of which two together are also tried
+_AT_ONCE = 64  # number of layouts that are simulated together
+_PERIODS = 3  # microbatches per rank of a short step that is simulated in place of a longer one
 _BETTER = 1 - 1e-6
-_OF_OTHERS = 1e-4  # Weight of the sum of all ranks' work relative to the length of the step
+_OF_OTHERS = 1e-4  # weight of the summed work of all ranks relative to the length of the step
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def _ordered(resolved: ResolvedSpec, problem: Problem, limit: MemoryLimit | None
     except ValueError:
         within = problem
         passes = resolved.build(within)
-    with contextlib.suppress(ValueError):  # without two passes that can overlap there is no overlap
+    with contextlib.suppress(ValueError):  # a ValueError says that no two passes can overlap
         return with_pairs(passes, within if entry_of(resolved.spec).traits.uses_costs else problem)
     return passes
 

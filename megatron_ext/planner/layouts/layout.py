@@ -12,7 +12,7 @@ from itertools import groupby, islice
 from megatron_ext.cost_model.model import Model, Stage, stages_of
 
 _SEGMENT_END = "|"
-# Separates the main layers from those of multi-token prediction in a hybrid model's pattern.
+# Character in a hybrid model's pattern between the main layers and those of multi-token prediction.
 _BEFORE_DEPTHS = "/"
 
 

@@ -16,8 +16,8 @@ from megatron_ext.planner.layouts.stage_figures import Counts, End, Figure, Stag
 from megatron_ext.schedule.action_arrays import Floats
 from megatron_ext.schedule.placement import Placement
 
-_STEPS = 64  # most moves of one layer
-_OF_OTHERS = 0.01  # Weight of the sum of all ranks' work relative to the work of the slowest one
+_STEPS = 64  # largest number of moves of one layer
+_OF_OTHERS = 0.01  # weight of the summed work of all ranks relative to the work of the slowest rank
 _SAME = 1e-9
 
 
@@ -34,7 +34,7 @@ def least_slowest_stage(
             encoder is on the first stage in any case.
     """
     alone = [busy(figures.piece(n, n + 1)) for n in range(layers)]
-    of_stage = 0.0  # whatever its layers
+    of_stage = 0.0  # time of a stage that does not depend on its layers
     if layers > 1:
         of_stage = float(alone[0] + alone[1] - busy(figures.piece(0, 2)))
     first, last = figures.tower_seconds, 0.0
@@ -46,7 +46,7 @@ def least_slowest_stage(
     starts, ends = np.ogrid[: layers + 1, : layers + 1]
     work = np.where(ends > starts, of_stage + upto[ends] - upto[starts], np.inf)
     of_last = of_stage + upto[-1] - upto + last
-    # The last stage with layers comes right before the stage with the loss.
+    # The last stage that may have layers comes right before the stage with the loss.
     if figures.separates_prediction:
         loss = float(busy(figures.piece(layers, layers, behind=End.LOSS)))
         of_last = np.where(np.arange(layers + 1) == layers, loss, np.inf)
@@ -57,7 +57,7 @@ def least_slowest_stage(
     if slowness is not None:
         parts = [part * slower for part, slower in zip(parts, slowness, strict=True)]
     least, _ = _partition(parts, np.maximum)
-    # Several partitions may have that least maximum: the one whose parts are most alike is chosen.
+    # Several partitions may have the least maximum: the one with the most equal parts is chosen.
     squares = [np.where(part <= least * (1 + _SAME), part**2, np.inf) for part in parts]
     _, counts = _partition(squares, np.add)
     return figures.layout(counts)

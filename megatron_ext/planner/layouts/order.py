@@ -27,10 +27,10 @@ from megatron_ext.schedule.stock_executor import StockExecutor
 _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
 _CODES = np.array([_KINDS.index(kind) if kind in _KINDS else -1 for kind in KINDS])
 _INPUT, _FULL = KINDS.index(Kind.BACKWARD_INPUT), KINDS.index(Kind.FULL_BACKWARD)
-_RIGHT_BEHIND = len(_KINDS)  # code of a weight gradient that runs right after its input gradient
+_RIGHT_BEHIND = len(_KINDS)  # code for a weight gradient that runs right after its input gradient
 _PER_STAGE = len(_KINDS) + 1
-# A short step with overlapped passes that stands for a longer one: its microbatches a rank, and
-# which of these are in the middle, where all overlapped passes occur.
+# A short step with overlapped passes that stands for a longer one: its number of microbatches per
+# rank, and the microbatches in its middle, where all overlapped passes occur.
 PERIODS_IN_PAIRS = 5
 _MIDDLE_IN_PAIRS = (2, 3)
 _MIDDLE = (0, 1)
@@ -62,7 +62,7 @@ class Order:
         self._codes = of_nodes[self._times.order]
         self._seconds = places[second], codes[second]
         self._pairs, self._places_of_pairs = _paired_stages(schedule)
-        # With overlapped passes a rank's work is not the sum of its passes.
+        # With overlapped passes the time of a rank's passes is not their sum.
         self._shares = None if self._pairs else _shares_of_ranks(schedule, codes)
         middle = _MIDDLE_IN_PAIRS if self._pairs else _MIDDLE
         microbatches = [k * self._placement.ranks for k in middle]

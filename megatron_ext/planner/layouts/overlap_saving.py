@@ -17,7 +17,8 @@ from megatron_ext.planner.layouts.work import Work
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import line
 
-# Stage of F, stage of the backward pass, and the kind of that pass.
+# Key of two overlapped passes: stage of the forward pass, stage of the backward pass, and kind of
+# the backward pass.
 PairedStages = tuple[int, int, Kind]
 
 

@@ -23,10 +23,10 @@ _MODULES = (
     *("core_attn", "layernorm", "mla_up_proj", "mlp"),
     *("moe_act", "shared_experts", "moe"),
 )
-# Modules that contain others, which are recomputed with them.
+# Modules that contain other modules, which are recomputed together with them.
 _INSIDE = {"moe": ("moe_act", "shared_experts")}
-# A module is ignored if recompute of it frees a smaller share of the activation bytes that are
-# stored from the forward pass to the backward pass.
+# Least share of the stored activation bytes that the recompute of a module must free; other modules
+# are ignored.
 _LEAST_FREED = 0.01
 
 
@@ -116,8 +116,8 @@ def recompute_options(
             if each of them is permitted.
     """
     given = LayerRecompute.of(execution)
-    # A launch with uniform recompute already recomputes all layers, whatever the size of its
-    # groups.
+    # With uniform recompute a launch already recomputes all layers, whatever --recompute-num-layers
+    # is.
     of_all_layers = [] if given.method == "uniform" else [_ALL]
     tried = [
         *filter(permits, [NO_RECOMPUTE]),
@@ -159,7 +159,7 @@ def _selective(
         return sum(seconds_of_layers(model, stage, run, rates).totals), held
 
     seconds, stored = figures(NO_RECOMPUTE)
-    # Additional seconds for each byte that the module's recompute frees.
+    # Additional seconds of a module's recompute for each byte that it frees.
     prices: dict[str, float] = {}
     for module in _MODULES:
         option = LayerRecompute(SELECTIVE, (module,))

@@ -25,19 +25,19 @@ from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.rank_speeds import slowness_of
 
-Counts = NDArray[np.int64]  # numbers of layers: shape (stages), or (layouts, stages)
+Counts = NDArray[np.int64]  # numbers of layers, in an array of shape (stages) or (layouts, stages)
 
-_NEVER = 1e9  # seconds of a stage that Megatron does not build, which rule it out
+_NEVER = 1e9  # seconds that rule out a stage which Megatron does not build
 
 
 class End(IntEnum):
     """Parts of the model that a stage has behind its layers, such as the output layer."""
 
     NOTHING = 0
-    # The last stage with the output layer and loss, and with multi-token prediction unless that has
-    # its own stage.
+    # The last stage, with the output layer and the loss, and with multi-token prediction unless
+    # another stage has it.
     LOSS = 1
-    PREDICTION = 2  # multi-token prediction on another stage than the loss
+    PREDICTION = 2  # a stage with multi-token prediction but without the loss
 
 
 class Figure(IntEnum):
@@ -46,16 +46,17 @@ class Figure(IntEnum):
     FORWARD = 0
     INPUT = 1
     WEIGHT = 2
-    # Seconds saved if the weight gradient runs right after the input gradient.
+    # Seconds that are saved if the weight gradient runs right after the input gradient.
     FUSED_BACKWARD_SAVING = 3
-    ACTIVATION = 4  # held from F to I
-    LEFT = 5  # held from I to W
+    ACTIVATION = 4  # bytes that are stored from F to I
+    LEFT = 5  # bytes that are stored from I to W
     MODEL = 6  # bytes of parameters, gradients and optimizer states
-    # Bytes of temporary tensors and CUDA's context: a rank needs the largest figure of its stages.
+    # Bytes of temporary tensors and of CUDA's context. A rank needs the largest number of its
+    # stages.
     BESIDES = 7
 
 
-_SECONDS = Figure.FUSED_BACKWARD_SAVING + 1  # number of figures that are seconds
+_SECONDS = Figure.FUSED_BACKWARD_SAVING + 1  # number of the figures above that are seconds
 
 
 class StageFigures:
@@ -81,7 +82,8 @@ class StageFigures:
         self.separates_prediction = separates_prediction
         self._is_after_overlap = is_after_overlap
         size = len(work.model.layers) + 1
-        # Row of a stage's figures by whether it is the first, by its end, and by its layers.
+        # Row in the table of figures for a stage, by whether it is the first stage, by its end, and
+        # by its layers.
         self._rows = np.full((2, len(End), size, size), -1, dtype=np.int64)
         self._row_of: dict[Stage, int] = {}
         self._stages: list[Stage] = []
@@ -93,7 +95,7 @@ class StageFigures:
 
         The seconds are those at the speeds of the ranks that hold the stages by ``placement``.
         """
-        rows = self.rows(counts)  # the call may add rows
+        rows = self.rows(counts)  # the call may add rows to the table
         figures = np.asarray(self._table[rows])
         slowness = self.slowness(placement)
         if slowness is not None:
@@ -181,12 +183,13 @@ class StageFigures:
         return self._row_of[stage]
 
     def _figures(self, stage: Stage) -> Floats:
-        # A second stage is needed, as costs of no layers would be zero.
+        # A second stage is described, too, since costs of no layers would be zero.
         companion = Stage(self.work.model.layers[:1])
         figures = figures_of_stage(self.work.costs_of((companion, stage), line(2), 1), 1, stage)
         if self._is_after_overlap:
             figures[Figure.WEIGHT] -= self.overlap_saving.with_itself(stage)
-        # The second stage gives the pipeline a communicator, which a pipeline of one rank lacks.
+        # The description has a second stage, since a pipeline of one rank would have no
+        # communicator.
         stages = (stage,) if self.work.ranks == 1 else (companion, stage)
         *_, of_model = self.work.bytes_of(stages, line(len(stages)), VocabularyParallel.NONE)
         figures[Figure.MODEL] = of_model.stored

@@ -177,7 +177,8 @@ def evaluate(
     return Evaluated(layout, candidate, step + outside, work.recompute)
 
 
-LONG_STEP = 2600  # product of stages and microbatches up to which a search takes only seconds
+# Largest product of stages and microbatches with which a search takes only seconds.
+LONG_STEP = 2600
 
 
 def _searched(
@@ -202,7 +203,7 @@ def _searched(
     return consider(variant, method, allowed_bytes, may_offload)
 
 
-STEADY = 5  # microbatches a rank after which the order of passes has long been repeating itself
+STEADY = 5  # microbatches per rank after which the order of passes repeats itself
 
 
 def _from_shorter(

@@ -33,7 +33,7 @@ from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.schedule.action_arrays import Floats
 
 _MOST_CHUNKS = 8
-_NODE = 8  # GPUs
+_NODE = 8  # number of GPUs in a node
 _SECONDS = [Figure.FORWARD, Figure.INPUT, Figure.WEIGHT]
 
 
@@ -85,11 +85,11 @@ class Estimator:
     def __init__(self, job: SizedJob) -> None:
         types = Counter(job.model.layers)
         self._job, self._layers = job, sum(types.values())
-        # This model has each type of layer once.
+        # The model described here has one layer of each type.
         self._of_types = replace(job, model=replace(job.model, layers=tuple(types)))
         self._shares = np.array([*types.values()]) / self._layers
         self._recompute = sorted(job.recompute, key=amount_of)
-        # The caches live as long as the job.
+        # The caches of these results live as long as the training job's description.
         self.pieces = cache(self._pieces)
         self.model_bytes = cache(self._model_bytes)
         self._parts = cache(self._parts_of_model)
@@ -181,7 +181,7 @@ class Estimator:
         Temporary tensors are not included.
         """
         state = self._of_types.state_of(sizes)
-        # A launch of these sizes has the same parameters.
+        # A launch with these parallel sizes has the same number of parameters.
         like = replace(sizes, pipeline=1, context=1, micro_batch=1)
         layer, first, last = self._parts(like, state)
         ends = first + last if sizes.pipeline == 1 else max(first, last, key=sum)
@@ -237,7 +237,7 @@ class _Sized:
         near, far = (message / speed for speed in job.rates.to_neighbours)
         share = min(job.stride(sizes) / _NODE, 1.0) if job.gpus > _NODE else 0.0
         self._message = near + share * (far - near)
-        # Seconds of F, I and W of a rank's layers.
+        # Seconds of F, I and W of all layers of a rank.
         self._passes: list[float] = (self._layers / self._ranks * self._pieces.layer)[
             _SECONDS
         ].tolist()

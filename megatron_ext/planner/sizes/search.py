@@ -38,16 +38,16 @@ from megatron_ext.planner.verdict import is_stock
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.slices import Lengths, Slices
 
-SIMULATED = 100  # number of candidates of which a schedule is simulated
-FIRST = 10  # number of simulated candidates after which there is a first answer
-_OF_SIZES = 2  # most candidates of one kind with the same sizes
-_FAR = 1.3  # sizes whose estimate exceeds the best one by this factor are not simulated
-_NODE = 8  # GPUs
-# Shares of the planning time after which simulation, evaluation, layouts, offload with slices, and
-# searches end.
+SIMULATED = 100  # number of candidates for which schedules are simulated
+FIRST = 10  # number of simulated candidates after which a first result is available
+_OF_SIZES = 2  # largest number of candidates of one kind that share their parallel sizes
+_FAR = 1.3  # sizes are simulated if their estimate is within this factor of the best estimate
+_NODE = 8  # number of GPUs in a node
+# Shares of the planning time after which each phase ends: simulation, evaluation, layouts, offload
+# with slices, and searches.
 _SIMULATION, _EVALUATION, _LAYOUTS, _FITTING, _SEARCHES = 0.35, 0.45, 0.7, 0.8, 0.85
-_OFFLOADED = 6  # number of candidates that are tried with offload, as they do not fit without it
-_SLICED = ("1f1b", "zb-h1", "zb-v")  # schedules that are compared with slices
+_OFFLOADED = 6  # number of candidates that only fit with offload and are tried with it
+_SLICED = ("1f1b", "zb-h1", "zb-v")  # schedules that are compared with slices of sequences
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SizedWorks:
     permits: Permits = permit_all
 
 
-# Function of the sizes; raises ValueError if a launch would refuse them.
+# Function of parallel sizes that raises ValueError if a launch would refuse them.
 WorksOf = Callable[[Sizes], SizedWorks]
 
 
@@ -187,7 +187,7 @@ def search_sizes(job: SizedJob, works_of: WorksOf) -> Found:
             until_end(partial(search.simulate, progress), None)
         with within(_EVALUATION):
             until_end(search.evaluate, None)
-        # The time ended early, so the best simulated candidate is the answer.
+        # If the time ends early, the best simulated candidate is the result.
         if not search.found.steps:
             search.evaluate(1)
     with task("laying out stages of the best sizes"), within(_LAYOUTS):
@@ -215,7 +215,7 @@ class _Search:
         estimator, estimated, shortest = Estimator(self._job), list[Estimated](), inf
         bounds = {sizes: estimator.bound(sizes) for sizes in space(self._job)}
         self.found.compared = len(bounds)
-        # ``shortest`` is the estimated step of the best sizes, in seconds.
+        # ``shortest`` is the estimated step time of the best parallel sizes, in seconds.
         for sizes in sorted(bounds, key=lambda one: (one != self._job.sizes, bounds[one])):
             far = _FAR * shortest
             if bounds[sizes] > far:
@@ -379,7 +379,7 @@ class _Search:
             problem = made.candidate.variant.problem
             work = self._work_of(best.sizes, made.recompute)
             if problem.options != work.variant(made.schedule, made.layout).problem.options:
-                continue  # searches support neither slices nor offload
+                continue  # searches support neither slices of sequences nor offload
             placement = problem.placement
             for search in SEARCHES:
                 if (search.placement, search.chunks) == (placement.name, placement.chunks):

@@ -113,4 +113,4 @@ class SizesPlan:
         return GainSpread.of("the gain", self.gain, {ComparisonKind.SIZES})
 
 
-_LARGE = 1.3  # a gain above this factor is suspicious, as public launch commands were tuned
+_LARGE = 1.3  # gain (a factor) that is suspicious, since public launch commands were tuned

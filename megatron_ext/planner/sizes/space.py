@@ -12,12 +12,14 @@ from itertools import product
 from megatron_ext.planner.sizes.described_job import SizedJob
 from megatron_ext.planner.sizes.sizes import Sizes
 
-# Largest tensor-parallel size tried; no public recipe has more, whatever the NVLink domain.
+# Largest tensor-parallel size that is tried. No public recipe has a larger one, whatever the size
+# of its NVLink domain.
 _MOST_TENSOR = 8
 _MOST_CONTEXT = 16
 _MOST_MICRO_BATCH = 16
-_LEAST_SEQUENCE = 1024  # least number of tokens of a context-parallel rank
-_WHOLE_SEQUENCE = frozenset("GM")  # layers whose context parallelism has rules of its own
+_LEAST_SEQUENCE = 1024  # least number of tokens of a sequence on a context-parallel rank
+# Symbols of layers that context parallelism splits in other ways than attention.
+_WHOLE_SEQUENCE = frozenset("GM")
 
 
 def space(job: SizedJob) -> Iterator[Sizes]:
@@ -38,7 +40,7 @@ def _of_batches(job: SizedJob, tensor: int, context: int, pipeline: int) -> Iter
     has_experts = job.model.num_experts > 0
     if tensor == 1:
         splits = [False]
-    elif has_experts:  # Megatron requires sequence parallelism for experts with tensor parallelism
+    elif has_experts:  # Megatron requires sequence parallelism for experts with tensor parallelism.
         splits = [True]
     else:
         splits = sorted({True, job.sizes.sequence_parallel}, reverse=True)

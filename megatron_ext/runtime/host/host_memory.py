@@ -25,8 +25,9 @@ from megatron_ext.schedule.action import Action, token_share
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Held
 
-# Factor on estimated sizes, which ignore small tensors such as indices and statistics of norms. If
-# a buffer were a little too small, the whole first step would copy to pages that are not pinned.
+# Factor on estimated sizes of host buffers, since estimates ignore small tensors such as indices
+# and statistics of norms. If a buffer were a little too small, all copies of the first step would
+# go to pages that are not pinned.
 _ALLOWANCE = 17 / 16
 
 
@@ -106,11 +107,12 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._host = socket.gethostname()
-        # Free bytes of the host before the first program; None until then.
+        # Free bytes of the host before the first program was planned; None until then.
         self._free: int | None = None
         self._planned = 0  # bytes that this rank plans to hold under its largest program
         self._of_host = 0  # bytes that all ranks of the host plan to hold under the first program
-        # Bytes that this rank has added since then, used if no store counts those of all ranks.
+        # Bytes that this rank has planned in addition since the first program; used if no store
+        # sums the bytes of all ranks.
         self._added = 0
         self._store: dist.Store | None = None
 

@@ -18,7 +18,8 @@ from megatron_ext.runtime.messages.batched import PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.recording import Clock
 
-# Timed rounds, after an untimed one in which a rank may wait for a peer that still computes.
+# Number of timed rounds of messages. An untimed round comes first, in which a rank may wait for a
+# peer that still computes.
 ROUNDS = 10
 
 

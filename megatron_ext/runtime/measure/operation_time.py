@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-_TIMED = 0.1  # seconds that each kernel runs, in an untimed and a timed half
+_TIMED = 0.1  # seconds that each kernel is run, half of them untimed
 _ROUNDS = 10  # number of timed collectives
 
 
@@ -27,7 +27,8 @@ def product_seconds(shape: tuple[float, float, float], *, in_fp8: bool) -> float
     """
     try:
         return _product_seconds(shape, in_fp8)
-    # Out of memory (torch.OutOfMemoryError is a RuntimeError), or a size that 8-bit products lack.
+    # Errors of a size: out of memory (torch.OutOfMemoryError is a RuntimeError), or a shape that
+    # 8-bit products do not support.
     except RuntimeError:
         return None
 
@@ -57,7 +58,8 @@ def grouped_seconds(shape: tuple[float, float, float, float]) -> float | None:
         matrices = torch.randn(groups, depth, columns, device="cuda", dtype=torch.bfloat16)
         ends = torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * rows
         return sustained_seconds(partial(torch._grouped_mm, tokens, matrices, offs=ends), _TIMED)
-    # Too little memory, no kernel for this GPU, or an older torch.
+    # A kernel is left unmeasured if there is too little memory, if this GPU has no such kernel, or
+    # if torch is too old.
     except (RuntimeError, AttributeError):
         return None
 
@@ -168,7 +170,8 @@ def _collective_seconds(
     for size in sizes:
         size -= size % group.size()
         collective = collective_of(torch.zeros(size, dtype=torch.uint8, device="cuda"))
-        _timed(collective, 2)  # these calls end when all ranks have come, as one may still compute
+        # Untimed calls, which end once all ranks have arrived, since a rank may still compute.
+        _timed(collective, 2)
         seconds[float(size)] = _timed(collective, _ROUNDS)
     return seconds
 

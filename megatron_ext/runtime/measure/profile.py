@@ -27,8 +27,8 @@ from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Clock, Recording
 
-WARM_UP = 1  # first steps of a run, which are not timed
-MEASURED = 3  # steps that are timed
+WARM_UP = 1  # first steps of a run that are not timed
+MEASURED = 3  # number of steps that are timed
 STEPS = WARM_UP + MEASURED
 
 

@@ -80,7 +80,7 @@ class BatchedTransport(TransportBase):
         row = program.schedule.rows[group.rank]
         self._group = group
         self._last = {row[positions[-1]] for positions in batches_of(row)}
-        # Messages of the batch that is not complete yet.
+        # Messages of the next batch, which is sent once it is complete.
         self._next: list[tuple[Action, Tensor]] = []
         self._in_flight: dict[Action, tuple[_Batch, Tensor]] = {}
 

@@ -73,7 +73,7 @@ class Channels:
 
         The channels cannot be used any more, since they contain messages of a failed step.
         """
-        if self._groups:  # channels without groups have nothing to close
+        if self._groups:  # without process groups there is nothing to close
             self.are_closed = True
         close_groups(self._groups)
         close_groups(self._host_groups)
@@ -83,8 +83,8 @@ class Channels:
         move = self.send if self.rank == channel.sender else self.receive
         move(channel, token).wait()
 
-    # The process groups are called directly: dist.isend and irecv would look up for every message
-    # which rank of a group of two is the other.
+    # Messages call the process group directly: for each message dist.isend and dist.irecv would
+    # look up the peer's rank within a group of two.
 
     def send(self, channel: Channel, tensor: Tensor) -> dist.Work:
         group = self._groups[channel]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 CLOSING_SECONDS = 5.0
 
-# Threads that close a group, each with the time until which it is awaited.
+# Threads that close process groups, each with the time until which the exit waits for it.
 _threads: dict[threading.Thread, float] = {}
 
 
@@ -53,7 +53,8 @@ def _wait() -> None:
 
 
 def _close(last_reference: list[dist.ProcessGroup]) -> None:
-    # Only the step's own error is shown; the main thread may be destroying groups at the same time.
+    # Errors of closing a group are hidden: the step's own error is shown, and the main thread may
+    # be destroying the groups at the same time.
     with contextlib.suppress(RuntimeError, ValueError, KeyError):
         dist.distributed_c10d._abort_process_group(last_reference[0])
     last_reference.clear()

@@ -95,8 +95,8 @@ class StepCollectives:
         self.device = collectives.device
         self._collectives = collectives
         self._recorder = recorder
-        # For each action: its works, the tensors that must stay until these have ended, and the
-        # root.
+        # For each posted collective: its works, the tensors that must stay alive until the works
+        # have ended, and the root rank.
         self._in_flight: dict[Action, tuple[list[dist.Work], list[Tensor], int]] = {}
 
     def broadcast(self, action: Action, tensors: Sequence[Tensor], root: int) -> None:

@@ -68,7 +68,7 @@ def _meet(recorder: Recorder, group: dist.ProcessGroup, name: str, members: Sequ
     Raises PeerFailure if another rank has failed, or does not come within the group's timeout.
     """
     store, position = store_of_all(), recorder.position
-    if store is None:  # nobody else is there
+    if store is None:  # without a store there is only one rank
         return
     assert position is not None
     of_group = dist.get_process_group_ranks(group)
@@ -78,13 +78,13 @@ def _meet(recorder: Recorder, group: dist.ProcessGroup, name: str, members: Sequ
     end, pause = time.monotonic() + timeout, 0.001
     with losing_the_store(f"global rank {this_rank} was to make the connection {name}"):
         place = f"megatron_ext/connection {name} of {'-'.join(map(str, ranks))}"
-        # The key has a count, since the store may have keys of an earlier training. All ranks have
-        # made the connection equally often.
+        # The key contains a count, since an earlier training may have left keys in the store. All
+        # ranks have made the connection equally often, so their counts agree.
         place = f"{place}/{store.add(f'{place}/begun by {this_rank}', 1)}"
         store.set(f"{place}/{this_rank}", "")
     while True:
         if recorder.interruption is not None:
-            # The context of the call names the rank that failed.
+            # The context around this call adds the name of the failed rank.
             raise PeerFailure("another rank has failed")
         with losing_the_store(f"{listed(missing)} had not come to the connection {name}"):
             missing = [rank for rank in missing if not store.check([f"{place}/{rank}"])]

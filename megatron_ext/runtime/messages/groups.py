@@ -73,9 +73,9 @@ def make_groups[Key](
             continue
         ranks = [global_ranks[rank] for rank in ranks_of_key]
         name = f"megatron_ext/{backend}/{key}/{'-'.join(map(str, ranks))}"
-        # The name has a count, since a new group must not meet keys of an earlier one. All members
-        # have created the group equally often, and the count lives in the store, as long as such
-        # keys do.
+        # The group's name contains a count, so that a new group does not meet keys of an earlier
+        # group. All members have created the group equally often, and the count lives in the store,
+        # as long as those keys do.
         backend_options = None if options is None else options()
         if backend_options is not None:
             backend_options._timeout = timeout  # otherwise torch warns that two timeouts differ

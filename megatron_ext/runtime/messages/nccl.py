@@ -36,7 +36,7 @@ def communicator_options(pipeline: Any, max_ctas: int | None) -> dist.ProcessGro
             if value not in (None, unset):
                 setattr(config, name, value)
     if config.max_ctas == unset and max_ctas is not None:
-        # An unset min_ctas is less than any number.
+        # NCCL's value for an unset min_ctas is less than any number.
         config.max_ctas = max(max_ctas, config.min_ctas)
     return options
 

@@ -54,7 +54,7 @@ class PeerCall:
         if not isinstance(error, RuntimeError) or isinstance(error, PeerFailure):
             return
         if isinstance(error, torch.OutOfMemoryError) or str(error).startswith("CUDA error"):
-            return  # this rank's own
+            return  # an error of this rank's own device, not of the peer
         peers = [] if self._direction == "with" else [self._peer]
         failed, ended = recorder.why_gone(*peers)
         if failed:

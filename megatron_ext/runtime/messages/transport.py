@@ -143,7 +143,7 @@ class Transport(TransportBase):
 
         A rank whose caller goes on after its error would otherwise leave the other ranks waiting.
         """
-        self._sending.clear()  # messages in flight keep gloo's connections open, and are dropped
+        self._sending.clear()  # drops messages in flight, which would keep gloo's connections open
         self._receiving.clear()
         self._channels.close()
 

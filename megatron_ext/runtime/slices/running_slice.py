@@ -67,12 +67,12 @@ class RunningSlice:
     """
 
     def __init__(self) -> None:
-        # Slice that the pass runs; None if it runs a whole microbatch.
+        # Slice of a sequence that the current pass runs; None in a pass of a whole microbatch.
         self.span: Span | None = None
-        self.spans: tuple[Span, ...] = ()  # slices of a sequence in this step
-        # Context-parallel ranks that share the sequences.
+        self.spans: tuple[Span, ...] = ()  # all slices of a sequence in this step
+        # Process group of the context-parallel ranks that share a sequence.
         self._ranks: dist.ProcessGroup | None = None
-        self._microbatch: tuple[int, int] = (0, 0)  # stage, number
+        self._microbatch: tuple[int, int] = (0, 0)  # stage and number of the running microbatch
         self._is_backward = False
         # Number of times that the running pass has used each key.
         self._uses: dict[Hashable, int] = {}
@@ -90,7 +90,7 @@ class RunningSlice:
             yield
         finally:
             self.span = None
-            self._uses = {}  # the keys are layers, which would otherwise outlive their model
+            self._uses = {}  # the keys are layers, and would keep their model alive after the pass
 
     def attended(self, layer: Hashable, tensors: _Tensors, begin: int = 0) -> _Tensors:
         """Return keys and values that the running slice attends to in the attention ``layer``.
@@ -207,10 +207,10 @@ class _Buffers:
         ``gradients`` are those of everything from ``begin`` up to this rank's end.
         """
         summed = self._gradients
-        if summed is None:  # the last slice
+        if summed is None:  # the sequence's last slice, whose backward pass runs first
             if missing := span.end - span.local.end:
                 gradients = tuple(_with_rows(gradient, after=missing) for gradient in gradients)
-            first = span.begin - begin  # first of the slice's rows
+            first = span.begin - begin  # first row of the slice in ``gradients``
             local = tuple(gradient[first:] for gradient in gradients)
             self._gradients = tuple(_with_rows(g[:first], before=begin) for g in gradients)
         else:

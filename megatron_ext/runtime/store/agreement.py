@@ -23,12 +23,12 @@ import torch.distributed as dist
 from megatron_ext.base.logger import logger
 from megatron_ext.runtime.store.lost_store import losing_the_store
 
-NOTICE = timedelta(seconds=30)  # time after which a wait is logged
-# Longest time that global rank 0 waits until the others have read a mistake.
+NOTICE = timedelta(seconds=30)  # waiting time after which a rank logs that it waits
+# Longest time that global rank 0 waits until the other ranks have read its error.
 STAYS = timedelta(seconds=10)
 
-_SHOWN = 8  # most ranges of ranks, hosts, or values of a fact in a message
-_LINES = 16  # most facts in a message
+_SHOWN = 8  # largest number of rank ranges, hosts or values of a setting in a message
+_LINES = 16  # largest number of differing settings in a message
 _VERDICT, _READ = "verdict", "read by all"
 
 
@@ -68,10 +68,10 @@ def agree(
     text = json.dumps({name: asdict(fact) for name, fact in facts.items()})
     digest = hashlib.sha256(text.encode()).hexdigest()
     with losing_the_store("the ranks were telling one another their settings"):
-        # The key has a count, since the store may have keys of an earlier training.
+        # The key contains a count, since an earlier training may have left keys in the store.
         number = store.add(f"megatron_ext/agreement/asked by {rank}", 1)
         store = dist.PrefixStore(f"megatron_ext/agreement/{number}", store)
-        # Ranks with equal facts store them once.
+        # Ranks with equal facts share one entry in the store, under the digest of the facts.
         if not store.check([digest]):
             store.set(digest, text)
         store.set(str(rank), f"{digest} {socket.gethostname()}")
@@ -96,7 +96,7 @@ def _compare(store: dist.Store, ranks: int, timeout: timedelta) -> tuple[str, st
         mistake = _silence(_silent(store, ranks), timeout)
     name = uuid.uuid4().hex
     store.set(_VERDICT, f"{name} {mistake}")
-    if mistake:  # the store may end with this process, so it waits for readers
+    if mistake:  # waits for the readers, as the store may end with this process
         with contextlib.suppress(RuntimeError):
             store.wait([_READ], STAYS)
     return name, mistake
@@ -107,7 +107,8 @@ def _read(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> tuple
 
     Waits for global rank 0.
     """
-    # Rank 0 times out first, if it has come, and names the ranks for which it has waited.
+    # The other ranks wait longer than rank 0, so that rank 0, if it runs, times out first and names
+    # the missing ranks.
     if not _wait(store, [_VERDICT], rank, ranks, timeout + STAYS):
         return "", _silence(_silent(store, ranks) or [0], timeout)
     name, mistake = store.get(_VERDICT).decode().split(" ", 1)
@@ -122,7 +123,7 @@ def _wait(store: dist.Store, keys: list[str], rank: int, ranks: int, timeout: ti
     One of the waiting ranks logs a long wait.
     """
     at_first = min(NOTICE, timeout)
-    with contextlib.suppress(RuntimeError):  # torch raises a RuntimeError if the wait is too long
+    with contextlib.suppress(RuntimeError):  # torch raises a RuntimeError when the time is over
         store.wait(keys, at_first)
         return True
     here = str(rank)

@@ -27,7 +27,7 @@ from megatron_ext.runtime.world import store_of_all
 
 LOOK_SECONDS = 1.0
 TRIES = 3  # polls without an answer after which the store counts as gone
-LEAVE_SECONDS = 5.0  # longest time in seconds that a failing rank waits for an unresponsive store
+LEAVE_SECONDS = 5.0  # longest time in seconds that a failing rank waits for a store without answer
 
 
 class FailureReport:
@@ -44,7 +44,8 @@ class FailureReport:
         self._where: Callable[[], str] = str
         self._hear: Callable[[str], None] | None = None
         self._words: str | None = None
-        # `time.monotonic` seconds until which this process stays, as others read its store.
+        # Time (`time.monotonic`, seconds) until which this process does not exit, as others read
+        # its store.
         self._stays_until = 0.0
         self._wake = threading.Event()
         self._has_left = threading.Event()
@@ -62,7 +63,7 @@ class FailureReport:
             target=self._run, name="megatron_ext failure report", daemon=True
         )
         self._thread.start()
-        # A thread that is within torch when the interpreter exits would crash the process.
+        # The thread must have left torch before the interpreter exits, or the process would crash.
         atexit.register(self.stop)
 
     def leave(self, words: str) -> None:
@@ -86,7 +87,8 @@ class FailureReport:
         failed, ended = list[str](), list[str]()
 
         def look() -> None:
-            with contextlib.suppress(RuntimeError):  # the store is gone
+            # Torch raises a RuntimeError if the store is gone.
+            with contextlib.suppress(RuntimeError):
                 failed.extend(self._value(self._key))
                 for rank in ranks:
                     ended.extend(self._value(self._ended(rank)))
@@ -114,7 +116,8 @@ class FailureReport:
             try:
                 words = self._listen()
                 break
-            # The store did not answer, or has gone with its process as a training ends.
+            # The store has not answered; at the end of a training it may have ended with its
+            # process.
             except RuntimeError:
                 self._wake.wait(LOOK_SECONDS)
         self._has_left.set()
@@ -168,11 +171,11 @@ def connect_failure_report() -> FailureReport | None:
         return None
     prefix = "megatron_ext/failure_report"
     with losing_the_store(f"global rank {rank} began to listen for failures"):
-        # The key has a count, since the store may have reports of an earlier training. All ranks
-        # begin equally often.
+        # The key contains a count, since an earlier training may have left reports in the store.
+        # All ranks begin trainings equally often.
         store = keys_of_start(store)
         number = store.add(f"{prefix}/begun by {rank}", 1)
-        # The thread has a clone of the store, since a store blocks other threads while one waits.
-        # (Older stores cannot be cloned.)
+        # The thread has a clone of the store, since a store that waits in one thread blocks the
+        # others. (Older stores cannot be cloned.)
         store = store.clone() if hasattr(store, "clone") else store
     return FailureReport(store, f"{prefix}/{number}", rank)

@@ -28,9 +28,11 @@ from megatron_ext.runtime.store.lost_store import losing_the_store
 
 LOOK_SECONDS = 0.5  # longest pause in seconds between two polls of the store
 BEAT_SECONDS = 2.0  # seconds between two heartbeats of the working rank
-# Seconds without a heartbeat after which a rank counts as gone; a compiler may delay one.
+# Seconds without a heartbeat after which the working rank counts as gone. A heartbeat may come late
+# while code is compiled.
 SILENT_SECONDS = 60.0
-AHEAD_SECONDS = 5.0  # seconds that other ranks wait for global rank 0 to begin the work
+# Seconds that other ranks wait for global rank 0 to begin the work before one of them does.
+AHEAD_SECONDS = 5.0
 
 _WORKER, _BEATS, _RESULT = "worker", "signs of life", "result"
 
@@ -60,9 +62,10 @@ def run_on_leader[T](store: dist.Store, rank: int, what: str, work: Callable[[],
         with _giving_signs_of_life(store), reporting(logger.info, logger.warning):
             result = work()
     except BaseException as error:
-        with contextlib.suppress(RuntimeError):  # the store may be gone too
+        with contextlib.suppress(RuntimeError):  # the store may be gone, too
             store.set(_RESULT, _packed(_for_others(error, what, here)))
-        time.sleep(2 * LOOK_SECONDS)  # the store may end with this process, so it waits for readers
+        # Gives other ranks time to read the error, as the store may end with this process.
+        time.sleep(2 * LOOK_SECONDS)
         raise
     with losing_the_store(f"{here} was to tell the result of {what}"):
         store.set(_RESULT, _packed(result))
@@ -108,7 +111,8 @@ def _giving_signs_of_life(store: dist.Store) -> Iterator[None]:
     over = threading.Event()
 
     def give() -> None:
-        with contextlib.suppress(RuntimeError):  # without a store no rank waits for heartbeats
+        # A lost store ends the heartbeats, and no rank can read them then.
+        with contextlib.suppress(RuntimeError):
             while not over.wait(BEAT_SECONDS):
                 store.add(_BEATS, 1)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-_name = ""  # name of this start; empty if the ranks have not compared their settings
+_name = ""  # name of this start of the job; empty if the ranks have not compared settings
 
 
 def begin_start(name: str) -> None:

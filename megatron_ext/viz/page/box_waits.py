@@ -32,8 +32,8 @@ def waits_of_program(
         earlier = graph.before[node]
         waited_for = tuple(dict.fromkeys(n for early in earlier for n in stands_for[early]))
         rank = events[node].rank
-        # A wait for an earlier pass of the same rank is shown through the pass before, unless the
-        # earlier pass is needed directly.
+        # If a pass waits for an earlier pass of its rank, the page shows only the wait for the
+        # directly preceding pass, unless the earlier pass is needed itself.
         waits[node] = tuple(
             n
             for n in waited_for

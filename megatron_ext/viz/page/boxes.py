@@ -17,8 +17,8 @@ class TrackGroup(enum.StrEnum):
     """Group of a rank's tracks on a page that fold away together."""
 
     PASSES = "passes"
-    MESSAGES = "messages"  # messages, collectives, and reductions of gradients
-    COPIES = "copies"  # to the host and back
+    MESSAGES = "messages"  # track of messages, collectives, and gradient reductions
+    COPIES = "copies"  # track of copies to the host and back
 
 
 @dataclass(frozen=True)

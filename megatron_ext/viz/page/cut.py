@@ -59,9 +59,10 @@ def cut_to_microbatches(
     """
     shown = {number for part in kept for number in part}
     remaining: list[Box] = []
-    new_number: list[int | None] = []  # for each box its number in ``remaining``
+    # Number of each box in ``remaining``, None if the box was merged.
+    new_number: list[int | None] = []
     for box in boxes:
-        box = replace(box, half=None)  # the other one of two overlapped passes may have been merged
+        box = replace(box, half=None)  # the second of two overlapped passes may have been merged
         before = remaining[-1] if remaining else None
         is_mark = box.start == box.end
         if box.microbatch in shown or is_mark:

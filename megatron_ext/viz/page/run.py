@@ -28,10 +28,10 @@ from megatron_ext.viz.page.box_waits import Nodes, waits_of_passes, waits_of_pro
 from megatron_ext.viz.page.boxes import Box, Track, TrackGroup, critical_path
 from megatron_ext.viz.page.cut import cut_to_microbatches, kept_microbatches, shares
 
-MOST_PASSES = 20_000  # most passes of a page that stays small and quick
+MOST_PASSES = 20_000  # number of passes up to which a page stays small and quick
 REDUCTION = "reduction"
 
-# Memory held while an action runs: microbatches, bytes.
+# Memory that is held while an action runs: in microbatches, and in bytes.
 HeldTimes = Mapping[Action, tuple[float, float | None]]
 
 

@@ -24,7 +24,7 @@ from megatron_ext.viz.page.run import MOST_PASSES, REDUCTION, Run, cut_to_fit
 SUFFIX = ".html"
 BROWSER = Path(__file__).with_name("browser")
 SECONDS = "s"
-# Parts of one JavaScript module, in this order.
+# Files that together are one JavaScript module, in this order.
 SCRIPTS = ("data.js", "view.js", "passes.js", "memory.js", "frame.js", "point.js", "start.js")
 _DIGITS = 7  # digits to which the longest time is written
 _OTHERS = "#999999"
@@ -79,7 +79,8 @@ def text_of(page: Page) -> str:
         "title": html.escape(page.title),
         "style": _file_text("page.css"),
         "script": script,
-        "data": data,  # last, as no placeholder is looked for in names that users gave
+        # The last replacement, so that names which users gave are not searched for placeholders.
+        "data": data,
     }.items():
         text = text.replace(f"{{{{{name}}}}}", content)
     return text

@@ -47,10 +47,11 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         try:
             args = validated(args, config, lambda args: original(args, defaults), tells=True)
             complete_arguments(args, config)
-            # Megatron pads the vocabulary itself after it has built the tokenizer.
+            # Megatron pads the vocabulary only after it has built the tokenizer.
             padded = copy.copy(args)
             check_batches(padded, config, lambda: settle_vocabulary(padded, config))
-            # Every rank checks the schedule here; at the first step one rank searches for all.
+            # Every rank checks the schedule here without a search; in the first step one rank
+            # searches for all.
             check_schedule(padded, config, prove_without_search)
             for remark in remarks_on(args, config) if args.rank == 0 else ():
                 logger.warning(remark.text)

@@ -50,7 +50,7 @@ with quickly():
     from megatron_ext.adapter.step_sizes import count_microbatches
     from megatron_ext.launch.command import megatron_arguments
 
-# Flags of a launch that no recipe contains.
+# Flags of a launch command that no recipe contains.
 _FLAGS = (
     *("--train-iters", "1000", "--lr", "1e-4", "--eval-interval", "1000", "--eval-iters", "0"),
     *("--mock-data", "--tokenizer-type", "NullTokenizer", "--save", "checkpoints"),
@@ -70,7 +70,7 @@ _PRECISIONS: Mapping[str, Mapping[str, Value]] = {
 # Settings that only fit the recipe's own pipeline.
 OF_PIPELINE = (CHUNKS_IN_CONFIGS, "microbatch_group_size_per_vp_stage", *LAYOUT_FIELDS)
 
-# Arguments of Megatron whose names differ from those of the settings.
+# Megatron's arguments for those settings of a recipe that have other names.
 _ARGUMENTS = {
     **NAMES_IN_CONFIGS,
     "cuda_graph_scope": "cuda_graph_modules",
@@ -87,18 +87,18 @@ _DEFAULTS: Mapping[str, Value] = {
     "check_for_nan_in_grad": False,
 }
 
-# Settings that pretrain_gpt.py's validation refuses and Megatron-Bridge, which does not validate,
+# Settings that pretrain_gpt.py's validation refuses but Megatron-Bridge, which does not validate,
 # accepts: Transformer Engine's cross entropy, parameters gathered during the step with any
-# checkpoint, packed data sets of Bridge's own. They are set after the validation, and our refusals
-# see them.
+# checkpoint, and Bridge's own packed data sets. They are set after the validation, so that the
+# refusals of megatron_ext see them.
 _NOT_VALIDATED = (
     *("cross_entropy_loss_fusion", "overlap_param_gather_with_optimizer_step", "sft"),
 )
 
-# Settings for which Megatron looks for a GPU or for kernels, and which are dropped here.
+# Settings for which Megatron looks for a GPU or for kernels, and which are dropped.
 _OF_GPUS = ("dsa_kernel_backend", "attention_backend")
 
-# Settings with which Megatron cannot pipeline, although no check of its arguments says so.
+# Settings with which Megatron cannot run a pipeline, although no check of its arguments says so.
 _STOCK_CANNOT = {
     "enable_hyper_connections": (
         "hyper-connections have no pipeline: 0.20 raises NotImplementedError, 0.19 has none"
@@ -117,8 +117,8 @@ def as_on_gpus() -> Iterator[None]:
     )
     # Megatron requires this variable if activations are offloaded with Transformer Engine.
     offloads = mock.patch.dict(os.environ, {"NVTE_CPU_OFFLOAD_V1": "1"})
-    # Only our modules are searched: others hold nothing that is patched, and the search would take
-    # most of a verdict's time.
+    # Only modules of megatron_ext are searched for references: others refer to nothing that is
+    # patched, and the search would take most of a verdict's time.
     look = engine.modules_with
     quickly = mock.patch.object(
         engine,
@@ -276,7 +276,7 @@ def _validate(
     )
     for name, value in settings.items():
         name = _ARGUMENTS.get(name, name)
-        # Arguments that Megatron does not have are set without validation.
+        # Settings that are no arguments of Megatron are set without validation.
         if name in _NOT_VALIDATED or not hasattr(args, name):
             setattr(args, name, value)
     count_microbatches(args)

@@ -93,7 +93,7 @@ def evaluate_slices(console: Console) -> tuple[list[str], list[dict[str, Any]], 
         for name, raw in read_recipes(RECIPES).items():
             try:
                 recipe = resolve(name, raw, models, defaults)
-            except ValueError:  # `evaluate_recipes` reports the error
+            except ValueError:  # the error is reported later, by `evaluate_recipes`
                 continue
             if not waits_long(recipe):
                 continue

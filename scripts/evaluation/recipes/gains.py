@@ -25,7 +25,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
-MARGIN = 2 * 2**30  # bytes of free memory: a gain that leaves less than these is marked
+MARGIN = 2 * 2**30  # bytes of free memory; a gain that leaves less is marked
 PROCESSES = 2
 
 
@@ -137,7 +137,7 @@ def _option(compared: LayoutComparison, made: Evaluated, gain_with_less: float =
     )
 
 
-_WORTH = 1.01  # least ratio that counts as a gain
+_WORTH = 1.01  # least ratio of step times that counts as a gain
 
 
 def _compared(
@@ -204,7 +204,7 @@ def _frozen(work: Work) -> Work:
     )
 
 
-Found = Gains | str  # why there are none
+Found = Gains | str  # gains of a recipe, or the reason why there are none
 
 
 def all_gains(
@@ -215,7 +215,7 @@ def all_gains(
     They are computed by `PROCESSES` processes.
     """
     distinct = list(dict.fromkeys(configurations))
-    # Long configurations come first, so that no process starts one at the end.
+    # Configurations that take long come first, so that no process starts with one near the end.
     distinct.sort(key=lambda c: c.ranks * c.microbatches, reverse=True)
     found: dict[Configuration, Found] = {}
     with get_context("spawn").Pool(PROCESSES) as pool:

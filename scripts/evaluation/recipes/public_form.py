@@ -16,12 +16,12 @@ from typing import Any
 Value = Any  # value of a setting: a bool, number, text or list, as in JSON
 Settings = Mapping[str, Value]
 
-_LONGEST = 10_000  # most elements of a list that is written as a product, such as [0] * 3
+_LONGEST = 10_000  # largest number of elements of a list written as a product, such as [0] * 3
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 # Symbols of Megatron's layer types in the text of a layout.
 _SYMBOLS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-_PARTS = {"models", "recipes"}  # keys of a file's parts
+_PARTS = {"models", "recipes"}  # keys of the two parts of a file
 _NAMES = ("name", "recipe")  # keys that may hold a recipe's name in a list of recipes
 _AROUND = ("cfg", "config", "recipe")  # names of variables that hold a recipe's config
 
@@ -110,11 +110,11 @@ def plain(value: Value) -> Value:
         return [plain(inner) for inner in value]
     if not isinstance(value, str):
         return value
-    # Enumerations in their printed form.
+    # Enumerations are read in their printed form.
     text = re.sub(r"<\w+\.(\w+): [^<>]*>", r"'\1'", value.strip())
     text = re.sub(r"^[A-Z]\w*\.(\w+)$", r"\1", text)
     if text.lower() in _WORDS:
-        # The text "none" stays, as it may be a setting's word for "off".
+        # The text "none" is not converted, as it may be a setting's value for "off".
         return text if text == "none" else _WORDS[text.lower()]
     try:
         return _evaluated(ast.parse(text, mode="eval").body)

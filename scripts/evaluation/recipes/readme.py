@@ -65,7 +65,7 @@ def accepted(page: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-# Sentence of README.md about accepted recipes, whose numbers are written here.
+# Sentence of README.md about accepted recipes, whose numbers this module writes.
 _ACCEPTED = re.compile(r"(Of )\d+( public recipes with a\s+pipeline )\d+( are)")
 
 

@@ -26,12 +26,12 @@ from scripts.evaluation.recipes.settings import NAMES, OTHER_NAMES, WHOLE_LAYERS
 
 RECIPES = Path(__file__).parents[1] / "recipes.json"
 
-# Configs of a recipe that do not change its schedule, except for the settings in `NAMES`.
+# Configs of a recipe that do not change its schedule, except for their settings in `NAMES`.
 _NOT_OF_SCHEDULES = (
     *("checkpoint", "dataset", "env_vars", "logger", "profiling", "scheduler", "straggler"),
     *("tokenizer", "validation"),
 )
-# Last words of keys whose value is the name of the model.
+# Last words of keys whose value names the model.
 _MODEL = ("HF", "hf_path", "hf_model_id", "model")
 # Settings that every recipe must give, as they have no default.
 _NEEDED = ("seq_length", "micro_batch_size", "global_batch_size")
@@ -60,7 +60,7 @@ _MIXED_PRECISIONS = {
     "bf16_with_nvfp4_mixed": "nvfp4",
     "nemotron_3_super_bf16_with_nvfp4_mixed": "nvfp4",
 }
-_FP8_RECIPES = {  # Megatron's names
+_FP8_RECIPES = {  # names of FP8 recipes, with Megatron's names
     "delayed": "fp8_delayed",
     "tensorwise": "fp8_cs",
     "mxfp8": "fp8_mx",
@@ -198,7 +198,8 @@ def resolve(
     for key in _OF_MODELS:
         if key in dimensions or key == "untie_embeddings_and_output_weights":
             settings.setdefault(key, dimensions.get(key, False))
-    if "_peft_" in name:  # such a recipe gives of its adapters only what is not Bridge's default
+    # Such a recipe gives only those adapter settings that differ from Bridge's defaults.
+    if "_peft_" in name:
         settings.setdefault("peft", "lora")
     if "vision" in dimensions:
         settings["vision"] = True
@@ -319,7 +320,8 @@ def _model_of(
     raise ValueError(f"the recipe's model {given} is unknown: recipes.json does not have it")
 
 
-# Suffixes of fine-tuned and quantised variants of a model, which have the model's dimensions.
+# Suffixes in names of fine-tuned and quantised models, which have the dimensions of the model
+# without the suffix.
 _VARIANT = re.compile(
     r"-(base|instruct|chat|thinking|reasoning|it|pt|hf|bf16|fp8|nvfp4|\d{4})(?=-|$)", re.IGNORECASE
 )
@@ -357,7 +359,7 @@ def _models_of_recipes() -> dict[str, str]:
     return {stem: next(iter(named)) for stem, named in models.items() if len(named) == 1}
 
 
-# Settings that give a precision, apart from the name of a mixed one.
+# Settings that give a precision, besides the name of a mixed precision.
 _OF_PRECISION = ("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe")
 
 
@@ -370,7 +372,7 @@ def _precision(name: str, mixed: Value, settings: dict[str, Value]) -> str:
     if fields["fp4"]:
         return "nvfp4"
     if fields["fp8"]:
-        recipe = fields["fp8_recipe"] or "tensorwise"  # Bridge's default
+        recipe = fields["fp8_recipe"] or "tensorwise"  # Megatron-Bridge's default
         if recipe not in _FP8_RECIPES:
             raise ValueError(f"the recipe's setting fp8_recipe={recipe!r} is unknown")
         return _FP8_RECIPES[recipe]
@@ -426,7 +428,8 @@ def in_effect(given: Settings) -> dict[str, Value]:
     without_effect("moe_flex_dispatcher_backend", unless=is_flex)
     without_effect(*_OF_PRECISION_AWARE, unless=on("use_precision_aware_optimizer"))
     _say_what_is_captured(settings)
-    if on("overlap_param_gather"):  # Bridge by default switches both overlaps on together
+    # Megatron-Bridge by default switches on the overlap of gradient reductions, too.
+    if on("overlap_param_gather"):
         settings["overlap_grad_reduce"] = True
     is_selective = on("recompute_granularity") == "selective"
     without_effect("recompute_modules", unless=is_selective)

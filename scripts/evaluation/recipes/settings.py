@@ -51,7 +51,7 @@ NAMES = (
     *("ckpt_format", "global_batch_size", "micro_batch_size"),
 )
 
-# Other names of settings, which mean the same.
+# Other names of settings with the same meaning.
 OTHER_NAMES = {
     "sft": "packed",
     "enable_offline_packing": "packed",
@@ -61,5 +61,5 @@ OTHER_NAMES = {
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
     "cuda_graph_modules": "cuda_graph_scope",
 }
-# Value that stands for whole layers, which are captured if cuda_graph_scope names no modules.
+# Value for whole layers, which are captured if cuda_graph_scope names no modules.
 WHOLE_LAYERS = "layer"

@@ -28,8 +28,10 @@ from scripts.evaluation.recipes.gains import PROCESSES, Configuration, allowed_b
 from scripts.evaluation.recipes.recipe import Recipe
 from scripts.tables import table
 
-LEAST_WAIT = 0.1  # least share of a step that ranks wait, computed as (p - 1) / (v m)
-# Least median gain of full fine-tuning with m < p; a trial of slices of packs found 1.63.
+# Least waiting time of the ranks as a share of a step, computed as (p - 1) / (v m).
+LEAST_WAIT = 0.1
+# Least median gain of slices for full fine-tuning with fewer microbatches than ranks; a trial of
+# slices of packed sequences found 1.63.
 LEAST_MEDIAN = 1.5
 _SPECS = ("1f1b", "zb-h1", "zb-v")
 _COLUMNS = (
@@ -134,14 +136,14 @@ def best_in_slices(configuration: Configuration) -> tuple[float, Evaluated] | No
                 continue
             try:
                 made = evaluate(cut, spec, layout, allowed_bytes=bound, search=False)
-            except ValueError:  # the schedule does not fit
+            except ValueError:  # the schedule does not fit into the memory
                 continue
             if best is None or made.seconds < best.seconds:
                 best = made
     return None if best is None else (baseline.seconds / best.seconds, best)
 
 
-# Gain, schedule and number of slices; or the reason why there are none.
+# Gain, schedule and number of slices of a recipe; or the reason why there are none.
 Found = tuple[float, str, int] | str
 
 

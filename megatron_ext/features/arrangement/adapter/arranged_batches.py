@@ -30,7 +30,8 @@ from megatron_ext.runtime.store.lost_store import losing_the_store
 from megatron_ext.runtime.world import store_of_all
 from megatron_ext.schedule.dealing import MicrobatchCosts, MicrobatchOrder, arranged
 
-_KEYS = 256  # number of keys in the store, used in turns; loaders read ahead by far fewer steps
+# Number of keys in the store, which are used in turn; loaders read ahead by fewer steps.
+_KEYS = 256
 
 
 def arrange_loader(loader: Any, dataset: Any, config: PipelineConfig) -> None:
@@ -59,7 +60,7 @@ def arrange_loader(loader: Any, dataset: Any, config: PipelineConfig) -> None:
             num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,
             deal=config.deal_microbatches,
         )
-    # torch refuses to have another sampler set in the usual way.
+    # The attribute is set past torch's check, as torch refuses to change a loader's batch sampler.
     object.__setattr__(loader, "batch_sampler", batches)
 
 
@@ -137,7 +138,8 @@ class ArrangedBatches(_ArrangedSampler):
                 first = consumed + number * size
                 yield list(range(first, first + size))
             consumed += samples
-        rest = copy.copy(sampler)  # less than a step of samples is left, which no training reads
+        # The samples left are fewer than those of a step, and no training reads them.
+        rest = copy.copy(sampler)
         if consumed < sampler.total_samples:
             rest.consumed_samples = consumed
             yield from rest
@@ -179,7 +181,7 @@ class _Agreement:
     def __init__(self) -> None:
         store = store_of_all() if dist.is_initialized() else None
         self._store = None if store is None else dist.PrefixStore("megatron_ext/batches", store)
-        self._before: dict[int, str] = {}  # the value that this rank has written under each key
+        self._before: dict[int, str] = {}  # latest value that this rank has written under each key
         self._number = 0
 
     def check(self, consumed: int, rows: NDArray[np.intp]) -> None:

@@ -30,7 +30,8 @@ def squared_lengths(dataset: Any, samples: Ids) -> NDArray[np.float64]:
             f"documents in samples of a {type(dataset).__name__} are not known; drop the flags, "
             "or order the microbatches in the code that makes them"
         )
-    if dataset.shuffle_index is None:  # the dataset is mapped into memory at its first sample
+    # Megatron maps the dataset into memory when its first sample is read.
+    if dataset.shuffle_index is None:
         dataset._query_document_sample_shuffle_indices(0)
     places = dataset.shuffle_index[samples]
     (first, offset), (last, end) = (
@@ -41,11 +42,11 @@ def squared_lengths(dataset: Any, samples: Ids) -> NDArray[np.float64]:
     within = np.arange(numbers.sum()) - np.repeat(starts, numbers)
     documents = dataset.document_index[np.repeat(first, numbers) + within]
     lengths = np.asarray(dataset.dataset.sequence_lengths[documents], dtype=np.int64)
-    # A sample's last document is cut, and its first one may begin late.
+    # The sample contains only a part of its first and of its last document.
     lengths[starts + numbers - 1] = end
     lengths[starts] -= offset
     short = dataset.config.sequence_length - np.add.reduceat(lengths, starts)
-    lengths[starts + numbers - 1] += short  # padding belongs to the sample's last document
+    lengths[starts + numbers - 1] += short  # padding counts as a part of the sample's last document
     return np.asarray(np.add.reduceat(lengths.astype(np.float64) ** 2, starts))
 
 

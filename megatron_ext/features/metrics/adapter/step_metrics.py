@@ -33,7 +33,7 @@ from megatron_ext.runtime.measure.exchange import AsyncAllGather
 from megatron_ext.runtime.measure.step_sums import StepSums
 from megatron_ext.schedule.timeline import Timeline
 
-WARM_UP = 1  # steps that are not measured, since kernels load and caches fill in them
+WARM_UP = 1  # first steps that are not measured, since kernels load and caches fill in them
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class StepMetrics(StepObserver[ObservedStep]):
         self._log = _Log(overlap, self._pipelines)
         self._calls = 0
         self._iteration = 0  # iteration of the latest step
-        self._first = 0  # first iteration whose figures have not been exchanged
+        self._first = 0  # first iteration whose figures the ranks have not exchanged yet
         self._pipeline: dist.ProcessGroup | None = None
         self._due: deque[_Due] = deque()
 
@@ -137,9 +137,9 @@ class _Log:
         self._departure = Departure()
         self._slow_ranks = SlowRanks()
         self._program: Program | None = None
-        self._predicted: Timeline | None = None  # prediction for that program
-        self._first = 0  # first iteration of the next line in the log
-        self._since: list[RankSums] = []  # sums of each rank since the last line in the log
+        self._predicted: Timeline | None = None  # simulated timeline of the current program
+        self._first = 0  # first iteration that the next log line is about
+        self._since: list[RankSums] = []  # sums of each rank's times since the last log line
         self._has_said = False
 
     def add(self, ranks: list[RankSums], program: Program, first: int, last: int) -> None:

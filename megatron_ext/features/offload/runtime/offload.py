@@ -29,7 +29,8 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held
 
-# Least size in bytes of an offloaded tensor; starting a copy takes as long as copying so many.
+# Smallest tensor in bytes that is offloaded. Starting a copy takes as long as copying this many
+# bytes.
 SMALL = 2**17
 
 _ALIGNMENT = 256  # alignment in bytes of each storage in its slot
@@ -127,12 +128,13 @@ class OffloadedStep(Owner, PassContext):
 
         def pack(tensor: Tensor) -> Tensor:
             if isinstance(tensor, torch.nn.Parameter):
-                # Parameters stay, and I reads them as they are then: a caller may set their data.
+                # A parameter is not offloaded: I reads its current value, since a caller may set
+                # its data.
                 return tensor
-            # The tensor itself is not returned: the output of an operation would keep that
+            # An alias is saved in place of the tensor. The output of an operation would keep that
             # operation alive, and with it all tensors that the operation saved. (Autograd returns
-            # another object anyhow, also for a parameter: an attribute set on that object does not
-            # reach the parameter.)
+            # another object anyhow, for a parameter too: an attribute that is set on that object
+            # does not reach the parameter.)
             alias = tensor.detach()
             saved.note(alias)
             return alias
@@ -178,7 +180,8 @@ class OffloadedStep(Owner, PassContext):
                 away.slot.last = away.transfer
                 self._offload.buffers.give_back((stage, held), away.slot)
         for transfer in transfers:
-            with contextlib.suppress(Exception):  # the error of the step itself is the one to raise
+            # The error of the step itself is raised, not one of this cleanup.
+            with contextlib.suppress(Exception):
                 transfer.wait()
         self._saved.clear()
         self._away.clear()
@@ -214,8 +217,8 @@ class OffloadedStep(Owner, PassContext):
         (held,) = RULES[kind].releases
         away = self._away[stage, microbatch, held]
         _wait(away.copy, away.transfer)
-        # The current stream has waited for the copy, which the stream that owns the memory may not
-        # have.
+        # The current stream has waited for the copy to the host. The stream that owns the memory
+        # may not have, so the allocator is told of both.
         here = _streams(self._offload.copies)
         for moved in away.storages:
             _tell_allocator(moved.storage, here)
@@ -225,7 +228,8 @@ class OffloadedStep(Owner, PassContext):
         stage, kind, microbatch = action
         (held,) = RULES[kind].moves
         away = self._away[stage, microbatch, held]
-        # The memory belongs to the current stream from now on.
+        # The allocator gives the new memory to the current stream, so the other reading streams are
+        # registered.
         here = _streams(self._offload.copies)
         for moved in away.storages:
             moved.storage.resize_(moved.size)
@@ -260,8 +264,8 @@ class _Storages:
         self._noted: dict[int, _Noted] = {}
 
     def note(self, tensor: Tensor) -> None:
-        # Tensors of other classes, such as quantised ones, consist of more than a storage and are
-        # not offloaded.
+        # Tensors of other classes, such as quantised tensors, have several storages and are not
+        # offloaded.
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -288,7 +292,7 @@ class _Storages:
             alive = {
                 id(tensor) for reference in noted.references if (tensor := reference()) is not None
             }
-            here = len(alive) + 1  # the live tensors and ``noted.storage`` itself
+            here = len(alive) + 1  # references held here: the live tensors and ``noted.storage``
             if (
                 alive
                 and storage.nbytes() >= max(SMALL, 1)

@@ -26,10 +26,10 @@ from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.timeline import Event
 
-# Largest makespan for which offload counts as free, relative to that without offload.
+# Offload counts as free if the makespan is at most this multiple of the makespan without offload.
 NEARLY_NOTHING = 1.01
 _GOLDEN = (math.sqrt(5) - 1) / 2
-# Factors by which passes are slowed in trials, for slow links.
+# Factors by which trials slow the passes, so that copies over a slow link start early enough.
 _SLOWER = [1.15**n for n in range(16)]
 
 
@@ -95,7 +95,7 @@ def offload(schedule: Schedule, problem: Problem) -> Schedule:
         fitting = leaving.of_each_link(leaving.fewest_that_fit)
         if leaving.fits(fitting.rows):
             break
-    return fitting  # the schedule may not fit either; then `prove` says how much it needs
+    return fitting  # the schedule may exceed the limit; then `prove` says how much memory it needs
 
 
 def _most_that_cost_nothing(schedule: Schedule, problem: Problem) -> Schedule:
@@ -188,8 +188,8 @@ class _Leaving:
         return all(fits(peak(row, amount), allowed) for row in rows)
 
 
-# For each kind of memory that can be offloaded: its copies and wait, the pass that allocates it,
-# and the passes that use it.
+# Entries for each kind of memory that can be offloaded: its copies and the wait for them, the pass
+# that allocates the memory, and the passes that use it.
 _LEAVES = (
     (
         (Kind.OFFLOAD_F, Kind.FREE_F, Kind.RELOAD_F),
@@ -290,7 +290,7 @@ class _Link:
     def free_after(self, time: float, seconds: float) -> float:
         """Return the start of the link's first free interval of ``seconds`` at ``time`` or
         later."""
-        at = bisect_right(self._ends, time)  # the first busy interval that ends later
+        at = bisect_right(self._ends, time)  # first busy interval that ends after ``time``
         while at < len(self._starts) and self._starts[at] < time + seconds:
             time = self._ends[at]
             at += 1
@@ -299,7 +299,7 @@ class _Link:
     def free_before(self, time: float, seconds: float) -> float:
         """Return the start of the link's last free interval of ``seconds`` that ends by
         ``time``."""
-        at = bisect_left(self._starts, time) - 1  # the last busy interval that starts sooner
+        at = bisect_left(self._starts, time) - 1  # last busy interval that starts before ``time``
         while at >= 0 and self._ends[at] > time - seconds:
             time = self._starts[at]
             at -= 1

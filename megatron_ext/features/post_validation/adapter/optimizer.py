@@ -32,12 +32,13 @@ from megatron_ext.features.post_validation.refusals import OPTIMIZER_REFUSALS
 from megatron_ext.features.post_validation.runtime.partial_state import PartialState
 from megatron_ext.features.post_validation.runtime.snapshot import Snapshot
 
-# Result of an optimizer step: whether it stepped, the gradient norm, the number of zero gradients.
+# Result of an optimizer step: whether parameters were updated, the gradient norm, and the number of
+# zero gradients.
 OptimizerResult = tuple[bool, float | None, int | None]
 OptimizerStep = Callable[[Any], OptimizerResult]
 
-# Relative distance of a norm to a threshold below which the order of the norm's summation may
-# decide on which side it lies.
+# Smallest relative distance of a gradient norm from a threshold. Closer norms may lie on either
+# side of the threshold, depending on the order in which the norm is summed.
 _MARGIN = 1e-5
 _CLIP_EPSILON = 1e-6  # Megatron's own epsilon, which it adds to the norm before it clips
 
@@ -59,7 +60,7 @@ class SpeculativeOptimizer:
         self._optimizer = optimizer
         self._models = models
         self._parts = _parts(optimizer)
-        # Values of loss scalers and parameter groups from before the step.
+        # Saved values of loss scalers and parameter groups from before the step.
         self._values = Snapshot()
         self._overwritten = Snapshot()
         self._is_prepared = False
@@ -231,10 +232,12 @@ def _overwritten(
         for inner in _inner(part.optimizer):
             for group in inner.param_groups:
                 tensors += group["params"]
-            # The outer mapping is saved too, because some parameters may have no state yet.
+            # The mapping of states by parameter is saved too, because some parameters have no state
+            # before the first step.
             mappings += [inner.state, *inner.state.values()]
             if inner is not part.optimizer:
-                # An optimizer replaces its parameter groups in each step.
+                # A hybrid optimizer's inner optimizer gets new parameter groups in each step, so
+                # its attributes are saved.
                 mappings.append(vars(inner))
     return tensors, mappings
 

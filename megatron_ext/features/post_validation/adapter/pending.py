@@ -29,7 +29,8 @@ from megatron_ext.features.post_validation.runtime.arming import History
 from megatron_ext.features.post_validation.runtime.messages import ValidationMessages
 from megatron_ext.features.post_validation.runtime.partial_state import PartialState
 
-StepResult = tuple[bool, float | None, int | None]  # as Megatron's optimizers return it
+# Result of a step of Megatron's optimizers: success, gradient norm, number of zero gradients.
+StepResult = tuple[bool, float | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class _Pending:
     """Optimizer step that has been taken and not been validated yet, with its deferred actions."""
 
     iteration: int
-    optimizer: Any  # Megatron's
+    optimizer: Any  # Megatron's optimizer of the model
     scheduled: RevertibleLrStep | None = None
     deferred: list[Callable[[Result], None]] = field(default_factory=list)
 
@@ -88,7 +89,7 @@ class PostValidation:
         self._has_told = False
         self._tokens = 0
         self._scale: Callable[[int], None] | None = None
-        # Iteration whose optimizer step is being taken or rolled back.
+        # Iteration whose optimizer step is being taken or rolled back; None at other times.
         self._half_done: int | None = None
 
     def connect(
@@ -155,7 +156,7 @@ class PostValidation:
         norm.
         """
         iteration = current_iteration()
-        # Only Megatron's own loop commits a pending step.
+        # A step may only stay pending in Megatron's own training loop, which commits it later.
         if self._connection is None or iteration is None:
             return stock(optimizer)
         if not self.is_armed:
@@ -167,7 +168,8 @@ class PostValidation:
         if self._optimizer is None:
             self._optimizer = self._connection.speculate(optimizer)
         self._half_done = iteration
-        # The local state is prepared while the earlier ranks' state may be in flight.
+        # This rank's part of the norm is prepared while the message of the previous rank may be in
+        # flight.
         if self._scale is None:
             partial = self._optimizer.prepare()
             before = messages.partial()
@@ -269,7 +271,8 @@ class PostValidation:
         self, optimizer: SpeculativeOptimizer, pending: _Pending, total: PartialState
     ) -> Result:
         if pending.scheduled is not None:
-            pending.scheduled.take_back()  # the step is redone under its own learning rate
+            # The step is repeated with its own iteration's learning rate.
+            pending.scheduled.take_back()
         result = Result(*optimizer.redo(total.found_inf))
         if result.success and pending.scheduled is not None:
             pending.scheduled.take()

@@ -109,7 +109,8 @@ class Rereadable:
             return self._reread.popleft()
         item = next(self._iterator)
         if self._read is not None:
-            self._read.append(copy.copy(item))  # the reader of a batch may change its entries
+            # A copy, as the code that reads a batch may change its entries.
+            self._read.append(copy.copy(item))
         return item
 
     def commit(self) -> None:
@@ -171,7 +172,8 @@ def _restore(states: _RandomStates) -> None:
     tracked = tracker.get_states()
     for name, value in of_megatron.items():
         if isinstance(tracked[name], torch.Generator):
-            # The generator object stays the same, since others may refer to it.
+            # The state is set in the same generator object, since other code may refer to the
+            # object.
             tracked[name].set_state(value)
         else:
             tracked[name] = value

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WINDOW = 8  # number of recent steps that are remembered
-FEWEST = 2  # least number of steps for a decision
+WINDOW = 8  # number of latest steps whose outcomes are remembered
+FEWEST = 2  # least number of steps before steps may overlap
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import Placement, line
 
-# Seconds between two polls for the verdict. The verdict passes all ranks, and each one adds half of
-# this on average.
+# Seconds between two polls for the verdict on a step. The verdict goes from rank to rank, and
+# polling delays it by half of this on each rank, on average.
 LOOK_SECONDS = 0.001
 
-_Message = tuple[dist.Work, Tensor]  # on its way
+_Message = tuple[dist.Work, Tensor]  # work of a message in flight, and its tensor
 
 
 class ValidationMessages:
@@ -52,19 +52,22 @@ class ValidationMessages:
         self._down: dist.ProcessGroup | None = groups[Kind.SEND_V]
         self._recorder = recorder
         self._stage = placement.stages_of[pipeline.rank()][0]
-        # The state and the verdict pass the ranks in the order of their first stages.
+        # The sums of gradient norms, and the verdict back, go along the ranks in the order of their
+        # first stages.
         firsts = line(placement.ranks)
         before, after = firsts.previous(self._stage), firsts.next(self._stage)
         self._before = None if before is None else placement.rank_of[before]
         self._after = None if after is None else placement.rank_of[after]
-        # Number of states passed on so far; both ends of a message must agree on it.
+        # Number of steps whose state was passed on. It is sent with each message, and both ends
+        # must have the same number.
         self._steps = 0
         self._passed_on: _Message | None = None
-        self._coming: _Message | None = None  # the verdict
+        self._coming: _Message | None = None  # the verdict, while its receive is posted
         self._come: Tensor | None = None
         self._passed_back: _Message | None = None
         self._relay: _Relay | None = None
-        self.is_pending = False  # whether a state was passed on whose verdict has not been taken
+        # Whether this rank has passed on a state and not yet taken the verdict on it.
+        self.is_pending = False
 
     @property
     def is_first(self) -> bool:
@@ -129,8 +132,9 @@ class ValidationMessages:
         if self._before is not None:
             with self._calling(Kind.SEND_V, self._before, "to"):
                 self.pass_back()
-        # These waits cost nothing: both peers have arrived, or this rank could not go on anyway, as
-        # its next forward pass needs a message of the rank before it in this step.
+        # These waits do not delay the step: either both ranks have arrived, or this rank could not
+        # go on anyway, since its next forward pass needs a message that the previous rank sends in
+        # this step.
         for kind, peer, message in (
             (Kind.SEND_P, self._after, self._passed_on),
             (Kind.SEND_V, self._before, self._passed_back),
@@ -174,11 +178,12 @@ class ValidationMessages:
     def abandon(self) -> None:
         """Cut the connections after an error, so that ranks waiting at the other ends fail now."""
         self._stop_relay()
-        # Messages in flight keep gloo's connections open.
+        # References to messages in flight are dropped, as they would keep gloo's connections open.
         self._passed_on = self._passed_back = self._coming = None
         for group in (self._up, self._down):
             if group is not None:
-                with contextlib.suppress(RuntimeError):  # the first error is the one to show
+                # The error that led here is shown, not one of aborting a group.
+                with contextlib.suppress(RuntimeError):
                     dist.distributed_c10d._abort_process_group(group)
         self._up = self._down = None
 
@@ -208,18 +213,19 @@ class _Relay:
     def __init__(self, messages: ValidationMessages) -> None:
         self._messages = messages
         self._has_come = messages.look()
-        # Not a threading.Event, whose `wait` is slower: it is written in Python.
+        # A lock is used in place of a threading.Event, whose `wait` is slower, as it is written in
+        # Python.
         self._runs = threading.Lock()
         self._runs.acquire()
         self._thread = threading.Thread(target=self._run, name="megatron_ext verdict", daemon=True)
         self._thread.start()
-        # A thread that is within torch when the interpreter exits would crash the process.
+        # The thread must have left torch before the interpreter exits, or the process would crash.
         atexit.register(self.stop)
 
     def stop(self) -> None:
         """End the relay's thread. If it has not passed the verdict back, the caller must do so."""
         atexit.unregister(self.stop)
-        if self._runs.locked():  # not stopped before
+        if self._runs.locked():  # the thread has not been stopped before
             self._runs.release()
         self._thread.join()
 
@@ -227,12 +233,12 @@ class _Relay:
         while not self._has_come():
             if self._runs.acquire(timeout=LOOK_SECONDS):
                 return
-        with contextlib.suppress(RuntimeError):  # the caller of `verdict` gets this error too
+        with contextlib.suppress(RuntimeError):  # the caller of `verdict` gets this error, too
             self._messages.take()
             self._messages.pass_back()
 
 
-# As float64: exact for any count of tokens or steps that a training can have.
+# Messages are in float64, which is exact for any number of tokens or steps of a training.
 
 
 def _numbers(step: int, state: PartialState) -> Tensor:

@@ -18,7 +18,8 @@ from megatron_ext.runtime.host.copies import copies_on
 from megatron_ext.runtime.host.host_memory import available_bytes
 
 _ALIGNMENT = 512  # alignment in bytes, as torch's own allocator aligns tensors
-_MARGIN = 0.05  # share of a device's memory that stays free, for fragmentation and later growth
+# Share of a device's memory that stays free, for fragmentation and later allocations.
+_MARGIN = 0.05
 
 CPU = torch.device("cpu")
 

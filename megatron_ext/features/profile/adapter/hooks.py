@@ -83,7 +83,8 @@ def _check(args: Any, config: PipelineConfig) -> None:
             f"iterations, and --train-iters is {args.train_iters}: train longer, or give a costs "
             f"file or 'estimate'"
         )
-    # The file goes into the folder of checkpoints, which is checked or made anyway.
+    # Without a file name the costs go into the folder of checkpoints, which Megatron checks or
+    # makes.
     if config.costs.text == PROFILE:
         return
     make_folder(path.parent, f"--pipeline-costs {config.costs}: the file's folder")

@@ -66,9 +66,9 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.problem import VocabularyParallel
 
-# Seconds of collectives on this machine by their bytes, by the ranks that take part.
+# Seconds of collectives on this machine by their size in bytes, for each group of ranks.
 _Collectives = Mapping[Group, Mapping[float, float]]
-_SELDOMER = 8  # all ranks meet again after 1/8 as many further training steps as have run
+_SELDOMER = 8  # all ranks next exchange measurements after 1/8 as many further steps as have run
 
 
 def costs_path(config: PipelineConfig, args: Any) -> Path | None:
@@ -121,12 +121,12 @@ class StepProfile(StepObserver[Step]):
         self._programs = programs
         self._by_place = by_place
         self._profiles: dict[BatchShape, Profile] = {}
-        # Costs by shape that this rank has measured and not yet used.
+        # Measured costs by shape of a batch, which no schedule has used yet.
         self._ready: dict[BatchShape, _Measured] = {}
         self._measured: set[BatchShape] = set()
-        self._count = 0  # training steps
+        self._count = 0  # number of training steps so far
         self._meets = STEPS  # training step after which all ranks exchange their measurements
-        self._steps: MeasuredSteps | None = None  # steps since the costs were measured
+        self._steps: MeasuredSteps | None = None  # recorded steps since costs were last measured
         self._pipeline: dist.ProcessGroup | None = None
         self._is_written = False
         told = f"costs are measured in iterations 2 to {STEPS}, and written to {path}"
@@ -286,7 +286,7 @@ class StepProfile(StepObserver[Step]):
 
     def _write(self, costs: Costs, measured: Mapping[str, Any]) -> None:
         try:
-            # Megatron makes this folder when it saves a checkpoint.
+            # The folder may not exist yet, as Megatron makes it when it saves the first checkpoint.
             self._path.parent.mkdir(parents=True, exist_ok=True)
             save_costs(costs, self._path, measured)
         except OSError as error:  # a full disk does not end a training
@@ -341,7 +341,7 @@ def _machine_factors(basis: Basis, collectives: _Collectives) -> MachineFactors 
         Precision.BF16,
         Precision.FP8,
         Precision.MXFP8,
-    )  # precisions whose products torch has itself
+    )  # precisions for which torch itself has matrix products
     if not _is_on_gpu() or not rates.sms or execution.precision not in precisions:
         return None
     measure = partial(product_seconds, in_fp8=execution.precision is not Precision.BF16)

@@ -24,10 +24,10 @@ def run_fingerprint(call: Call, ours: PipelineConfig) -> dict[str, str]:
     return {
         "GPU": f"{dist.get_world_size()} x {_device()}",
         "torch": str(torch.__version__),
-        # The version is compared without the commit of a surrounding repository.
+        # Megatron's version is compared without the commit of the git repository around it.
         "Megatron": megatron.core.__version__.partition("+")[0],
         "TE": str(getattr(sys.modules.get("transformer_engine"), "__version__", "none")),
-        # Read from sys.modules, as megatron_ext imports this module.
+        # The package is read from sys.modules, since megatron_ext itself imports this module.
         "megatron_ext": sys.modules["megatron_ext"].__version__,
         "model": _model(call.config),
         "sizes": ", ".join([*_sizes(call), *_settings(ours)]),

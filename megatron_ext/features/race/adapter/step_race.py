@@ -47,9 +47,10 @@ from megatron_ext.race.rounds import ROUNDS, TIMED, WARM_UP, Race
 from megatron_ext.runtime.host.host_memory import HostMemory
 from megatron_ext.runtime.world import gather_from_all, told_by_rank_0
 
-FIRST = 2  # iterations before the race, in which caches fill and kernels load
+FIRST = 2  # first iterations without a race, in which caches fill and kernels load
 
-_Key = tuple[int, int, int]  # sizes of the raced steps: micro batch, sequence length, microbatches
+# Sizes of the raced steps: micro-batch size, sequence length, number of microbatches.
+_Key = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -83,23 +84,26 @@ class StepRace(StepObserver[Step]):
         self._contestants = config.race
         self._resolved_specs = dict(zip(config.race.specs, config.race.resolved_specs, strict=True))
         self._programs = programs
-        self._count = 0  # training steps
-        self._meets = 1  # training step before which all ranks next exchange their measurements
-        self._pause = FIRST  # number of steps until the next meeting if no turn begins
+        self._count = 0  # number of training steps so far
+        self._meets = 1  # training step before which all ranks next exchange measurements
+        # Number of steps until the next exchange of measurements if no schedule is timed before.
+        self._pause = FIRST
         self._key: _Key | None = None
-        self._is_steady = True  # whether all steps so far had one size
+        self._is_steady = True  # whether all steps so far had the same sizes
         self._facts: dict[str, str] = {}  # fingerprint of this run
-        self._known: RaceRecord | None = None  # record of an earlier start
-        self._knows = False  # whether that record has the same fingerprint
+        # Record of a race in an earlier start of this training.
+        self._known: RaceRecord | None = None
+        # Whether the record of the earlier race has the fingerprint of this run.
+        self._knows = False
         self._race: Race | None = None
         self._turn: Turn | None = None
         self._made: dict[str, Program] = {}
         self._bubbles: dict[str, list[float]] = defaultdict(list)
         self._peaks: dict[str, float] = {}
-        self._kept: str | None = None  # the schedule that the training runs after the race
+        self._kept: str | None = None  # schedule under which the training goes on after the race
         self._is_written = True
 
-    # ---- Choice of the schedule
+    # ---- Choice of the schedule for a step
 
     def choose(
         self,
@@ -187,7 +191,7 @@ class StepRace(StepObserver[Step]):
             self._turn = Turn(_device())
             self._turn.begin_iteration()
             self._meets += WARM_UP + TIMED
-        else:  # if sizes keep changing, ranks meet less and less often
+        else:  # while sizes keep changing, ranks exchange measurements less and less often
             self._meets += self._pause
             self._pause *= 2
 
@@ -287,11 +291,12 @@ class StepRace(StepObserver[Step]):
         if program is not None:
             self._programs.forget(program)
         host_memory.give_back_to(planned)
-        # All ranks release this program before any rank counts the memory of the next one.
+        # The barrier makes all ranks release this program before a rank counts the memory of the
+        # next one.
         gather_from_all(None)
         return whys[0]
 
-    # ---- Times
+    # ---- Times of the raced schedules
 
     def begin(self, step: Step) -> None:
         if self._turn is not None:
@@ -361,7 +366,7 @@ class StepRace(StepObserver[Step]):
         then = "" if path is None else f"; a start from a checkpoint in {path} goes on with it"
         _say(f"race has not ended: the training has, after {rounds} of {ROUNDS} rounds{then}")
 
-    # ---- Record for the next start
+    # ---- Record of the race for the next start
 
     def _recall(self) -> RaceRecord | None:
         """Return the record of the race from an earlier start, as global rank 0 reads it.

@@ -31,13 +31,13 @@ class Turn:
 
     def __init__(self, device: torch.device) -> None:
         self.steps = MeasuredSteps(device)
-        self.peak = 0  # peak bytes in the warm-up
+        self.peak = 0  # largest allocated bytes in the warm-up iterations
         self._device = device
         self._clock = clock_of(device)
         self._begun = 0
         self._events: list[Any] = []
         self._counting: PeakBytes | None = None
-        # Positions of events that an evaluation or a checkpoint's save follows.
+        # Positions of timing events after which an evaluation ran or a checkpoint was saved.
         self._interrupted: set[int] = set()
 
     def begin_iteration(self) -> None:

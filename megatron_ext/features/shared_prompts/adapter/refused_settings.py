@@ -84,7 +84,8 @@ REFUSED = (
         matters=_has_experts,
     ),
 )
-# Refused unless the user says that a prompt may count once.
+# Losses that are refused unless --pipeline-shared-prompts losses-once permits them to count a
+# prompt once.
 REFUSED_LOSSES = (
     RefusedSetting(
         "moe_router_load_balancing_type",

@@ -43,7 +43,7 @@ def tokens_attended_to(row: SharedRow, device: torch.device) -> AttendedTokens:
     tokens: list[int] = []
     of_segment: list[int] = []
     copies: list[tuple[list[int], list[int]]] = []
-    answers: dict[int, int] = {}  # number of answers to each prefix
+    answers: dict[int, int] = {}  # number of the latest answer to each prompt
     for segment in row.segments:
         attended = row.attended(segment)
         before = len(attended) - segment.length
@@ -122,7 +122,8 @@ def _regathering(attended: AttendedTokens, tensors: _Tensors, gathered: _Tensors
     def pack(tensor: Tensor) -> Tensor | _View:
         number = numbers.get(tensor.untyped_storage().data_ptr())
         if number is None:
-            # Never an operation's output itself, which would keep the operation alive.
+            # A detached tensor is saved, since the output of an operation would keep that operation
+            # alive.
             return tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach()
         return _View(number, tensor.size(), tensor.stride(), tensor.storage_offset())
 

@@ -36,10 +36,12 @@ from megatron_ext.runtime.recording import Recording, clock_of
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
 
 _Recorded = tuple[list[Event], list[GradientReduction]]
-# Recorded steps of a rank, and its `reserved_beyond_allocated`.
+# Recorded steps of a rank, and the bytes that its allocator reserved beyond its allocations.
 _OfRank = tuple[list[_Recorded], float | None]
-_MOST_STEPS = 64  # most steps of stock that stay in memory, for the report after the last step
-# Time limit in seconds of the what-if analysis, while the other ranks wait with their next step.
+# Most steps of Megatron's own schedule that stay in memory for the report at the end.
+_MOST_STEPS = 64
+# Time limit in seconds for the prediction of other schedules, during which the other ranks wait
+# before their next step.
 _SECONDS = 5.0
 
 
@@ -71,10 +73,11 @@ class StepTrace(StepObserver[ObservedStep]):
         self._latest = 0  # latest recorded iteration, as Megatron may rerun one
         self._file: TraceFile | None = None
         self._recording: Recording | None = None  # recording of the running step, if it is traced
-        # Recordings by iteration, of steps not written yet.
+        # Recordings of steps that are not written to the trace yet, by iteration.
         self._recorded: dict[int, Recording] = {}
-        self._traced: list[TracedStep] = []  # traced steps of stock, on the rank that writes
-        # Whether an error was logged for an iteration that could not be written.
+        # Traced steps of Megatron's own schedule, on the rank that writes.
+        self._traced: list[TracedStep] = []
+        # Whether the log has an error about an iteration that could not be written.
         self._is_told = False
 
     def begin(self, step: ObservedStep) -> None:

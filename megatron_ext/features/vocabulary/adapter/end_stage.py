@@ -57,8 +57,9 @@ class EndStage(ModelStage):
         it."""
         super().__init__(*args, has_loss=False, **more)
         self.is_last = has_loss
-        self._begun: dict[int, ModelCall] = {}  # before F
-        # Calls of the last stage whose F has run, until L computes the loss.
+        # Calls of the model whose F has not run yet, by microbatch.
+        self._begun: dict[int, ModelCall] = {}
+        # Calls of the last stage's model from F until the pass L computes the loss, by microbatch.
         self._awaiting_loss: dict[int, ModelCall] = {}
         keeps_precision = any(isinstance(module, Float16Module) for module in self._model.modules())
         self._more = {"fp32_output": False} if keeps_precision else {}

@@ -25,7 +25,7 @@ def pad_vocabulary(args: Any) -> None:
     tensor_parallel = args.tensor_model_parallel_size
     shards = ranks * tensor_parallel
     given = args.padded_vocab_size
-    # The padded size was given by the user, or by a checkpoint whose arguments are used.
+    # A padded size that the user or the checkpoint has set is checked, not changed.
     if given is not None:
         check_divisible(given, shards)
         return

@@ -123,7 +123,8 @@ class OutputPart(ColumnParallelLinear):
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
         sharded = super().sharded_state_dict(prefix, *args, **kwargs)
-        # The padded number of rows depends on the ranks.
+        # The number of padded rows depends on the number of ranks, so a checkpoint may have
+        # another.
         sharded[f"{prefix}weight"].allow_shape_mismatch = True
         return sharded
 
@@ -188,7 +189,7 @@ def _is_changed(name: str, part: OutputPart) -> bool:
     """
     return (
         type_before_parametrizations(part) is not OutputPart
-        # The output layer is within a wrapper, such as an adapter's.
+        # The output layer's name differs if it is within a wrapper, such as an adapter.
         or not name.endswith("output_layer")
         or "forward" in vars(part)
         or any(map(len, (part._forward_hooks, part._backward_hooks, part._backward_pre_hooks)))
@@ -218,7 +219,8 @@ def await_tables(models: Sequence[torch.nn.Module]) -> None:
     gather the parts, and the step would repeat these gathers during the passes that read them.
     """
     for part in dict.fromkeys(_parts(models)):
-        for module in part.modules():  # rows may be computed from parameters of inner modules
+        # Includes inner modules, whose parameters the rows may be computed from.
+        for module in part.modules():
             for hook in filter(_waits_for_parameters, module._forward_pre_hooks.values()):
                 hook(module, ())
 

@@ -127,7 +127,7 @@ def make_logits(
     largest = logits.amax(-1).float()
     if shard.tensor_parallel is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.tensor_parallel)
-    # The exponentials are computed in fp32, whatever the type of the logits.
+    # The difference, and so the exponentials, are in fp32 whatever the type of the logits.
     exponentials = (logits - largest.unsqueeze(-1)).exp_()
     of_label = logits.gather(-1, rows).squeeze(-1).float().masked_fill_(~is_here, 0.0)
     sums = torch.stack([exponentials.sum(-1), of_label])
@@ -157,7 +157,7 @@ def losses_of(statistics: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
 
     A label [b, s] outside the ``vocabulary`` counts as the likeliest token, as in Megatron.
     """
-    # The gradient is contiguous as Megatron's, since loss functions of callers flatten it by
+    # The losses are contiguous, as Megatron's are, since loss functions of callers flatten them by
     # view().
     largest, total, of_label = statistics.transpose(1, 2).contiguous()
     is_none = (labels < 0) | (labels >= vocabulary)
@@ -175,7 +175,8 @@ def hidden_states_gradient(shard: VocabularyShard, kept: Logits, statistics: Ten
     largest, total, of_label = statistics
     is_here, rows = shard.rows_of(kept.labels)
     share = kept.statistics[1] * (kept.statistics[0] - largest).exp_() / total
-    # The row of a label is handled separately, since P' W - G W would suffer from cancellation.
+    # The label's row is subtracted separately, since the difference P' W - G W of large products
+    # would be inexact.
     label = ((of_label - largest).exp_().div_(total) - 1.0).masked_fill_(~is_here, 0.0)
     gradient = kept.early.float() * share.unsqueeze(-1)
     gradient.addcmul_(label.unsqueeze(-1), shard.output[rows].float())

@@ -100,19 +100,23 @@ class VocabularyPasses(Owner, PipelineEnds):
         self._tokens_shape = tokens_shape
         self._recorder = recorder
         self._exchange = StepCollectives(collectives, recorder)
-        # All these tensors are listed by microbatch. The first ones are inputs of collectives.
+        # Each of these dictionaries has tensors by microbatch. The first dictionaries have inputs
+        # of collectives.
         self._looked_up: dict[int, Tensor] = {}
         self._hidden_states: dict[int, Tensor] = {}
         self._own_statistics: dict[int, Tensor] = {}
         self._own_gradients: dict[int, Tensor] = {}
         self._loss_gradients: dict[int, Tensor] = {}
         self._embedding_gradients: dict[int, Tensor] = {}
-        # Inputs of passes:
-        self._tokens: dict[int, Tensor] = {}  # E to EW
-        self._logits: dict[int, Logits] = {}  # S to SW
-        self._labels: dict[int, Tensor] = {}  # to L
-        self._statistics: dict[int, Tensor] = {}  # combined statistics, for L, SI and SW
-        # Scales of the loss, from L to the last stage's I or B.
+        # The following dictionaries have inputs of passes.
+        # Tokens of a microbatch, from the pass E to the pass EW.
+        self._tokens: dict[int, Tensor] = {}
+        # Logits of a microbatch, from the pass S to the pass SW.
+        self._logits: dict[int, Logits] = {}
+        self._labels: dict[int, Tensor] = {}  # labels of a microbatch, until the pass L
+        # Softmax statistics of all ranks, for the passes L, SI and SW.
+        self._statistics: dict[int, Tensor] = {}
+        # Factors of the loss's gradient, from the pass L to the last stage's I or B.
         self._scales: dict[int, Tensor] = {}
 
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -169,7 +173,7 @@ class VocabularyPasses(Owner, PipelineEnds):
     def abandon(self) -> None:
         self._exchange.abandon()
 
-    # --- the embedding
+    # --- passes of the embedding
 
     def _share_tokens(self, action: Action) -> None:
         tokens = None
@@ -201,7 +205,7 @@ class VocabularyPasses(Owner, PipelineEnds):
         with self._recorder.computing(action), torch.no_grad():
             add_embedding_gradient(self._shard, tokens, gradient)
 
-    # --- the output layer
+    # --- passes of the output layer
 
     def _share_hidden_states(self, action: Action) -> None:
         labels = None
@@ -271,7 +275,7 @@ class VocabularyPasses(Owner, PipelineEnds):
         with self._recorder.computing(action), torch.no_grad():
             add_output_gradient(self._shard, self._logits.pop(microbatch), statistics, by_loss)
 
-    # --- collectives
+    # --- collectives of both layers
 
     def _wait_given(self, action: Action) -> None:
         (need,) = RULES[action.kind].needs

@@ -24,16 +24,17 @@ from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Timeline
 
-# Number of microbatches by which vocabulary parallelism delays backward passes, which is also the
-# number of additional microbatches held.
+# Number of microbatches by which vocabulary parallelism delays backward passes. As many more
+# microbatches are held in memory.
 INTERVALS = {VocabularyParallel.ONE: 2, VocabularyParallel.TWO: 1}
 
-# Stage whose rank sends a broadcast. The other ranks post it one interval ahead.
+# Stage whose rank sends a broadcast, by kind of broadcast. The other ranks post the broadcast one
+# interval earlier.
 _ROOTS = {Kind.BCAST_E: 0, Kind.BCAST_EW: 0, Kind.BCAST_S: -1, Kind.BCAST_SW: -1}
 
 _TICKS = 10**6  # number of ticks of the longest pass
 
-# Seconds by stage, kind (I and W, never B) and microbatch.
+# Seconds of passes by stage, kind (I and W in place of B) and microbatch.
 _Times = dict[tuple[int, Kind, int], float]
 
 
@@ -76,8 +77,8 @@ def divide_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
         for action in passes:
             begins_with = RULES[action.kind].covers[0]
             row.append((starts[action.stage, begins_with, action.microbatch], action))
-        # Among actions of the same time those of the vocabulary go first, because all ranks wait
-        # for them.
+        # Among actions with the same time those of vocabulary parallelism come first, because all
+        # ranks wait for them.
         row.sort(key=lambda item: item[0])
     ordered = tuple(tuple(action for _, action in row) for row in rows)
     return Schedule(schedule.name, placement, ordered)

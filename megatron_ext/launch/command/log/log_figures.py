@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Parts of a log's lines that have figures.
+# Patterns of the parts of a log line that contain figures.
 FIGURE_LINES = (b"elapsed time per iteration", b"max allocated")
-_MOST = 10_000  # most iterations that are read
+_MOST = 10_000  # largest number of iterations whose figures are read
 _ITERATION = re.compile(
     r"\biteration +(\d+)/ *\d+ \|.*?elapsed time per iteration \((ms|s)\): ([\d.]{1,20})"
 )
@@ -62,7 +62,7 @@ class FiguresReader:
             self.ranks[int(found[1])] = AllocatedBytes(after_step, most)
 
     def figures(self) -> LogFigures:
-        # The first iteration also compiles kernels and builds communicators.
+        # The first iteration is skipped, as it also compiles kernels and builds communicators.
         known = [seconds for seconds in self.seconds[1:] or self.seconds if seconds > 0]
         return LogFigures(statistics.median(known) if known else None, self.ranks)
 

@@ -30,12 +30,12 @@ from megatron_ext.launch.command.log.log_figures import FIGURE_LINES, FiguresRea
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.written_settings import Given
 
-_SCRIPT = "pretrain_gpt.py"  # the script is assumed, as no log names it
-_USUAL = 8  # GPUs of a node
-_COLUMN = 48  # column in which values begin, after a name and its dots
+_SCRIPT = "pretrain_gpt.py"  # assumed script, since a log names none
+_USUAL = 8  # usual number of GPUs of a node
+_COLUMN = 48  # column of a log line in which values begin, after a name and dots
 
-_LONGEST = 2**22  # most bytes that are read at once, and longest line in bytes
-_LARGEST = 2**26  # most characters of a block of arguments
+_LONGEST = 2**22  # largest number of bytes that are read at a time, and longest line in bytes
+_LARGEST = 2**26  # largest number of characters in the blocks of arguments
 _BEFORE = 1000  # an argument's name begins within this many characters of its line
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _DASHES = "-" * 20
@@ -48,10 +48,10 @@ _OF_NODE = re.compile(r"\bnproc[-_]per[-_]node\s*[:= ]\s*(\d+)\b")
 _GPU = re.compile(r"(?:NVIDIA|AMD Instinct) (\w+(?:[ -]\w+){0,2})")
 _VOCABULARY = re.compile(r"padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
 _TOLD = (b"nproc", b"NVIDIA", b"AMD Instinct", b"padded vocab", b"------", b" ..")
-_MEASURED_IN = 16  # number of pieces of a log in which figures are looked for
-_EVALUATION = "eval_interval"  # Argument without which a training is not recognised
+_MEASURED_IN = 16  # number of pieces of a log in which iteration figures are looked for
+_EVALUATION = "eval_interval"  # argument without which Megatron's parser does not accept a training
 _USUAL_INTERVAL = "1000"  # Megatron's default interval before 0.19
-_CALLED_DIFFERENT = 3  # most names that a remark lists
+_CALLED_DIFFERENT = 3  # largest number of differing names that a remark lists
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class _Blocks:
 
     first: dict[str, str] | None = None
     different: set[str] = field(default_factory=set)
-    open_blocks: dict[str, dict[str, str]] = field(default_factory=dict)  # by rank
+    # Blocks of arguments whose end has not been read, by rank.
+    open_blocks: dict[str, dict[str, str]] = field(default_factory=dict)
     begun: dict[str, str] | None = None
     characters: int = 0  # number of characters in the open blocks
 
@@ -251,7 +252,7 @@ def launch_from_log(path: Path, settings: Given | None = None) -> Launch:
             ) from error
     words = unparsed.words
     if log.vocabulary is not None and "--padded-vocab-size" not in words:
-        # Megatron sets this size after it has printed the arguments.
+        # Megatron sets the padded vocabulary size after it has printed the arguments.
         words += ("--padded-vocab-size", str(log.vocabulary))
     ranks = int(log.arguments["world_size"])
     of_node = log.of_node or _gpus_of_node(ranks)

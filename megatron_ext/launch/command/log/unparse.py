@@ -22,8 +22,8 @@ from megatron_ext.config import PREFIX
 from megatron_ext.launch.command import megatron_arguments
 from megatron_ext.written_settings import from_argv
 
-# Pairs of arguments: validation sets the first to the value of the second, and refuses some pairs
-# if both are written.
+# Pairs of arguments that may not both be written: Megatron's validation sets the first to the value
+# of the second, and refuses some pairs.
 _SAME_AS = {
     "encoder_num_layers": "num_layers",
     "encoder_seq_length": "seq_length",
@@ -35,10 +35,10 @@ _SAME_AS = {
     "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
 }
 _WEIGHT_DECAYS = ("start_weight_decay", "end_weight_decay")
-# Arguments that validation switches off without virtual stages; a schedule that brings stages has
-# them on.
+# Arguments that Megatron's validation switches off if there are no virtual stages; a schedule that
+# brings virtual stages keeps them on.
 _OF_VIRTUAL_STAGES = ("overlap_p2p_comm", "align_param_gather")
-# Files whose arguments are in the printed block already.
+# Arguments that name a file whose contents are in the printed block already.
 _HAVE_BEEN_READ = ("use_checkpoint_args", "yaml_cfg")
 _NOT_COMPARED = {"rank", "_is_global_batch_size_explicitly_specified", *_HAVE_BEEN_READ}
 
@@ -119,7 +119,7 @@ def unparsed_flags(printed: Mapping[str, str]) -> tuple[str, ...]:
     parser = megatron_arguments.parser()
     given = {name: text for name, text in printed.items() if not _is_derived(name, printed)}
     if printed.get("use_layer_wise_distributed_optimizer") == str(True):
-        # Validation has replaced this argument by the other.
+        # Megatron's validation has replaced this argument by the other argument of the pair.
         given["use_distributed_optimizer"] = str(True)
     renamed = _renamed(parser, printed)
     return tuple(
@@ -190,7 +190,7 @@ def _values(action: argparse.Action, text: str) -> list[str]:
     for allowed in action.choices or ():
         if isinstance(allowed, enum.Enum) and text == str(allowed):
             return [allowed.name]
-        # The enumeration's value is made of this text later.
+        # The caller makes the value of the enumeration from this text.
         if _ENUM.fullmatch(text) and text.endswith(f".{allowed}"):
             return [allowed]
     if text.startswith("[") and action.nargs is not None:

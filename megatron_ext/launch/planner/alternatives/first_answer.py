@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_ext.launch.planner.parsed_launch import ParsedLaunch
     from megatron_ext.launch.planner.variants import LaunchVariants
 
-LONG = 1_024  # a step is long from this product of pipeline ranks and microbatches on
+LONG = 1_024  # product of pipeline ranks and microbatches from which a step counts as long
 _FIRST = ("zb-v",)
 _RECOMPUTE = 0.15  # share of the planning time after which the first answer comes without recompute
 

@@ -181,7 +181,7 @@ def lay_out(
     Raises:
         ValueError: the unchanged launch cannot train.
     """
-    # Stock's settings are read here, since validation changes the flags.
+    # The settings for Megatron's own schedule are read before the validation, which changes flags.
     stock = stock_executor(variants.args)
     works = [work_of(args, variants.config, stock)]
     if tries_recompute:

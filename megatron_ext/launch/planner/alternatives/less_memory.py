@@ -33,7 +33,7 @@ class _Gift:
         return _Gift(f"{self.words} and {other.words}", {**self.values, **other.values})
 
 
-_DOUBLINGS = (2, 4)  # factors on a number of ranks
+_DOUBLINGS = (2, 4)  # factors by which the number of ranks is raised
 
 
 def _gifts(args: Any) -> Iterator[list[_Gift]]:

@@ -41,7 +41,8 @@ def other_pairs(
     is_requested = requests_pairs(args)
     changes = {SETTING: not is_requested, DELAY: False}
     has_shared = not is_requested and args.moe_shared_expert_overlap
-    if has_shared:  # Megatron accepts only one of the two overlaps
+    # Megatron accepts either the overlap of the shared expert or the overlap of passes.
+    if has_shared:
         changes[SHARED] = False
     other = variants.with_values(changes)
     if is_long:

@@ -41,7 +41,7 @@ def recompute_of_launch(variants: LaunchVariants, args: Any) -> list[LayerRecomp
             (name for name in _SWITCHES if hasattr(variants.args, name)), False
         )
         changed = variants.with_values({**switches, **option.arguments})
-        # The launch itself may be refused for the same reason, which is not the option's fault.
+        # If the launch itself is refused for the same reason, recompute is not to blame.
         return _refusal(changed) in (None, own_refusal)
 
     return recompute_options(describe(args), run, rates(run.precision), permits)

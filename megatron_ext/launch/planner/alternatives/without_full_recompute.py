@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron_ext.launch.planner.variants import LaunchVariants
 
 _FULL_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-# Arguments of a launch with full recompute.
+# Arguments of full recompute, which the alternative drops from the launch.
 WITH_FULL_RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",

@@ -40,7 +40,8 @@ def build_where_read(original: Callable[[Any], list[Any]], builder: Any) -> list
     Datasets that this rank does not read are returned as None.
     """
     is_built_on_rank = builder.is_built_on_rank
-    all_stages_read = getattr(builder.config, "inter_document_masking", False)  # since 0.19
+    # Megatron 0.19 and later have this setting.
+    all_stages_read = getattr(builder.config, "inter_document_masking", False)
 
     def is_read() -> bool:
         reads = all_stages_read and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -47,7 +47,8 @@ def sum_gradients(
     sum.
     """
     gradients = [_gradient(weight) for weight in tied_weights(model) or ()]
-    copies = [gradient for gradient in gradients if gradient is not None]  # None: frozen
+    # The gradient of a frozen copy is None.
+    copies = [gradient for gradient in gradients if gradient is not None]
     if len(copies) == 2:
         first, last = copies
         first.add_(last)

@@ -24,7 +24,7 @@ _SIGNATURE = (
     "prev_pipeline_rank, next_pipeline_rank)"
 )
 
-# Function of whether a message goes forward, and of its tensor, that returns the message's work.
+# Function that gets whether a message goes forward, and its tensor, and returns the message's work.
 Act = Callable[[bool, Tensor], dist.Work]
 
 

@@ -75,8 +75,9 @@ class _Linear:
     fused: bool
     allreduces: bool
     sequence_parallel: bool
-    group: Any  # group of tensor-parallel ranks
-    newer: tuple[Any, ...]  # further arguments of newer versions: gtp_remat_size, output_dtype
+    group: Any  # process group of the tensor-parallel ranks
+    # Arguments that newer versions of Megatron add: gtp_remat_size, output_dtype.
+    newer: tuple[Any, ...]
 
     def reduce(self, dx: Tensor, x: Tensor) -> Tensor:
         """Return ``dx``, the gradient of the input ``x``, summed over tensor-parallel ranks.
@@ -144,7 +145,7 @@ class _WeightGradient:
 
 def split_apply(original: Callable[..., Tensor], *args: Any) -> Tensor:
     """Return a linear layer's output, with a backward pass that defers the weight gradient."""
-    if isinstance(args[0], type):  # torch before 2.14 has ``apply`` as a class method in Python
+    if isinstance(args[0], type):  # before torch 2.14 ``apply`` is a class method written in Python
         original, args = partial(original, args[0]), args[1:]
     x, weight, bias, fused, allreduce_dgrad, sequence_parallel, deferred, _, group, *newer = args
     if not (queue.splits(weight) and weight.requires_grad and x.requires_grad):
@@ -166,18 +167,17 @@ class _Saved:
     def __init__(self, context: Any) -> None:
         self._context = context
         x, _ = context.saved_tensors
-        # The detached weight lacks Megatron's attributes, with which Megatron's function would note
-        # that a gradient was added. It requires a gradient, since torch chooses its kernels by
-        # that.
+        # The detached weight lacks the attributes with which Megatron notes that a gradient was
+        # added. The weight requires a gradient, since torch chooses its kernels by that.
         self.saved_tensors = x, context.linear.weight.detach().requires_grad_()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
 
-# A leaf of the graph that stands for all weights, which autograd does not see. It gets no gradient.
-# Whether its node is executed tells whether a backward pass goes to the leaves, or to given inputs
-# only.
+# A leaf of the autograd graph that stands for all weights, which autograd does not see. The leaf
+# gets no gradient: whether its node is executed tells whether a backward pass goes to the leaves,
+# or to given inputs only.
 _LEAF = torch.zeros((), requires_grad=True)
 
 
@@ -213,15 +213,16 @@ class _SplitLinear(torch.autograd.Function):
         x, _ = saved.saved_tensors
         linear: _Linear = ctx.linear
         stock = layers.LinearWithGradAccumulationAndAsyncCommunication
-        # Megatron's function would wait for this reduction.
+        # Megatron's function would wait for this reduction of the input's gradient.
         ctx.allreduce_dgrad = ctx.sequence_parallel = False
         dx = linear.reduce(stock.backward(saved, dy)[0], x)
-        # Both tensors are detached from the graph and share its memory, as the graph has the
-        # stage's input and its gradient. (dy can have a graph too: the loss overwrites the logits
-        # with their gradient. This node and the dy in its buffer would then keep each other alive.)
-        # A caller may run this backward pass once more.
+        # Both tensors are detached from the graph and share its memory, since the graph refers to
+        # the stage's input and its gradient. (dy may have a graph, too: the loss overwrites the
+        # logits with their gradient. This node and the dy in its buffer would then keep each other
+        # alive.) A caller may run this backward pass more than once.
         ctx.grad_output_buffer = []
-        x, dy = x.detach(), dy.detach().to(x.dtype)  # dy is cast if the layer has an output_dtype
+        # Dy has another type if the layer has an output_dtype.
+        x, dy = x.detach(), dy.detach().to(x.dtype)
         x, dy = queue.keep(x), queue.keep(dy)
         gradient = _WeightGradient(linear, x, dy)
         gather = gradient.gather if linear.sequence_parallel else None

@@ -34,14 +34,15 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 layers = layers_of_stages(model_config, placement)
                 layout = layout_of(layers, prediction_depths(model_config))
                 model_config.pipeline_model_parallel_layout = layout
-                # The layout replaces this setting.
+                # The layout replaces the following settings.
                 model_config.num_layers_in_first_pipeline_stage = None
                 model_config.num_layers_in_last_pipeline_stage = None
                 model_config.account_for_embedding_in_pipeline_split = False
                 model_config.account_for_loss_in_pipeline_split = False
         own_order = ranks > 1 and not is_stock_placement(resolved.place(ranks))
         if own_order and model_config.microbatch_group_size_per_vp_stage is None:
-            # Otherwise verl rounds a step's microbatches up to groups, which a V does not have.
+            # Without this value verl would round the microbatches of a step up to whole groups,
+            # which a V does not have.
             model_config.microbatch_group_size_per_vp_stage = 1
         original(model_config)
 

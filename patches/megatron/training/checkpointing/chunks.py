@@ -66,7 +66,8 @@ def save_first_loader(
     if isinstance(train_iterator, list):
         train_iterator = next((loader for loader in train_iterator if loader is not None), None)
         if "pp_group" in groups:
-            groups["pp_group"] = None  # without the group Megatron calls `is_pipeline_first_stage`
+            # Without a group Megatron calls the patched `is_pipeline_first_stage`.
+            groups["pp_group"] = None
     original(train_iterator, *args, **groups)
 
 

@@ -16,7 +16,8 @@ from megatron.core import parallel_state
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
-Sums = tuple[float | None, float | None]  # sums of the lengths, and of their squares
+# Sum of the lengths of sequences, and sum of their squares.
+Sums = tuple[float | None, float | None]
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:

@@ -21,8 +21,8 @@ from megatron_ext.patches.engine import Patch, wrap
 
 _TRAINING = "megatron.training.training"
 
-# Modules that Megatron imports while it sets up a training: half of the time of a forked rank. Not
-# every version has all of them.
+# Modules that Megatron imports while it sets up a training, which takes half of the time of a
+# forked rank. Some versions lack some of them.
 for _name in ("tokenizers.text", "models.mimo", "dist_checkpointing.strategies.torch"):
     with contextlib.suppress(ImportError):
         importlib.import_module(f"megatron.core.{_name}")

@@ -37,8 +37,8 @@ from megatron_ext.runtime.weight_gradients import (
 
 _MODULES = "transformer_engine.pytorch.module"
 
-# Prefix of a linear layer's attributes. LayerNormMLP has two linear layers and one store, and puts
-# fc2's gradient first.
+# Prefixes of the attributes of a module's linear layers. LayerNormMLP has two linear layers and one
+# store of weight gradients, into which it puts fc2's gradient first.
 _PREFIX_OF = {"fc1_wgrad_gemm": "fc1_", "fc2_wgrad_gemm": "fc2_"}
 
 _module_of: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -85,16 +85,15 @@ def delays(original: Callable[[Any], bool], store: Any) -> bool:
     return True
 
 
-# Attributes of a module which tell that the weight gradient's input, the output's gradient or their
-# product is in a buffer of Userbuffers. (The last one is LayerNormMLP's name for the one before
-# it.)
+# Attributes of a module which tell that the input, the output's gradient or the product of a weight
+# gradient is in a buffer of Userbuffers. (The last name is LayerNormMLP's for the name before it.)
 _IN_USERBUFFERS = ("ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
 
 
 def _reduces(module: Any) -> bool:
     """Return whether ``module`` puts its weight gradient while its input's gradient is reduced."""
     if getattr(module, "ub_overlap_rs_dgrad", False):
-        return False  # the product includes the reduction, which has ended
+        return False  # the product contains the reduction, which has ended by then
     return getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
 
 
@@ -152,7 +151,7 @@ def put(
         if _reduces(module):
             queue.compute_meanwhile()
         if prefix == "fc2_" and module.fc1_weight.requires_grad:
-            hooks = []  # the gradient of fc1 is still to come, and runs the hooks
+            hooks = []  # the gradient of fc1 comes later, and runs the hooks then
     gradient = _Gradient(weights, biases, module.fuse_wgrad_accumulation, make)
     add = partial(_add_before, hooks) if hooks else accumulate_each
     gather = next((part.gather for part in (x, dy) if isinstance(part, _Part)), None)
@@ -233,7 +232,7 @@ def _owner(store: Any) -> Any:
     return module
 
 
-# Gradients of the weights, and of the biases.
+# Gradients of a module's weights, and gradients of its biases.
 _Made = tuple[Sequence[Tensor], Sequence[Contribution]]
 
 

@@ -38,7 +38,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             return original(main_pattern, pp_group, vp_stage, *given, **groups)
         placement = resolved.place(pp_group.size())
         is_divided = SEGMENT_END in main_pattern
-        # Megatron itself splits such a pattern over the ranks.
+        # Megatron itself splits a pattern without separators over the ranks.
         if placement.chunks == 1 and not is_divided:
             return original(main_pattern, pp_group, vp_stage, *given, **groups)
         if given != (None, None):

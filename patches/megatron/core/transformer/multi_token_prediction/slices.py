@@ -18,7 +18,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
 _MODULE = multi_token_prediction.__name__
-_COUNT = "_compute_mtp_acceptance_counts"  # since Megatron 0.19
+_COUNT = "_compute_mtp_acceptance_counts"  # a function of Megatron 0.19 and later
 _REASON = "a slice predicts tokens of the slices after it"
 
 

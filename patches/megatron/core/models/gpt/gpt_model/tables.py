@@ -49,7 +49,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 f"layer of a GPTModel; {type(model).__name__} is a subclass, which may use these "
                 "layers differently: drop --pipeline-vocab-parallel"
             )
-        if call.arguments.get("logit_dtype") is not None:  # since Megatron 0.20
+        if call.arguments.get("logit_dtype") is not None:  # an argument since Megatron 0.20
             raise ValueError(
                 f"--pipeline-vocab-parallel {vocabulary} does not go with "
                 f"logit_dtype={call.arguments['logit_dtype']}: the loss is made by passes of the "
